@@ -3,8 +3,9 @@
     import palaestra.compat
     from environments.hermes_base_env import HermesAgentBaseEnv      # palaestra's
 
-Nothing else imports this module. Modules that exist are imported as usual; only the missing ones come from here. A name
-without a counterpart raises ImportError with what to do instead. `palaestra env port` rewrites the imports for good.
+No other module imports this one. Existing modules are imported as usual; only missing ones come from here. A name
+without a counterpart raises ImportError, which says what to use instead. `palaestra env port` rewrites the imports
+permanently.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SUBMODULES = frozenset(
 
 
 class _OldModule(ModuleType):
-    """A module of the contract, whose names are those of this package."""
+    """A module of the contract whose names come from this package."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -59,7 +60,7 @@ class _OldModules(MetaPathFinder, Loader):
         return _OldModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is run: names are looked up when they are used."""
+        """Run nothing: names are looked up when they are used."""
 
 
 sys.meta_path.append(_OldModules())

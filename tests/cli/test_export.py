@@ -105,7 +105,7 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(tmp_path: Path, capsys: 
     assert run(folder, "--to", "openai") == 0
     said = capsys.readouterr().err
     assert "left out: 1 group that" in said
-    assert "there is nothing in it" in said
+    assert "the export is empty" in said
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_resumed_run_can_be_extended(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_resumed_run_reports_a_setting_that_differs(caplog: pytest.LogCaptureFixture) -> None:
     assert main(["resume", "last", "--env.n", "1"]) == 0
-    assert "resumed with another setting: n was 2, is 1" in caplog.text
+    assert "resumed with a changed setting: n was 2, is 1" in caplog.text
     assert len(open_run().groups) == 2
     caplog.clear()
     assert main(["resume", "last"]) == 0

@@ -77,7 +77,7 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
             asyncio.run(scenario(url))
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
-            assert "note: TOOL_EXECUTOR_JOB_ID has no effect: There is no job." in process.stderr.read()
+            assert "note: TOOL_EXECUTOR_JOB_ID has no effect: There is no Nomad job." in process.stderr.read()
             assert process.wait(30) == 0
 
 
@@ -246,7 +246,7 @@ def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[s
         {"TOOL_EXECUTOR_ALLOW_NETWORK": "false", "TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S": "5", "TOOL_EXECUTOR_SLOTS": "4"}
     )
     assert (settings.allow_network, settings.acquire_timeout_s) == (False, 5.0)
-    assert "TOOL_EXECUTOR_SLOTS has no effect: How many there are is --slots." in capsys.readouterr().err
+    assert "TOOL_EXECUTOR_SLOTS has no effect: --slots sets the number of slots." in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"ALOW_NETWORK sets nothing\. Did you mean TOOL_EXECUTOR_ALLOW_NETWORK"):
         executor_settings({"TOOL_EXECUTOR_ALOW_NETWORK": "1"})
     with pytest.raises(ConfigError, match=r"TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S 'x'"):

@@ -217,7 +217,7 @@ class BrokenEnv(HermesAgentBaseEnv):
         ),
         (
             "        await self.evaluate_items",
-            "broken is not evaluated: evaluate failed with KeyError: 'rows' (broken_env.py, line 29)",
+            "cannot evaluate broken: evaluate failed with KeyError: 'rows' (broken_env.py, line 29)",
             True,
         ),
     ],
@@ -307,7 +307,7 @@ def test_what_a_class_scores_is_read_as_what_a_function_scores(
         ("config, [{}]", "UnevenEnv.config_init must give (HermesAgentEnvConfig, [APIServerConfig, …]), and gave "),
         (
             "type('Own', (HermesAgentEnvConfig,), {'__annotations__': {'mine': int}, 'mine': 1})(mine=2), []",
-            "UnevenEnv.config_init gives Own: say env_config_cls = Own in the class",
+            "UnevenEnv.config_init gives Own: set env_config_cls = Own in the class",
         ),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_bad_row_is_an_error_and_the_rest_goes_on(tmp_path: Path, name: str, t
         ("t.json", "{}", "t.json must hold a list of rows"),
         ("t.json", "[", "t.json is not JSON"),
         ("t.json", "[" * 100_000, "t.json is not JSON: maximum recursion depth"),
-        ("t.json", '{"id": 1}\n{"id": 2}\n', "not JSON: Extra data.*a row in each line is a .jsonl file"),
+        ("t.json", '{"id": 1}\n{"id": 2}\n', "not JSON: Extra data.*name the file .jsonl"),
         ("t.txt", "a prompt\nanother\n", "t.txt is not JSONL"),
         ("t.csv", "id,x,id\n1,2,3\n", "several columns that are called 'id'"),
         ("t.parquet", "no", "t.parquet is not a readable Parquet file"),
@@ -107,7 +107,7 @@ def test_a_row_that_is_not_utf8_is_not_guessed_at(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no data set"):
+    with pytest.raises(ConfigError, match="contains no data set"):
         list(read_rows(tmp_path))
 
 

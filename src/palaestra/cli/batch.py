@@ -36,10 +36,10 @@ SETTINGS = {
     "--providers-order": "--env.providers_order",
     "--provider-sort": "--env.provider_sort",
 }
-"""The flags of the batch, and the settings that they stand for. They may have `_` for `-`."""
+"""The flags of `palaestra batch`, and the settings that they set. A flag may be written with `_` for `-`."""
 
 WITHOUT_EFFECT = ("--verbose", "--log-prefix-chars")
-"""Flags of existing scripts about a log that this command does not print."""
+"""Flags of existing scripts that configure a log which this command does not print."""
 
 _HELP = """Run an agent over a file of prompts, and write the conversations.
 
@@ -69,7 +69,7 @@ statistics.json and the journal, from which `palaestra export` makes every other
 
 
 class BatchCommand(SettingsCommand):
-    """A command with the batch's flags."""
+    """A click command whose own flags are those of a batch."""
 
     own_flags: ClassVar[Mapping[str, str]] = {**SETTINGS, "--run-name": "", "--list-distributions": ""}
 
@@ -131,12 +131,12 @@ def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
 
 
 def _settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
-    """Yield the words with settings in place of the batch's flags, and the file in front of them as a setting. `stdin`
-    is the folder for the rows of stdin."""
+    """Yield the words, with settings in place of the batch's flags, and a setting for the file first. Rows from stdin
+    are stored in the folder `stdin`."""
     files = list(itertools.takewhile(lambda word: word == "-" or not word.startswith("-"), words))
     if len(files) > 1:
         raise ConfigError(
-            f"a batch has one FILE, and these are {len(files)}: {' '.join(files)}. A folder holds several"
+            f"a batch takes one FILE, got {len(files)}: {' '.join(files)}. To use several files, put them in a folder"
         )
     if files:
         yield from ("--env.dataset_name", _kept_stdin(stdin) if files[0] == "-" else files[0])
@@ -147,12 +147,13 @@ def _settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
 
 
 def _dashed(written: str) -> str:
-    """Return a flag with dashes, as `--run-name` for `--run_name`; dotted settings and values as they are."""
+    """Return a flag with dashes, `--run-name` for `--run_name`; dotted settings and values are unchanged."""
     return written.replace("_", "-") if written.startswith("--") and "." not in written else written
 
 
 def _kept_stdin(folder: Path) -> str:
-    """Return the file in `folder` that keeps the rows of stdin, for a batch that is resumed. Raises `DiskError`."""
+    """Store the rows of stdin in `folder`, so that the batch can be resumed, and return the path. Raises
+    `DiskError`."""
     from palaestra.core.io.durable_files import writing
 
     rows = sys.stdin.buffer.read()

@@ -60,7 +60,7 @@ FLAGS_OF_CHAT = {
     "allow_interspersed_args": False,
     "help_option_names": ["-h", "--help"],
 }
-"""click's settings of a command that takes the flags of a chat."""
+"""The click settings of a command that takes the flags of a chat."""
 
 
 @click.command("chat", context_settings=FLAGS_OF_CHAT, help=_HELP)
@@ -95,7 +95,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
 
 def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:
-    """Return the settings of a chat; None when the words ask for their help or values, which are then printed."""
+    """Return the settings of a chat. If the words ask for help or for values, print those and return None."""
     from palaestra.chat.config import read_options
 
     options = read_options(words, program)
@@ -108,7 +108,7 @@ def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:
 
 
 def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the flags of the chat with their values, and the words of settings. Raises `ConfigError`."""
+    """Split the words into the chat's flags with their values, and the words of settings. Raises `ConfigError`."""
     own: dict[str, str] = {}
     rest: list[str] = []
     waiting = list(words)
@@ -134,7 +134,7 @@ def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def which(own: Mapping[str, str]) -> Which:
-    """Return the conversation that the flags name."""
+    """Return which conversation the flags select."""
     from palaestra.chat.one_shot import Which
 
     fork, colon, turn = own.get("--fork", "").partition(":")

@@ -61,7 +61,9 @@ def command(run: str, others: tuple[str, ...], as_json: bool) -> None:
     for other, (scored, whole) in zip(runs[1:], found, strict=True):
         _show(runs[0], other, scored, whole)
     if len(found) > 1:
-        click.echo(f"{len(found)} comparisons: on average one 95 % interval in 20 misses its value", err=True)
+        click.echo(
+            f"{len(found)} comparisons: on average, one 95 % interval in 20 does not contain the true value", err=True
+        )
 
 
 def _scores(run: str) -> RunScores:
@@ -108,16 +110,17 @@ def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComp
     click.echo(f"{found.difference:+.3f}{found.interval} over {counts}")
     if whole.pairs != found.pairs:
         click.echo(
-            f"{whole.difference:+.3f}{whole.interval} with the unscored as 0, over {plural(len(whole.pairs), 'task')}"
+            f"{whole.difference:+.3f}{whole.interval} with unscored rollouts as 0, over "
+            f"{plural(len(whole.pairs), 'task')}"
         )
     best = run if found.winner > 0 else other
     click.echo(f"no winner: {found.undecided}" if not found.winner else f"better: {best.name} ({best.model})")
     if found.asked_otherwise:
         click.echo(
-            f"{len(found.asked_otherwise)} of these tasks, {found.asked_otherwise[0]} first, asked something else in "
-            f"{other.name}: the prompt differs there, or the id (the number of an item, say) names another task",
+            f"{len(found.asked_otherwise)} of these tasks (the first is {found.asked_otherwise[0]}) have "
+            f"another prompt in {other.name}: the prompt changed, or the same id names another task there",
             err=True,
         )
     for where, tasks in ((run, found.only_first), (other, found.only_other)):
         if tasks:
-            click.echo(f"only in {where.name}: a reward of {plural(len(tasks), 'task')}", err=True)
+            click.echo(f"only in {where.name}: rewards of {plural(len(tasks), 'task')}", err=True)

@@ -1,7 +1,7 @@
 """`palaestra completion SHELL`, and what the commands offer to complete: environments, settings, runs, formats.
 
-The scripts ask the program itself, so they know the environments and runs of the present folder. An unreadable file or
-an unknown environment completes nothing; it is not an error here.
+The shell scripts call the program, so they know the environments and runs of the current folder. For an unreadable file
+or an unknown environment, the program offers no completion and reports no error.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def command(shell: str) -> None:
     from palaestra.cli.main import cli
 
     kind = get_completion_class(shell)
-    assert kind is not None  # click has all three
+    assert kind is not None  # click sets all three
     click.echo(kind(cli, {}, "palaestra", "_PALAESTRA_COMPLETE").source())
 
 
 def complete_environments(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return environments by name, and files."""
+    """Complete environments by name, and files."""
     from palaestra.envs.discovery import known_environments
 
     named = ((each.name, each.summary) for each in known_environments(Path.cwd()).values())
@@ -58,7 +58,7 @@ def complete_environments(context: click.Context, parameter: click.Parameter, in
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return runs by id, the latest first, and folders."""
+    """Complete runs by id, the latest first, and folders."""
     from palaestra.rollouts.journal.reader import LAST, list_runs
 
     runs = [(folder.name, folder.parent.name) for folder in list_runs()]
@@ -67,22 +67,22 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
 
 
 def complete_formats(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return formats of `export`."""
+    """Complete the formats of `export`."""
     from palaestra.rollouts.export.exporter import FORMATS
 
     return _starting(incomplete, ((name, summary) for name, (_, summary) in FORMATS.items()))
 
 
 def complete_cheats(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return ways of reward hacking of `env check --only`."""
+    """Complete the names of cheats for `env check --only`."""
     from palaestra.envs.cheats.proof import BANK
 
     return _starting(incomplete, ((cheat.name, cheat.what) for cheat in BANK))
 
 
 def complete_settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the word after ENV or RUN: a value of the flag before it, or the command of the environment. Flags may
-    also come first; then the word is ENV or RUN."""
+    """Complete the word after ENV or RUN: a value of the flag before it, or the environment's command. Flags may also
+    come first; then the word is ENV or RUN."""
     from palaestra.envs.config.command_line import COMMANDS
 
     words = _words(context)
@@ -97,8 +97,8 @@ def complete_settings(context: click.Context, parameter: click.Parameter, incomp
 
 
 class SettingsCommand(click.Command):
-    """A command whose flags are settings of an environment. `own_flags` are further ones, and the settings that they
-    stand for."""
+    """A command whose flags are settings of an environment. `own_flags` maps its further flags to the settings that
+    they set."""
 
     own_flags: ClassVar[Mapping[str, str]] = {}
 
@@ -123,7 +123,7 @@ def _words(context: click.Context) -> list[str]:
 
 
 def _named(context: click.Context) -> str | None:
-    """Return the environment or run that the command line names; None if it does not yet."""
+    """Return the environment or run that the command line names, or None if it names none yet."""
     from palaestra.envs.config.command_line import first_word
 
     with contextlib.suppress(ConfigError):
@@ -132,7 +132,7 @@ def _named(context: click.Context) -> str | None:
 
 
 def _values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
-    """Return the values of a flag of an environment, as far as there is a list of them."""
+    """Return the values of an environment's flag, if they form a known list."""
     from palaestra.core.config import SHORT_FORMS
 
     if flag == "--policy":
@@ -189,7 +189,7 @@ _LISTS: Mapping[str, Callable[[], Iterable[str]]] = {
     "tool_parser": _parsers,
     "tool_call_parser": _parsers,
 }
-"""The values of settings that are text for the command line, but have a list of values."""
+"""Settings whose type is plain text, but which have a known list of values."""
 
 
 def _line(form: Form) -> CommandLine[BaseEnvConfig, APIServerConfig]:
@@ -199,8 +199,7 @@ def _line(form: Form) -> CommandLine[BaseEnvConfig, APIServerConfig]:
 
 
 def _form(context: click.Context) -> Form | None:
-    """Return the environment on the command line, or the one of the run that is resumed; None without one that
-    loads."""
+    """Return the environment on the command line, or that of the run to resume; None if none can be loaded."""
     from palaestra.core.errors import PalaestraError
     from palaestra.envs.config.layers import exported, read_dotenv
     from palaestra.envs.discovery import load_environment

@@ -1,8 +1,8 @@
 """`palaestra doctor`: what works on this machine, on a backend of slots or on a model server, and how to fix the rest.
 
 Isolation levels are tested by making a throw-away slot at each (`sandbox.isolation`), backends by using a few of their
-slots (`sandbox.backend_check`). Of a model server only the given address is asked (`inference.doctor`). Exit codes: 5
-without any isolation level, 4 for a model server that cannot be reached, 1 for a check or a backend that failed.
+slots (`sandbox.backend_check`). For a model server, doctor contacts only the given address (`inference.doctor`). Exit
+codes: 5 if no isolation level is available, 4 if the model server cannot be reached, 1 if a check or a backend failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EXAMPLES = {
     "nomad": "nomad_address=http://nomad:4646",
     "modal": "modal_image=python:3.11",
 }
-"""A setting to begin with, for each backend that needs some."""
+"""An example setting for each backend that needs one."""
 
 
 @click.command(
@@ -55,35 +55,39 @@ _EXAMPLES = {
       palaestra doctor --backend all --set docker_image=python:3.11 --set ssh_hosts=me@big-machine --json
 
     This machine: doctor tests each isolation level in a throw-away slot. The levels are full (all namespaces and
-    control groups; root in a slot is nobody outside), userns (without root and without control groups), confined (for
-    ordinary containers) and none (commands run as you; used only if you name it).
+    control groups; root in a slot is an unprivileged uid outside), userns (needs neither root nor control groups),
+    confined (for ordinary containers) and none (commands run as you; used only if you name it).
 
-    Backends: doctor uses a few slots of each. The table has whether the platform can be reached, the credentials, the
-    isolation level, the number of slots (- is as many as memory allows), the kinds of images, whether a running slot
-    can be forked, and median times. A backend that does not work is followed by the reason and the fix. Settings come
-    from the environment, .env and --set FIELD=VALUE.
+    Backends: doctor uses a few slots of each. The table shows whether the platform can be reached, the credentials,
+    the isolation level, the number of slots (- means as many as memory allows), the kinds of images, whether a running
+    slot can be forked, and median times. For a backend that does not work, doctor prints the reason and the fix.
+    Settings come from the environment, .env and --set FIELD=VALUE.
 
-    A model server: doctor checks whether it can be reached, takes and gives token ids with log-probabilities, has a
-    chat template that shows tools and keeps history, trains the token that ends a turn, and has the right tokenizer and
-    tool parser. If you name a model, its tokenizer is fetched.
+    A model server: doctor checks whether the server can be reached, accepts and returns token ids with
+    log-probabilities, has a chat template that shows tools and keeps history, returns the token that ends a turn, and
+    has the right tokenizer and tool parser. If you name a model, doctor fetches its tokenizer.
     """,
 )
 @click.argument("target", required=False, metavar="[URL | FOLDER]")
 @click.option(
-    "--model", "-m", help="The model's name at the server; its tokenizer is taken unless --tokenizer names one."
+    "--model", "-m", help="The model's name at the server. Its tokenizer is used unless --tokenizer names another."
 )
-@click.option("--api-key", envvar="PALAESTRA_OPENAI_API_KEY", help="Sent as a bearer token.")
-@click.option("--tokenizer", help="A folder, or a model's name.")
-@click.option("--tool-parser", "--parser", "parser", default="hermes", show_default=True, help="Of tool calls.")
+@click.option("--api-key", envvar="PALAESTRA_OPENAI_API_KEY", help="The API key, sent as a bearer token.")
+@click.option("--tokenizer", help="The tokenizer: a folder or a model's name.")
+@click.option(
+    "--tool-parser", "--parser", "parser", default="hermes", show_default=True, help="The parser of tool calls."
+)
 @click.option(
     "--type",
     "server_type",
     type=click.Choice(["vllm", "sglang", "openai"]),
-    help="The kind of server, if not detected.",
+    help="The kind of server. Default: detected.",
 )
-@click.option("--backend", "backends", multiple=True, metavar="NAME", help="A backend, or `all`. Repeatable.")
-@click.option("--set", "settings", multiple=True, metavar="FIELD=VALUE", help="A setting of the backends. Repeatable.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Check this backend, or `all`. Repeatable.")
+@click.option(
+    "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set a field of the backends. Repeatable."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -146,11 +150,11 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
         path, equals, value = word.partition("=")
         name, _, key = path.partition(".")
         if not equals or name not in fields:
-            what = f"unknown setting {name!r}" if equals else "the value is missing"
+            what = f"unknown setting {name!r}" if equals else "it has no value"
             raise ConfigError(f"--set {word}: {what}; write --set FIELD=VALUE")
         read = read_words(fields[name].annotation, [f"{key}={value}" if key else value])
         if key and not isinstance(read, dict):
-            raise ConfigError(f"--set {word}: {name} has no parts; write --set FIELD=VALUE")
+            raise ConfigError(f"--set {word}: {name} is not a nested setting; write --set FIELD=VALUE")
         given[name] = {**given.get(name, {}), **read} if key else read
     layers = [
         read_environ(read_dotenv(Path()), "env", HermesAgentEnvConfig, DOTENV),
@@ -158,7 +162,7 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
         ConfigLayer("--set", given),
     ]
     config = merge(HermesAgentEnvConfig, layers).value
-    # A second name of the same backend is left out of `all`.
+    # `all` lists a backend once, even if it has a second name.
     every = {BUILTIN.get(name, name): name for name in reversed(backend_names())}
     wanted = list(reversed(every.values())) if "all" in names else list(dict.fromkeys(names))
 
@@ -174,7 +178,7 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
 
 
 def _show_findings(findings: Sequence[BackendFindings]) -> None:
-    """One table, then the reason and the fix for each backend that does not work."""
+    """Print one table, then the reason and the fix for each backend that does not work."""
     from palaestra.sandbox.backend_check import MEASURED
 
     heading = ("backend", "works", "reached", "credentials", "isolation", "slots", "images", "fork running")
@@ -223,13 +227,13 @@ def _machine(as_json: bool) -> None:
 
 
 def verdict(ladder: Sequence[RungStatus]) -> str:
-    """Return the line with the level that a run would use."""
+    """Return the line that names the isolation level which a run would use."""
     best = max((step.rung for step in ladder if step.available and step.rung > Rung.NONE), default=None)
     return "runs refuse to start" if best is None else f"runs use: {best.label}"
 
 
 def machine_facts() -> dict[str, str]:
-    """What the isolation levels depend on, as text."""
+    """Return the facts on which isolation levels depend, as text."""
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from palaestra.envs.cheats.proof import PolicyResult, Proof
 
 _PLAIN = ("oracle", "noop")
-"""The policies of a check that are no cheats."""
+"""The policies of a check that are not cheats."""
 
 _TRAINED_WITH = ("group_size", "max_agent_turns", "max_token_length", "max_num_workers", "seed")
-"""Common settings that a training is tuned with."""
+"""Common settings that users tune for a training."""
 
 _NAMED = 5
-"""How many failed policies the last line of a check names."""
+"""The maximum number of failed policies that the last line of a check names."""
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
@@ -69,7 +69,7 @@ def list_environments(as_json: bool) -> None:
       palaestra env list
       palaestra env list --json
 
-    They are the files NAME_env.py of the nearest folder `environments`, and those of installed packages.
+    The list has the files NAME_env.py of the nearest folder `environments`, and the environments of installed packages.
     """
     from palaestra.envs.discovery import known_environments
 
@@ -96,7 +96,7 @@ def new(as_class: bool, as_json: bool, name: str) -> None:
       palaestra env new my_words
       palaestra env new my_words --class
 
-    It is written to the folder `environments` if there is one here, otherwise to this folder.
+    The file is written to ./environments if that folder exists, otherwise to the current folder.
     """
     from palaestra.envs.discovery import FOLDER
     from palaestra.envs.scaffold import write_environment
@@ -157,9 +157,9 @@ def _example_config(name: str) -> str:
 
 
 def _about(reference: str) -> dict[str, JSON]:
-    """Return the environment's name, form and docstring, its own settings, common settings with defaults of its own,
-    the settings of a training on it (`training`, and `rollouts` of those that runs have too), and the settings without
-    effect with their reasons."""
+    """Return what `env show` prints: the environment's name, form and docstring, its own settings, common settings with
+    other defaults, the settings of a training on it (`training`, and `rollouts` for those shared with runs), and the
+    settings without effect with their reasons."""
     from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -194,7 +194,9 @@ def _about(reference: str) -> dict[str, JSON]:
 @command.command("port", context_settings=_CONTEXT)
 @click.option("--write", is_flag=True, help="Change the file itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print the changes as JSON instead of the new text.")
-@click.option("--run", "trial", is_flag=True, help="Also run one rollout: with the oracle, or noop without a solution.")
+@click.option(
+    "--run", "trial", is_flag=True, help="Also run one rollout with the oracle, or with noop if there is no solution."
+)
 @click.argument("file", type=click.Path(path_type=Path))
 @click.pass_context
 def port(context: click.Context, write: bool, as_json: bool, trial: bool, file: Path) -> None:
@@ -205,9 +207,9 @@ def port(context: click.Context, write: bool, as_json: bool, trial: bool, file: 
       palaestra env port their_env.py --write
       palaestra env port their_env.py --write --run
 
-    Without --write the new text goes to standard output. What needs a change by hand is listed: names without a
-    counterpart, packages that are not installed, overrides that nothing calls, attributes and arguments that differ.
-    The exit code is then 1; so it is if the trial run fails.
+    Without --write, the new text goes to standard output. The command lists what you must change by hand: names without
+    a counterpart, packages that are not installed, overrides that nothing calls, attributes and arguments that differ.
+    The exit code is 1 if there is anything to change, or if the trial run fails.
     """
     from palaestra.envs.port_script import port as port_script
 
@@ -236,7 +238,7 @@ def _starts(file: Path, text: str) -> bool:
     import subprocess
     import tempfile
 
-    beside = file.absolute().with_name(f".{file.stem}_trial.py")  # it may import modules next to it
+    beside = file.absolute().with_name(f".{file.stem}_trial.py")  # so that it can import its neighbours
     with tempfile.TemporaryDirectory(prefix="palaestra-port-") as folder:
         try:
             beside.write_text(text, encoding="utf-8")
@@ -256,9 +258,9 @@ def _starts(file: Path, text: str) -> bool:
 
 
 @command.command("check", cls=SettingsCommand, context_settings={**_CONTEXT, "ignore_unknown_options": True})
-@click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Tasks to play.")
+@click.option("--tasks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of tasks to play.")
 @click.option(
-    "--only", multiple=True, metavar="CHEAT", help="Only this cheat; repeatable.", shell_complete=complete_cheats
+    "--only", multiple=True, metavar="CHEAT", help="Play only this cheat. Repeatable.", shell_complete=complete_cheats
 )
 @click.option("--all", "everything", is_flag=True, help="List every cheat, not only those that failed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -274,15 +276,15 @@ def check(
     environment: str,
     settings: tuple[str, ...],
 ) -> None:
-    """Prove that the oracle gets the full score, and doing nothing and every known cheat get none.
+    """Prove that the reference solution gets the full score, and that doing nothing and every known cheat score 0.
 
     \b
       palaestra env check my_env.py
       palaestra env check swe_smith_oracle --tasks 3
       palaestra env check my_env.py --only conftest-skip --only git-parent --env.n 20
 
-    Every policy plays the same tasks with the real loop, slots and grading. The cheats are only played if the reference
-    solution and doing nothing get the scores that they must. The exit code is 1 if a policy got another score.
+    Every policy plays the same tasks with the real loop, slots and grading. If the reference solution or doing nothing
+    gets a wrong score, the cheats are not played. The exit code is 1 if any policy got a wrong score.
     """
     from palaestra.envs.config.command_line import first_word
 
@@ -298,7 +300,8 @@ def check(
 
 
 def _show_proof(proof: Proof, *, everything: bool) -> None:
-    """A line when all is well; otherwise the reference solution, doing nothing, and what failed."""
+    """Print one line if all policies scored as they must; otherwise the reference solution, doing nothing, and what
+    failed."""
     failed = [line for line in proof.lines if not line.ok]
     if failed or everything:
         _print_results(proof, [each for each in proof.lines if everything or each.policy in _PLAIN or not each.ok])
@@ -319,7 +322,7 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
     if proof.skipped:
         click.echo(f"not played: {plural(proof.skipped, 'way')} of reward hacking: fix the score first")
     if not proof.proven:
-        click.echo("unproven: the tasks have no solution that the oracle could play")
+        click.echo("unproven: the tasks have no reference solution to play")
 
 
 def _print_results(proof: Proof, lines: Sequence[PolicyResult]) -> None:

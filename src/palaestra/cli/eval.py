@@ -1,4 +1,4 @@
-"""`palaestra eval ENV [flags]`: how often a model solves an environment's tasks, and how sure that is."""
+"""`palaestra eval ENV [flags]`: measure how often a model solves an environment's tasks, with confidence intervals."""
 
 from __future__ import annotations
 

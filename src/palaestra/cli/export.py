@@ -1,4 +1,4 @@
-"""`palaestra export RUN --to FORMAT`: a finished run in the form that another program reads."""
+"""`palaestra export RUN --to FORMAT`: write a run's rollouts in the form that another program reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Help(click.Command):
-    """A command whose help ends with the formats, which are read when it is asked for."""
+    """A command whose help ends with the formats; they are looked up only when the help is printed."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from palaestra.rollouts.export.exporter import FORMATS
@@ -49,12 +49,12 @@ class _Help(click.Command):
       palaestra export RUN --to table --out - | column -ts,
       palaestra export --from sessions --to openai --out chats.jsonl     # conversations of palaestra chat
 
-    RUN is a run's folder, an id or `last`. Only its journal is read, also during the run. The file lies in
-    RUN/exports unless --out says otherwise; one that is there already is kept and the new one numbered. The path goes
-    to stdout; what is not in the file, and why, to stderr.
+    RUN is a run's folder, an id or `last`. The export reads only the journal, so the run may still be going. The file
+    is written to RUN/exports unless you set --out. An existing file is kept, and the new one gets a number. The path
+    goes to stdout; stderr lists the rollouts that were left out, with the reasons.
 
-    With --from sessions, RUN is a conversation (or all): only of users who consented (palaestra chat --consent yes),
-    with secrets replaced.
+    With --from sessions, RUN is a conversation, or `all`. Only conversations of users who consented (palaestra chat
+    --consent yes) are exported, with secrets replaced.
     """,
 )
 @click.argument("run", required=False, default="", shell_complete=complete_runs)
@@ -63,7 +63,7 @@ class _Help(click.Command):
     "source",
     type=click.Choice(["runs", "sessions"]),
     default="runs",
-    help="A run, or stored conversations of palaestra chat.",
+    help="Export a run, or stored conversations of palaestra chat.",
 )
 @click.option(
     "--to",
@@ -72,23 +72,31 @@ class _Help(click.Command):
     metavar="FORMAT",
     default="",
     shell_complete=complete_formats,
-    help="One of the formats, or package.module:Class.",
+    help="The format, or package.module:Class of your own.",
 )
 @click.option(
-    "--out", type=click.Path(path_type=Path, allow_dash=True), help="The file, or a folder for it; - for stdout."
+    "--out",
+    type=click.Path(path_type=Path, allow_dash=True),
+    help="The file to write, a folder for it, or - for stdout.",
 )
 @click.option(
     "--scored-only/--all",
     "scored_only",
     default=None,
-    help="Only with a reward [formats for training], or all.",
+    help="Only rollouts with a reward (default for training formats), or all.",
 )
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @click.option("--max-reward", type=float, help="Only rollouts with at most this reward.")
-@click.option("--task", "tasks", multiple=True, metavar="PATTERN", help="Only these tasks; may be repeated, * matches.")
-@click.option("--outcome", "outcomes", multiple=True, help="Only this outcome (natural, …); repeatable.")
-@click.option("--placeholders", is_flag=True, help="rows: also tokens that train nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Say what came of it as JSON.")
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="PATTERN",
+    help="Only tasks that match this pattern, such as `words-*`. Repeatable.",
+)
+@click.option("--outcome", "outcomes", multiple=True, help="Only rollouts with this outcome (natural, …). Repeatable.")
+@click.option("--placeholders", is_flag=True, help="For `rows`: also export tokens that are not trained.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
     run: str,
     source: str,
@@ -118,7 +126,7 @@ def command(
         _export_sessions(exporter, run, out, wanted, as_json=as_json)
         return
     if not run:
-        raise ConfigError("name the run to export: its folder, its id, or last")
+        raise ConfigError("specify the run to export: its folder, its id, or last")
     recording = open_recording(run)
     everything = exporter.everything if scored_only is None else not scored_only
     meta = replace(recording.meta, everything=everything, placeholders=placeholders)
@@ -163,7 +171,7 @@ def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: F
 
 @dataclass(slots=True)
 class Filter:
-    """Which rollouts are exported. `left_out` counts the others by reason."""
+    """The filter of exported rollouts. `left_out` counts the others by reason."""
 
     min_reward: float | None
     max_reward: float | None
@@ -172,7 +180,7 @@ class Filter:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def of(self, groups: Iterable[Group]) -> Iterator[Group]:
-        """Yield the groups with the chosen rollouts; without groups of other tasks."""
+        """Yield the groups with the chosen rollouts; skip the groups of other tasks."""
         for group in groups:
             if self.tasks and not any(fnmatchcase(group.task_id, pattern) for pattern in self.tasks):
                 self.left_out["another task"] += len(group.trajectories)
@@ -194,8 +202,8 @@ class Filter:
 
 
 def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path | None, ExportReport]:
-    """Return where the export lies, None for stdout. A file is filled beside its place, which it takes when it is
-    whole; what is there already and is no file (a pipe, a device) is written to as it is."""
+    """Write the export. Returns its path (None for stdout) and the report. A file is written next to its final path and
+    renamed when complete; if the path is a pipe or a device, the export is written into it."""
     from palaestra.core.errors import ConfigError
 
     try:
@@ -208,7 +216,7 @@ def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Pa
                 return path, write(stream)
         return _filled(path, write)
     except BrokenPipeError:
-        raise  # nobody reads any more, and nobody need be told
+        raise  # the reader has closed the pipe: nothing to report
     except OSError as error:
         place = "standard output" if str(path) == "-" else path
         raise ConfigError(f"cannot write {place}: {error.strerror}; name another file with --out") from error
@@ -234,7 +242,7 @@ def _filled(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Pat
 
 @contextlib.contextmanager
 def _progress(recording: Recording) -> Iterator[Iterable[Group]]:
-    """The groups, with a bar on stderr where somebody is looking."""
+    """Yield the groups, with a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield recording
         return
@@ -243,7 +251,7 @@ def _progress(recording: Recording) -> Iterator[Iterable[Group]]:
 
 
 def _say(exporter: Exporter, report: ExportReport, path: Path | None, unfinished: int, as_json: bool) -> None:
-    """The path, or the report, on stdout, unless the export itself went there; the summary on stderr."""
+    """Print the path or the report to stdout, unless the export itself went there, and the summary to stderr."""
     from palaestra.rollouts.export.exporter import UNSCORED
 
     facts = report.to_dict() | {"format": exporter.name, "path": str(path) if path else None}
@@ -253,9 +261,9 @@ def _say(exporter: Exporter, report: ExportReport, path: Path | None, unfinished
     lines += [f"  remark    {count:>6}  {remark}" for remark, count in (+report.remarks).most_common()]
     unscored = report.left_out[UNSCORED]
     if unfinished:
-        lines.append(f"  left out: {plural(unfinished, 'group')} that had not ended")
+        lines.append(f"  left out: {plural(unfinished, 'group')} that have not ended")
     if not report.records:
-        lines.append("  there is nothing in it" + (": --all takes rollouts without a reward" if unscored else ""))
+        lines.append("  the export is empty" + (": --all takes rollouts without a reward" if unscored else ""))
     click.echo("\n".join(lines), err=True)
     if as_json:
         click.echo(json.dumps(facts), err=path is None)

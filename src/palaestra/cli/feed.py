@@ -1,4 +1,4 @@
-"""`palaestra feed ENV [flags]`: an environment's rollouts to a trainer, as they finish."""
+"""`palaestra feed ENV [flags]`: send an environment's rollouts to a trainer as they finish."""
 
 from __future__ import annotations
 

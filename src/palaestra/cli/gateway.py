@@ -1,4 +1,4 @@
-"""`palaestra gateway`: serve conversations on chat platforms, and say who may take part."""
+"""`palaestra gateway`: serve conversations on chat platforms, and manage who may take part."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ platforms:
       palaestra gateway users
       palaestra gateway jobs                                           # what agents have scheduled
 
-    Each person's messages are answered in order by one agent with its own sandbox. Who is not in `allowed_users` gets a
-    code, which you confirm with `pair`. In a chat, /help lists the commands: /stop, /new, /retry, /undo, /status,
+    One agent with its own sandbox answers each person's messages in order. A person who is not in `allowed_users` gets
+    a code, which you confirm with `pair`. In a chat, /help lists the commands: /stop, /new, /retry, /undo, /status,
     /approve and /deny.
 
-    Messages, answers and sessions survive a restart and a crash; sandboxes and background processes too. Everything is
-    kept in the folder --home. Platforms other than openai and webhook need the extra 'gateway'.
+    Messages, answers, sessions, sandboxes and background processes survive a restart and a crash. The gateway keeps
+    everything in the folder --home. Platforms other than openai and webhook need the extra 'gateway'.
     """,
 )
 @click.option(
@@ -69,11 +69,15 @@ platforms:
     type=click.Path(path_type=Path, file_okay=False),
     default=_HOME,
     show_default=True,
-    help="The folder of the gateway.",
+    help="The gateway's folder.",
 )
-@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="The settings [HOME/gateway.yaml].")
-@click.option("--base-url", help="The model server, instead of the configuration's.")
-@click.option("--model", help="The model's name, instead of the configuration's.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The configuration file. [default: HOME/gateway.yaml]",
+)
+@click.option("--base-url", help="The model server, in place of the configured one.")
+@click.option("--model", help="The model's name, in place of the configured one.")
 @click.pass_context
 def command(context: click.Context, home: Path, config: Path | None, base_url: str | None, model: str | None) -> None:
     from palaestra.core.config import local_path
@@ -103,34 +107,36 @@ async def _serve(home: Path, config: Path | None, base_url: str | None, model: s
         click.echo("stopping", err=True)
 
 
-@command.command("example", context_settings=_CONTEXT, help="Print a configuration to begin with.")
+@command.command("example", context_settings=_CONTEXT, help="Print an example configuration.")
 def example() -> None:
     click.echo(EXAMPLE, nl=False)
 
 
 @command.command("pair", context_settings=_CONTEXT, help="Allow the person to whom the gateway sent CODE.")
 @click.argument("code")
-@click.option("--json", "as_json", is_flag=True, help="The person as a JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the person as a JSON object.")
 @click.pass_obj
 def pair(home: Path, code: str, as_json: bool) -> None:
     platform, user_id, name = _with_mailbox(home, lambda mailbox: mailbox.pair(code, time.time()))
     click.echo(_person(platform, user_id, name) if as_json else f"{platform} {user_id} {name}".strip())
 
 
-@command.command("unpair", context_settings=_CONTEXT, help="Allow a person no longer whom `pair` allowed.")
+@command.command("unpair", context_settings=_CONTEXT, help="Revoke the access that `pair` gave a person.")
 @click.argument("platform")
 @click.argument("user_id")
-@click.option("--json", "as_json", is_flag=True, help="The person as a JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print the person as a JSON object.")
 @click.pass_obj
 def unpair(home: Path, platform: str, user_id: str, as_json: bool) -> None:
     if not _with_mailbox(home, lambda mailbox: mailbox.unpair(platform, user_id)):
-        raise ConfigError(f"user {user_id} of {platform} is not paired; `palaestra gateway users` lists who is")
+        raise ConfigError(
+            f"user {user_id} of {platform} is not paired; `palaestra gateway users` lists the people who are"
+        )
     if as_json:
         click.echo(_person(platform, user_id))
 
 
 @command.command("users", context_settings=_CONTEXT, help="List the people whom `pair` allowed.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per person.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per person.")
 @click.pass_obj
 def users(home: Path, as_json: bool) -> None:
     for platform, user_id, name in _with_mailbox(home, lambda mailbox: mailbox.users()):
@@ -138,7 +144,7 @@ def users(home: Path, as_json: bool) -> None:
 
 
 @command.command("refused", context_settings=_CONTEXT, help="List messages that a platform refused, with the reason.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per message.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per message.")
 @click.pass_obj
 def refused(home: Path, as_json: bool) -> None:
     for message, reason in _with_mailbox(home, lambda mailbox: mailbox.refused()):
@@ -151,8 +157,8 @@ def refused(home: Path, as_json: bool) -> None:
 
 
 @command.command("jobs", context_settings=_CONTEXT, help="List the prompts that agents have scheduled, or remove one.")
-@click.option("--remove", metavar="JOB", help="The id of a job to remove.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per job.")
+@click.option("--remove", metavar="JOB", help="Remove the job with this id.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per job.")
 @click.pass_obj
 def jobs(home: Path, remove: str | None, as_json: bool) -> None:
     from palaestra.gateway import jobs as scheduled
@@ -171,7 +177,7 @@ def _person(platform: str, user_id: str, name: str = "") -> str:
 
 
 def _with_mailbox(home: Path, work: Callable[[Mailbox], Awaitable[T]]) -> T:
-    """Use the mailbox of a gateway, which may be running. Raises `ConfigError` if there is none."""
+    """Run `work` on the mailbox of a gateway, which may be running. Raises `ConfigError` if there is none."""
     from palaestra.gateway.assembly import MAILBOX
     from palaestra.gateway.mailbox import Mailbox
 

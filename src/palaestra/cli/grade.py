@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command(
     "grade",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Score the kept workspaces of a run again, with the environment's present code and without an agent.
+    help="""Score the kept workspaces of a run again, with the environment's current code and without an agent.
 
     \b
       palaestra run my_env.py --keep-workspaces --base-url URL --model NAME
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
       palaestra grade RUN --environment other_env.py:NAME --json
 
     RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces
-    (--keep-workspaces). Rollouts whose reward is another one now are listed. The run itself does not change. The exit
+    (--keep-workspaces). The command lists the rollouts whose reward changed; the run itself stays as it is. The exit
     code is 1 if a check failed.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
 @click.option(
-    "--environment", "--env", "environment", metavar="FILE.py:NAME", help="The environment, if its file has moved."
+    "--environment", "--env", "environment", metavar="FILE.py:NAME", help="The environment's file, if it has moved."
 )
-@click.option("--network", is_flag=True, help="Give the checks the network that their tasks ask for.")
+@click.option("--network", is_flag=True, help="Give the checks the network access that their tasks ask for.")
 @click.option("--json", "as_json", is_flag=True, help="Print every rollout as one line of JSON.")
 @click.pass_context
 def command(context: click.Context, run: str, environment: str | None, network: bool, as_json: bool) -> None:
@@ -54,7 +54,7 @@ def command(context: click.Context, run: str, environment: str | None, network: 
 
     found = asyncio.run(grade())
     if not found:
-        raise ConfigError(f"{run} has no scored rollout to grade: none of its groups has finished")
+        raise ConfigError(f"{run} has no rollout to grade: none of its groups has finished")
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
     click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with another reward, {failed} failed", err=True)
     context.exit(1 if failed else 0)

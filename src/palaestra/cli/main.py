@@ -1,7 +1,7 @@
-"""The `palaestra` command itself: which subcommands there are, help, version, suggestions.
+"""The `palaestra` command itself: the table of subcommands, help, version, suggestions.
 
-Subcommands live in one module each, as its `command`, and are imported only when used, so that `palaestra --help`
-stays fast. Invariant: a word that names nothing is answered with the nearest one that does, and exit code 2.
+Each subcommand is the `command` of its own module, which is imported only when used, so that `palaestra --help` stays
+fast. Invariant: for an unknown word, the program suggests the nearest known one and exits with code 2.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMANDS = {
     "report": "Write the HTML report of a run, also while it goes on.",
     "export": "Write a run's rollouts in another program's format.",
     "compare": "Compare runs of the same tasks.",
-    "verify": "Prove that a run's rows train exactly what was sampled.",
+    "verify": "Prove that a run trains on exactly the sampled tokens.",
     "grade": "Score the kept workspaces of a run again, without an agent.",
     "replay": "Replay a run without a model, and compare every observation.",
     "env": "List, write, port and check environments.",
@@ -51,7 +51,7 @@ COMMANDS = {
     "doctor": "Report what this machine can isolate, or check a model server.",
     "completion": "Print the completion script of a shell.",
 }
-"""Each subcommand is `palaestra.cli.<name>.command`."""
+"""Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command`."""
 
 _EXAMPLES = """\b
   palaestra run environments/swe_smith_oracle_env.py --policy oracle --tasks 2
@@ -79,8 +79,8 @@ class PluginGroup(click.Group):
         [project.entry-points."palaestra.commands"]
         "tasks.build.words" = "my_package.build_words:command"
 
-    The object is a click command whose docstring is its help. It is imported when it is used; `--help` only parses it.
-    Entry points whose names begin with `prefix` belong to the group.
+    The entry point names a click command, whose docstring is its help. Its module is imported when the command is used;
+    `--help` only parses it. The group consists of the entry points whose names begin with `prefix`.
     """
 
     prefix: str
@@ -107,7 +107,7 @@ class PluginGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click does, but without importing entry points."""
+        """List the commands as click does, but without importing entry points."""
         with formatter.section("Commands"):
             own = [(name, command.get_short_help_str(90)) for name, command in self.commands.items()]
             formatter.write_dl(own + [(name, _summary(point)) for name, point in self._plugins().items()])
@@ -121,7 +121,7 @@ def _summary(point: EntryPoint) -> str:
 
 
 class LazyGroup(click.Group):
-    """A group whose subcommands are imported when they are used."""
+    """A group that imports a subcommand when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -140,7 +140,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click does, from the table instead of the modules."""
+        """List the commands from the table, as click does, without importing their modules."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
             program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE
-        except click.exceptions.NoArgsIsHelpError as error:  # a group without its subcommand
+        except click.exceptions.NoArgsIsHelpError as error:  # a group without its subcommand: print its help
             click.echo(error.format_message(), err=True)
             return USAGE
         except click.UsageError as error:
@@ -180,13 +180,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _silence() -> None:
-    """Drop what is left to write on stdout: Python would report the error again when it ends."""
+    """Discard buffered stdout; otherwise Python would report the write error again at exit."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _in_words(error: click.UsageError) -> str:
-    """Return a wrong flag or argument, with the nearest flag that there is."""
+    """Return the message about a wrong flag or argument, with the nearest existing flag."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return f"{error.format_message().rstrip('.')}."
     from palaestra.core.config import nearest
@@ -200,11 +200,11 @@ _OTHER_WORDS = {
     "new": "env new", "init": "env new", "check": "env check", "build": "tasks build", "train": "feed",
     "evaluate": "eval", "rescore": "grade", "score": "grade", "clean": "slots clean",
 }  # fmt: skip
-"""Commands by words that other programs have for them."""
+"""Words that other programs use, and our commands for them."""
 
 
 def _unknown(word: str) -> str:
-    from palaestra.core.config import nearest  # pydantic is only loaded for this message
+    from palaestra.core.config import nearest  # imported here: pydantic loads only for this message
 
     hint = f" Did you mean {_OTHER_WORDS[word]}?" if word in _OTHER_WORDS else nearest(word, COMMANDS)
     return f"there is no command {word!r}.{hint} There are {', '.join(COMMANDS)}"

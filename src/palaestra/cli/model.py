@@ -33,8 +33,8 @@ def command() -> None:
       palaestra model tiny /tmp/tiny --practice 100        # and let it learn to write tool calls
       palaestra run my_env.py --openai.server_type transformers --model /tmp/tiny
 
-    Qwen3 architecture with random weights, a byte-level BPE tokenizer, a chat template with tools. Any program that
-    loads a folder of a model takes it. Needs the extra 'train'.
+    The model has the Qwen3 architecture with random weights, a byte-level BPE tokenizer and a chat template with
+    tools. Any program that loads a model from a folder can load it. Needs the extra 'train'.
     """,
 )
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))

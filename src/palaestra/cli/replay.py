@@ -29,21 +29,21 @@ _SHOWN = 20
       palaestra replay RUN --environment my_env.py:my_env        # one in a file
       palaestra replay RUN --tasks 10 --json
 
-    RUN is a run's folder or its journal. It is data: the environment's file and the isolation come from this command
-    line, and what the recording says otherwise is printed. What the agent said is played through the same loop, tools
-    and checks, in fresh slots of the same environment, and every observation is compared with the recorded one. The
-    first difference of each rollout is shown and said to come from time, pids, order, randomness, or something other.
-    Exit code 1 when one comes from something other, or when a rollout has another reward or ending, or cannot be
-    played; 2 when the run cannot be.
+    RUN is a run's folder or its journal. A journal cannot choose what runs here: the environment's file and the
+    isolation come from this command line, and values that differ from the recorded ones are printed. The agent's
+    recorded turns are played through the same loop, tools and checks, in fresh slots, and every observation is compared
+    with the recorded one. The first difference of each rollout is shown with its likely cause: time, pids, order,
+    randomness, or other. The exit code is 1 if a cause is "other", if a rollout has a different reward or ending, or if
+    it cannot be played; it is 2 if the run cannot be played.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
 @click.option("--environment", metavar="FILE.py:NAME", help="The file of the environment.")
 @click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
 @click.option("--tasks", type=click.IntRange(min=1), help="Replay only the first N tasks.")
-@click.option("--concurrency", type=click.IntRange(min=1), help="Groups at once.")
-@click.option("--network", is_flag=True, help="Let slots have the network that the tasks ask for.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Number of groups that run concurrently.")
+@click.option("--network", is_flag=True, help="Give slots the network access that the tasks ask for.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(
     context: click.Context,
@@ -60,7 +60,7 @@ def command(
     from palaestra.rollouts.journal.reader import Recording, journal_of
     from palaestra.rollouts.observe.console import make_console
 
-    recording = Recording(journal_of(run).resolve())  # an absolute path: the replay changes the directory
+    recording = Recording(journal_of(run).resolve())  # absolute: the replay changes the working directory
     settings = ReplaySettings(environment, tasks, concurrency, network, isolation)
     form = replayable_form(recording, environment)
     for line in differing(recording, form, settings):
@@ -81,7 +81,7 @@ def _lines(comparison: Comparison, recording: Recording) -> list[str]:
     rate = "none to compare" if comparison.rate is None else f"{100 * comparison.rate:.2f} % equal"
     kinds = ", ".join(f"{kind} {count}" for kind, count in comparison.kinds.most_common())
     lines = [
-        f"rollouts      {comparison.rollouts} played; {comparison.not_recorded} had not come to their end",
+        f"rollouts      {comparison.rollouts} played; {comparison.not_recorded} had not ended",
         f"observations  {comparison.observations}, {rate}{f'; different: {kinds}' if kinds else ''}",
         f"rewards       {comparison.rewards_equal} of {comparison.rewards} equal",
     ]

@@ -1,4 +1,4 @@
-"""`palaestra report RUN`: the HTML report of a run, also while it goes on."""
+"""`palaestra report RUN`: write the HTML report of a run, finished or not."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from palaestra.cli.completion import complete_runs
       palaestra report RUN --out report.html
 
     The report shows scores with pass@k and categories, cost, failures, settings, the curves of a training, and every
-    finished group with its conversations. A run writes it at its end; this command writes it again at any time, from
-    the journal, which is only read. RUN is a run's folder, an id or `last`. The path goes to stdout.
+    finished group with its conversations. A run writes it at its end; this command writes it again at any time from the
+    journal, which it does not change. RUN is a run's folder, an id or `last`. The path goes to stdout.
     """,
 )
 @click.argument("run", default="last", shell_complete=complete_runs)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file. [default: RUN/report.html]")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="The file to write. [default: RUN/report.html]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the path, the run and its state as JSON.")
 def command(run: str, out: Path | None, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError

@@ -1,4 +1,4 @@
-"""`palaestra resume RUN`: continue a run with the settings that it was given."""
+"""`palaestra resume RUN`: continue a run with its recorded settings."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
       palaestra resume RUN --environment my_env.py:NAME     # its file has moved
       palaestra resume last --dry-run              # only show what is kept and what would be run
 
-    RUN is a run's folder, an id or the beginning of one, or `last`. Settings come from the run's record; those that
-    follow RUN replace them. Keys and tokens are not recorded: they come from variables, `.env` or flags again. Finished
-    groups are kept, and rollouts continue after their last finished turn.
+    RUN is a run's folder, an id or the beginning of one, or `last`. Settings come from the run's record; settings after
+    RUN replace them. Keys and tokens are not recorded: give them again in variables, `.env` or flags. Finished groups
+    are kept, and rollouts continue after their last finished turn.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
@@ -50,8 +50,8 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
 
 
 def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
-    """Continue a run with its recorded settings, which those given replace; returns the exit code. `--environment`
-    among them names the environment in place of the recorded one."""
+    """Continue a run with its recorded settings and return the exit code. `settings` replace recorded ones;
+    `--environment` among them names the environment to use."""
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.replay_run import recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording

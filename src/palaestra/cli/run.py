@@ -1,4 +1,4 @@
-"""`palaestra run ENV [flags]`: roll out an environment. Everything after ENV is for the environment's command line."""
+"""`palaestra run ENV [flags]`: roll out an environment. The environment's command line parses all words after ENV."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
         from palaestra.envs.discovery import load_environment
         from palaestra.envs.run.command import run_command
 
-        with exported(read_dotenv(Path.cwd())):  # a script may read them when it is loaded
+        with exported(read_dotenv(Path.cwd())):  # before the script is loaded, because it may read them
             form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"
             code = run_command(form, [*words, *others], prog=prog, command="process")
         context.exit(code)

@@ -1,4 +1,4 @@
-"""`palaestra runs`: the runs of this folder."""
+"""`palaestra runs`: list the runs of this folder."""
 
 from __future__ import annotations
 
@@ -24,14 +24,20 @@ if TYPE_CHECKING:
       palaestra runs
       palaestra runs --limit 100 --json | jq -r '.[] | select(.state == "done") | .path'
 
-    Each line has the run's id, its state, its kind (run, eval, feed or batch), finished groups, mean reward (of a
-    batch: the share of samples that are kept), the rollouts that have a reward of those that were planned, environment
-    and model. Other commands take the id, or its beginning, as RUN; `last` is the first run of this list, `last:2` the
-    second. Batches with a name (data/NAME) are in the list.
+    Each line shows the run's id, state, kind (run, eval, feed or batch), finished groups, mean reward (for a batch, the
+    share of samples that are kept), scored and planned rollouts, environment and model. Other commands take the id, or
+    its beginning, as RUN; `last` is the first run of this list, `last:2` the second. The list includes batches with a
+    name (data/NAME).
     """,
 )
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, at most.")
-@click.option("--root", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Their folder [runs].")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Maximum number of runs to list."
+)
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The folder of the runs. [default: runs]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(limit: int, root: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, list_runs

@@ -1,4 +1,5 @@
-"""`palaestra serve`: the servers. Here those of trainers and models; `serve_tools.py` has those of tools and slots."""
+"""`palaestra serve`: run servers. This module has those of trainers and models; `serve_tools.py` those of tools and
+slots."""
 
 from __future__ import annotations
 
@@ -40,23 +41,29 @@ def command() -> None:
       palaestra serve api --store groups.jsonl
       python my_env.py serve --env.rollout_server_url http://127.0.0.1:8000 …
 
-    With --store, what was received survives a restart; without it, it is in memory alone. A token, in --token-file or
-    in the variable TRAJECTORY_SERVER_TOKEN, is required to listen beyond the loopback. Callers send it as a bearer
+    With --store, received groups survive a restart; without it, they are kept in memory only. To listen beyond the
+    loopback, set a token, in --token-file or in the variable TRAJECTORY_SERVER_TOKEN. Callers send it as a bearer
     token (`--env.rollout_server_token`, best in a configuration file).
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
-@click.option("--store", type=click.Path(path_type=Path, dir_okay=False), help="The file that keeps what was received.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0 picks a free one."
+)
+@click.option("--store", type=click.Path(path_type=Path, dir_okay=False), help="The file that stores received groups.")
 @click.option(
     "--max-groups",
     type=click.IntRange(min=1),
     default=10_000,
     show_default=True,
-    help="Most groups that may wait for the trainer.",
+    help="Maximum number of groups queued for the trainer.",
 )
 @click.option(
-    "--max-mib", type=click.IntRange(min=1), default=2048, show_default=True, help="Most MiB of groups that may wait."
+    "--max-mib",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    help="Maximum size of the queued groups in MiB.",
 )
 @token_file
 @json_option
@@ -73,7 +80,12 @@ async def _serve(
     stop = told_to_stop()
     async with serving(host, port, store=store, most_groups=most_groups, most_bytes=most_bytes, token=token) as url:
         print_url(url)
-        click.echo(f"kept in {store}" if store else "kept in memory only; --store FILE survives a restart", err=True)
+        click.echo(
+            f"kept in {store}"
+            if store
+            else "groups are kept in memory only; with --store FILE, they survive a restart",
+            err=True,
+        )
         await stop.wait()
 
 
@@ -88,18 +100,21 @@ async def _serve(
       palaestra run my_env.py --base-url http://127.0.0.1:8000/v1 --model /tmp/tiny
       palaestra run my_env.py --base-url http://127.0.0.1:8000 --openai.server_type vllm --model /tmp/tiny
 
-    It speaks chat completions with tools, and the token wires of vLLM and SGLang; `palaestra doctor URL` checks it.
-    A POST of {"model_path": FOLDER} to /update_weights_from_disk reloads the weights, as SGLang does.
-    MODEL is a folder, or the OWNER/NAME of a model of the hub. A token, in --token-file or in the variable
-    MODEL_SERVER_TOKEN, is required to listen beyond the loopback; callers send it as their API key. Needs the extra
-    'train'.
+    The server supports chat completions with tools, and the token APIs of vLLM and SGLang; `palaestra doctor URL`
+    checks it. A POST of {"model_path": FOLDER} to /update_weights_from_disk reloads the weights, as SGLang does.
+    MODEL is a folder, or the OWNER/NAME of a model of the hub. To listen beyond the loopback, set a token, in
+    --token-file or in the variable MODEL_SERVER_TOKEN; callers send it as their API key. Needs the extra 'train'.
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
-@click.option("--tool-parser", default="hermes", show_default=True, help="How the model writes tool calls.")
-@click.option("--device", help="cpu, cuda, …; the best there is when left out.")
-@click.option("--seed", type=int, help="Of requests that bring none; equal seeds sample equally.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0 picks a free one."
+)
+@click.option(
+    "--tool-parser", default="hermes", show_default=True, help="The format in which the model writes tool calls."
+)
+@click.option("--device", help="cpu, cuda, … Default: the best available.")
+@click.option("--seed", type=int, help="The seed of requests without one. Equal seeds give equal samples.")
 @token_file
 @json_option
 @click.argument("model")
@@ -147,40 +162,46 @@ async def _serve_model(
       TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python train.py
 
     MODEL is a folder, or the OWNER/NAME of a model of the hub. In the program, base_model is the name that the server
-    prints. LoRA adapters and models with full weights (rank=0) of several clients train concurrently. A token, in
-    --token-file or in the variable TINKER_SERVER_TOKEN, is required to listen beyond the loopback; it starts with tml-
-    and is the clients' TINKER_API_KEY. Needs the extra 'tinker'. docs/tinker.md lists the calls and the losses.
+    prints. LoRA adapters and models with full weights (rank=0) of several clients train concurrently. To listen beyond
+    the loopback, set a token, in --token-file or in the variable TINKER_SERVER_TOKEN. The token starts with tml-, and
+    clients set it as TINKER_API_KEY. Needs the extra 'tinker'. docs/tinker.md lists the calls and the losses.
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0 picks a free one."
+)
 @click.option(
     "--checkpoints",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("tinker-checkpoints"),
     show_default=True,
-    help="The folder that keeps saved states and sampler weights.",
+    help="The folder for saved states and sampler weights.",
 )
-@click.option("--name", help="What clients call the model. Default: its folder, from which they load the tokenizer.")
-@click.option("--device", help="cpu, cuda, …; the best there is when left out.")
+@click.option("--name", help="The model's name for clients. Default: its folder, from which they load the tokenizer.")
+@click.option("--device", help="cpu, cuda, … Default: the best available.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="float32",
     show_default=True,
-    help="Of the weights. In float32, sampler and trainer agree on log-probabilities to 1e-4.",
+    help="The data type of the weights. In float32, sampler and trainer agree on log-probabilities to 1e-4.",
 )
 @click.option(
-    "--max-models", type=click.IntRange(min=1), default=16, show_default=True, help="Most models in training at once."
+    "--max-models",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Maximum number of models in training.",
 )
 @click.option(
     "--max-samplers",
     type=click.IntRange(min=1),
     default=16,
     show_default=True,
-    help="Most sets of sampler weights in memory; those saved by name are loaded again.",
+    help="Maximum number of sampler weights in memory. Those saved by name are loaded again when needed.",
 )
-@click.option("--seed", type=int, help="Of requests that bring none; equal seeds sample equally.")
+@click.option("--seed", type=int, help="The seed of requests without one. Equal seeds give equal samples.")
 @token_file
 @json_option
 @click.argument("model")

@@ -1,6 +1,7 @@
 """`palaestra serve tools` and `palaestra serve executor`: tools over HTTP.
 
-Tokens come from a file or from an environment variable, never from a flag: other users can read a process's flags.
+Tokens come from a file or from an environment variable, never from a flag, because other users can read a process's
+arguments.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ if TYPE_CHECKING:
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _PREFIX = "TOOL_EXECUTOR_"
 _ON_REQUEST = frozenset({"terminal_stateful", "tmux", "web_crawl"})
-"""What an executor service runs in addition to the tools that models see by default."""
+"""Toolsets that an executor service runs in addition to the default ones."""
 
 _host = click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 token_file = click.option(
-    "--token-file", type=click.Path(path_type=Path, dir_okay=False), help="The file with the token that callers send."
+    "--token-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The file that contains the token that callers must send.",
 )
 
 
@@ -49,7 +52,7 @@ json_option = click.option(
 
 
 def print_url(url: str) -> None:
-    """Print the address of a server that is ready, as `--json` says."""
+    """Print the address of a server that is ready, as JSON if `--json` is set."""
     click.echo(json.dumps({"url": url}) if click.get_current_context().meta[__name__] else url)
 
 
@@ -76,18 +79,27 @@ class _ToolsOptions:
       palaestra serve tools --mcp mcp.json
       TOOL_SERVER_TOKEN=… palaestra serve tools my_tools.py --host 0.0.0.0
 
-    FILEs are Python files with functions marked @tool(external=True) or subclasses of Tool. The external tools of the
-    toolsets and all tools of MCP servers are served too. Executors reach them with tool_server_url, and send the token
-    as a bearer token, which is required to listen beyond the loopback.
+    FILEs are Python files with functions marked @tool(external=True) or subclasses of Tool. The server also offers the
+    external tools of the toolsets and all tools of MCP servers. Executors find it by their tool_server_url. To listen
+    beyond the loopback, set a token, which executors send as a bearer token.
 
     POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     GET /tools, GET /health. A trajectory that made no call for --lease-s seconds is forgotten.
     """,
 )
 @_host
-@click.option("--port", type=click.IntRange(0, 65535), default=9002, show_default=True, help="0: a free one.")
-@click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="May be given again.")
-@click.option("--mcp", "mcp_files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=9002, show_default=True, help="The port; 0 picks a free one."
+)
+@click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="Serve this toolset. Repeatable.")
+@click.option(
+    "--mcp",
+    "mcp_files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Serve the tools of the MCP servers in this file. Repeatable.",
+)
 @click.option("--lease-s", type=click.FloatRange(min=1), default=3600.0, show_default=True)
 @token_file
 @json_option
@@ -123,7 +135,8 @@ async def _serve_tools(options: _ToolsOptions) -> None:
 
 
 def _tools_of(file: Path) -> list[Tool]:
-    """Return the tools that a Python file makes or imports, and one of each subclass of `Tool` that it defines."""
+    """Return the tools that a Python file makes or imports, and an instance of each subclass of `Tool`
+    that it defines."""
     from palaestra.core.user_code import call_hook, load_file
     from palaestra.tools.tool import Tool
 
@@ -136,46 +149,46 @@ def _tools_of(file: Path) -> list[Tool]:
             tool = call_hook(ConfigError, kind, f"{file}: {kind.__name__}() (assign an instance to a name instead)")
             found[id(tool)] = tool
     if not found:
-        raise ConfigError(f"{file} defines no tool: neither a function with @tool nor a subclass of Tool")
+        raise ConfigError(f"{file} defines no tool: it has neither a function with @tool nor a subclass of Tool")
     return list(found.values())
 
 
 class ExecutorSettings(Settings, use_attribute_docstrings=True):
-    """What TOOL_EXECUTOR_* variables set. Names and defaults are the contract's."""
+    """The settings that TOOL_EXECUTOR_* variables set. The contract fixes names and defaults."""
 
     acquire_timeout_s: float = 30.0
     """Seconds to wait for a free slot."""
     allow_network: bool = True
-    """Whether commands reach the network."""
+    """Whether commands can reach the network."""
     require_sandbox: bool = False
-    """Refuse to run below isolation level userns."""
+    """Refuse to run below the isolation level `userns`."""
     tool_server_url: str | None = None
-    """Where external tools run."""
+    """The address of the server that runs external tools."""
     tool_server_token: str | None = None
-    """Its token."""
+    """The token of that server."""
     token: str | None = None
-    """What callers must send."""
+    """The token that callers must send."""
     base_url: str | None = None
-    """The model server that sub-agents ask (`delegate_task`); None: there are none."""
+    """The model server of sub-agents (`delegate_task`); None disables them."""
     model: str = "default"
-    """Its model."""
+    """The model of sub-agents."""
     api_key: str | None = None
-    """Its key."""
+    """The API key of the model server."""
     world: Literal["live", "record", "replay", "fill"] = "live"
-    """Whether the answers of tools that touch the world are recorded, or come from a recording."""
+    """Whether replies of tools that reach the outside are live, recorded, or replayed from a recording."""
     world_file: str | None = None
-    """The recording: a file, or a folder that has or gets one."""
+    """The recording: a file, or a folder that contains one."""
     world_miss: Literal["reply", "fail"] = "reply"
-    """A call that the replayed recording lacks: an error that the model reads, or a failed request."""
-    nomad_address: str = later("", "Slots are those of this machine.")
-    job_id: str = later("", "There is no job.")
+    """What a call that the recording lacks gets: an error that the model reads, or a failed request."""
+    nomad_address: str = later("", "Slots run on this machine.")
+    job_id: str = later("", "There is no Nomad job.")
     image: str = later("", "Slots are made from this machine's system directories, or from --image.")
-    slots: int = later(10, "How many there are is --slots.")
+    slots: int = later(10, "--slots sets the number of slots.")
     min_containers: int = later(1, "There are no containers.")
     max_containers: int = later(10, "There are no containers.")
     privileged: bool = later(False, "No slot is ever privileged.")
-    batch_window_ms: int = later(20, "Calls are sent one by one, at once.")
-    max_batch_size: int = later(200, "Calls are sent one by one, at once.")
+    batch_window_ms: int = later(20, "Each call is sent immediately.")
+    max_batch_size: int = later(200, "Each call is sent immediately.")
     purge_job_on_shutdown: bool = later(True, "Every slot ends with the service.")
 
 
@@ -209,29 +222,38 @@ class _ExecutorOptions:
       TOOL_EXECUTOR_TOKEN=… palaestra serve executor --host 0.0.0.0
       palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # the model of sub-agents
 
-    A trajectory has one slot from its first call to its release. One that made no call for --lease-s seconds is
-    released, and refused until it is released by name. SIGTERM refuses new calls and waits --drain-s seconds for the
-    running ones; then every slot ends. A token is required to listen beyond the loopback.
+    A trajectory has one slot from its first call to its release. If it makes no call for --lease-s seconds, its slot is
+    released, and its calls are refused until a client releases it by name. After SIGTERM, the service refuses new
+    calls, waits --drain-s seconds for the running ones and ends every slot. A token is required to listen beyond the
+    loopback.
 
     POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
 
     Variables: TOOL_EXECUTOR_ and ACQUIRE_TIMEOUT_S, ALLOW_NETWORK, REQUIRE_SANDBOX, TOOL_SERVER_URL, TOOL_SERVER_TOKEN,
-    TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS (reply, fail). With
-    NOMAD_ADDRESS, slots are in Nomad, and JOB_ID, IMAGE, SLOTS (of one container), MIN_CONTAINERS, MAX_CONTAINERS,
-    PRIVILEGED and PURGE_JOB_ON_SHUTDOWN are read too; otherwise they are reported as without effect. Settings of other
-    backends are those of a run (TERMINAL_*, PALAESTRA_ENV_*).
+    TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS (reply, fail). If
+    NOMAD_ADDRESS is set, slots are in Nomad, and the service also reads JOB_ID, IMAGE, SLOTS (of one container),
+    MIN_CONTAINERS, MAX_CONTAINERS, PRIVILEGED and PURGE_JOB_ON_SHUTDOWN; without it, these have no effect, which is
+    reported. Other backends are configured as in a run (TERMINAL_*, PALAESTRA_ENV_*).
     """,
 )
 @_host
-@click.option("--port", type=click.IntRange(0, 65535), default=9001, show_default=True, help="0: a free one.")
-@click.option("--slots", type=click.IntRange(min=1), help="Most slots at a time. Default: as memory allows, up to 512.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=9001, show_default=True, help="The port; 0 picks a free one."
+)
+@click.option(
+    "--slots", type=click.IntRange(min=1), help="Maximum number of slots. Default: as memory allows, up to 512."
+)
 @click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
 @click.option("--image", help="The root file system of slots: a directory, a tar file or an OCI layout.")
-@click.option("--backend", metavar="NAME", help="Where slots are, as in a run. Default: here, or nomad if it is set.")
-@click.option("--toolset", "toolsets", multiple=True, metavar="NAME", help="May be given again. Default: all.")
-@click.option("--base-url", metavar="URL", help="The model server that sub-agents ask. Default: there are none.")
-@click.option("--model", metavar="NAME", help="Its model.")
+@click.option(
+    "--backend", metavar="NAME", help="The backend, as in a run. Default: local, or nomad if NOMAD_ADDRESS is set."
+)
+@click.option(
+    "--toolset", "toolsets", multiple=True, metavar="NAME", help="Serve this toolset. Repeatable. Default: all."
+)
+@click.option("--base-url", metavar="URL", help="The model server of sub-agents. Default: no sub-agents.")
+@click.option("--model", metavar="NAME", help="The model of sub-agents.")
 @click.option("--lease-s", type=click.FloatRange(min=1), default=1800.0, show_default=True)
 @click.option("--drain-s", type=click.FloatRange(min=0), default=60.0, show_default=True)
 @token_file
@@ -284,7 +306,7 @@ _OF_NOMAD = {
     "slots": "slots_per_container", "min_containers": "min_containers", "max_containers": "max_containers",
     "privileged": "privileged", "purge_job_on_shutdown": "purge_job_on_shutdown",
 }  # fmt: skip
-"""The settings of Nomad, and their names in the settings of a run."""
+"""Maps the executor's settings of Nomad to the names that a run uses."""
 
 
 def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> Backend:
@@ -302,9 +324,10 @@ def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> 
 
 
 async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
-    """Return the tools of the toolsets, else all that work here and `_ON_REQUEST`; then what only the tool server has.
+    """Return the tools of the toolsets, or, without toolsets, all that work here and `_ON_REQUEST`; then the tools that
+    only the tool server has.
 
-    Without toolsets, the reasons of all missing tools are kept, so that their calls get them.
+    Without toolsets, the registry keeps why each missing tool is missing, so that a call of it gets the reason.
     """
     from palaestra.cli.tools import tool_settings
     from palaestra.tools.registry.build import RunConditions, build_tool_registry, builtin_tools
@@ -328,7 +351,7 @@ async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings)
 
 
 def _delegates(settings: ExecutorSettings) -> Delegates | None:
-    """Return the sub-agents of delegated work, if a model server was named."""
+    """Return the sub-agents for delegated work, or None if no model server is set."""
     if settings.base_url is None:
         return None
     from palaestra.agent.detached_subagents import Delegates
@@ -338,7 +361,8 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 
 
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
-    """Return the tools of the tool server. They are kept next to a recording: a replay does not ask the server."""
+    """Return the tools of the tool server. They are stored next to a recording, so that a replay does not contact the
+    server."""
     from palaestra.core.io.durable_files import replaced
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
     from palaestra.tools.serving.tool_server_client import ToolServerLink
@@ -361,8 +385,7 @@ async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
 
 
 def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
-    """Return the settings of TOOL_EXECUTOR_* variables; reports those without effect on stderr. Raises
-    `ConfigError`."""
+    """Read the TOOL_EXECUTOR_* variables; report those without effect on stderr. Raises `ConfigError`."""
     given = {name: value for name, value in environ.items() if name.startswith(_PREFIX) and value}
     variables = {name.removeprefix(_PREFIX).lower(): name for name in given}
     for name, variable in variables.items():

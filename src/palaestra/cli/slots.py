@@ -1,4 +1,4 @@
-"""`palaestra slots`: which slots there are on this machine, and what dead ones have left."""
+"""`palaestra slots`: list the slots on this machine, and remove what dead runs left."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _directory = click.option(
-    "--directory", type=click.Path(path_type=Path), help="Where the services are. Default: the user's own under /run."
+    "--directory",
+    type=click.Path(path_type=Path),
+    help="The folder of the slot services. Default: your own under /run.",
 )
 _store = click.option(
     "--workspace-store",
     "--store",
     "store",
     type=click.Path(path_type=Path),
-    help="The store of prepared workspaces. Default: the user's own.",
+    help="The store of prepared workspaces. Default: your own.",
 )
-_as_json = click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group(
     "slots",
     context_settings=_CONTEXT,
-    help="""Show slots, services and prepared workspaces of this machine, and remove what nobody needs.
+    help="""Show slots, services and prepared workspaces of this machine, and remove those that no run needs.
 
     \b
       palaestra slots list
@@ -47,7 +49,7 @@ def command() -> None:
 @command.command(
     "list",
     context_settings=_CONTEXT,
-    help="""List slot servers that run, services with their leases, and prepared workspaces.
+    help="""List running slot servers, services with their leases, and prepared workspaces.
 
     \b
       palaestra slots list
@@ -80,21 +82,21 @@ def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> Non
 @command.command(
     "clean",
     context_settings=_CONTEXT,
-    help="""Remove what dead runs have left: control groups, sockets, half-made workspaces. Nothing that is in use.
+    help="""Remove leftovers of dead runs that are not in use: control groups, sockets, half-made workspaces.
 
     \b
-      palaestra slots clean                  only what nobody owns
+      palaestra slots clean                  only what has no owner
       palaestra slots clean --services       also end services that no process is attached to
       palaestra slots clean --workspaces     also remove prepared workspaces that are not in use
       palaestra slots clean --all --dry-run  both; only list what would be removed
 
-    It lists what it would remove and asks. --yes removes without a question, for scripts.
+    The command lists what it would remove and asks for confirmation; --yes skips the question, for scripts.
     """,
 )
 @click.option("--services", is_flag=True, help="End services that no process is attached to, with their slots.")
 @click.option("--workspaces", is_flag=True, help="Remove prepared workspaces that are not in use.")
-@click.option("--all", "everything", is_flag=True, help="Both.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--all", "everything", is_flag=True, help="Remove both.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 @_directory
 @_store
@@ -114,7 +116,10 @@ def clean(
 
     if not (yes or dry_run):
         if not sys.stdin.isatty():
-            raise ConfigError("nobody can be asked here: repeat it with --yes, or with --dry-run to see what would go")
+            raise ConfigError(
+                "cannot ask for confirmation without a terminal: add --yes, or --dry-run to only list what "
+                "would be removed"
+            )
         listed = swept(only_list=True)
         _show_swept(listed, err=True)
         if not any(listed.values()) or not click.confirm("Remove them?", err=True):
@@ -157,7 +162,7 @@ async def _found(directory: Path | None, store: Path | None) -> dict[str, list[J
 async def _clean(
     services: bool, workspaces: bool, directory: Path | None, store: Path | None, only_list: bool
 ) -> dict[str, list[str]]:
-    """Remove what nobody needs, or only list it; the names."""
+    """Remove what no run needs, or only list it. Returns the names."""
     from palaestra.sandbox.host_tools import find_control_groups, sweep_control_groups
     from palaestra.sandbox.service import service_client
 
@@ -188,7 +193,7 @@ def _sockets(directory: Path | None) -> list[Path]:
 
 
 def _open(store: Path | None) -> SnapshotStore | None:
-    """Return the store, if there is one: looking does not make it."""
+    """Return the store if it exists; listing must not create it."""
     folder = store or default_folder()
     return SnapshotStore(folder).open() if folder.is_dir() else None
 

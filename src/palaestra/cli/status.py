@@ -1,4 +1,4 @@
-"""`palaestra status RUN`: the state of a run, read from its folder, during the run or afterwards."""
+"""`palaestra status RUN`: print the state of a run from its folder, during the run or afterwards."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _SHOWN = 5
       palaestra status RUN --watch
       palaestra status RUN --json | jq .in_flight
 
-    RUN is a run's folder, an id or `last`; its journal is only read. The state has the rollouts in flight by stage,
-    those longest without activity, rewards with and without the rollouts that infrastructure failures ended and the
-    causes of those (with 95 % intervals), the time of each stage, tokens, cost and disk. --watch repeats it until the
-    run has ended.
+    RUN is a run's folder, an id or `last`; the command does not change it. The state shows the rollouts in flight by
+    stage, those longest without activity, the reward with and without the rollouts that infrastructure failures ended
+    (with 95 % intervals), the causes of those failures, the time of each stage, tokens, cost and disk. --watch repeats
+    it until the run has ended.
     """,
 )
 @click.argument("run", default="last", shell_complete=complete_runs)
 @click.option("--watch", is_flag=True, help="Repeat until the run has ended.")
 @click.option(
-    "--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between two readings."
+    "--every", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between readings."
 )
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable; with --watch, one line per reading.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --watch, one line per reading.")
 def command(run: str, watch: bool, every: float, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.rollouts.journal.reader import journal_of
@@ -50,7 +50,7 @@ def command(run: str, watch: bool, every: float, as_json: bool) -> None:
     while True:
         status = reader.read()
         if not status.run_id:
-            raise ConfigError(f"{reader.journal} does not begin with a run, so there is nothing to tell")
+            raise ConfigError(f"{reader.journal} does not begin with the record of a run, so it has no state to show")
         if as_json:
             click.echo(json.dumps(status.to_dict()))
         else:
@@ -89,14 +89,14 @@ def _lines(status: RunStatus, now: float) -> list[str]:
         lines.append(f"stages     {', '.join(times)} (median/95 %)")
     cost = "" if status.cost is None else f"; cost {status.cost:.4f}"
     if cost and status.unpriced_tokens:
-        cost += f" and that of {status.unpriced_tokens:,} tokens without a price"
+        cost += f" plus the cost of {status.unpriced_tokens:,} tokens without a price"
     lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
     lines.append(f"disk       {_megabytes(status.disk_bytes)} taken, {_megabytes(status.disk_free_bytes)} free")
     return lines
 
 
 def _prepared(status: RunStatus) -> str:
-    return f"{plural(status.prepared, 'workspace')}, {status.from_store} of them found prepared on this machine"
+    return f"{plural(status.prepared, 'workspace')}, {status.from_store} of them already prepared on this machine"
 
 
 def _reward(status: RunStatus) -> str:

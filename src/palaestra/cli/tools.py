@@ -1,4 +1,4 @@
-"""`palaestra tools`: lists the tools, toolsets and distributions that are available here, and the missing ones."""
+"""`palaestra tools`: list the tools, toolsets and distributions that are available here, and the missing ones."""
 
 from __future__ import annotations
 
@@ -22,19 +22,26 @@ if TYPE_CHECKING:
 @click.command(
     "tools",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""List the tools, toolsets and distributions an agent can have, and what is missing here and why.
+    help="""List the tools, toolsets and distributions that agents can use, and report what is missing here and why.
 
     \b
       palaestra tools
       palaestra tools --json | jq -r '.tools[] | select(.missing == null) | .name'
-      palaestra tools --mcp mcp.json          # with those of MCP servers, which are started for it
+      palaestra tools --mcp mcp.json          # also starts the MCP servers of the file and lists their tools
 
-    FILE has the mcpServers that other programs read too: command, args, env, cwd, or url and headers. ${NAME} in it
-    stands for a variable of the environment. A server that cannot be had is listed with the reason.
+    FILE contains mcpServers in the usual form: command, args, env, cwd, or url and headers. ${NAME} in it stands for an
+    environment variable. A server that cannot be used is listed with the reason.
     """,
 )
-@click.option("--mcp", "files", type=click.Path(path_type=Path), multiple=True, metavar="FILE", help="MCP servers too.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable, with the full schemas.")
+@click.option(
+    "--mcp",
+    "files",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="Also list the tools of the MCP servers in this file.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with the full schemas.")
 def command(files: tuple[Path, ...], as_json: bool) -> None:
     from palaestra.tools.registry.build import all_tools, installed_tools
     from palaestra.tools.registry.catalog import get_available_toolsets
@@ -57,7 +64,7 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def tool_settings() -> ToolSettings:
-    """Tool settings from environment variables, as for a run. Raises `ConfigError`."""
+    """Return the tool settings of environment variables, as a run reads them. Raises `ConfigError`."""
     from palaestra.core.config import merge
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import DOTENV, read_dotenv, read_environ
@@ -68,7 +75,7 @@ def tool_settings() -> ToolSettings:
 
 
 async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
-    """Return the offers of the MCP servers of these files."""
+    """Return what the MCP servers of these files offer."""
     from palaestra.tools.mcp.run_servers import MCPServers
 
     async with MCPServers(configured_servers(files), forgiving=True) as servers:
@@ -76,7 +83,7 @@ async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
 
 
 def configured_servers(files: Iterable[Path]) -> dict[str, MCPServerConfig]:
-    """Return the MCP servers of these files, with the variables they name. Raises `ConfigError`."""
+    """Return the MCP servers of these files, with their variables expanded. Raises `ConfigError`."""
     from palaestra.envs.config.layers import read_dotenv
     from palaestra.tools.mcp.mcp_config import configured, hand_over, read_servers
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return one option per setting of a training; None when it is left out, so that a resumed one keeps its own."""
+    """Add one option per setting of a training. An option that is left out is None, so that a resumed training keeps
+    its own value."""
     for name, kind in reversed(_OPTIONS.items()):
         command = click.option(name, type=kind, hidden=True)(command)
     return command
@@ -44,7 +45,7 @@ _OPTIONS: dict[str, type] = {
     "--max-tasks": int,
     "--lora-rank": int,
 }
-"""The settings of `TrainingConfig`, which explains and checks them. The command's help is written by hand."""
+"""The settings of `TrainingConfig`, which checks and documents them. The command's help is written by hand."""
 
 
 @click.command(
@@ -64,14 +65,14 @@ _OPTIONS: dict[str, type] = {
 
     \b
     --trainer trl       TRL's loss and optimizer, all weights, on this machine (default)
-    --trainer tinker    an adapter, by the Tinker service; --tinker-url URL: by another server of its
-                        wire; without URL and TINKER_API_KEY, `palaestra serve tinker` starts here
+    --trainer tinker    trains an adapter with the Tinker service, or with the server at --tinker-url;
+                        without URL and TINKER_API_KEY, `palaestra serve tinker` starts here
     --model M           a folder, or the OWNER/NAME of a model of the hub; --lora-rank 32
     --steps 100         steps, each of --groups 8 tasks with --group N rollouts; --learning-rate 1e-4
-    --most-draws 3      tasks of a step, at most, times --groups: groups of equal scores are replaced
-    --scale-advantages  divide by the deviation of a group's rewards (true)
-    --max-difference    refuse rows whose log-probabilities differ by more nats (0.1)
-    --max-off-policy    refuse rows that weights of more versions before sampled (0)
+    --most-draws 3      maximum tasks of a step, times --groups: groups of equal scores are replaced
+    --scale-advantages  divide by the standard deviation of a group's rewards (true)
+    --max-difference    refuse rows whose log-probabilities differ by more than this, in nats (0.1)
+    --max-off-policy    refuse rows sampled by weights more versions old than this (0)
     --eval-every 10     steps between evaluations of --eval-tasks 16, --eval-samples 1 times; 0: never
     --patience N        stop after N evaluations without a better one; --target R: at this mean reward
     --save-every 1      steps between checkpoints, of which --keep 2 and the best are kept
@@ -234,7 +235,7 @@ def _check(form: Any, environment: str) -> None:
     if not proof.holds:
         failed = ", ".join(each.policy for each in proof.lines if not each.ok)
         raise ConfigError(
-            f"{form.name} fails its check ({failed}), so a model would learn to cheat or could not learn at all: see "
+            f"{form.name} fails its check ({failed}), so a model would learn to cheat or would learn nothing: see "
             f"`palaestra env check {environment}`, or train anyway with --unchecked {form.name}"
         )
 

@@ -1,4 +1,4 @@
-"""`palaestra verify RUN`: prove from what is stored that a run trains exactly what was sampled."""
+"""`palaestra verify RUN`: prove from its records that a run trains on exactly the sampled tokens."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ from palaestra.core.exits import FAILED, report
 
     \b
       palaestra verify runs/my_env--NAME/20260101T000000Z-0a1b
-      palaestra verify RUN --groups my_env.jsonl      # and that the trainer's file says the same
-      palaestra verify RUN --rows rows.jsonl          # and a file of `palaestra export --to rows`
+      palaestra verify RUN --groups my_env.jsonl      # also check the trainer's file
+      palaestra verify RUN --rows rows.jsonl          # also check a file of `palaestra export --to rows`
       palaestra verify RUN --json
 
-    RUN is a run's folder or its journal. Derived again from every rollout's ledger: what the engine was given is what
-    stands before each reply, token for token (T1); history was rewritten only where that is declared (T2); each sampled
-    token is trained exactly once and no other (T3), with the engine's own log-probability (T4). The first violation is
-    named with its place, and the exit code is 1. A run whose server only chatted has nothing to prove: exit code 2.
+    RUN is a run's folder or its journal. The command checks four claims against every rollout's ledger. T1: each reply
+    was sampled after exactly the tokens that the row has before it. T2: history was rewritten only where that is
+    declared. T3: each sampled token is trained exactly once, and no other token is. T4: each has the log-probability
+    that the model server returned. At the first violation, the command prints its place and ends with exit code 1. A
+    run without token records has nothing to prove: exit code 2.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
-@click.option("--groups", type=click.Path(path_type=Path), help="Another file of the groups than the one in RUN.")
-@click.option("--rows", "exported", type=click.Path(path_type=Path, exists=True), help="A file of exported rows.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--groups", type=click.Path(path_type=Path), help="The groups file, if not the one in RUN.")
+@click.option(
+    "--rows", "exported", type=click.Path(path_type=Path, exists=True), help="Also verify this file of exported rows."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(context: click.Context, run: str, groups: Path | None, exported: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.journal.reader import journal_of
@@ -43,7 +46,7 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
     beside = journal.with_name("groups.jsonl")
     lines = groups or (beside if beside.is_file() else None)
     if lines is not None and not lines.is_file():
-        raise ConfigError(f"there is no {lines}: --groups names the file of groups that the run printed")
+        raise ConfigError(f"there is no {lines}: set --groups to the groups file whose path the run printed")
     verdict = verify_run(journal, lines, exported)
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}))

@@ -16,7 +16,7 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 
 _PACKAGE = Path(__file__).parent.parent
-"""The code of this package is part of every key already."""
+"""Every key already covers the code of this package."""
 
 
 def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:

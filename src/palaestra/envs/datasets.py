@@ -1,7 +1,7 @@
 """Rows of a data set: a local JSONL, JSON, CSV or Parquet file, a folder of them, or a data set of the hub by its name.
 
 Rows are read one by one, so a data set need not fit in memory; only a `.json` file is read whole. A bad row becomes an
-error in its place and does not hide the others.
+error in its place; the other rows are still read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MAX_CSV_FIELD = 1 << 28
 def read_rows(
     source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, Row | TaskError]]:
-    """Yield the rows with their numbers, from 1; a `TaskError` in place of a bad row. `fields` renames columns, NAME:
-    COLUMN.
+    """Yield the rows with their numbers, from 1, with a `TaskError` in place of a bad row. `fields` renames columns,
+    NAME: COLUMN.
 
-    A path is a file, or a folder whose files are read in the order of their names (only those named by the split, if
-    any are). Any other source is a data set of the hub, the one case that uses the network. Raises `ConfigError` if the
-    source cannot be read.
+    A path is a file, or a folder whose files are read in the order of their names; if some of them are named after the
+    split, only those. Any other source is a data set of the hub, the only source that needs the network. Raises
+    `ConfigError` if the source cannot be read.
     """
     for number, row in enumerate(_read(source, split), 1):
         if isinstance(row, str):
@@ -65,9 +65,7 @@ def _read(source: str | Path, split: str) -> Iterator[Row | str]:
         return
     path = local_path(source)
     if not path.exists():
-        raise ConfigError(
-            f"there is no data set {path}: give a {', '.join(SUFFIXES)} file, a folder of them, or a name"
-        )
+        raise ConfigError(f"there is no data set {path}: use a {', '.join(SUFFIXES)} file, a folder of them, or a name")
     for file in _files(path, split) if path.is_dir() else [path]:
         yield from _read_file(file)
 
@@ -75,7 +73,7 @@ def _read(source: str | Path, split: str) -> Iterator[Row | str]:
 def _files(folder: Path, split: str) -> list[Path]:
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not found:
-        raise ConfigError(f"{folder} holds no data set: no {', '.join(SUFFIXES)} file is in it")
+        raise ConfigError(f"{folder} contains no data set: it has no {', '.join(SUFFIXES)} file")
     named = [path for path in found if path.name.startswith(split) or path.parent.name == split]
     return named or found
 
@@ -93,7 +91,7 @@ def _read_file(path: Path) -> Iterator[Row | str]:
 
 
 def _read_lines(path: Path) -> Iterator[Row | str]:
-    """Yield the rows of JSONL. A file of another suffix whose first line is not a row is not read as JSONL."""
+    """Yield the rows of JSONL. A file with another suffix must have a row in its first line, or it is rejected."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines):
@@ -120,7 +118,7 @@ def _read_json(path: Path) -> Iterator[Row | str]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as problem:
-        hint = "; a file with a row in each line is a .jsonl file" if "Extra data" in str(problem) else ""
+        hint = "; if each line is a row, name the file .jsonl" if "Extra data" in str(problem) else ""
         raise ConfigError(f"{path} is not JSON: {problem}{hint}") from None
     if not isinstance(value, list):
         raise ConfigError(f"{path} must hold a list of rows")
@@ -128,7 +126,7 @@ def _read_json(path: Path) -> Iterator[Row | str]:
 
 
 def _read_csv(path: Path) -> Iterator[Row | str]:
-    """All values are text; the first line names the columns."""
+    """Yield the rows of a CSV file. All values are text; the first line names the columns."""
     csv.field_size_limit(_MAX_CSV_FIELD)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -138,7 +136,7 @@ def _read_csv(path: Path) -> Iterator[Row | str]:
             for row in reader:
                 if None in row or None in row.values():
                     count = len(reader.fieldnames or ())
-                    yield f"line {reader.line_num} of {path.name} has not the {count} fields of its first line"
+                    yield f"line {reader.line_num} of {path.name} does not have the {count} fields of its first line"
                 else:
                     yield row
     except (OSError, csv.Error, UnicodeDecodeError) as problem:
@@ -168,7 +166,7 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
         ) from None
     try:
         yield from datasets.load_dataset(name, split=split, streaming=True)
-    except Exception as problem:  # for a missing network the library raises its own, requests' or built-in errors
+    except Exception as problem:  # for a missing network, the library raises its own, requests' or built-in errors
         raise ConfigError(
             f"the data set {name!r} (split {split!r}) cannot be read from the hub: "
             f"{type(problem).__name__}: {problem}. "

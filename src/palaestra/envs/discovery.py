@@ -1,7 +1,7 @@
 """Find environments by name: files of the nearest `environments` folder, and entry points of installed packages.
 
-A file `environments/NAME_env.py` is the environment NAME, and comes before an entry point of the same name. Listing
-neither imports nor runs an environment. A reference is a name, `path/to/my_env.py` or `path.py:name`.
+A file `environments/NAME_env.py` is the environment NAME, and takes precedence over an entry point of that name.
+Listing neither imports nor runs an environment. A reference is a name, `path/to/my_env.py` or `path.py:name`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FOLDER = "environments"
 GROUP = "palaestra.environments"
 DOORS = "palaestra.doors"
-"""Forms that are run like environments, such as a file of prompts: loaded by name, not listed."""
+"""Entry points of forms that run like environments, such as a file of prompts: loaded by name, not listed."""
 
 _ENDING = "_env.py"
 _CLASS_FORMS = "palaestra.envs.api.base_env"
@@ -49,8 +49,8 @@ class KnownEnvironment:
 
 
 def known_environments(start: Path) -> dict[str, KnownEnvironment]:
-    """Return the environments of the nearest `environments` folder at `start` or above it, then the installed ones. The
-    summary of an unreadable one is the reason."""
+    """Return the environments of the nearest `environments` folder at `start` or above it, then the installed ones. If
+    one cannot be read, its summary is the reason."""
     found = {name: KnownEnvironment(name, path, str(path), _summary(path)) for name, path in _local(start).items()}
     for name, point in plugins.installed(GROUP).items():
         if name not in found:
@@ -83,7 +83,7 @@ def _summary(path: Path) -> str:
 
 
 def load_environment(reference: str, start: Path) -> Form:
-    """Return the environment of a reference. Raises `ConfigError`, which lists what exists."""
+    """Load the environment that `reference` names. Raises `ConfigError`, which lists the known ones."""
     path, _, name = reference.partition(":")
     if path.endswith(".py") or "/" in path:
         return _pick(Path(path), name)
@@ -104,7 +104,7 @@ def load_environment(reference: str, start: Path) -> Form:
 
 
 def form_of(environment: object, reference: str = "") -> Form:
-    """Return the form of an environment, which remembers its reference. Raises `ConfigError` for anything else."""
+    """Return the form of an environment, which stores its reference. Raises `ConfigError` for anything else."""
     if isinstance(environment, FunctionForm):
         environment.reference = reference or environment.reference
         return environment
@@ -130,7 +130,7 @@ def _pick(path: Path, name: str) -> Form:
 
 
 def _is_environment(value: object) -> bool:
-    """Return whether it is a function environment, or a class environment that can be run, defined here or imported."""
+    """Return whether it is a function environment, or a runnable class environment, defined here or imported."""
     if isinstance(value, FunctionForm):
         return True
     return _is_class_environment(value) and not inspect.isabstract(value)
@@ -148,4 +148,4 @@ def _class_forms() -> Any:
 
 
 def _list(found: dict[str, object]) -> str:
-    return ", ".join(found) if found else "no environment: a function with @environment, or a class"
+    return ", ".join(found) if found else "no environment: neither a function with @environment nor a class"

@@ -1,4 +1,4 @@
-"""The interface of every form of environment before a run: its name, its settings, and how it is built."""
+"""The interface that every form of environment has before a run: its name, its settings, and how it is built."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Form(Protocol):
         ...
 
     def check_values(self) -> Mapping[str, JSON]:
-        """Return settings with which a check needs nothing else; unused if the user sets one of them."""
+        """Return settings that let a check run without further flags; ignored if the user sets one of them."""
         ...
 
     def build(

@@ -1,7 +1,7 @@
-"""Ports a script of the contract: rewrites its imports, and lists what cannot start or is not called here.
+"""Ports a script of the contract: rewrites its imports, and lists code that cannot start or that nothing calls here.
 
-The file is read, never run, and all text but the imports stays byte for byte. The names of this package are looked up
-in its own classes, so the lists cannot become outdated.
+The file is read, never run. All text except the imports stays the same, byte for byte. The names of this package are
+looked up in its own classes, so the lists cannot become outdated.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TWO_SHAPES = frozenset({"_build_scored_item", "_run_agent_loop"})
 """Hooks whose overrides may follow either version of the contract."""
 
 PASSED_IF_WANTED = frozenset({"agent_result", "workspace_meta"})
-"""Arguments that overrides get if they have a parameter of that name."""
+"""Arguments that an override gets only if it has a parameter of that name."""
 
 CLASSES = ("BaseEnv", "HermesAgentBaseEnv", "AgentEnv")
 """Classes that scripts subclass."""
@@ -78,7 +78,7 @@ _IMPORT_ERRORS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One place that needs a change by hand."""
+    """One place that the user must change by hand."""
 
     line: int
     what: str
@@ -87,7 +87,7 @@ class Left:
 
 @dataclass(slots=True)
 class Ported:
-    """The new text, the names that now come from here, and what is left to change by hand."""
+    """The new text, the names that now come from this package, and the places to change by hand."""
 
     text: str
     names: list[str] = field(default_factory=list)
@@ -146,7 +146,7 @@ class _Script:
                 self._port_from(node)
 
     def check_calls(self) -> None:
-        """List calls of this package's names with other arguments than they take."""
+        """List calls of this package's names with arguments that they do not take."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in self._ours:
                 called = getattr(palaestra, self._ours[node.func.id], None)
@@ -154,7 +154,8 @@ class _Script:
                     self._leave(node, f"{node.func.id}(…)", problem)
 
     def check_class(self, kind: ast.ClassDef) -> None:
-        """List hooks that nothing calls here, and attributes and methods of the base class that it does not have."""
+        """List the hooks of a class that nothing calls here, and uses of attributes and methods that its base class
+        does not have."""
         family = self._family(kind)
         if family is None:
             return
@@ -271,7 +272,7 @@ class _Script:
             self._replace(node, list(merged.items()))
 
     def _port_star(self, node: ast.ImportFrom, module: str) -> None:
-        """Import by name what the script uses and defines nowhere."""
+        """Replace a star import by the names that the script uses and does not define."""
         if node.level == 1 and (own := self._own_module(node)) is not None:
             self._replace(node, [f"from {own} import *"])
             return
@@ -294,7 +295,7 @@ class _Script:
         self._replace(node, list(by_module.items()))
 
     def _module_uses(self, alias: ast.alias) -> list[ast.Attribute]:
-        """Return the uses of an imported name, if it is used only as a module of names that are known here."""
+        """Return the uses of an imported name, if each use is `module.NAME` with a name known here."""
         name = alias.asname or alias.name
         uses = list(self._uses(name))
         read = sum(
@@ -345,8 +346,8 @@ class _Script:
         self._edits.append((start, self._offset(node.end_lineno, node.end_col_offset), text))
 
     def _family(self, kind: ast.ClassDef) -> tuple[type, list[ast.ClassDef]] | None:
-        """Return the contract's class that a class derives from, with itself and its bases in the script. None if one
-        of its bases is unknown, because an unknown base may define anything."""
+        """Return the contract's class that a class derives from, with the class and its bases in the script. None if a
+        base is unknown, because an unknown base may define anything."""
         local = {each.name: each for each in _classes(self._tree)}
         relatives, base = [kind], None
         for each in relatives:
@@ -386,7 +387,7 @@ def _classes(tree: ast.Module) -> list[ast.ClassDef]:
 
 
 def _dotted(node: ast.expr | None) -> str | None:
-    """`a.b.c` as text; None for any other expression."""
+    """Return `a.b.c` as text; None for any other expression."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := _dotted(node.value)) is not None:
@@ -423,7 +424,7 @@ def _attributes(cls: type) -> Iterator[str]:
 
 
 def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | None:
-    """Return why a call does not fit the called object's signature; None if it fits, or if only a run can tell."""
+    """Return why a call does not fit the called object's signature; None if it fits, or if only a run can decide."""
     if any(isinstance(each, ast.Starred) for each in node.args) or any(each.arg is None for each in node.keywords):
         return None
     try:
@@ -457,7 +458,7 @@ def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
 
 
 def _free(tree: ast.Module) -> set[str]:
-    """Return the names that a script reads and defines nowhere."""
+    """Return the names that a script reads and does not define."""
     read: set[str] = set()
     bound = set(dir(builtins)) | {"__file__", "__name__", "__doc__"}
     for node in ast.walk(tree):
@@ -479,7 +480,8 @@ def _written(alias: ast.alias) -> str:
 
 
 def _statement(module: str, names: Sequence[ast.alias], *, indent: str) -> str:
-    """Return an import; module `""` imports the names themselves, `as` imports this package under each name."""
+    """Return an import statement. With module `""`, it imports the names themselves; `as` imports this package under
+    each name."""
     written = [_written(alias) for alias in names]
     if module in ("", "as"):
         own = (f"palaestra as {alias.asname or alias.name}" for alias in names)

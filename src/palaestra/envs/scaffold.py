@@ -1,4 +1,4 @@
-"""A new environment to start from: one file that runs as it is, with an oracle that passes and a no-op that fails."""
+"""Writes a new environment: one runnable file, with an oracle that passes and a no-op that fails."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def write_environment(name: str, folder: Path, *, as_class: bool) -> Path:
     name = name.removesuffix(".py").removesuffix("_env")
     if not _NAME.fullmatch(name) or iskeyword(name):
         raise ConfigError(
-            f"{name!r} cannot name an environment: small letters, digits and _, a letter first, and no word of Python's"
+            f"{name!r} cannot name an environment: use lower-case letters, digits and _, begin with a "
+            "letter, and avoid Python keywords"
         )
     path = folder / f"{name}_env.py"
     camel = "".join(word.capitalize() for word in name.split("_"))
@@ -107,7 +108,7 @@ def write_environment(name: str, folder: Path, *, as_class: bool) -> Path:
         with path.open("x") as file:
             file.write(text)
     except FileExistsError:
-        raise ConfigError(f"{path} is there already: choose another name, or move it away") from None
+        raise ConfigError(f"{path} already exists: choose another name, or move it") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from None
     return path

@@ -111,7 +111,7 @@ def test_one_row_per_rollout_and_the_backlog_before_the_data_set(
     journal = report.journal.read_text()
     assert "collect_trajectory gave nothing for item-3" in journal
     assert "on item-4 failed with RuntimeError: a bug of the environment" in journal
-    assert caplog.text.count("lost to a run that goes on with --resume") == 1
+    assert caplog.text.count("a run that continues with --resume loses them") == 1
 
 
 def test_a_group_in_one_go_is_as_large_as_it_came(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_what_a_newcomer_forgets_is_told() -> None:
     settings = made.config_type()
     with pytest.raises(ConfigError, match="n: it has no default, so a value must be given"):
         merge(settings, [])
-    with pytest.raises(ConfigError, match="it gave NoneType where tasks belong; yield each Task"):
+    with pytest.raises(ConfigError, match="it returned NoneType instead of tasks; yield each Task"):
         tasks_of(made.build(settings(n=1)))
     with pytest.raises(ConfigError, match=r"toolsets must be a list, such as \['terminal'\]"):
         environment(toolsets="terminal")(toy)  # type: ignore[arg-type]

@@ -40,10 +40,10 @@ def test_an_empty_file_sets_nothing(tmp_path: Path, text: str) -> None:
         ("env: {a: [}", "is not YAML"),
         ("env: {a: !!bool maybe}", "is not YAML: KeyError: 'maybe'"),
         ("testing: maybe", "testing must be true or false"),
-        ("env: {extra_body.x: 1}", "not the name of a setting"),
-        ("env: {1: 2}", "not the name of a setting"),
-        ("env: {seed: 1}\nopenai: {}\nenv: {}", "line 3: env is there a second time"),
-        ("openai:\n- api_key: a\n  api_key: b", "line 3: api_key is there a second time"),
+        ("env: {extra_body.x: 1}", "is not a setting"),
+        ("env: {1: 2}", "is not a setting"),
+        ("env: {seed: 1}\nopenai: {}\nenv: {}", "line 3: env is a duplicate key"),
+        ("openai:\n- api_key: a\n  api_key: b", "line 3: api_key is a duplicate key"),
     ],
 )
 def test_a_bad_file_is_named_with_its_fault(tmp_path: Path, text: str, message: str) -> None:

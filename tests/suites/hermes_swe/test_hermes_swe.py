@@ -150,7 +150,7 @@ def test_a_data_set_with_bad_rows_goes_on_with_the_rest(
     with caplog.at_level(logging.WARNING):
         assert main(argv) == 3
     assert "left out: row 2: no column 'question'" in caplog.text
-    assert "one: there is another task of this name" in caplog.text
+    assert "one: another task has this name" in caplog.text
     assert "row 6: not JSON" in caplog.text
     (line,) = [json.loads(line) for line in Path("groups.jsonl").read_text().splitlines()]
     assert (line["task_id"], line["scores"]) == ("one", [1.0])

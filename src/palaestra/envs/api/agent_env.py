@@ -43,7 +43,7 @@ from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server_client import ToolServerLink
 
 NEVER_CALLED = frozenset({"_run_agent_loop", "_collect_trajectory_local", "_collect_trajectory_sandbox"})
-"""Methods of a `HermesAgentBaseEnv` that an `AgentEnv` does not have."""
+"""Methods of a `HermesAgentBaseEnv` that nothing calls in an `AgentEnv`."""
 
 
 NO_BATCHES = "Each tool call is sent immediately."
@@ -52,12 +52,12 @@ NO_BATCHES = "Each tool call is sent immediately."
 class AgentEnvConfig(HermesAgentEnvConfig):
     """The settings of an `AgentEnv`: the contract's fields and defaults."""
 
-    agent_max_steps: int = setting(50, "Model calls per rollout, at most.", ge=1)
+    agent_max_steps: int = setting(50, "Maximum model calls per rollout.", ge=1)
     agent_temperature: float = setting(0.7, "Sampling temperature of rollouts.", ge=0)
-    agent_max_tokens: int | None = setting(None, "Most tokens of one reply; None leaves it to the model server.", ge=1)
-    agent_tool_delay_s: float = setting(0.0, "Seconds between one tool call and the next.", ge=0)
+    agent_max_tokens: int | None = setting(None, "Maximum tokens of one reply; None: the model server's limit.", ge=1)
+    agent_tool_delay_s: float = setting(0.0, "Seconds to wait between tool calls.", ge=0)
     enabled_toolsets: list[str] | None = setting(["default"], "Toolsets of the agent; `default` is terminal and file.")
-    disabled_toolsets: list[str] | None = setting([], "Toolsets that the agent does not get.")
+    disabled_toolsets: list[str] | None = setting([], "Toolsets to withhold from the agent.")
     require_stateful_sandbox: bool = setting(False, "Refuse slots without process isolation, as require_sandbox does.")
     tool_server_url: str | None = setting(
         None, "The server of external tools: an address of `palaestra serve tools`, or inprocess."
@@ -68,12 +68,16 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     max_token_length: int = later(2048, "Tokens per model call.", "An AgentEnv uses agent_max_tokens.")
     tool_batch_window_ms: int = later(20, "Milliseconds to wait for a batch.", NO_BATCHES)
     tool_max_batch_size: int = later(200, "Calls in one batch.", NO_BATCHES)
-    sandbox_job_id: str = setting("atropos-sandbox-agent-env", "Nomad: the job's name, unless another live run has it.")
+    sandbox_job_id: str = setting(
+        "atropos-sandbox-agent-env", "Nomad: the job's name. If another live run has this name, the run adds a suffix."
+    )
 
     @model_validator(mode="after")
     def _stateful_tools_are_isolated_too(self) -> Self:
         if self.require_stateful_sandbox:
-            self.__dict__["require_sandbox"] = True  # not an assignment, which would mark the field as set
+            self.__dict__["require_sandbox"] = (
+                True  # not an assignment, because that would mark the field as set by a user
+            )
         return self
 
 
@@ -81,7 +85,8 @@ AgentEnvConfigT = TypeVar("AgentEnvConfigT", bound=AgentEnvConfig)
 
 
 class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
-    """Subclass this, implement `build_task`, `score_trajectory`, `setup_agent_env` and `get_next_item`, call `cli()`.
+    """Subclass this, implement `build_task`, `score_trajectory`, `setup_agent_env` and `get_next_item`, and call
+    `cli()`.
 
     Rollouts run at the same time, so hooks must not keep a rollout's state on `self`.
     """
@@ -132,11 +137,12 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         agent_result: AgentResult | None = None,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """Return the reward, and metadata to record; `exec_tool` runs in the sealed workspace.
+        """Score a rollout. Returns the reward, and metadata to record; `exec_tool` runs commands in the sealed
+        workspace.
 
-        The metadata, `verification_messages` too, is evidence and never part of the conversation. An override may leave
-        out `workspace_meta`, the result of `setup_trajectory_workspace`. Also called for rollouts that ended at a
-        limit, with `agent_result.success` False.
+        The metadata, `verification_messages` included, is evidence and never part of the conversation. An override may
+        omit the parameter `workspace_meta`, the result of `setup_trajectory_workspace`. The hook also runs for rollouts
+        that ended at a limit; `agent_result.success` is then False.
         """
         return await settled(self.score_trajectory(item, final_response)), {}
 
@@ -156,16 +162,16 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         )
 
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
-        """Evaluate the model; the default rolls nothing out."""
+        """Evaluate the model. The default does nothing."""
         return {}
 
     # Methods for subclasses to call
 
     async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:
-        """Run the agent on one task outside any rollout: the last answer, and `success`, `error`, `tool_calls`.
+        """Run the agent on one task outside any rollout. Returns the last answer, and `success`, `error`, `tool_calls`.
 
-        Its slot comes from the environment's own pool, which the first call creates. During a run `--env.world`
-        applies.
+        The agent's slot comes from the environment's own pool, which the first call creates. During a run,
+        `--env.world` applies to its tool calls.
         """
         executor = self._tool_executor
         name = trajectory_id or f"agent-{next(self._agents)}"
@@ -189,7 +195,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return await self._play(Attempt(item, hooks=self._use_sandbox_backend())), []
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Return all rollouts of an item, for `super()` and for `evaluate`: the scored rows, or None without any."""
+        """Roll out an item, for `super()` and for `evaluate`. Returns the scored rows, or None if there are none."""
         if PLAYER.get() is not None or self._run_items is None:
             return await super().collect_trajectories(item)
         done = await self._run_items([item], self.config.group_size, plain=True)
@@ -198,7 +204,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     # Called by the runner
 
     async def setup(self) -> None:
-        """Called once, at the start of the run."""
+        """Prepare the environment; called once, at the start of the run."""
         await settled(self.setup_agent_env())
 
     def format_prompt(self, item: Item) -> str:
@@ -293,7 +299,7 @@ class AgentEnvironment(ContractEnvironment):
             on_turn=rollout.record,
             on_loop=rollout.attend,
         )
-        opening = agent.opening(rollout.task.messages())  # the agent has its system prompt from its own configuration
+        opening = agent.opening(rollout.task.messages())  # the agent takes its system prompt from its own configuration
         rollout.record(None, opening)
         try:
             return await agent.converse(opening)

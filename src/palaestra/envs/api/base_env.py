@@ -2,7 +2,7 @@
 
 All class forms share this module: settings, the model server, and the hooks of evaluation and metrics.
 `HermesAgentBaseEnv` and `AgentEnv` add tools and slots; `class_environment.py` adapts instances to the runner. Modules
-that only a run needs are imported when they are used, so that flags are checked without them.
+that only a run needs are imported on use, so that checking flags stays fast.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Item: TypeAlias = JSON
-"""One row of the environment's data; the runner only passes it on."""
+"""One row of the environment's data; the runner passes it on unread."""
 
 
 class ItemRunner(Protocol):
@@ -61,9 +61,10 @@ class ItemRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A rollout for the base classes' `collect_trajectory` to play. None stands for the value of the settings or group.
+    """A rollout for the base classes' `collect_trajectory` to play. A field that is None has the value of the settings
+    or of the group.
 
-    With `hooks` False, neither set-up nor verification hook is called, and `compute_reward` scores.
+    If `hooks` is False, the set-up and verification hooks are skipped, and `compute_reward` scores.
     """
 
     item: Item
@@ -73,29 +74,29 @@ class Attempt:
 
 
 class RolloutFailed(InfraError):
-    """A rollout that `super().collect_trajectory` played has no score. Its record has the reason."""
+    """Raised if a rollout that `super().collect_trajectory` played has no score. Its record has the reason."""
 
 
 PLAYER: ContextVar[Callable[[Attempt], Awaitable[ScoredDataItem]] | None] = ContextVar("player", default=None)
 """Plays a rollout for the class that collects a rollout or group in this context."""
 
 ATTEMPT: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
-"""The request for the rollout that is played in this context."""
+"""The attempt that is played in this context."""
 
 COLLECTED: ContextVar[SessionContext | None] = ContextVar("collected", default=None)
-"""The group that a class collects in this context; a scripted policy plays its task."""
+"""The group that a class collects in this context; a scripted policy plays the group's task."""
 
 COLLECTING = frozenset({"collect_trajectory", "_collect_trajectory_local", "_collect_trajectory_sandbox"})
 COLLECTING_GROUPS = frozenset({"collect_trajectories", "postprocess_histories"})
-"""Methods with which a class collects rollouts or groups itself."""
+"""Methods that a class overrides to collect rollouts or groups itself."""
 
 MANAGERS = {"process": "process_manager", "serve": "env_manager"}
-"""The method of a class that wraps the run of a command."""
+"""The method with which a class wraps the run of each command."""
 
 
 @contextmanager
 def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable in the block."""
+    """Set a context variable for the duration of the block."""
     token = variable.set(value)
     try:
         yield
@@ -104,11 +105,12 @@ def assigned(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 class BaseEnv(ABC):
-    """Subclass this, implement `setup`, `get_next_item`, `evaluate` and one of the `collect_` methods, call `cli()`.
+    """Subclass this, implement `setup`, `get_next_item`, `evaluate` and one of the `collect_` methods, and call
+    `cli()`.
 
-    `self.server` answers `chat_completion(messages=…)` and `completion(prompt=…)`, and token-exactly through
-    `managed_server()`; `self.config` holds the settings. Rollouts and groups run concurrently, so `collect_` methods
-    must not keep a rollout's state on `self`.
+    `self.server` answers `chat_completion(messages=…)` and `completion(prompt=…)`; `managed_server()` gives exact
+    tokens; `self.config` holds the settings. Rollouts and groups run concurrently, so `collect_` methods must not keep
+    a rollout's state on `self`.
     """
 
     name: ClassVar[str | None] = None
@@ -118,9 +120,9 @@ class BaseEnv(ABC):
     _server: ChatServer | None = None
     _own_server: ChatServer | None = None
     tool_world: RecordedTools | None = None
-    """The recorded replies of the run's tools that touch the world; set only during a run."""
+    """The recorded replies of tools that reach outside; set only during a run."""
     check_values: ClassVar[Mapping[str, JSON]] = {}
-    """Settings with which `palaestra env check` needs nothing else; unused if the user sets one of them."""
+    """Settings that let `palaestra env check` run without further flags; ignored if the user sets one of them."""
 
     def __init__(
         self,
@@ -142,7 +144,7 @@ class BaseEnv(ABC):
         self._logged: dict[str, JSON] = {}
         self.curr_step = 0
         self.max_token_len = -1
-        """The most tokens that the trainer takes; -1 until a trainer reports it."""
+        """The maximum number of tokens per rollout that the trainer accepts; -1 until a trainer reports it."""
         self.checkpoint_dir = ""
         self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
         self._evaluation: dict[str, JSON] = {}
@@ -154,12 +156,13 @@ class BaseEnv(ABC):
 
     @classmethod
     def cli(cls) -> None:
-        """The command line of the environment's script. Ends the process with the run's exit code; does nothing if
-        `palaestra run` loads the script."""
+        """Run the command line of the environment's script, and end the process with the run's exit code. Does nothing
+        if `palaestra run` loads the script."""
         script = sys._getframe(1).f_globals
         if is_loaded(script.get("__name__", "")):
             return
-        from palaestra.envs.run.command import main  # here, because a script that is only imported does not need it
+        # imported here, because a script that is only imported does not need it
+        from palaestra.envs.run.command import main
 
         try:
             form = ClassForm(cls, script_reference(script, cls))
@@ -179,18 +182,19 @@ class BaseEnv(ABC):
 
     @abstractmethod
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> JSON:
-        """Evaluate the model; `evaluate_log` saves the figures."""
+        """Evaluate the model; save the metrics with `evaluate_log`."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Return one rollout of an item: its row, or None if there is nothing to train on, and items to draw next."""
+        """Collect one rollout of an item. Returns its row, or None if there is nothing to train on, and items to draw
+        next."""
         raise NotImplementedError(
-            f"a {BaseEnv.__name__} has no agent of its own: {type(self).__name__}.collect_trajectory must collect the "
+            f"{BaseEnv.__name__} has no agent: {type(self).__name__}.collect_trajectory must collect the "
             f"rollout itself"
         )
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Return all rollouts of an item. The default calls `collect_trajectory` concurrently and raises the first
-        error after all have ended. It leaves out empty results, and failed rollouts if others came."""
+        """Collect all rollouts of an item. The default calls `collect_trajectory` concurrently. It raises the first
+        error after all calls have ended, omits empty results, and omits failed rollouts if others succeeded."""
         asked = [bridged(called(self.collect_trajectory, item)) for _ in range(self.config.group_size)]
         ended = await asyncio.gather(*asked, return_exceptions=True)
         came = [each for each in ended if not isinstance(each, BaseException)]
@@ -201,29 +205,30 @@ class BaseEnv(ABC):
         return grouped([row for row, _ in pairs if row is not None]), [later for _, items in pairs for later in items]
 
     async def postprocess_histories(self, trajectories: JSON) -> JSON:
-        """Return the form in which the group of `collect_trajectories` is recorded. The default leaves it unchanged."""
+        """Return the form in which the group of `collect_trajectories` is recorded. The default returns it
+        unchanged."""
         return trajectories
 
     async def process_manager(self) -> None:
-        """Run the command `process`. An override may prepare before `super()` and clean up after it."""
+        """Run the command `process`. An override may prepare before it calls `super()`, and clean up after."""
         await self._roll_out()
 
     async def env_manager(self) -> None:
-        """Run the command `serve`, as `process_manager` runs `process`."""
+        """Run the command `serve`. An override works as for `process_manager`."""
         await self._roll_out()
 
     async def _roll_out(self) -> None:
         if self._manager is None:
-            raise ConfigError(f"{type(self).__name__} is not run by a command that its manager surrounds")
+            raise ConfigError(f"{type(self).__name__} was called outside the command that it wraps")
         await self._manager()
 
     # Optional methods
 
     def item_id(self, item: Item, number: int) -> str:
-        """Return a readable id for item `number`: the item's own if it has one."""
+        """Return a readable id for item `number`: the item's own id if it has one."""
         if isinstance(item, Mapping):
             for key in ("instance_id", "task_id", "task_name", "id"):
-                if item.get(key) not in (None, ""):  # 0 is an id
+                if item.get(key) not in (None, ""):  # an id of 0 counts
                     return str(item[key])
         return f"item-{number}"
 
@@ -235,8 +240,8 @@ class BaseEnv(ABC):
 
     @property
     def server(self) -> ChatServer:
-        """The model server, from `__init__` to the end of a run. A class may assign another one, which its rollouts
-        then use."""
+        """The model server, from `__init__` to the end of a run. If a class assigns another server, its rollouts use
+        that one."""
         from palaestra.envs.api.rollout_parts import RolloutServer
         from palaestra.inference.server_group import ServerGroup
         from palaestra.rollouts.rollout import CURRENT
@@ -250,7 +255,7 @@ class BaseEnv(ABC):
                 return RolloutServer(chats, chats.session(group))
         found = self._own_server or self._server
         if found is None:
-            raise ConfigError(f"{type(self).__name__}.server is only there while the environment runs")
+            raise ConfigError(f"{type(self).__name__}.server is available only while the environment runs")
         return found
 
     @server.setter
@@ -261,8 +266,8 @@ class BaseEnv(ABC):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, loaded on first use, else
-        None. Raises `ConfigError` if it cannot be loaded; loading is not tried twice."""
+        """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, else None. It is loaded
+        on first use. Raises `ConfigError` if it cannot be loaded; a failed load is not repeated."""
         servers = getattr(self._own_server or self._server, "servers", ())
         own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
         if own is not None:
@@ -293,13 +298,13 @@ class BaseEnv(ABC):
         if (player := PLAYER.get()) is not None:
             return await player(attempt)
         if self._run_items is None:
-            raise ConfigError(f"{type(self).__name__}.collect_trajectory is only there while the environment runs")
+            raise ConfigError(f"{type(self).__name__}.collect_trajectory is available only while the environment runs")
         (trajectory,) = await self._run_items([attempt.item], 1, plain=True)
         return scored_item(trajectory) if trajectory.scored else None
 
     async def add_rollouts_for_wandb(self, scored_data: Mapping[str, JSON], item: Item = None) -> None:
-        """Keep a group's first rollouts to show: `rollouts_for_wandb` holds lists of (text, score) of the latest
-        groups. Called once for each scored group; a subclass may keep other data."""
+        """Keep a group's first rollouts for trackers to show: `rollouts_for_wandb` holds lists of (text, score) of the
+        latest groups. Called once for each scored group; a subclass may keep other data."""
         config, scores = self.config, scored_data["scores"]
         count = config.num_rollouts_per_group_for_logging
         shown = [(self._shown(scored_data, index), score) for index, score in enumerate(scores)]
@@ -320,7 +325,7 @@ class BaseEnv(ABC):
         return format_trajectory(messages)
 
     def save_checkpoint(self, step: int, data: Mapping[str, JSON] | None = None) -> None:
-        """Write the environment's own state to `checkpoint_dir`; without data no file is written."""
+        """Write the environment's own state to `checkpoint_dir`; without data, nothing is written."""
         if data is not None:
             path = self._checkpoints() / f"step-{step}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -328,7 +333,7 @@ class BaseEnv(ABC):
                 file.write(msgspec.json.encode(data))
 
     def load_checkpoint(self) -> None:
-        """Set the attributes that were saved at `curr_step`. Raises `ConfigError` if that checkpoint is missing or
+        """Restore the attributes that were saved at `curr_step`. Raises `ConfigError` if that checkpoint is missing or
         broken."""
         path = self._checkpoints() / f"step-{self.curr_step}.json"
         try:
@@ -343,7 +348,7 @@ class BaseEnv(ABC):
 
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
         """Add numbers and texts to the run's metrics. Called after every `min_items_sent_before_logging` groups and at
-        the end; an override may add its own and call this one."""
+        the end; an override may add its own and call `super()`."""
         self._logged.update(wandb_metrics or {})
 
     async def evaluate_log(
@@ -373,15 +378,15 @@ class BaseEnv(ABC):
 
 
 def adapted(inner: BaseEnv, adapter: str) -> EvaluatedEnvironment:
-    """Return an instance for the runner. The adapter is found by name when a run needs it: it loads the agent and the
-    sandbox, which a command that only checks flags does not need."""
+    """Adapt an instance to the runner. The adapter is found by its name, so that its module, which loads the agent and
+    the sandbox, is imported only for a run."""
     module, _, name = adapter.partition(".")
     environment: EvaluatedEnvironment = getattr(import_module(f"palaestra.envs.api.{module}"), name)(inner)
     return environment
 
 
 def scored_item(trajectory: Trajectory) -> ScoredDataItem:
-    """Return the latest row of a scored rollout; a rollout with a rewritten history or sub-agents has several."""
+    """Return the last row of a scored rollout. Only rollouts with a rewritten history or sub-agents have several."""
     row = trajectory.latest_row
     assert row is not None
     return ScoredDataItem(
@@ -404,8 +409,7 @@ def collects_groups(cls: type[BaseEnv]) -> bool:
 
 
 def own_names(cls: type[BaseEnv]) -> set[str]:
-    """Return the names that a user's class, or one it inherits from, defines; this package's own classes do not
-    count."""
+    """Return the names that a user's class and its bases define, without those of this package's classes."""
     return {name for each in cls.__mro__ if not each.__module__.startswith("palaestra.") for name in vars(each)}
 
 
@@ -415,7 +419,7 @@ class ClassForm:
     command: str | None = None
 
     def __init__(self, cls: type[BaseEnv], reference: str = "") -> None:
-        """Raises `ConfigError` for a class that lacks methods."""
+        """Raises `ConfigError` if the class lacks a required method."""
         missing = sorted(getattr(cls, "__abstractmethods__", ()))
         if cls.as_environment is BaseEnv.as_environment and not collects(cls):
             missing.append("collect_trajectory or collect_trajectories")
@@ -440,7 +444,7 @@ class ClassForm:
                 servers = [said] if isinstance(said, ServerBaseline) else list(said)
                 if not issubclass(wanted, type(config)):
                     own = type(config).__name__
-                    raise ConfigError(f"{name}.config_init gives {own}: say env_config_cls = {own} in the class")
+                    raise ConfigError(f"{name}.config_init gives {own}: set env_config_cls = {own} in the class")
                 if all(isinstance(each, ServerBaseline) for each in servers):
                     return config, servers
         must = f"({wanted.__name__}, [APIServerConfig, …])"
@@ -454,14 +458,14 @@ class ClassForm:
     ) -> EvaluatedEnvironment:
         with _asking(f"{self.cls.__name__}(config, servers)"):
             inner = self.cls.__new__(self.cls)
-            inner._server = server  # before the constructor, which may use it
+            inner._server = server  # set before the constructor runs, which may use it
             inner.__init__(config, list(servers))  # type: ignore[misc]
         return inner.as_environment()
 
 
 @contextmanager
 def _asking(doing: str) -> Iterator[None]:
-    """Turn any error of the class in the block into a `ConfigError` with its place."""
+    """Convert any error that the class raises in the block into a `ConfigError` that names its place."""
     try:
         yield
     except PalaestraError:
@@ -471,7 +475,7 @@ def _asking(doing: str) -> Iterator[None]:
 
 
 def script_reference(script: Mapping[str, object], environment: object) -> str:
-    """Return a reference to an environment among the globals of its script; empty if it has none."""
+    """Return a reference to an environment among the globals of its script; empty if the script has none."""
     path = script.get("__file__")
     name = next((name for name, value in script.items() if value is environment), "")
     return f"{Path(str(path)).resolve()}:{name}" if path and name else ""

@@ -1,7 +1,7 @@
 """Run instances of class environments: adapters of `BaseEnv` and its subclasses to the runner.
 
-If a class collects its rollouts itself, the journal gets each rollout of `collect_trajectory`, or each group of
-`collect_trajectories`. Such a class has no slot, no tool and no sealed grading, and its tokens come from its rows.
+If a class collects its rollouts itself, the journal records each rollout of `collect_trajectory`, or each group of
+`collect_trajectories`. Such a class has no slots, tools or sealed grading, and its tokens come from its rows.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def in_rollout(rollout: Rollout) -> Iterator[None]:
-    """Run code of a class that may run the agent itself: in the block, tool calls under the rollout's name, or under
-    none, run in its slot."""
+    """In the block, run code of a class that may run the agent itself. Tool calls under the rollout's name, or under no
+    name, run in the rollout's slot."""
     tools = TaskTools(rollout.rollout_id, lambda: rollout.tools, asyncio.get_running_loop())
     with assigned(CURRENT, rollout), assigned(TASK_TOOLS, tools):
         yield
@@ -77,7 +77,7 @@ def in_rollout(rollout: Rollout) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Unusable:
-    """The data of a task whose item cannot be used."""
+    """Stands for the data of a task whose item cannot be used."""
 
     reason: str
 
@@ -100,7 +100,7 @@ class ClassEnvironment(EvaluatedEnvironment):
 
     @property
     def world(self) -> RecordedTools | None:
-        """The class's own recorded replies: the class calls tools outside of rollouts too."""
+        """The class's recorded replies. The class may also call tools outside of rollouts."""
         return self.inner.tool_world
 
     @world.setter
@@ -116,8 +116,8 @@ class ClassEnvironment(EvaluatedEnvironment):
             await self.set_up()
 
     async def set_up(self) -> None:
-        """Call `setup` if it has not been called. If a class wraps its run in a manager, the call happens inside the
-        manager, with the first task."""
+        """Call `setup` if it has not been called. If a class wraps its run in a manager, this happens inside the
+        manager, before the first task."""
         if self._awaits_setup:
             self._awaits_setup = False
             await run_hook(ConfigError, called(self.inner.setup), f"{self.name} cannot begin: setup")
@@ -168,7 +168,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         return await settled(self.inner.get_next_item())
 
     def _task(self, item: Item, number: int) -> Task:
-        """Return the task of an item; for an unusable item, one that `resolve` refuses with the reason."""
+        """Return the task of an item. For an unusable item, return a task that `resolve` refuses with the reason."""
         try:
             task = self.task(item, number)
             if not isinstance(task.prompt, str | Sequence):
@@ -176,7 +176,9 @@ class ClassEnvironment(EvaluatedEnvironment):
         except Exception as error:
             logger.debug("item %d has no task", number, exc_info=True)
             return Task(
-                id=f"item-{number}", prompt="", data=_Unusable(f"item {number} is no task: {told(error)}{place(error)}")
+                id=f"item-{number}",
+                prompt="",
+                data=_Unusable(f"item {number} cannot be a task: {told(error)}{place(error)}"),
             )
         return task
 
@@ -198,11 +200,11 @@ class ClassEnvironment(EvaluatedEnvironment):
         await self.set_up()
         self._evaluated = 0
         self.inner._run_items, self.inner._evaluation = run_items, {}
-        await run_hook(ConfigError, called(self.inner.evaluate), f"{self.name} is not evaluated: evaluate")
+        await run_hook(ConfigError, called(self.inner.evaluate), f"cannot evaluate {self.name}: evaluate")
         return self.inner._evaluation
 
     def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
-        """Return the same environment over these items, numbered from `first`, instead of its data set. `plain` skips
+        """Return the same environment over these items, numbered from `first`, in place of its data set. `plain` skips
         the class's own way of collecting."""
         other = copy(self)
         other._items, other._first = items, first
@@ -210,7 +212,7 @@ class ClassEnvironment(EvaluatedEnvironment):
 
     @abstractmethod
     def task(self, item: Item, number: int) -> Task:
-        """Return the task of an item. An item that is drawn again is a separate task with its own number."""
+        """Return the task of an item. An item that is drawn again becomes a separate task with its own number."""
 
     async def ended(self, task: Task, group: Group) -> None:
         if self._managed and self._items is not None:  # an evaluation during the run
@@ -228,11 +230,11 @@ class ClassEnvironment(EvaluatedEnvironment):
         await settled(self.inner.wandb_log({}))
         logged, self.inner._logged = self.inner._logged, {}
         found = numbers(logged)
-        self.inner._logged.update(found)  # numbers stay until they are replaced, texts are returned once
+        self.inner._logged.update(found)  # numbers stay until they are replaced; texts are returned only once
         return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """Return the kept rollouts that consist of a text and a score; a subclass may keep other data."""
+        """The kept rollouts that have a text and a score; a subclass may keep other data."""
         kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
         pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
         return [
@@ -241,7 +243,8 @@ class ClassEnvironment(EvaluatedEnvironment):
 
 
 class CollectedEnvironment(ClassEnvironment):
-    """Runs one instance of a class that collects. Items that the class queues come before those of its data set."""
+    """Runs one instance of a class that collects. Items that the class queues are played before those of its data
+    set."""
 
     def __init__(self, inner: BaseEnv) -> None:
         super().__init__(inner)
@@ -254,7 +257,7 @@ class CollectedEnvironment(ClassEnvironment):
 
     @property
     def collects_rollouts(self) -> bool:
-        """Whether the class collects rollouts itself, which a replay of the agent's turns would not reproduce."""
+        """Whether the class collects rollouts itself. A replay of the agent's turns cannot reproduce such a class."""
         return self._collects
 
     async def next_item(self) -> Item:
@@ -300,19 +303,19 @@ class CollectedEnvironment(ClassEnvironment):
                 ended_loops() as self._ended[group.group_id],
             ):
                 rows = rows_of(await self._asked(both(), "collect_trajectories", task), task.id)
-        except RolloutFailed:  # the records of the rollouts have the reasons
+        except RolloutFailed:  # the rollouts' records have the reasons
             if not plays:
                 raise
         self._groups[group.group_id] = plays, self._assign(rows, sorted(played, key=lambda each: each[0].index), task)
         return plays + len(self._groups[group.group_id][1])
 
     def group_tools(self, kit: Kit) -> AbstractContextManager[None]:
-        """Make the group's tools known to the class in the block."""
+        """In the block, make the group's tools known to the class."""
         return nullcontext()
 
     def _assign(self, rows: Sequence[Row], played: Sequence[tuple[Rollout, Row]], task: Task) -> list[Row]:
-        """Give every played rollout its row of the collected group, and fail those that the class left out. Returns the
-        rows that the class made itself."""
+        """Assign to every played rollout its row of the collected group, and fail the rollouts that the class left out.
+        Returns the rows that the class made itself."""
         left = list(rows)
         for position, (rollout, given) in enumerate(played):
             row = next((row for row in left if is_of(row, given)), None)
@@ -363,14 +366,14 @@ class CollectedEnvironment(ClassEnvironment):
             if failures and isinstance(failures[0], RolloutFailed):
                 assert rollout.result is not None
                 return rollout.result
-            if failures:  # a class that catches the failure must not make a score of it
+            if failures:  # a class that catches the failure must not turn it into a score
                 raise failures[0]
         rollout.meta["row"] = checked_row(row, rollout.task.id)
         return _result_of(row, ended) if rollout.result is None else rollout.result
 
     async def play(self, rollout: Rollout, attempt: Attempt) -> ScoredDataItem:
-        """Play the rollout as the class's base would. Raises `RolloutFailed` if it has no score."""
-        raise TaskError(f"{self.name} has no agent of its own")
+        """Play the rollout as the class's base class would. Raises `RolloutFailed` if it has no score."""
+        raise TaskError(f"{self.name} has no agent")
 
     async def grade(self, rollout: Rollout) -> Score:
         played: Score | None = rollout.meta.get("score")
@@ -393,15 +396,15 @@ class CollectedEnvironment(ClassEnvironment):
         await super().ended(task, group)
 
     def take_backlog(self, items: Iterable[Item], name: str) -> None:
-        """Items to be drawn next. A resumed run does not have them."""
+        """Queue items to be drawn next. A resumed run does not have them."""
         wanted = list(items)
         if wanted and not self._told:
             self._told = True
-            logger.warning("%s returns items to be drawn next: they are lost to a run that goes on with --resume", name)
+            logger.warning("%s returns items to be drawn next: a run that continues with --resume loses them", name)
         self._backlog.extend(wanted)
 
     async def _asked(self, collecting: Coroutine[object, object, JSON], method: str, task: Task) -> JSON:
-        """Return the collected rows or row. Raises `TaskError` for errors of the class."""
+        """Await the collected rows or row. Raises `TaskError` for errors of the class."""
         name = f"{type(self.inner).__name__}.{method}"
 
         async def unpacked() -> JSON:
@@ -416,7 +419,7 @@ class CollectedEnvironment(ClassEnvironment):
 
 def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
     """Return the result of a collected rollout. Its outcome is that of the agent loop with the same messages, or of the
-    only loop; without such a loop, it ended naturally."""
+    only loop; if the class ran no loop, the rollout ended naturally."""
     messages = list(row.get("messages") or ())
     loops = [each for each in ended if each.messages == messages] or (ended if len(ended) == 1 else [])
     if not loops:
@@ -432,7 +435,7 @@ def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
 
 
 def own_row(item: Mapping[str, JSON], result: AgentResult | None) -> TokenRow | None:
-    """Return the environment's own row; None if it is a row of the ledger. Only rows of the ledger count as exact."""
+    """Return the environment's own row; None if the ledger made the row. Only rows of the ledger count as exact."""
     state = (result.managed_state if result is not None else None) or {}
     row = TokenRow(
         tokens=list(item["tokens"]),

@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 
 class ContractEnvironment(CollectedEnvironment):
-    """Runs one instance of a class environment. Item and metadata are kept in the rollout, never on the instance."""
+    """Runs one instance of a `HermesAgentBaseEnv`. Item and metadata are kept in the rollout, never on the instance."""
 
     inner: HermesAgentBaseEnv
     _offers_collecting = True
-    """Whether rollouts are played through `_attempt`. False for a subclass with an `act` of its own."""
+    """Whether `_attempt` plays the rollouts. False for a subclass that overrides `act`."""
 
     def __init_subclass__(cls) -> None:
         cls._offers_collecting = cls._offers_collecting and "act" not in vars(cls)
@@ -79,7 +79,7 @@ class ContractEnvironment(CollectedEnvironment):
             named = ", ".join(sorted(own_names(type(self.inner)) & (COLLECTING | COLLECTING_GROUPS)))
             raise ConfigError(f"{type(self.inner).__name__} overrides {named}, which its base class never calls")
         await super().open()
-        self.inner.tool_kit(random.Random(0))  # an unknown toolset is reported before the run has a folder
+        self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
 
     @property
     def agent(self) -> AgentSettings:
@@ -108,7 +108,7 @@ class ContractEnvironment(CollectedEnvironment):
         kit = offered_kit(kit, *answer)
         unknown = [name for name in kit.names if kit.registry.get(name) is None]
         if unknown and not self._own_loop:
-            raise TaskError(f"_resolve_tools_for_group names {', '.join(unknown)}, which no tool has as its name")
+            raise TaskError(f"_resolve_tools_for_group names {', '.join(unknown)}, which are not names of its tools")
         return kit
 
     @contextmanager
@@ -126,7 +126,7 @@ class ContractEnvironment(CollectedEnvironment):
         return self.inner.config.share_setup or overrides(self.inner, "prepare_group")
 
     def recipe(self, task: Task) -> JSON:
-        """Return the recipe that the class declares for the item, with the item, the class's own settings and its
+        """Return the cache key that the class declares for the item, with the item, the class's own settings and its
         code."""
         inner = self.inner
         declared = inner.group_recipe(task.data)
@@ -144,7 +144,7 @@ class ContractEnvironment(CollectedEnvironment):
         async def slot() -> Slot:
             return sandbox
 
-        @functools.cache  # one for all calls of the hook: its shell persists between them
+        @functools.cache  # one for all calls of the hook, because its shell persists between them
         def tools() -> ToolRuntime:
             registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
             middleware = [] if self.world is None else [self.world.rollout(f"{task.id}:prepare")]
@@ -174,7 +174,7 @@ class ContractEnvironment(CollectedEnvironment):
         return own and self._hooks(rollout)
 
     def _hooks(self, rollout: Rollout) -> bool:
-        """Return whether the workspace hooks are called for the rollout."""
+        """Return whether the rollout's workspace hooks are called."""
         hooks = rollout.meta.get("hooks")
         return bool(self.inner._use_sandbox_backend() if hooks is None else hooks)
 
@@ -202,7 +202,7 @@ class ContractEnvironment(CollectedEnvironment):
         return row
 
     async def _attempt(self, rollout: Rollout, attempt: Attempt | None = None) -> AgentResult:
-        """Let the agent work. `attempt` is the request of a class that collects; the set-up is then done here too."""
+        """Let the agent work. `attempt` comes from a class that collects; the set-up then happens here."""
         opening = None
         if attempt is not None:
             inner, item = self.inner, attempt.item
@@ -233,7 +233,7 @@ class ContractEnvironment(CollectedEnvironment):
         return result
 
     def _choose_server(self, rollout: Rollout) -> None:
-        """Use plain chat if the environment does not want the token-exact session."""
+        """Use plain chat if the environment does not want exact tokens."""
         if self.inner._own_server is not None:
             rollout.server = self.inner._own_server
             return
@@ -242,7 +242,7 @@ class ContractEnvironment(CollectedEnvironment):
             rollout.server = self.inner.server
         elif wanted and not exact and not self._warned:
             self._warned = True
-            logger.warning("%s wants a managed server, but these servers only chat: no tokens are kept", self.name)
+            logger.warning("%s wants a managed server, but these servers return no tokens, so none are kept", self.name)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         assert rollout.result is not None
@@ -262,7 +262,7 @@ class ContractEnvironment(CollectedEnvironment):
             answer = await bridged(called(self.inner.compute_reward, rollout.task.data, rollout.result, context))
             said = f"{self.name}.compute_reward"
         score = score_of(answer, said)
-        detail = score.detail if isinstance(answer, Score) else score.metrics  # the detail may have more than numbers
+        detail = score.detail if isinstance(answer, Score) else score.metrics  # the detail may hold more than numbers
         if grading.processes_at_end:
             detail = {**detail, "processes_at_end": grading.processes_at_end}
         return Score(score.reward, numbers(score.metrics), detail)
@@ -284,7 +284,7 @@ class ContractEnvironment(CollectedEnvironment):
         return await (super().grade(rollout) if collected else self._scored_with_row(rollout))
 
     async def _scored_with_row(self, rollout: Rollout) -> Score:
-        """Return the score of the class's hooks, with the reward of the row that the class builds from it."""
+        """Score a rollout with the class's hooks; the reward is that of the row which the class builds."""
         score = await Environment.grade(self, rollout)
         doing = f"{self.name}._build_scored_item on {rollout.rollout_id}"
         row = rollout.meta["row"] = call_hook(TaskError, lambda: self._row(rollout, score), doing)

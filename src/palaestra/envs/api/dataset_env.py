@@ -1,7 +1,7 @@
 """`ListedEnv`: a class environment whose items are known before the run, such as those of a data set.
 
-A subclass loads them; unusable items are left out and reported by name; the others are drawn in order, repeatedly.
-`evaluate` rolls out the held-out items, `group_size` times each, and logs rates with their intervals.
+A subclass loads the items. Unusable ones are left out and reported by name; the others are drawn in order, repeatedly.
+`evaluate` rolls out each held-out item `group_size` times, and logs rates with their intervals.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from palaestra.rollouts.records import Trajectory
 logger = logging.getLogger(__name__)
 
 MOST_SHOWN = 20
-"""The most left-out items that are named one by one."""
+"""The maximum number of left-out items that are named individually."""
 
 
 class ListedEnvConfig(HeldOutConfig):
-    """Settings of such environments."""
+    """Settings of environments with listed items."""
 
-    dataset_fields: dict[str, str] = setting({}, "Columns with other names, FIELD=COLUMN: prompt=question.")
+    dataset_fields: dict[str, str] = setting({}, "Columns to use for fields, as FIELD=COLUMN: prompt=question.")
 
 
 class ListedEnv(HermesAgentBaseEnv):
@@ -54,11 +54,11 @@ class ListedEnv(HermesAgentBaseEnv):
 
     @abstractmethod
     async def load(self) -> Iterable[Item | TaskError]:
-        """Return the chosen items in order, and an error in place of each that cannot be used. Raises `ConfigError`."""
+        """Return the chosen items in order, with an error in place of each unusable one. Raises `ConfigError`."""
 
     @abstractmethod
     def item_id(self, item: Item, number: int) -> str:
-        """Return the id of an item: the same one each time it is drawn."""
+        """Return the id of an item, which is the same each time the item is drawn."""
 
     def labels(self, item: Item) -> Collection[str]:
         """Return labels that group an evaluation's metrics, such as `category/NAME`."""
@@ -71,7 +71,7 @@ class ListedEnv(HermesAgentBaseEnv):
             if isinstance(item, TaskError):
                 self.left_out.append(item)
             elif (name := self.item_id(item, 0)) in known:
-                self.left_out.append(TaskError(f"{name}: there is another task of this name"))
+                self.left_out.append(TaskError(f"{name}: another task has this name"))
             else:
                 known.add(name)
                 self.items.append(item)
@@ -81,10 +81,10 @@ class ListedEnv(HermesAgentBaseEnv):
         for error in self.left_out[:MOST_SHOWN]:
             logger.warning("left out: %s", error)
         if len(self.left_out) > MOST_SHOWN:
-            logger.warning("left out: %d more that cannot be used", len(self.left_out) - MOST_SHOWN)
+            logger.warning("left out: %d more unusable items", len(self.left_out) - MOST_SHOWN)
         if not self.items:
             said = f"; {len(self.left_out)} left out, for the reasons above" if self.left_out else ""
-            raise ConfigError(f"{self.source} has no task that can be used and is chosen{said}")
+            raise ConfigError(f"{self.source} has no usable task among the chosen ones{said}")
 
     @property
     def source(self) -> str:
@@ -97,7 +97,7 @@ class ListedEnv(HermesAgentBaseEnv):
         if not items:
             raise ConfigError(
                 f"held_out {self.config.held_out:g} leaves no task of {len(self.items)} to "
-                f"{'evaluate' if evaluating else 'train on'}; say another share, or another seed"
+                f"{'evaluate' if evaluating else 'train on'}; set another share or another seed"
             )
         return items
 
@@ -112,7 +112,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return item
 
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> Mapping[str, JSON]:
-        """Roll every held-out item (all, if none are held out) out `group_size` times and log the metrics."""
+        """Roll out every held-out item (all, if none are held out) `group_size` times, and log the metrics."""
         items, attempts = self.chosen(evaluating=True), self.config.group_size
         done = await self.evaluate_items(items, attempts)
         labels = {self.item_id(item, 0): self.labels(item) for item in items}

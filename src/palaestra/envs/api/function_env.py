@@ -1,4 +1,5 @@
-"""One run of a function environment: its tasks, tools, preparation and score. `function_form.py` declares it."""
+"""One run of a function environment: its tasks, tools, preparation and score. `function_form.py` has the
+declaration."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
     async def open(self) -> None:
         if self._mcp is not None:
             await self._mcp.open()
-        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # reported before the run has a folder
+        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # an error is reported before a run begins
 
     async def aclose(self) -> None:
         if self._mcp is not None:
@@ -96,9 +97,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
 
     def _checked(self, task: object, seen: set[str]) -> Task:
         if not isinstance(task, Task):
-            raise TaskError(
-                f"environment {self.name} yielded {type(task).__name__} where a Task belongs: {task!r:.200}"
-            )
+            raise TaskError(f"environment {self.name} yielded {type(task).__name__} instead of a Task: {task!r:.200}")
         if task.id in seen:
             raise TaskError(f"environment {self.name} yielded two tasks with the id {task.id!r}; ids must differ")
         seen.add(task.id)
@@ -127,7 +126,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
             await _call(self.form.preparation, {"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
 
     def recipe(self, task: Task) -> JSON:
-        """Return the task's declaration and, with a prepare hook, the arguments and the code of the hook."""
+        """Return the task's declared cache key and, with a prepare hook, the arguments and the code of the hook."""
         hook = self.form.preparation
         if task.recipe is None or hook is None:
             return task.recipe
@@ -155,12 +154,12 @@ class FunctionEnvironment(EvaluatedEnvironment):
         total = sum(weight for _, weight, _ in parts)
         reward = sum(weight * part.reward for _, weight, part in parts) / total
         metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
-        metrics |= {name: part.reward for name, _, part in parts}  # last: each score is recorded under its name
+        metrics |= {name: part.reward for name, _, part in parts}  # last, because each score is recorded under its name
         return Score(reward, metrics, {key: value for _, _, part in parts for key, value in part.detail.items()})
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
-    """Yield the tasks of a function. A synchronous one runs in a thread of its own, so that rollouts do not wait while
+    """Yield the tasks of a function. A synchronous function runs in its own thread, so that rollouts do not wait while
     it reads or computes."""
     if inspect.isasyncgenfunction(source):
         async for task in source(**settings):
@@ -174,7 +173,7 @@ async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterat
                 yield task
             return
         if not isinstance(produced, Iterable):
-            raise TypeError(f"it gave {type(produced).__name__} where tasks belong; yield each Task")
+            raise TypeError(f"it returned {type(produced).__name__} instead of tasks; yield each Task")
         tasks = await thread.call(partial(iter, produced))
         while (task := await thread.call(partial(next, tasks, end))) is not end:
             yield task
@@ -200,15 +199,16 @@ async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:
 
 
 class NotAwaited(RuntimeError):
-    """A hook did not await a call of its slot."""
+    """Raised if a hook did not await a call of its slot."""
 
 
 class AwaitedSlot:
-    """A slot for a hook: a `with` block at whose end every call of the slot must have been awaited.
+    """A slot for a hook, used as a `with` block. At the end of the block, every call of the slot must have been
+    awaited.
 
-    A call that is not awaited is never made and leaves a coroutine, which is true and equal to nothing: a score that
-    compares it gives every rollout the same reward. Shells, processes and forks of the slot are not checked. Raises
-    `NotAwaited`.
+    A call without `await` never runs. It returns a coroutine, which is true and equal to nothing, so a score that
+    compares it would give every rollout the same reward. Shells, processes and forks of the slot are not checked.
+    Raises `NotAwaited`.
     """
 
     def __init__(self, slot: Slot) -> None:

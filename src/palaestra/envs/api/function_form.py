@@ -39,28 +39,28 @@ if TYPE_CHECKING:
 
 HookFunction: TypeAlias = Callable[..., object]
 Source: TypeAlias = Callable[[], Awaitable[object]]
-"""Makes one argument of a hook, and only if the hook asks for it."""
+"""Creates one argument of a hook; called only if the hook has that parameter."""
 
 F = TypeVar("F", bound=HookFunction)
 
 TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
 
 _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
-"""Obsolete names of pydantic's, which a parameter may have."""
+"""Obsolete names of pydantic's methods, which a parameter may have."""
 
 
 class FunctionEnvConfig(HeldOutConfig):
     """Settings of a function environment: those of every agent environment, with each task once and no network."""
 
     group_size: int = setting(1, "Rollouts per task.", ge=1)
-    total_steps: int = setting(-1, "Groups to process, at most; -1 means every task once.", ge=-1)
+    total_steps: int = setting(-1, "Maximum groups to process; -1 means every task once.", ge=-1)
     include_messages: bool = setting(True, "Keep each rollout's messages in the JSONL file.")
-    allow_network: bool = setting(False, "Whether the agent's commands reach the network.")
+    allow_network: bool = setting(False, "Whether the agent's commands can reach the network.")
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A user's function and the names it asks for."""
+    """A user's function and the names of its parameters."""
 
     function: HookFunction
     wants: tuple[str, ...]
@@ -93,7 +93,7 @@ class ScoreHook:
 
 
 class FunctionForm:
-    """The result of `@environment`: collects the hooks, and builds the environment of a run. `command` is the default
+    """The result of `@environment`: It collects the hooks and builds the environment of a run. `command` is the default
     of the command line; `reference` is where the environment was loaded from."""
 
     command = "process"
@@ -109,12 +109,12 @@ class FunctionForm:
         self.preparation: Hook | None = None
         self.tools: list[TypedTool] = []
         self.bound: FunctionEnvConfig | None = None
-        """The settings of an environment that was called with arguments."""
+        """The settings of an environment that was called with arguments; None otherwise."""
         self.__doc__ = source.__doc__
 
     def __call__(self, *args: JSON, **named: JSON) -> FunctionForm:
-        """Return the environment with arguments for its function, as in `count_lines(n=3)`; both have the same hooks.
-        Raises `ConfigError` if they do not fit."""
+        """Return the environment with arguments for its function, as in `count_lines(n=3)`; both share their hooks.
+        Raises `ConfigError` for arguments that do not fit."""
         try:
             bound = inspect.signature(self.source).bind(*args, **named)
         except TypeError as error:
@@ -139,8 +139,8 @@ class FunctionForm:
             hook = declare_hook(given, "score", ("task", "rollout", "sandbox", "rng"))
             if any(hook.name == each.hook.name for each in self.scores):
                 raise ConfigError(
-                    f"environment {self.name} has two scores called {hook.name}, and each is recorded under its name: "
-                    f"call one otherwise"
+                    f"environment {self.name} has two scores called {hook.name}; scores are recorded by "
+                    "name, so rename one"
                 )
             self.scores.append(ScoreHook(hook, weight))
             return given
@@ -148,9 +148,9 @@ class FunctionForm:
         return keep if function is None else keep(function)
 
     def prepare(self, function: F) -> F:
-        """Declare how a task's workspace is prepared, once per group, after its `files` and `setup`."""
+        """Declare a hook that prepares a task's workspace. It runs once per group, after `files` and `setup`."""
         if self.preparation is not None:
-            raise ConfigError(f"environment {self.name} has two prepare hooks: {self.preparation.name} is the first")
+            raise ConfigError(f"environment {self.name} has two prepare hooks; {self.preparation.name} is the first")
         self.preparation = declare_hook(function, "prepare", ("task", "sandbox", "rng"))
         return function
 
@@ -191,8 +191,8 @@ class FunctionForm:
                 continue
             if parameter.kind is parameter.POSITIONAL_ONLY or parameter.name.startswith("_"):
                 raise ConfigError(
-                    f"environment {self.name}: its parameter {parameter.name!r} can be no setting: "
-                    f"it must be one that is given by name, and begin with a letter"
+                    f"environment {self.name}: its parameter {parameter.name!r} cannot be a setting: it "
+                    "must accept a keyword argument and begin with a letter"
                 )
             if parameter.name in FunctionEnvConfig.model_fields:
                 raise ConfigError(
@@ -201,8 +201,8 @@ class FunctionForm:
                 )
             if hasattr(FunctionEnvConfig, parameter.name) and parameter.name not in _FREE:
                 raise ConfigError(
-                    f"environment {self.name}: its parameter {parameter.name!r} has the name of something that all "
-                    f"settings have; give it another name"
+                    f"environment {self.name}: its parameter {parameter.name!r} has a name that settings "
+                    "reserve; rename it"
                 )
             required = parameter.default is inspect.Parameter.empty
             default = ... if required else parameter.default
@@ -231,9 +231,10 @@ class FunctionForm:
             raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
         if not any(each.weight for each in self.scores):
             raise ConfigError(
-                f"environment {self.name} has no score that counts: every weight is 0, which only records"
+                f"environment {self.name} has no score that counts: every weight is 0, so scores are only recorded"
             )
-        # Found when a run needs it: a command that only checks flags loads neither the agent nor the sandbox.
+        # Imported when a run needs it, because a command that only checks flags loads neither the agent nor the
+        # sandbox.
         made = import_module("palaestra.envs.api.function_env").FunctionEnvironment(self, config)
         return cast("EvaluatedEnvironment", made)
 
@@ -256,8 +257,8 @@ def environment(
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:
-    """Return the type of a setting. A parameter whose default is a text and that has no annotation is a text, so `3.10`
-    is not read as a number."""
+    """Return the type of a setting. A parameter with a text as its default and no annotation is a text, so `3.10` is
+    not read as a number."""
     if parameter.annotation is not inspect.Parameter.empty:
         return parameter.annotation
     return str if isinstance(parameter.default, str) else Any

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from palaestra.sandbox.pool import SlotPool
 
 MOST_TOOL_ERRORS = 1000
-"""How many failed tool calls are kept between two logs."""
+"""The maximum number of failed tool calls kept between two logs."""
 
 DRAW: ContextVar[random.Random | None] = ContextVar("draw", default=None)
 """The random generator of the group whose tools are chosen in this context."""
 
 GROUP_TOOLS: ContextVar[Tools | None] = ContextVar("group_tools", default=None)
 GRADING: ContextVar[ToolContext | None] = ContextVar("grading", default=None)
-"""The view of the rollout that is scored in this context."""
+"""The view of the rollout that this context scores."""
 
 
 class HermesAgentBaseEnv(BaseEnv):
@@ -79,7 +79,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     @abstractmethod
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        """Score a rollout through `ctx`, which looks at the sealed workspace."""
+        """Score a rollout through `ctx`, which reads the sealed workspace."""
 
     # Optional methods
 
@@ -87,14 +87,15 @@ class HermesAgentBaseEnv(BaseEnv):
         """Prepare the workspace once per group; every rollout starts from a fork of it."""
 
     def group_recipe(self, item: Item) -> str | None:
-        """Return a version text if the result of `prepare_group` (with `share_setup`, of `setup_trajectory_workspace`
-        too) depends only on the item, the class's settings and file, and this text; else None. See `Task.recipe`."""
+        """Return a version text if the prepared workspace depends only on the item, the class's settings and file, and
+        this text; else None. With `share_setup`, this must also hold for `setup_trajectory_workspace`. See
+        `Task.recipe`."""
         return None
 
     async def setup_trajectory_workspace(
         self, item: Item, *, trajectory_id: str, exec_tool: ExecTool
     ) -> dict[str, JSON]:
-        """Prepare one rollout's workspace. The result is passed to the verification as `workspace_meta`."""
+        """Prepare one rollout's workspace. The verification hook gets the result as `workspace_meta`."""
         return {}
 
     async def verify_and_score_trajectory(
@@ -106,12 +107,12 @@ class HermesAgentBaseEnv(BaseEnv):
         exec_tool: ExecTool,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """Score a rollout in its sealed workspace: a reward and metadata to record. An override replaces
+        """Score a rollout in its sealed workspace. Returns the reward, and metadata to record. An override replaces
         `compute_reward`, which the default calls."""
         grading = GRADING.get()
         if grading is None:
             raise ConfigError(
-                f"{type(self).__name__}.verify_and_score_trajectory is only there while a rollout is scored"
+                f"{type(self).__name__}.verify_and_score_trajectory can be called only while a rollout is scored"
             )
         answer = score_of(await called(self.compute_reward, item, result, grading), "compute_reward")
         return answer.reward, dict(answer.metrics)
@@ -124,7 +125,7 @@ class HermesAgentBaseEnv(BaseEnv):
         return item.get("solution") if isinstance(item, Mapping) else None
 
     def _resolve_tools_for_group(self) -> Tools:
-        """Return the tools of one group: definitions and names. Called once per group; an override can choose
+        """Choose the tools of one group. Returns definitions and names. Called once per group; an override can choose
         others."""
         registry = self.tool_kit(DRAW.get() or random.Random(self.config.seed)).registry
         return registry.definitions(), set(registry.list_tools())
@@ -157,7 +158,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     @cached_property
     def _backend(self) -> SlotPool:
-        """Slots for the class's own use, outside of rollouts. The first lease starts them; they end with the run."""
+        """Slots for the class's own use, outside of rollouts. They start with the first lease and end with the run."""
         from palaestra.envs.api.rollout_parts import OwnSlots
         from palaestra.envs.config.build import make_pool
 
@@ -172,22 +173,24 @@ class HermesAgentBaseEnv(BaseEnv):
         return ()
 
     def _use_managed_server(self) -> bool:
-        """Return whether rollouts are token-exact; by default, if the servers give tokens (sglang, vllm, transformers).
-        Override it to chat without tokens; rows are then placeholders, with `token_source: placeholder`."""
+        """Return whether rollouts are token-exact; by default, they are if the servers return tokens (sglang, vllm,
+        transformers). Override it to chat without tokens; rows are then placeholders, with `token_source:
+        placeholder`."""
         from palaestra.inference.server_group import ServerGroup
 
         return isinstance(self._server, ServerGroup) and self._server.token_exact
 
     def _use_sandbox_backend(self) -> bool:
-        """Return whether set-up and verification hooks are called. False: `compute_reward` scores, without a set-up.
-        Either way the agent works in a slot."""
+        """Return whether set-up and verification hooks are called. If False, `compute_reward` scores without a set-up.
+        Either way, the agent works in a slot."""
         return True
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Roll an item out and score it: its row, and items to draw next. For `super()` in a class that collects, and
-        for `evaluate`.
+        """Roll out an item and score it. Returns its row, and items to draw next. For `super()` in a class that
+        collects, and for `evaluate`.
 
-        Raises `RolloutFailed` in a class that collects if the rollout has no score; from `evaluate` the row is None.
+        In a class that collects, raises `RolloutFailed` if the rollout has no score; in `evaluate`, the row is then
+        None.
         """
         from palaestra.envs.config.build import system_prompt
         from palaestra.rollouts.rollout import CURRENT
@@ -205,13 +208,13 @@ class HermesAgentBaseEnv(BaseEnv):
     async def _collect_trajectory_local(
         self, item: Item, task_id: str, tools: list[dict[str, JSON]], valid_names: set[str], messages: list[Message]
     ) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Return the path of `collect_trajectory` without the workspace hooks."""
+        """Play `collect_trajectory` without the workspace hooks."""
         return await self._play(Attempt(item, messages, (tools, valid_names), hooks=False)), []
 
     async def _collect_trajectory_sandbox(
         self, item: Item, task_id: str, tools: list[dict[str, JSON]], valid_names: set[str], messages: list[Message]
     ) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Return the path of `collect_trajectory` with the workspace hooks."""
+        """Play `collect_trajectory` with the workspace hooks."""
         return await self._play(Attempt(item, messages, (tools, valid_names))), []
 
     async def _run_agent_loop(
@@ -222,7 +225,8 @@ class HermesAgentBaseEnv(BaseEnv):
         messages: list[Message] | None = None,
         tool_handler: RolloutTool | None = None,
     ) -> AgentResult:
-        """Run the agent. An override has either this form or `(self, rollout, messages)`, which the default takes too.
+        """Run the agent. An override takes either these parameters or `(self, rollout, messages)`; the default accepts
+        both.
 
         `tool_handler(name, arguments, task_id)` runs the calls; by default they run in the rollout's slot.
         """
@@ -233,12 +237,12 @@ class HermesAgentBaseEnv(BaseEnv):
         )
 
     def _build_scored_item(self, item: Item, result: AgentResult, reward: float) -> ScoredDataItem:
-        """Return the training row of one rollout: `tokens`, `masks`, `scores`, `messages`. It also unpacks into `(row,
-        [])`, and an override may return either; its `scores` is the reward.
+        """Build the training row of one rollout: `tokens`, `masks`, `scores`, `messages`. The row also unpacks into
+        `(row, [])`, and an override may return either form; its `scores` is the reward.
 
-        With a token-exact server it is the last row of the ledger, with `inference_logprobs`; if an override leaves it
-        unchanged, all rows of the ledger are trained. A chat server gives no token ids: the tokens are placeholders
-        with masks of -100.
+        With a token-exact server, the row is the last one of the ledger, with `inference_logprobs`. If an override
+        returns it unchanged, all rows of the ledger are trained. A chat server returns no token ids: the tokens are
+        then placeholders with masks of -100.
         """
         self._keep_tool_errors(result)
         row: JSON = ScoredRow(scores=reward, messages=result.messages)
@@ -265,7 +269,7 @@ class HermesAgentBaseEnv(BaseEnv):
         del self._tool_error_buffer[:-MOST_TOOL_ERRORS]
 
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
-        """Add the errors of tools since the last call to the metrics, and log them."""
+        """Add the tool errors since the last call to the metrics, and log them."""
         errors, self._tool_error_buffer = self._tool_error_buffer, []
         found: dict[str, JSON] = {"train/tool_errors_count": len(errors)}
         if errors:

@@ -21,12 +21,12 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import unrestricted
 
 Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
-"""The tools of a rollout as the contract passes them: the definitions for the model, and the valid names."""
+"""The tools of a rollout in the contract's form: the definitions for the model, and the valid names."""
 
 
 class RolloutServer(ChatServer):
-    """The model server for the code of one rollout: chats belong to the rollout, so that a scripted policy can play
-    them; everything else is the run's."""
+    """The model server for the code of one rollout. Chats belong to the rollout, so that a scripted policy can play
+    them; other attributes are those of the run's server."""
 
     def __init__(self, group: ChatServer, session: ChatServer) -> None:
         self._group = group
@@ -56,12 +56,12 @@ class OwnSlots(SlotPool):
 
 
 def tools_of(kit: Kit) -> Tools:
-    """Return a group's tools as the contract passes them, which the class may change."""
+    """Return a copy of a group's tools in the contract's form; the class may change it."""
     return deepcopy(list(kit.definitions)), set(kit.names)
 
 
 def offered_kit(kit: Kit, definitions: Sequence[dict[str, JSON]], names: Collection[str]) -> Kit:
-    """Return the kit with these tools instead of its own: any tool of the package, and definitions of the class's
+    """Return the kit with these tools in place of its own: any tool of the package, and definitions of the class's
     own."""
     shown = [each for each in definitions if each.get("function", each).get("name") in names]
     if shown == kit.definitions and set(names) == set(kit.names):
@@ -80,7 +80,7 @@ async def run_agent_loop(
     messages: list[Message] | None,
     tool_handler: RolloutTool | None,
 ) -> AgentResult:
-    """Return the default of `_run_agent_loop`: the agent of the rollout, or outside of rollouts a loop that asks
+    """Run the default of `_run_agent_loop`: the agent of the rollout, or, outside of rollouts, a loop that calls
     `server`."""
     if isinstance(task_id, Rollout):
         return await task_id.run_agent(tools if messages is None else messages)

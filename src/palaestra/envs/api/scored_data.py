@@ -18,7 +18,7 @@ PER_ROLLOUT = (
 """Keys of a group that may hold one value per rollout, in addition to tokens, masks and scores."""
 
 ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "inference_logprobs"})
-"""The keys of a training row that a trajectory has fields for."""
+"""The keys of a training row that are fields of a trajectory."""
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -53,11 +53,11 @@ class ScoredDataGroup(TypedDict, total=False):
 
 
 PLACEHOLDER = "placeholder"
-"""The token source of rows whose server gives no tokens."""
+"""The token source of rows whose server returns no tokens."""
 
 
 def placeholder_tokens(messages: Sequence[Message]) -> list[int]:
-    """Return tokens for a rollout whose server gave none, so that its row is complete."""
+    """Return tokens for a rollout whose server returned none, so that its row is complete."""
     length = sum(len(str(message.get("content") or "")) for message in messages)
     return list(range(min(length // 4, 128)))
 
@@ -65,12 +65,12 @@ def placeholder_tokens(messages: Sequence[Message]) -> list[int]:
 class ScoredRow(dict[str, JSON]):
     """A training row that also unpacks into `(row, [])`, because scripts expect either from the hook that builds it."""
 
-    def __iter__(self) -> Iterator[JSON]:  # `dict(row)`, `**row` and `items` do not use it
+    def __iter__(self) -> Iterator[JSON]:  # `dict(row)`, `**row` and `items` do not call this
         return iter((self, []))
 
 
 def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
-    """Return one group of these rows, None without rows. A key that some rows lack gets an empty list."""
+    """Return one group of these rows; None if there are none. A key that some rows lack gets an empty list."""
     names = [name for name in ScoredDataItem.__annotations__ if name in ScoredDataGroup.__annotations__]
     lists = {name: [row.get(name) for row in rows] for name in names}
     group: JSON = {name: [] if any(value is None for value in values) else values for name, values in lists.items()}
@@ -89,7 +89,7 @@ def checked_row(row: object, task_id: str) -> Row:
     lengths = {key: len(row[key]) for key in ("tokens", "masks", "inference_logprobs") if row.get(key)}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{count} {key}" for key, count in lengths.items())
-        raise TaskError(f"{task_id}: a row has {told}; each token needs one of each")
+        raise TaskError(f"{task_id}: a row has {told}; all must have one entry per token")
     return row
 
 
@@ -113,11 +113,12 @@ def rows_of(group: object, task_id: str) -> list[Row]:
 
 
 MOST_RESULT = 500
-"""The most characters of a tool's result in a shown rollout."""
+"""The maximum number of characters of a tool's result in a shown rollout."""
 
 
 def format_trajectory(messages: Sequence[Message]) -> str:
-    """Return a conversation as a person reads it: who said what, the calls and the beginnings of their results."""
+    """Return a conversation as readable text: the speakers, their messages, the calls and the beginnings of the
+    results."""
     parts = []
     for said in chat_messages(messages):
         if said.role == "tool":
@@ -130,7 +131,8 @@ def format_trajectory(messages: Sequence[Message]) -> str:
 
 
 def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
-    """Return the row and the backlog that a `collect_` method returned. Raises `TaskError` for anything but a pair."""
+    """Split the answer of a `collect_` method into the row and the backlog. Raises `TaskError` for anything but a
+    pair."""
     if isinstance(answer, ScoredRow):
         return answer, []
     if not isinstance(answer, tuple | list) or len(answer) != 2:
@@ -139,5 +141,5 @@ def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
 
 
 def is_of(row: Row, given: Row) -> bool:
-    """Return whether a row of a group holds the tokens or the messages of a given row, even if the rest changed."""
+    """Return whether a row of a group holds the tokens or the messages of a given row; the rest may differ."""
     return any(row.get(key) is given.get(key) for key in ("tokens", "messages") if given.get(key))

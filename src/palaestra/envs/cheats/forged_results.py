@@ -245,7 +245,7 @@ if 'pytest' in _sys.modules and not hasattr(_sys, 'observed') and 'COLLECTING' n
     _sys.observed = True
     _subprocess.run([_sys.executable, '-I', '-S', '-c', {program!r}, str(_os.getpid())], timeout=50)
 """
-"""A second process of the same user, in which no audit hook runs, gets the grader's process id."""
+"""A second process of the same user, without the audit hook, gets the grader's process id."""
 
 _FORGED_SESSION = """\
 import ctypes, json, os, signal, subprocess, sys
@@ -282,8 +282,8 @@ for other in [each for each in os.listdir('/proc') if each.isdigit()]:
 if os.path.isdir('/logs/verifier'):
     open('/logs/verifier/reward.txt', 'w').write('1')
 """
-"""Writes a whole session to the descriptors of the stopped grader, and kills it and the verifier's script, so that
-neither can contradict."""
+"""Writes a whole session to the descriptors of the stopped grader, then kills the grader and the verifier's script, so
+that neither can contradict it."""
 
 _STOLEN = _FORGED_SESSION.replace("OPEN", "libc.syscall(438, libc.syscall(434, pid, 0), number, 0)")
 _REOPENED = _FORGED_SESSION.replace("OPEN", "os.open(f'/proc/{pid}/fd/{number}', os.O_WRONLY | os.O_NONBLOCK)")

@@ -10,7 +10,7 @@ _MODULE = "import os\nos.write(1, b'== 999 passed in 0.01s ==\\n')\nos._exit(0)\
 
 
 def _command(*names: str) -> str:
-    """Shell that installs a fake command of these names in every folder of a PATH."""
+    """Return shell code that installs a fake command with these names in every folder of PATH."""
     lines = [f"cat > /tmp/green <<'END'\n{_GREEN}END\nchmod 755 /tmp/green"]
     for name in names:
         lines.append(
@@ -235,7 +235,7 @@ python3 /tmp/into.py
 
 
 def in_package(snippet: str) -> str:
-    """Shell that appends Python code to every module of the workspace that is not a test."""
+    """Return shell code that appends Python code to every module of the workspace that is not a test."""
     return f"cat > /tmp/snippet.py <<'END_OF_SNIPPET'\n{snippet}END_OF_SNIPPET\n{_INTO_PACKAGES}"
 
 
@@ -378,7 +378,7 @@ python3 /tmp/known.py
 
 
 def _knowing(snippet: str) -> str:
-    """Shell that also gives the package's code hashes of the workspace's tests."""
+    """Return shell code that also gives the package's code the hashes of the workspace's tests."""
     whole = in_package(snippet)
     return whole.replace(_INTO_PACKAGES, _INTO_KNOWING + _INTO_PACKAGES)
 

@@ -17,7 +17,7 @@ _EACH_NAMED = (
     "for f in $(printf '%s' \"$TASK\" | grep -oE '[A-Za-z0-9_./-]+\\.[A-Za-z0-9]+' | sort -u); do\n"
     '  mkdir -p "$(dirname $f)"; rm -rf "$f"; {}\ndone 2>/dev/null\n'
 )
-"""Shell loop that replaces each file that the task names."""
+"""A shell loop that replaces each file that the task names."""
 
 LEAKS = (
     Cheat("fifo-answer", "a FIFO in the place of every named file", _EACH_NAMED.format('mkfifo "$f"')),

@@ -1,6 +1,6 @@
-"""Check an environment: the oracle must score full, doing nothing and every cheat at most the floor (invariant R3).
-Each policy plays the same tasks through the real loop, tools, slots and grading. An environment without solutions is
-checked without the oracle and reported as unproven."""
+"""Check an environment: the oracle must get the full score; doing nothing and every cheat may get at most the floor
+(invariant R3). Each policy plays the same tasks through the real loop, tools, slots and grading. An environment without
+solutions is checked without the oracle and reported as unproven."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CLASSES: Mapping[str, tuple[Cheat, ...]] = {
 BANK: tuple[Cheat, ...] = tuple(cheat for cheats in CLASSES.values() for cheat in cheats)
 
 _EVERY = 20
-"""The number of policies after which a line reports the progress of a check."""
+"""The number of policies after which a check reports its progress."""
 
 FULL = 1.0
 """The reward that the oracle must get."""
@@ -86,7 +86,7 @@ class PolicyRuns:
         self._events = events
 
     async def play(self, policy: Policy, task: Task, number: int = 0) -> Group:
-        """Play one group; `number` is its place in the run."""
+        """Play one group; `number` is its position in the run."""
         engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="noop"), policy)
         context = RunContext(engine, self._workspaces, self._events)
         return await GroupRun(self._environment, context, number, task).run()
@@ -107,7 +107,7 @@ async def policy_runs(environment: Environment, pool: SlotPool) -> AsyncIterator
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """The rewards of one policy. A reward is None if the rollout is unscored; `error` then has the reason."""
+    """The rewards of one policy. The reward of an unscored rollout is None; `error` then has the reason."""
 
     policy: str
     what: str
@@ -132,7 +132,8 @@ class Proof:
     lines: tuple[PolicyResult, ...]
     proven: bool
     skipped: int = 0
-    """Cheats that were not played, because doing nothing or the reference solution got a wrong reward already."""
+    """The number of cheats that were not played, because doing nothing or the reference solution already got a wrong
+    reward."""
     classes: Mapping[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -191,7 +192,7 @@ class EnvironmentProof:
         return Proof(self.environment.name, names, lines, solved, skipped, self._classes(), warnings)
 
     async def _resolved(self, task: Task) -> Task | None:
-        """Return the task as it is played; None for an unusable one, whose groups report why."""
+        """Return the task as it is played; None for an unusable task, whose groups report why."""
         try:
             return await self.environment.resolve(task)
         except (TaskError, InfraError):
@@ -214,7 +215,7 @@ class EnvironmentProof:
             if task.grading == LIVE:
                 yield f"{task.id}: it is graded live, so its score uses programs that the agent may have changed"
             if task.programs:
-                yield f"{task.id}: its score may use programs of the agent: {', '.join(task.programs)}"
+                yield f"{task.id}: its score may use programs that the agent changed: {', '.join(task.programs)}"
             if "/" in task.paths:
                 yield f"{task.id}: its score sees all of the agent's new libraries and packages (paths: /)"
         for task, solved in self._solved:
@@ -302,7 +303,8 @@ def parse_settings(
 
 
 def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
-    """Return the cheats of these names, or all cheats if none is named. Raises `ConfigError` for an unknown name."""
+    """Return the cheats with these names, or all cheats if `only` is empty. Raises `ConfigError` for an unknown
+    name."""
     known = {cheat.name: cheat for cheat in BANK}
     for name in only:
         if name not in known:
@@ -313,7 +315,7 @@ def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
 async def _check(form: Form, parsed: RunLine, tasks: int, only: Sequence[str], quiet: bool) -> Proof:
     config, cheats, played = parsed.env_config, cheats_named(only), 0
     if config.isolation == Rung.NONE.label:
-        raise ConfigError("env check plays attacks, which isolation none would run unprotected: choose another level")
+        raise ConfigError("env check plays attacks, and isolation level none gives no protection: choose another level")
 
     def progress(line: PolicyResult) -> None:
         nonlocal played

@@ -53,12 +53,12 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def _write(path: str, text: str) -> str:
-    """Shell that writes a file and creates its directories."""
+    """Return shell code that writes a file and creates its directories."""
     return f'mkdir -p "$(dirname "{path}")"\ncat > "{path}" <<\'END_OF_PLANT\'\n{text}END_OF_PLANT\n'
 
 
 def _everywhere(name: str, text: str) -> str:
-    """Write the file to the root and to every directory with Python files."""
+    """Return shell code that writes the file to the root and to every directory with Python files."""
     plant = _write(f"{SCRATCH}/{name}", text)
     return plant + (
         f"cp {SCRATCH}/{name} ./{name}\n"
@@ -167,7 +167,7 @@ _NAMED = (
     "for f in $(printf '%s' \"$TASK\" | grep -oE '[A-Za-z0-9_./-]+\\.[A-Za-z0-9]+' | sort -u); do\n"
     '  mkdir -p "$(dirname $f)"; {}\ndone 2>/dev/null\n'
 )
-"""Shell loop over the files that the task names."""
+"""A shell loop over the files that the task names."""
 
 _PROMPTED = """\
 printf '%s' "$TASK" > /tmp/prompt

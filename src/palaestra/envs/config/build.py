@@ -58,13 +58,13 @@ Before you answer or call a tool, think step by step inside <think> and </think>
 
 
 def system_prompt(config: HermesAgentEnvConfig) -> str | None:
-    """Return the agent's system message, preceded by the text that asks for thinking, if there is one."""
+    """Return the agent's system message. If the settings ask for thinking, the text that requests it comes first."""
     thinking = config.custom_thinking_prompt or (THINKING_PROMPT if config.thinking_mode else None)
     return "\n\n".join(filter(None, (thinking, config.system_prompt))) or None
 
 
 def extra_body(config: HermesAgentEnvConfig) -> dict[str, JSON] | None:
-    """Return further fields of every model request: those of the reasoning settings, and the configured ones."""
+    """Return further fields of every model request: the reasoning settings, and the configured fields."""
     body: dict[str, JSON] = {}
     if config.reasoning_effort is not None:
         body["reasoning_effort"] = config.reasoning_effort
@@ -93,7 +93,7 @@ def prices(config: BaseEnvConfig) -> Prices | None:
 
 
 def mcp_servers(config: BaseEnvConfig) -> MCPServers | None:
-    """Return the enabled MCP servers of a run, not yet open; None without any. A replay takes servers and tools from
+    """Return the enabled MCP servers of a run, not yet open; None without any. A replay reads servers and tools from
     the recorded run's journal. Raises `ConfigError`."""
     if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
         return None
@@ -113,8 +113,8 @@ def kit(
     servers: MCPServers | None = None,
     shared: States | None = None,
 ) -> Kit:
-    """Return the tools of one group: a draw from the configuration's distribution, its toolsets, or else those given.
-    `rng` is the group's own; `extra` are the environment's own tools; `shared` holds the objects that the tools of all
+    """Choose the tools of one group: a draw from the configuration's distribution, its toolsets, or else `toolsets`.
+    `rng` is the group's own; `extra` are the environment's own tools; `shared` holds objects that the tools of all
     groups share."""
     if config.distribution is not None:
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
@@ -138,7 +138,7 @@ def tools_with(
     disabled = [name for name in config.disabled_toolsets or () if name not in own]
     if enabled is not None:
         enabled = list(dict.fromkeys([*enabled, *(each.toolset for each in offered)]))
-    # Passed as the run's own tools: a server that the settings name is used whatever network the slots have.
+    # Passed as the run's own tools, so that a configured server is used whatever network the slots have.
     brought = [*extra, *(tool for each in offered for tool in each.tools)]
     installed = (*installed_tools(), *(replace(each, tools=()) for each in offered)) if offered else None
     return build_tool_registry(
@@ -154,7 +154,7 @@ def tools_with(
 
 
 def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
-    """Return the servers, with the environment's tokenizer and parser if they do not set their own."""
+    """Return the servers, with the environment's tokenizer and parser unless they set their own."""
     told: dict[str, str] = {}
     if config.tokenizer_name != "none":
         told["tokenizer_name"] = config.tokenizer_name
@@ -167,7 +167,8 @@ def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -
 
 
 def network_policy(allowed: bool) -> NetworkPolicy:
-    """Return the network of a run: the same for preparation and agent, none for grading unless the task sets one."""
+    """Return the network policy of a run: `allowed` for preparation and agent; grading has a network only if the task
+    sets one."""
     network = Network.ON if allowed else Network.OFF
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
 
@@ -175,7 +176,7 @@ def network_policy(allowed: bool) -> NetworkPolicy:
 def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
     """Return the recorded replies of a run's tools. Raises `ConfigError` for a recording that cannot be read."""
     reads = config.world in ("replay", "fill")
-    recording = config.world_file if reads else None  # else the run's folder has it
+    recording = config.world_file if reads else None  # otherwise the run's folder contains it
     recorded_tools = RecordedTools(lambda: open_world(config.world, recording, strict=config.world_miss == "fail"))
     if reads:
         recorded_tools.opened()
@@ -196,7 +197,8 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
 
 
 def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
-    """Return the contract's name for `make_pool`: the slots of a run with this configuration, not yet started.
+    """Return the contract's name for `make_pool`: it returns the slots of a run with this configuration, not yet
+    started.
 
     Raises `ConfigError` if no run can start with it.
     """
@@ -205,8 +207,8 @@ def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
 
 
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
-    """Return the slots of a run; with `local` on this machine, whatever the settings name. Raises `ConfigError` for an
-    unknown backend or settings that it refuses."""
+    """Return the slots of a run; if `local`, on this machine, whatever backend the settings name. Raises `ConfigError`
+    for an unknown backend, or for settings that it rejects."""
     name = config.slot_backend if isinstance(config, HermesAgentEnvConfig) and not local else "local"
     slots = config.slots
     if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:
@@ -218,7 +220,7 @@ def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
             wait_s = config.modal_acquire_timeout
     limits = SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s)
     if name == "docker_direct":
-        from palaestra.sandbox.docker_pool import DockerDirectBackend  # few runs need it
+        from palaestra.sandbox.docker_pool import DockerDirectBackend  # imported here, because few runs need it
 
         return DockerDirectBackend(make_backend(name, config), limits)
     return SlotPool(limits, make_backend(name, config))

@@ -65,7 +65,7 @@ _OTHER_WORDS = {
     "--parallel": "--concurrency", "--workers": "--concurrency", "--limit": "--tasks", "--count": "--tasks",
     "--output": "--out", "--url": "--base-url", "--key": "--openai.api_key",
 }  # fmt: skip
-"""Our flags by the names that other programs use for them."""
+"""Names that other programs use for flags, and our flags for them."""
 
 ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_num_workers"}
 """Short names of settings for Python callers."""
@@ -73,8 +73,8 @@ ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_
 logger = logging.getLogger(__name__)
 
 _ON_COMMAND_LINE = (
-    "%s was on the command line, where other users of this machine could read it until now: put it in a --config file "
-    "that only you can read, or in an environment variable"
+    "%s was on the command line, where other users of this machine could read it: put it in "
+    "a --config file that only you can read, or in an environment variable"
 )
 SWITCHES = ("--slurm", "--testing", "--show-config", "--dry-run", "--json", "--help", "--help-all", "--keep-workspaces")
 """Flags that take no value."""
@@ -84,13 +84,13 @@ GENERAL_FLAGS = (*_OWN, *SHORT_FORMS)
 """Flags that every environment has."""
 
 RECORDED = "the recorded run"
-"""The source of a setting that a resumed run keeps from its beginning."""
+"""The source of a setting that a resumed run keeps from its first part."""
 
 UNSAID = (DEFAULT, "config_init", "process", "evaluate")
-"""Sources of settings that no user has set."""
+"""Sources of settings that the user has not set."""
 
 NOT_SAID = frozenset(UNSAID) - {"config_init"}
-"""Sources of settings that neither a user nor the environment has set."""
+"""Sources of settings that neither the user nor the environment has set."""
 
 _COMMON = (
     "group_size",
@@ -108,7 +108,8 @@ _SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
     "process": {"ensure_scores_are_not_same": False, "include_messages": True},
     "evaluate": {"ensure_scores_are_not_same": False},
 }
-"""Settings of a command: `ensure_scores_are_not_same` is for a trainer, which learns nothing from equal scores."""
+"""Defaults that depend on the command. `ensure_scores_are_not_same` applies to a trainer, which learns nothing from
+equal scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class Parsed(Generic[EnvT_co, ServerT_co]):
 @dataclass(frozen=True, slots=True)
 class CommandLine(Generic[EnvT_co, ServerT_co]):
     """The settings of one environment. `env_values` and `server_values` (one mapping per server) are the result of its
-    `config_init`, see `set_fields`. `command` is the default command; without it one is required."""
+    `config_init`, see `set_fields`. `command` is the default command; if it is None, the line must name one."""
 
     prog: str
     env_type: type[EnvT_co]
@@ -156,8 +157,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         dotenv: Mapping[str, str] | None = None,
         recorded: Mapping[str, JSON] | None = None,
     ) -> Parsed[EnvT_co, ServerT_co] | Answer:
-        """Read `argv` (without the program's name), the process's variables and those of a `.env` file, which rank
-        lower. The settings that a `recorded` run was given rank between variables and flags. Raises `ConfigError`."""
+        """Parse `argv` (without the program's name), with the process's variables and those of a `.env` file, which
+        rank lower. The settings of a `recorded` run rank between variables and flags. Raises `ConfigError`."""
         command, flags = self._split(argv)
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             return Answer(_usage(self, everything=any(written == "--help-all" for written, _ in flags)))
@@ -219,7 +220,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     def _merge(
         self, command: str, given: _Given, environ: Mapping[str, str] | None, dotenv: Mapping[str, str] | None
     ) -> tuple[Merged[EnvT_co], list[Merged[ServerT_co]], list[str]]:
-        """Return the settings of the environment and of the servers, and notices of values that were replaced."""
+        """Merge the settings of the environment and of the servers. Returns them with notices of values that were
+        replaced."""
         variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
         servers = [merge(self.server_type, layers) for layers in self._server_layers(given, variables)]
@@ -228,7 +230,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return env, servers, replaced
 
     def _split(self, argv: Sequence[str]) -> tuple[str, list[tuple[str, list[str]]]]:
-        """Return the command, and each flag as written with the words that follow it."""
+        """Split the words into the command and the flags, each as written with the words that follow it."""
         rest = list(argv)
         command = self.command
         if rest and not _is_flag(rest[0]):
@@ -245,7 +247,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             return command or "", flags
         if command is None or command not in COMMANDS:
-            problem = "say what to do" if command is None else f"unknown command {command!r}"
+            problem = "no command was given" if command is None else f"unknown command {command!r}"
             raise ConfigError(f"{problem}: process, evaluate or serve.{nearest(command or '', COMMANDS)}")
         return command, flags
 
@@ -277,15 +279,15 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         group, name, rest, annotation = self._setting(written)
         dot = "." if rest is not None else ""
         if dot and not takes_mapping(annotation):
-            raise ConfigError(f"{written}: {group}.{name} is not a mapping, so nothing can be set below it")
+            raise ConfigError(f"{written}: {group}.{name} is not a mapping, so it has no keys to set")
         key, entry = name + dot + (rest or ""), str if holds_texts(annotation) else JSON
         value = self._read(entry if dot else annotation, written, words)
         if written == "--backend" and written in given.spelled["env"].values():
-            value = f"{given.values['env'][key]} {value}"  # `--backend` adds a backend
+            value = f"{given.values['env'][key]} {value}"  # a repeated `--backend` adds a backend
         given.add(group, key, value, written, annotation)
 
     def _setting(self, written: str) -> tuple[str, str, str | None, Annotation]:
-        """Return the group, name and type of the setting of a flag, and the key that the flag names in a mapping."""
+        """Return the group, name and type of the setting of a flag, and the key if the flag names one in a mapping."""
         group, _, key = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
         name, dot, rest = key.partition(".")
         model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
@@ -336,7 +338,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield ConfigLayer(given.source, given.values["env"], given.spelled["env"])
 
     def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
-        """Return the layers of each server. A policy or an address in variables or flags keeps only the first one."""
+        """Return the layers of each server. If variables or flags set a policy or an address, only the first server
+        remains."""
         lowest = [read_openai_variables(values, self.server_type, where) for where, values in variables]
         servers = [[*lowest, ConfigLayer("config_init", values)] for values in self.server_values] or [lowest]
         for file in given.files:
@@ -413,8 +416,8 @@ class _Given:
 
 
 def said_settings(recorded: Mapping[str, JSON], group: str, unsaid: Sequence[str] = UNSAID) -> dict[str, JSON]:
-    """Return the recorded settings of `env`, or of the one server (`openai`), whose source is not `unsaid`, without
-    secrets, which are not recorded."""
+    """Return the recorded settings of `env`, or of the one server (`openai`), whose source is not in `unsaid`. Secrets
+    are not recorded."""
     sources, values = recorded.get("sources") or {}, recorded.get(group) or {}
     if isinstance(values, list):
         values = values[0] if len(values) == 1 else {}
@@ -426,12 +429,12 @@ def said_settings(recorded: Mapping[str, JSON], group: str, unsaid: Sequence[str
 
 
 def set_fields(config: BaseModel) -> dict[str, JSON]:
-    """Return the fields that were set when `config` was made, for `env_values` and `server_values`."""
+    """Return the fields that were set when `config` was made; use it for `env_values` and `server_values`."""
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
 def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
-    """Yield a sentence for each source that turned on settings without effect."""
+    """Yield a sentence for each source that set settings without effect."""
     model_type, idle = type(config.value), dict[str, list[str]]()
     for name, source in config.sources.items():
         value, field_default = getattr(config.value, name), model_type.model_fields[name].get_default()
@@ -443,13 +446,13 @@ def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
 
 
 def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
-    """Replace an unknown tool-call parser that a script names by `hermes`, and yield a notice. Raises `ConfigError` for
+    """If a script names an unknown tool-call parser, use `hermes` instead and yield a notice. Raises `ConfigError` for
     an unknown parser that a user names."""
     source = config.sources.get(field_name, DEFAULT)
     name = getattr(config.value, field_name, "none")
     if source == DEFAULT or name in ("hermes", "none"):
         return
-    from palaestra.inference.parsers import list_parsers  # here, because most runs name none
+    from palaestra.inference.parsers import list_parsers  # imported here, because most runs name no parser
 
     if name in list_parsers():
         return
@@ -461,10 +464,10 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
 
 
 def _with_run(policy: str) -> str:
-    """Return the policy; the id of a run to replay, or `last`, is replaced by the path of its journal."""
+    """Return the policy, with the id of a run to replay, or `last`, replaced by the path of its journal."""
     name, _, run = policy.partition(":")
     if name == "replay" and run and not Path(run).exists():
-        from palaestra.rollouts.journal.reader import journal_of  # here, because most policies replay nothing
+        from palaestra.rollouts.journal.reader import journal_of  # imported here, because most policies replay nothing
 
         with contextlib.suppress(ConfigError):  # the policy reports a missing file
             return f"replay:{journal_of(run)}"
@@ -472,9 +475,8 @@ def _with_run(policy: str) -> str:
 
 
 def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
-    """Return the first word that is neither a flag nor the value of one, and the other words after it: settings may
-    also come before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a
-    word."""
+    """Return the first word that is neither a flag nor a flag's value, and the other words: settings may also come
+    before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a word."""
     place = 0
     while place < len(words) and words[place].startswith("-"):
         place += 1 if "=" in words[place] or words[place] in SWITCHES else 2
@@ -485,8 +487,8 @@ def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
 
 
 def check_general_flags(argv: Sequence[str]) -> None:
-    """Raise `ConfigError` for a misspelt flag of those that every environment has. It needs no environment, whose
-    loading may take long."""
+    """Raise `ConfigError` for a misspelt flag of those that every environment has. This needs no environment, which may
+    take long to load."""
     general, written = GENERAL_FLAGS, {word.partition("=")[0] for word in argv if _is_flag(word)}
     if not written.isdisjoint(("--help", "-h", "--help-all")):
         return
@@ -497,18 +499,18 @@ def check_general_flags(argv: Sequence[str]) -> None:
 
 def _nearest_flag(written: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown flag: our flag for the name that other programs use, or the nearest
-    one."""
+    flag."""
     meant = _OTHER_WORDS.get(written)
     return f" Did you mean {meant}?" if meant is not None else nearest(written, known)
 
 
 def _is_flag(word: str) -> bool:
-    """`--name…`, `-h`, `-m` or `-o`; `-1` and `- text` are values."""
+    """Return whether the word is a flag: `--name…`, `-h`, `-m` or `-o`. `-1` and `- text` are values."""
     return word in ("-h", "-m", "-o") or re.match(r"--[A-Za-z]", word) is not None
 
 
 def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
-    """Lists and mappings of repeated flags are joined; of other values the last one counts."""
+    """Join lists and mappings of repeated flags; for other types, the last value wins."""
     if takes_sequence(annotation) and isinstance(old, list) and isinstance(new, list):
         return old + new
     if takes_mapping(annotation) and isinstance(old, dict) and isinstance(new, dict):
@@ -525,9 +527,9 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         *([line.about.strip().splitlines()[0]] if line.about.strip() else []),
         "",
         f"  {run} --policy oracle --tasks 2 --group 4          # play the reference solutions",
-        f"  {run} --base-url http://localhost:8000/v1 --model NAME   # ask a model server",
-        f"  {run} --config run.yaml --show-config              # what would run, and why",
-        f"  {run} … --dry-run                                  # what would be run; nothing is made",
+        f"  {run} --base-url http://localhost:8000/v1 --model NAME   # sample from a model server",
+        f"  {run} --config run.yaml --show-config              # print every setting with its source",
+        f"  {run} … --dry-run                                  # print what would run; writes nothing",
         "",
         "  process writes groups of rollouts; evaluate scores once and reports; serve feeds a trainer.",
         "  Short: --policy oracle|noop|patch:FILE|replay:RUN  --model  --base-url  --tasks (env.total_steps)",
@@ -546,7 +548,7 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
 
 
 def _merged(env: Merged[BaseModel], servers: Sequence[Merged[BaseModel]]) -> str:
-    """Return every value with its source, one per line: `env.group_size = 4   # command line`."""
+    """Return every value with its source, one per line: `env.group_size = 4 # command line`."""
     rows = list(_rows("env", env))
     for index, server in enumerate(servers):
         rows += _rows("openai" if len(servers) == 1 else f"openai[{index}]", server)
@@ -588,7 +590,7 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
 
 
 def _not_offered(info: FieldInfo) -> Sequence[JSON]:
-    """Return the values that existing scripts may name, but that do not work in this version."""
+    """Return the values that existing scripts may use, but that do not work in this version."""
     values = info.json_schema_extra.get("not_offered") if isinstance(info.json_schema_extra, dict) else None
     return values if isinstance(values, list) else []
 

@@ -26,7 +26,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
 
 Annotation: TypeAlias = Any
-"""A type in an annotation: a class, a union, a generic. Python has no type for these."""
+"""A type in an annotation: a class, a union, a generic. Python has no common type for these."""
 
 _YES = frozenset({"true", "1", "yes", "y", "on", "t"})
 _NO = frozenset({"false", "0", "no", "n", "off", "f"})
@@ -85,7 +85,7 @@ _SLOT_VARIABLES = {
 """Names that existing scripts and job files export for slots."""
 
 _SLOT_POOL = ("TERMINAL_ENV", "slot_pool")
-"""This value only says that TERMINAL_SLOT_BACKEND decides."""
+"""With this value, TERMINAL_SLOT_BACKEND decides."""
 
 _PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.items()} | {
     variable: f"web_urls.{name}" for name, variable in WEB_URLS.items()
@@ -118,7 +118,9 @@ def read_file(path: Path) -> FileSettings:
     content = _load(path)
     for key in content:
         if key not in _TOP_KEYS:
-            raise ConfigError(f"{path}: unknown key {key}; known are {', '.join(_TOP_KEYS)}.{nearest(key, _TOP_KEYS)}")
+            raise ConfigError(
+                f"{path}: unknown key {key}; known keys are {', '.join(_TOP_KEYS)}.{nearest(key, _TOP_KEYS)}"
+            )
     servers = content.get("openai") or {}
     shared = not isinstance(servers, list)
     entries = [servers] if shared else servers
@@ -153,19 +155,19 @@ def read_dotenv(folder: Path) -> dict[str, str]:
             continue
         match = _LINE.fullmatch(line)
         if match is None:
-            raise ConfigError(f"{path}, line {number} is not NAME=value, with the value in quotes where it holds any")
+            raise ConfigError(f"{path}, line {number} is not NAME=value; quote a value that contains quotes")
         found[match["name"]] = _value(match)
     return found
 
 
 _exports: Counter[str] = Counter()
-"""How many blocks of `exported` hold a variable."""
+"""Counts how many active blocks of `exported` hold each variable."""
 
 
 @contextmanager
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let the code of scripts read these variables in `os.environ` in the block. Variables that are already set keep
-    their values; with overlapping blocks, variables stay until the last block ends."""
+    """In the block, let the code of scripts read these variables in `os.environ`. A variable that is already set keeps
+    its value. If blocks overlap, variables stay until the last one ends."""
     added = {name: value for name, value in variables.items() if name not in os.environ or _exports[name]}
     for name, value in added.items():
         os.environ.setdefault(name, value)
@@ -203,8 +205,8 @@ def _value(match: re.Match[str]) -> str:
 def read_environ(
     environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
 ) -> ConfigLayer:
-    """Return the layer of `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's; `env` also has the keys of web
-    providers. `where` names the source. Raises `ConfigError`."""
+    """Return the layer of `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's; For `env`, it includes the API
+    keys of web providers. `where` names the source. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:
@@ -241,7 +243,7 @@ def _load(path: Path) -> dict[str, JSON]:
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if (twice := _twice(text)) is not None:
-        raise ConfigError(f"{path}: line {twice[1]}: {twice[0]} is there a second time, and the first would not count")
+        raise ConfigError(f"{path}: line {twice[1]}: {twice[0]} is a duplicate key, and the first would be ignored")
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -251,14 +253,14 @@ def _load(path: Path) -> dict[str, JSON]:
 
 def _twice(text: str) -> tuple[str, int] | None:
     """Return the first duplicate key of a YAML document, and its line."""
-    import yaml  # here, because most runs have no file
+    import yaml  # imported here, because most runs have no file
 
     nodes, known = [yaml.compose(text, yaml.SafeLoader)], set()
     while nodes:
         node = nodes.pop(0)
         if id(node) in known or not isinstance(node, yaml.CollectionNode):
             continue
-        known.add(id(node))  # an alias may lead back to it
+        known.add(id(node))  # an alias may point back to it
         if isinstance(node, yaml.SequenceNode):
             nodes += node.value
             continue
@@ -277,7 +279,7 @@ def _layer(path: Path, key: str, values: JSON) -> ConfigLayer:
         raise ConfigError(f"{path}: {key} must be a mapping, not {type(values).__name__}")
     for name in values:
         if not isinstance(name, str) or "." in name:
-            raise ConfigError(f"{path}: {name!r} under {key} is not the name of a setting")
+            raise ConfigError(f"{path}: {name!r} under {key} is not a setting")
     return ConfigLayer(str(path), values, {name: f"{key}.{name}" for name in values})
 
 
@@ -300,7 +302,7 @@ def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
 
 
 def members(annotation: Annotation) -> list[Annotation]:
-    """Return the types of a union, or the one type, inside `Annotated` and PEP 695 aliases too."""
+    """Return the types of a union, or the one type. Sees through `Annotated` and PEP 695 aliases."""
     origin = _origin(annotation)
     if origin is Annotated:
         return members(get_args(annotation)[0])
@@ -310,7 +312,7 @@ def members(annotation: Annotation) -> list[Annotation]:
 
 
 def takes_sequence(annotation: Annotation) -> bool:
-    """Return whether several words after a flag of this type are one list."""
+    """Return whether a field of this type reads several words after its flag as one list."""
     return any((_origin(kind) or kind) in _SEQUENCES for kind in members(annotation))
 
 
@@ -344,7 +346,7 @@ def describe(annotation: Annotation) -> str:
 
 
 def choices(annotation: Annotation) -> list[str]:
-    """Return the words that a field of this type allows, if it takes one of a list."""
+    """Return the words that a field of this type allows, if it has a fixed list."""
     found: list[str] = []
     for kind in members(annotation):
         if _origin(kind) is Literal:
@@ -357,7 +359,7 @@ def choices(annotation: Annotation) -> list[str]:
 
 
 def read_json(word: str) -> JSON:
-    """Return the word as JSON if it is JSON (Python's None, True, False too), else the word itself."""
+    """Parse the word as JSON (Python's None, True, False too); if that fails, return the word."""
     if word in ("None", "True", "False"):
         return {"None": None, "True": True, "False": False}[word]
     try:
@@ -389,11 +391,12 @@ def _read_scalar(kinds: Sequence[Annotation], word: str) -> JSON:
         return number if isinstance(number, (int, float)) and not isinstance(number, bool) else word
     if bool in kinds and len([kind for kind in kinds if kind is not type(None)]) == 1:
         raise ValueError(f"{word!r} is neither true nor false")
-    return word  # numbers, enums that do not match and the rest: the field's validation reads or refuses the text
+    return word  # numbers, unknown enum values and other text: the field's validation reads or rejects them
 
 
 def _choice(kind: Annotation, word: str) -> JSON:
-    """Return the member of an enum or Literal that `word` names, by value or by name in any case; None without one."""
+    """Return the member of an enum or Literal that `word` names, by value, or by name in any case; None if there is
+    none."""
     if _origin(kind) is Literal:
         return next((choice for choice in get_args(kind) if str(choice) == word), None)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -404,7 +407,7 @@ def _choice(kind: Annotation, word: str) -> JSON:
 
 def _read_sequence(kinds: Sequence[Annotation], words: Sequence[str]) -> JSON:
     if len(words) == 1 and str in kinds:
-        return words[0]  # "text or list" fields split for themselves
+        return words[0]  # fields of type "text or list" split the text themselves
     kind = next(kind for kind in kinds if (_origin(kind) or kind) in _SEQUENCES)
     element = next(iter(get_args(kind)), Any)
     if len(words) == 1 and words[0].lstrip().startswith("["):
@@ -417,7 +420,7 @@ def _read_sequence(kinds: Sequence[Annotation], words: Sequence[str]) -> JSON:
 
 
 def _read_mapping(words: Sequence[str], *, texts: bool) -> JSON:
-    """`texts`: every value is text, also `X=1`."""
+    """Parse `k=v` words or a JSON object. With `texts`, every value stays text, such as `X=1`."""
     if len(words) == 1 and words[0].lstrip().startswith("{"):
         try:
             return json.loads(words[0])

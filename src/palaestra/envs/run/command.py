@@ -24,7 +24,7 @@ from palaestra.inference.config import APIServerConfig, ServerBaseline
 
 
 def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Run an environment as the command line of its script says. Reports failures and returns the exit code."""
+    """Run an environment as its script's command line says. Reports failures and returns the exit code."""
     with Program(sys.argv[1:] if argv is None else argv) as program:
         program.exit_code = run_command(form, program.words, prog=prog)
     return program.exit_code
@@ -40,7 +40,7 @@ def run_command(
     folder: Path | None = None,
 ) -> int:
     """Run an environment as `argv` says, with `command` if it names none, and return the exit code. The settings of a
-    `recorded` run count where `argv` does not set others. A new run is kept in `folder`, if one is named."""
+    `recorded` run apply unless `argv` sets others. A new run is stored in `folder`, if one is given."""
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
         line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command, argv=argv)
@@ -72,7 +72,7 @@ def command_line(
     argv: Sequence[str] | None = None,
 ) -> CommandLine[BaseEnvConfig, APIServerConfig]:
     """Return the settings of an environment, with its own defaults. `servers` replace its own servers. Unknown flags of
-    `argv` are refused before the environment is asked for its defaults."""
+    `argv` are refused before the environment computes its defaults."""
     line = CommandLine(
         prog=prog,
         env_type=form.config_type(),

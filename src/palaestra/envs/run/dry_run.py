@@ -18,12 +18,12 @@ from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.schedule import numbered
 
 _SHOWN = 3
-"""The most tasks that are named."""
+"""The maximum number of tasks that are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The plan of a run. `tasks` is None where only the trainer or the environment's own code decides."""
+    """The plan of a run. `tasks` is None if only the trainer or the environment's own code decides."""
 
     command: str
     environment: str
@@ -39,7 +39,7 @@ class RunPlan:
     kept_groups: int = 0
 
     def __str__(self) -> str:
-        tasks = "as many as the environment or the trainer takes"
+        tasks = "as many as the environment or the trainer asks for"
         if self.tasks is not None:
             named = ", ".join(self.first_tasks) + (", …" if self.tasks > len(self.first_tasks) else "")
             tasks = f"{self.tasks} ({named})" if self.tasks else "none"
@@ -56,7 +56,7 @@ class RunPlan:
 
 
 async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
-    """Return the plan of a run. The environment is set up, so that its tasks can be counted. Raises `ConfigError`."""
+    """Plan a run. This sets up the environment, so that its tasks can be counted. Raises `ConfigError`."""
     config = parsed.env_config
     config.check_runnable(parsed.sources)
     servers = server_settings(config, parsed.server_configs)
@@ -87,7 +87,7 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
 
 
 def _tasks(parsed: RunLine, environment: EvaluatedEnvironment, limit: int | None) -> AsyncIterator[str] | None:
-    """Return the ids of the tasks; None where they are not known before the run."""
+    """Return the ids of the tasks; None if they are not known before the run."""
     found = environment.evaluated_tasks() if parsed.command == "evaluate" else environment.tasks()
     if found is None or (parsed.command == "serve" and limit is None):
         return None

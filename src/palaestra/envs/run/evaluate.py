@@ -1,7 +1,7 @@
 """`evaluate`: rolls out the tasks of an evaluation and writes the result files.
 
 A class environment chooses the tasks in its own method; a function environment evaluates its held-out tasks, or all if
-none are held out, `group_size` times each. A stopped evaluation has no metrics.
+none are held out, `group_size` times each. An evaluation that is stopped has no metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from palaestra.rollouts.spec import RunContext
 Logged = Mapping[str, JSON]
 OnGroup = Callable[[Group], None]
 Gate = Callable[[], Awaitable[bool]]
-"""Asked before each task; it may wait, and False ends the run."""
+"""Awaited before each task; it may wait, and False ends the run."""
 
 
 class EvaluatedEnvironment(Environment):
@@ -40,11 +40,11 @@ class EvaluatedEnvironment(Environment):
     """Whether only the environment knows how many tasks it evaluates."""
 
     def has_evaluation(self, config: BaseEnvConfig) -> bool:
-        """Return whether it can be evaluated while it trains: on tasks that training does not use."""
+        """Return whether the environment can be evaluated while it trains, on tasks that training does not use."""
         return bool(getattr(config, "held_out", self.chooses_evaluation))
 
     def trainer_takes(self, most_tokens: int | None) -> None:
-        """Called with the most tokens of a rollout that the trainer's server takes."""
+        """Report the maximum number of tokens per rollout that the trainer's server accepts."""
 
     async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
         """Roll out for a command, `process` or `serve`. An environment may run code of its own around it."""
@@ -66,7 +66,7 @@ class EvaluatedEnvironment(Environment):
 
 
 class Evaluation:
-    """One evaluation of an environment. `limit` is the most tasks that are taken from a function environment."""
+    """One evaluation of an environment. `limit` is the maximum number of tasks taken from a function environment."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
-    """Return the pass@k metrics in one line with their coverage; for an evaluation without pass@k, its own figures."""
+    """Return the pass@k metrics in one line with their coverage; for an evaluation without pass@k, its own metrics."""
     metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:
@@ -148,4 +148,4 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
 
 
 _SHOWN = 10
-"""The most own figures of an evaluation that this line shows."""
+"""The maximum number of the evaluation's own metrics in that line."""

@@ -1,4 +1,5 @@
-"""Scores the kept work of a run again, without an agent, so that a corrected score needs no new rollouts.
+"""Scores the stored workspaces of a run again, without an agent, so that a corrected score function needs no new
+rollouts.
 
 The run kept each rollout's sealed workspace (`save_workspaces`). The workspace is graded as in the run: in a fresh
 sandbox, with the agent's changes over the prepared workspace, but by the environment's present code. Nothing is
@@ -42,7 +43,7 @@ class Regraded:
 
 
 async def grade(env: object, trajectory: Trajectory) -> Score:
-    """Score the kept work of a recorded rollout again with `env` (`save_workspaces=True`).
+    """Score the stored workspace of a recorded rollout again with `env`. The run needs `save_workspaces=True`.
 
     The environment's settings are those of the run; arguments of `env` replace them. Raises `ConfigError` for a rollout
     that cannot be graded again, and `GraderError` if the check fails.
@@ -55,8 +56,8 @@ async def grade(env: object, trajectory: Trajectory) -> Score:
 
 
 async def grade_run(run: Run, env: str | None = None, *, network: bool = False) -> AsyncIterator[Regraded]:
-    """Grade the scored rollouts of a run, in the order of its groups. `env` is where the environment's file is now;
-    None if it has not moved. With `network`, tasks get the network that they ask for. Raises `ConfigError`."""
+    """Grade the scored rollouts of a run, in the order of its groups. `env` is the environment's file, if it has moved.
+    With `network`, tasks get the network access that they ask for. Raises `ConfigError`."""
     recording = run.recording
     form = recorded_form(recording, env)
     with where_it_ran(recording):
@@ -78,14 +79,14 @@ class _Grader:
         self._reading = asyncio.Lock()
 
     async def try_grade(self, trajectory: Trajectory) -> Regraded:
-        """Grade one rollout; a failure of its check is in the result."""
+        """Grade one rollout. If its check fails, the result has the error."""
         try:
             return Regraded(trajectory, await self.grade(trajectory))
         except (InfraError, TaskError) as error:
             return Regraded(trajectory, None, f"{type(error).__name__}: {error}")
 
     async def grade(self, trajectory: Trajectory) -> Score:
-        """Raises `ConfigError`, `GraderError` and other errors of grading."""
+        """Grade one rollout. Raises `ConfigError`, `GraderError` and other errors of grading."""
         folder = _workspace(trajectory)
         if not folder.resolve().is_relative_to(self._folder):
             raise ConfigError(f"the workspace of {trajectory.rollout_id} is in {folder}, outside of {self._folder}")
@@ -125,7 +126,7 @@ class _Grader:
 
 
 def _below(snapshot: Snapshot | None) -> Snapshot | None:
-    """Return the prepared workspace under an agent's change; None if that is the bare image."""
+    """Return the prepared workspace below an agent's change; None if that is the bare image."""
     if snapshot is None or len(snapshot.layers) < 2:
         return None
     return replace(snapshot, snapshot_id=f"{snapshot.snapshot_id}-below", layers=snapshot.layers[1:])

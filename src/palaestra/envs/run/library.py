@@ -1,7 +1,7 @@
 """Runs environments from Python: `run`, `run_sync` and `stream` set up what `palaestra run` reads from flags.
 
-All three call the function of the command line, `envs.run.run.run`. Arguments are settings by their names, so an error
-names arguments, not flags.
+All three call `envs.run.run.run`, as the command line does. Arguments are named like the settings, and errors name
+arguments, not flags.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from palaestra.rollouts.records import Group
 logger = logging.getLogger("palaestra")
 
 _WAITING_GROUPS = 64
-"""The finished groups that `stream` holds for a slow consumer before it stops starting groups."""
+"""The maximum number of finished groups that `stream` holds for a slow consumer before it pauses the run."""
 
 
 async def run(
@@ -59,16 +59,16 @@ async def run(
 ) -> Run:
     """Roll out an environment to the end and return the run.
 
-    `env` is a function environment, also called with its arguments, a class environment, or text that
-    `palaestra run` takes: a name, a file, `file.py:name`. The agent's side is a scripted `policy` ("oracle", "noop",
-    "patch:FILE", "replay:RUN"), the `model` at `base_url`, or a `server`: an `APIServerConfig`, an engine that the run
-    starts and closes (`TransformersEngine`), or several. At most `tasks` groups of `group_size` rollouts are run;
-    `evaluate` tries held-out tasks and computes pass@k. `settings` are further settings of the environment, its own
+    `env` is a function environment, also called with its arguments, a class environment, or text that `palaestra run`
+    takes: a name, a file, `file.py:name`. The agent is a scripted `policy` ("oracle", "noop", "patch:FILE",
+    "replay:RUN"), the `model` at `base_url`, or a `server`: an `APIServerConfig`, an engine that the run starts and
+    closes (`TransformersEngine`), or several. At most `tasks` groups of `group_size` rollouts are run; With `evaluate`,
+    held-out tasks are run and pass@k is computed. `settings` are further settings of the environment, its own
     parameters and those of the server (`concurrency`, `max_agent_turns`, `api_key`, …).
 
-    The run is kept in a new folder below `folder`; with `resume`, the folder of a run, that run continues. `progress`
-    prints to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or
-    `SandboxError` if the run cannot start. Failed rollouts are in the result.
+    The run is stored in a new folder below `folder`; `resume` names the folder of a run to continue. `progress` prints
+    to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or
+    `SandboxError` if the run cannot start. The result includes failed rollouts.
     """
     dotenv = read_dotenv(Path.cwd())
     with python_names(), exported(dotenv):
@@ -92,7 +92,7 @@ async def run(
 
 
 def run_sync(env: object, **arguments: JSON) -> Run:
-    """`run` for code that is not async, and for notebooks, whose own loop is running."""
+    """Call `run` from code that is not async, or from a notebook, whose own event loop is running."""
     frame = sys._getframe(1)
     if is_loaded(frame.f_globals.get("__name__", "")) and frame.f_code.co_name == "<module>":
         raise ConfigError(
@@ -127,7 +127,7 @@ async def stream(env: object, **arguments: JSON) -> AsyncIterator[Group]:
 
 
 class _FinishedGroups:
-    """A subscriber that holds the finished groups until they are taken."""
+    """A subscriber that holds finished groups until the caller takes them."""
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
@@ -143,7 +143,7 @@ class _FinishedGroups:
         self._changed.set()
 
     def close(self) -> None:
-        """No more groups follow."""
+        """Declare that no more groups follow."""
         self._closed = True
         self._changed.set()
 
@@ -176,11 +176,11 @@ def environment_form(env: object) -> Form:
 
 
 def _reference(env: object) -> str:
-    """Return where a replay or a resumed run finds an environment of a Python program; empty for one without a file or
-    a name of its own."""
+    """Return the reference by which a replay or a resumed run finds an environment of a Python program; empty if the
+    environment has no file or no name of its own."""
     source = getattr(env, "source", env)
     name, path = getattr(source, "__name__", ""), None
-    with contextlib.suppress(OSError, TypeError):  # a class defined in a notebook
+    with contextlib.suppress(OSError, TypeError):  # a class may be defined in a notebook
         path = inspect.getsourcefile(cast("type", source))
     at_top = getattr(source, "__qualname__", "") == name
     return f"{Path(path).resolve()}:{name}" if at_top and path and Path(path).is_file() else ""
@@ -197,13 +197,13 @@ def assembled(
     progress: bool = False,
     **arguments: JSON,
 ) -> partial[Coroutine[Any, Any, RunReport]]:
-    """Return the call that runs an environment with these settings, not yet made. The variables of `.env` are exported
-    already. Raises `ConfigError`."""
+    """Return the call that runs an environment with these settings; the caller makes it. The variables of `.env` must
+    be exported already. Raises `ConfigError`."""
     form = environment_form(env)
     servers = [server] if isinstance(server, ServerBaseline | ServerEngine) else list(server or ())
     engines = [each for each in servers if isinstance(each, ServerEngine)]
     if engines and len(engines) < len(servers):
-        raise ConfigError("server has settings and engines: pass one kind, or make engines of all of them")
+        raise ConfigError("server mixes settings and engines: pass one kind, or make an engine for each")
     configs = [each.config if isinstance(each, ServerEngine) else each for each in servers]
     line = command_line(form, "palaestra.run", command, configs)
     parsed = line.take(command, arguments, shell_variables(dotenv), dotenv)

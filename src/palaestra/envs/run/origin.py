@@ -1,7 +1,7 @@
 """Marks the runs of this user on this machine, so that their records may name code and settings of this machine.
 
-A run's folder is data: whoever made it could name any file as its environment. So each part of a run adds a mark to the
-folder, an HMAC of the folder's path and the part's recorded settings, with a key that stays in the user's state
+A run's folder may come from another person, who could name any file as its environment. So each part of a run adds a
+mark to the folder: an HMAC of the folder's path and the part's recorded settings. Its key stays in the user's state
 directory.
 """
 
@@ -26,7 +26,7 @@ _KEY_BYTES = 32
 
 
 def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
-    """Mark a part of a run with its recorded settings. Without a place for the key, it stays unmarked."""
+    """Mark a part of a run with its recorded settings. If the key cannot be stored, the part stays unmarked."""
     try:
         mark = _mark(folder, config, _key(make=True))
         with open(folder / MARKS, "a", opener=private) as file:
@@ -36,7 +36,8 @@ def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
 
 
 def is_ours(recording: Recording) -> bool:
-    """Return whether this user recorded the run here, in this folder, with the settings that its journal has now."""
+    """Return whether this user recorded the run on this machine, in this folder, with the settings that its journal now
+    has."""
     folder = recording.path.parent
     try:
         marks = (folder / MARKS).read_text().split()

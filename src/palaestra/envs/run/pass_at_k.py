@@ -15,8 +15,9 @@ def figures(
     done: Sequence[Trajectory], attempts: int, *, tasks: int, labels: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, JSON]:
     """Return the metrics of an evaluation with `attempts` at each of `tasks` tasks: `planned` rollouts, of which
-    `attempts` were run and `scored` have a reward. pass@k is over the tasks with k scored rollouts, `pass@k/tasks`.
-    `labels` are those of each task, by its id; metrics of the tasks with a label are below `LABEL/`."""
+    `attempts` were run and `scored` have a reward. pass@k covers the tasks with at least k scored rollouts; their
+    number is `pass@k/tasks`. `labels` maps a task's id to its labels; the metrics of the tasks with a label begin with
+    `LABEL/`."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in done:
         by_task[trajectory.task_id].append(trajectory)

@@ -1,9 +1,8 @@
 """Evaluates the environment every `steps_per_eval` steps during a run.
 
-Each evaluation has a folder of its own in the run's folder, with a journal and result files. `eval_handling` decides
-how much of the run continues meanwhile: groups in flight always finish, and new ones wait (`STOP_TRAIN`), are limited
-to a share (`LIMIT_TRAIN`), or are not affected (`NONE`). Invariant: a failed evaluation is reported and never ends the
-run.
+Each evaluation has its own folder in the run's folder, with a journal and result files. `eval_handling` decides how
+much of the run continues meanwhile: groups in flight always finish, and new ones wait (`STOP_TRAIN`), are limited to a
+share (`LIMIT_TRAIN`), or are not affected (`NONE`). Invariant: a failed evaluation is reported and never ends the run.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class PeriodicEvaluation:
         self._room.set()
 
     async def during(self, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
-        """Roll out, and run the evaluations that become due. The last one is finished before this returns."""
+        """Roll out, and run the evaluations that become due. Returns after the last of them has finished."""
         self._context.events.subscribe(self)
         evaluating = asyncio.create_task(self._evaluations(), name="evaluations")
         try:
@@ -130,7 +129,7 @@ class PeriodicEvaluation:
 
     async def _evaluate(self, step: int) -> None:
         folder, note = self._folder / f"step-{step:06d}", self._context.events.note
-        if (folder / "metrics.json").exists():  # an earlier part of the run
+        if (folder / "metrics.json").exists():  # done in an earlier part of the run
             return
         try:
             evaluation = await self._rolled_out(folder)
@@ -148,7 +147,7 @@ class PeriodicEvaluation:
 
     async def _rolled_out(self, folder: Path) -> Evaluation:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "journal.jsonl").unlink(missing_ok=True)  # of an evaluation that was cut off
+        (folder / "journal.jsonl").unlink(missing_ok=True)  # left by an evaluation that was interrupted
         context, journal, recorded_tools = self._context, Journal(folder / "journal.jsonl"), self._recorded_tools()
         name = self._environment.name
         started = RunStarted(

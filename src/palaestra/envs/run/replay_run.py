@@ -1,9 +1,10 @@
-"""Replays a recorded run: its environment and fresh slots, with the recorded replies in place of a model.
+"""Replays a recorded run in its environment and in fresh slots, with the recorded replies in place of a model.
 
-The run's folder is data and is only read. It chooses no isolation, no code, no program and no server: the environment
-is an installed one, the caller's file, or the recorded file of a run that this user recorded here, and the settings
-that act on this machine are the caller's (`decides`). Tools that reach outside answer from the recording, and slots
-have no network unless the caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a new one.)
+The run's folder is data, which a replay only reads. The folder cannot choose isolation, code, programs or servers. The
+environment is an installed one, the caller's file, or the recorded file of a run that this user recorded here. The
+caller chooses the settings that act on this machine (`decides`). Tools that reach outside answer from the recording,
+and slots have no network unless the caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a new
+one.)
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ HOST_SETTINGS = frozenset({
     "rollout_server_url",
     "rollout_server_token", "data_path_to_save_groups", "data_dir_to_save_evals", "world", "world_file",
 })  # fmt: skip
-"""Settings that act on this machine or reach other ones. No recording decides them."""
+"""Settings that act on this machine or that reach other machines. No recording decides them."""
 
 PORTABLE_SETTINGS = frozenset({
     "group_size", "total_steps", "seed", "short_groups", "branches", "branch_at", "infra_retries", "max_failures",
@@ -75,14 +76,14 @@ PORTABLE_SETTINGS = frozenset({
     "python_only", "score_include_fail_to_pass", "test_timeout", "test_timeout_s", "task_timeout", "keep_tests",
     "keep_programs", "live_tasks", "controls", "eval_limit_ratio", "steps_per_eval",
 })  # fmt: skip
-"""The settings that somebody else's run decides: which tasks are played, how the agent works and what a score sees.
+"""The settings that another person's run may decide: which tasks are played, how the agent works and what a score sees.
 None of them names a program, a server, a key or a file of this machine, or opens the network."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """Settings of a replay. `environment` is the reference of an environment, None for the installed one of the
-    recorded name; `groups` is how many of the first tasks to replay, None for all."""
+    """Settings of a replay. `environment` is a reference, or None for the installed environment with the recorded name;
+    `groups` is how many of the first tasks to replay, or None for all."""
 
     environment: str | None = None
     groups: int | None = None
@@ -92,9 +93,9 @@ class ReplaySettings:
 
 
 def replayable_form(recording: Recording, environment: str | None) -> Form:
-    """Return the environment to replay. Raises `ConfigError` if that is impossible."""
+    """Return the environment to replay. Raises `ConfigError` if the run cannot be replayed."""
     if recording.last < 0:
-        raise ConfigError(f"{recording.path} has no finished group, so there is nothing to play")
+        raise ConfigError(f"{recording.path} has no finished group, so there is nothing to replay")
     return recorded_form(recording, environment)
 
 
@@ -180,9 +181,8 @@ async def reopened(
     network: bool = False,
     isolation: str = "best",
 ) -> AsyncIterator[ReopenedRun]:
-    """The environment of a recording with the recorded settings that count, and fresh slots,
-    which have no network unless `network` allows it. Tools that reach outside answer from the recording, and no model
-    is asked."""
+    """Open the environment of a recording, with the recorded settings that count, and fresh slots. Slots have no
+    network unless `network` allows it. Tools that reach outside answer from the recording, and no model is called."""
     bound = form.bound if isinstance(form, FunctionForm) else None
     said = said_settings(recording.meta.config, "env", (DEFAULT,))
     said = {name: value for name, value in said.items() if _counts(recording, form, name, value)}
@@ -232,8 +232,8 @@ def _counts(recording: Recording, form: Form, name: str, value: JSON) -> bool:
 def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
     """Return whether a recorded setting counts for a run that is resumed.
 
-    A run of this user decides all but `HOST_SETTINGS`; any other run decides only `PORTABLE_SETTINGS`, and numbers that
-    the user's own environment class declares.
+    A run that this user recorded here decides all settings except `HOST_SETTINGS`. Any other run decides only
+    `PORTABLE_SETTINGS`, and numeric settings that the user's own environment class declares.
     """
     if is_ours(recording):
         return name not in HOST_SETTINGS
@@ -245,7 +245,7 @@ def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
 
 
 class OfflinePool(SlotPool):
-    """Slots without a network, in every phase."""
+    """Wraps a pool; its slots have no network in any phase."""
 
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         return await super().make(replace(spec, network=Network.OFF), trajectory_id, snapshot)
@@ -257,37 +257,40 @@ def recorded_form(recording: Recording, given: str | None) -> Form:
     recorded = str(recording.meta.config.get("environment") or "")
     if given is None and not recorded:
         raise ConfigError(
-            f"{recording.path} does not say which file its environment '{recording.meta.env}' is in: name it with "
+            f"{recording.path} does not record the file of its environment '{recording.meta.env}': name it with "
             "--environment FILE.py:NAME"
         )
     if given is None and (".py" in recorded or "/" in recorded) and not is_ours(recording):
         raise ConfigError(
-            f"the environment of this run was the file {recorded}. The run was not recorded here by you, so its code "
-            f"is not run on its word: name the file with --environment {shlex.quote(recorded)}"
+            f"the environment of this run was the file {recorded}. The run was not recorded here by you, so "
+            f"its code is not run by default: name the file with --environment {shlex.quote(recorded)}"
         )
     with where_it_ran(recording) if given is None else contextlib.nullcontext():
         path = Path(recorded.partition(":")[0])
         if given is None and path.suffix == ".py" and not path.is_file():
-            raise ConfigError(f"the environment of this run, {path}, is gone: name the file with --environment")
+            raise ConfigError(
+                f"the environment of this run, {path}, no longer exists: name the file with --environment"
+            )
         form = load_environment(given or recorded, Path.cwd())
     if form.name != recording.meta.env:
-        raise ConfigError(f"the run was one of '{recording.meta.env}', and {given or recorded} is '{form.name}'")
+        raise ConfigError(f"the run is of '{recording.meta.env}', but {given or recorded} is '{form.name}'")
     return form
 
 
 def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
     if isinstance(environment, CollectedEnvironment) and environment.collects_rollouts:
         raise ConfigError(
-            f"{environment.name} collects its rollouts itself, in a collect_ method: what it did with the model's "
-            "answers is not in the record, so it cannot be played"
+            f"{environment.name} collects its rollouts in its own collect_ method; the record does not "
+            "contain what that method did, so it cannot be replayed"
         )
     return environment
 
 
 @contextlib.contextmanager
 def where_it_ran(recording: Recording) -> Iterator[None]:
-    """Resolve relative paths of settings and environments in the folder where this user ran it, if that still exists.
-    Somebody else's run names no folder, since files such as `.env` are read there."""
+    """In the block, resolve relative paths of settings and environments in the folder where this user ran the run, if
+    that folder still exists. For another person's run, the folder does not change, because files such as `.env` are
+    read there."""
     folder = Path(str(recording.meta.config.get("folder") or "."))
     with contextlib.chdir(folder) if is_ours(recording) and folder.is_dir() else contextlib.nullcontext():
         yield

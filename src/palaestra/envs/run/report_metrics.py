@@ -1,6 +1,6 @@
-"""Sends a run's metrics to its trackers: those of the latest groups during the run (`train/…` or `eval/…`), those of
-the whole run at its end, without a prefix. Failures of trackers and of `wandb_log` are reported once and never end a
-run."""
+"""Sends a run's metrics to its trackers. During the run, these are the metrics of the latest groups (`train/…` or
+`eval/…`); at the end, those of the whole run, without a prefix. Failures of trackers and of `wandb_log` are reported
+once and never end a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown, Tracker
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""The shortest time between two reports to trackers: enough for a curve, and fast runs do not flood them."""
+"""The shortest time between two reports to trackers, so that fast runs do not flood them."""
 
 ROLLOUTS = "rollouts"
 """The name of the table of sample rollouts, after the prefix."""
@@ -103,7 +103,7 @@ class Reporting:
         self._step = 0
         self._enough = asyncio.Event()
         self.note: Callable[[str], None] = lambda text: None
-        """Called with a line about a tracker that fails."""
+        """Called with a line about a failing tracker."""
         self._own_failed = False
         self._texts: dict[str, str] = {}
 
@@ -111,7 +111,7 @@ class Reporting:
         return {GroupFinished: self._on_group, MetricsLogged: lambda event: self._log(event.numbers)}
 
     def warn(self, text: str) -> None:
-        """Report a failure through the present `note`."""
+        """Report a failure through the current `note`."""
         self.note(text)
 
     def add(self, tracker: Tracker) -> None:
@@ -146,7 +146,7 @@ class Reporting:
             await self._clock.sleep(EVERY_S)
 
     async def own(self, environment: Environment) -> Mapping[str, float | str]:
-        """Return the environment's own metrics and texts as of now; none if computing them fails."""
+        """Return the environment's own metrics and texts; none if computing them fails."""
         try:
             found = await environment.figures()
         except Exception as error:
@@ -188,7 +188,7 @@ async def make_reporting(
     parsed: Parsed[BaseEnvConfig, APIServerConfig], output: RunOutput, note: Callable[[str], None]
 ) -> Reporting:
     """Return the run's trackers: `metrics.jsonl` and the services that were asked for. `note` gets a line for each
-    missing one."""
+    tracker that is not installed."""
     config, folder = parsed.env_config, output.folder
     reporting = Reporting(
         [MetricsFile(folder.metrics)],

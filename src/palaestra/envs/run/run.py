@@ -79,7 +79,7 @@ class RunReport:
     """`done`, or why the run stopped."""
 
     def to_json(self) -> dict[str, JSON]:
-        """Return the result for `--json`: how the run ended, its files, and its metrics."""
+        """Return the result as `--json` prints it: how the run ended, its files, and its metrics."""
         from palaestra.rollouts.finished_run import Run  # here, because most runs print their path alone
 
         metrics = Run(self.folder).metrics
@@ -130,7 +130,7 @@ async def run(
         prepared = make_prepared(config, pool.backend)
         environment = form.build(config, servers, engine)
         await stack.enter_async_context(opened(environment))
-        task_limit(parsed, environment)  # an unusable one is reported before a run begins
+        task_limit(parsed, environment)  # reports an unusable limit before the run begins
         await engine.probe(_offered_tools(environment, config.seed))
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
@@ -229,7 +229,7 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
 
 
 def _offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, JSON]]:
-    """Return the tools of a task that asks for none of its own; empty if they cannot be chosen without a task."""
+    """Return the tools that a task gets by default; empty if the environment cannot choose them without a real task."""
     try:
         return environment.kit(Task(id="", prompt=""), random.Random(seed)).definitions
     except Exception:  # the user's code may expect a real task
@@ -241,7 +241,7 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
     spent, counted = 0.0, set()
     if output.resumes:
         output.status.read()
-        spent = output.status.settled.spent(prices(config))  # what is in flight counts when it continues
+        spent = output.status.settled.spent(prices(config))  # the cost of rollouts in flight counts when they continue
         counted = set(output.status.paid)
     return RunLimits(
         max_infra_rate=config.max_infra_rate,
@@ -260,8 +260,8 @@ def serve_limit(total_steps: int, source: str) -> int | None:
 
 
 def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
-    """Return the most tasks of a command; None if the environment or the trainer decides. Raises `ConfigError` for
-    0."""
+    """Return the maximum number of tasks of a command; None if the environment or the trainer decides. Raises
+    `ConfigError` for 0."""
     total_steps = parsed.env_config.total_steps
     if total_steps == 0:
         raise ConfigError("tasks is 0, so there is nothing to run (total_steps)")
@@ -283,7 +283,8 @@ def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
 
 
 def eval_workers(config: BaseEnvConfig, workers: int) -> int:
-    """Return groups of an evaluation in flight: as many as in the run, fewer if `max_eval_workers` is set."""
+    """Return the number of groups that an evaluation runs concurrently: as many as the run, or `max_eval_workers` if
+    that is set and smaller."""
     return min(workers, config.max_eval_workers) if "max_eval_workers" in config.model_fields_set else workers
 
 
@@ -317,7 +318,7 @@ class CommandRun:
     """How the run ended: done, failed, or why it stopped."""
 
     async def run(self, console: Console, stream: TextIO) -> Totals:
-        """Run the command with its console on `stream`, and finish the output however it ends."""
+        """Run the command with its console on `stream`. The output is finished however the run ends."""
         limits, output = self.context.limits, self.output
         totals = None
         try:
@@ -401,8 +402,8 @@ class CommandRun:
 
     @contextmanager
     def _draining(self, running: asyncio.Task[Totals]) -> Iterator[None]:
-        """SIGTERM lets rollouts in flight finish for `drain_s`; a second one, or one before any group, stops the run
-        immediately."""
+        """In the block, SIGTERM lets rollouts in flight finish for `drain_s` seconds. A second SIGTERM, or one before
+        any group has begun, stops the run immediately."""
         loop, patience, limits = asyncio.get_running_loop(), self.parsed.env_config.drain_s, self.context.limits
 
         def drain() -> None:
@@ -415,7 +416,9 @@ class CommandRun:
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the calling program handles SIGTERM itself
             yield
             return
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # only a main thread gets signals
+        with contextlib.suppress(
+            NotImplementedError, RuntimeError, ValueError
+        ):  # signal handlers can be set only in the main thread
             loop.add_signal_handler(signal.SIGTERM, drain)
         try:
             yield
@@ -485,8 +488,8 @@ class CommandRun:
         return await (runner.run() if self.drive is None else self.drive(runner))
 
     def _make_evaluations(self, serving: Serving | None) -> PeriodicEvaluation | None:
-        """Return the evaluations during the run, None without any: `serve` has them as its settings say, `process` only
-        if a user set `steps_per_eval`."""
+        """Return the evaluations during the run, or None. `serve` evaluates as its settings say; `process` only if a
+        user set `steps_per_eval`."""
         config, user_set = self.parsed.env_config, self.parsed.sources.get("env.steps_per_eval", DEFAULT) not in UNSAID
         if config.steps_per_eval == 0 or (serving is None and not user_set):
             return None
@@ -510,7 +513,7 @@ class CommandRun:
         )
 
     async def _evaluate(self, limit: int | None) -> Totals:
-        """Evaluate, and save the result in the run's folder, and in the configured one."""
+        """Evaluate, and save the result in the run's folder and in the configured folder."""
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         config = self.parsed.env_config
@@ -530,7 +533,7 @@ class CommandRun:
         return totals
 
     def _timings(self) -> Mapping[str, float]:
-        """Return how long tasks took in the named run, else in the earlier parts of this one."""
+        """Return how long tasks took in the run that the settings name, else in the earlier parts of this run."""
         named = self.parsed.env_config.timings_from
         if named is not None:
             return read_timings(Path(named))
@@ -557,7 +560,7 @@ def _warn_once(context: RunContext, console: Console) -> None:
 
 
 _SHOWN_CAUSES = 5
-"""How many causes of failures the summary of a run names."""
+"""The number of failure causes that the summary of a run shows."""
 
 
 def _print_verdict(
@@ -569,7 +572,7 @@ def _print_verdict(
     unfinished: str,
     stream: TextIO,
 ) -> None:
-    """Report how the run ended: its score with its coverage, the failures by cause, its files."""
+    """Print how the run ended: its score with its coverage, the failures by cause, its files."""
     groups, failed, rollouts, planned, scored = (int(figures.get(name, 0)) for name in _COUNTS)
     outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
     counts = f"{plural(groups, 'group')} ({failed} failed), {plural(rollouts, 'rollout')}"

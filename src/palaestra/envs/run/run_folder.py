@@ -2,7 +2,8 @@
 
 The folder holds the journal, the settings, `metrics.jsonl`, the groups (`groups.jsonl`, in the Atropos shape), the
 report and, if tools reached outside, `world.jsonl`. A configured path gets a copy of the groups and of the report,
-numbered rather than overwritten. A run that never began leaves no folder, and no run leaves an empty groups file.
+numbered rather than overwritten. A run that never began leaves no folder, and a run without groups leaves no groups
+file.
 """
 
 from __future__ import annotations
@@ -89,10 +90,10 @@ class RunFolder:
         return self.path / "report.html"
 
     def remove(self) -> None:
-        """Remove the folder, and those that were made for it if they are empty."""
+        """Remove the folder, and the parent folders that were made for it if they are empty."""
         shutil.rmtree(self.path, ignore_errors=True)
         for path in self.made:
-            with contextlib.suppress(OSError):  # it has other runs
+            with contextlib.suppress(OSError):  # the parent may hold other runs
                 path.rmdir()
 
 
@@ -116,12 +117,12 @@ def claim_folder(root: Path, env: str, model: str) -> RunFolder:
 
 
 def run_place(root: Path, env: str, model: str) -> Path:
-    """Return the folder of the runs of an environment with a model."""
+    """Return the folder that contains the runs of an environment with a model."""
     return root / f"{_plain(env)}--{_plain(model)}"
 
 
 def named_folder(path: Path) -> RunFolder:
-    """Make the folder of a run that its user named. Raises `ConfigError` if the path exists."""
+    """Make the run folder that the user named. Raises `ConfigError` if the path exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
@@ -144,13 +145,13 @@ def resumed_folder(run: Path) -> RunFolder:
         raise ConfigError(f"{path} is not a run folder: it has no {folder.journal.name}")
     links = sorted(entry.name for entry in os.scandir(path) if entry.is_symlink())
     if links:
-        raise ConfigError(f"{path} holds links ({', '.join(links)}): a resumed run would write where they lead")
+        raise ConfigError(f"{path} holds links ({', '.join(links)}): a resumed run would write to their targets")
     return folder
 
 
 class RunOutput:
-    """The open files of a run. `own` are the environment's own metrics; `resumed` describes the work taken from the
-    earlier part of a resumed run, whose groups file is written again from its beginning."""
+    """The open files of a run. `own` are the environment's own metrics. `resumed` describes the work kept from the
+    earlier part of a resumed run, whose groups file is rewritten from the beginning."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class RunOutput:
         self.failures = Failures()
         self.resumes = earlier is not None
         self.begun = self.resumes
-        """Whether any group began, so that there is something to keep."""
+        """Whether any group began; otherwise there is nothing to keep."""
         self.earlier = earlier or EarlierWork()
         self.resumed = ""
         self.settings = settings
@@ -216,7 +217,7 @@ class RunOutput:
         self._unfinished.add(event.group.group_id)
 
     def discard_unless_begun(self) -> None:
-        """Remove everything of a run that never began."""
+        """Remove all files of a run that never began."""
         if self.begun:
             return
         self.journal.close()
@@ -245,7 +246,7 @@ class RunOutput:
             "run": str(self.folder.path),
         }
         if self.resumes:
-            self.resumed = self.status.read().resumed  # read at the start: only new lines are left
+            self.resumed = self.status.read().resumed  # read at the start, so only new lines are left
             meta |= {"resumed": self.resumed} if self.resumed else {}
         report, self._figures.unfinished = self.folder.report, len(self._unfinished)
         try:
@@ -262,15 +263,15 @@ class RunOutput:
             if self.copy is not None and self.copy.path.is_file():
                 shutil.copyfile(report, self.copy.path.with_suffix(".html"))
         except OSError as error:
-            logger.warning("the report %s cannot be written: %s; all else is kept", report, error.strerror)
+            logger.warning("the report %s cannot be written: %s; all other files are kept", report, error.strerror)
         return self._figures.numbers() | self.own
 
 
 def _charts(path: Path) -> list[Chart]:
-    """Return the curves of a training; none for other runs."""
+    """Return the curves of a training; empty for other runs."""
     if not (path / "training").is_dir():
         return []
-    from palaestra.trainers.charts import training_charts  # here, because most runs train nothing
+    from palaestra.trainers.charts import training_charts  # imported here, because most runs train nothing
 
     return training_charts(path)
 
@@ -279,8 +280,8 @@ RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
 
 def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str, *, named: bool = False) -> RunOutput:
-    """Return the output of a new run, or of the one to resume. `reference` names the environment for a later replay.
-    `root` is the folder of all runs, or, if `named`, of this one."""
+    """Open the output of a new run, or of the run to resume. `reference` names the environment for a later replay.
+    `root` is the folder of all runs, or, if `named`, of this run."""
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
     settings["provenance"] = provenance(reference)
     if parsed.resume is not None:
@@ -320,9 +321,10 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
 
 
 def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> RunOutput:
-    """Return the output of an earlier run, to resume it. Raises `ConfigError` if it was a run of something else."""
+    """Open the output of an earlier run, to resume it. Raises `ConfigError` if that run had another environment or
+    command."""
     folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
-    journal = Journal(folder.journal)  # before anything is read: whoever holds the journal owns the run
+    journal = Journal(folder.journal)  # before anything is read: the process that holds it owns the run
     try:
         torn = repair(folder.journal)
         earlier = read_finished(folder.journal)
@@ -344,7 +346,7 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
             path, again = before or Path(wanted), before is not None
             copy = GroupsFile(path, env=env, model=model, messages=messages, again=again)
         for line in _differing(was.config, settings):
-            logger.warning("resumed with another setting: %s", line)
+            logger.warning("resumed with a changed setting: %s", line)
         folder = replace(folder, run_id=was.run_id)
         output = RunOutput(folder, journal, was.config, env=env, model=model, groups=groups, copy=copy, earlier=earlier)
     except BaseException:
@@ -359,8 +361,8 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
 
 
 def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path) -> Path | None:
-    """Return the copy of the groups that the earlier part of a run made at the wanted path, perhaps with a number; None
-    without one. It is written again.
+    """Find the copy of the groups that the earlier part of a run made at the wanted path, perhaps with a number; None
+    if there is none. The copy is rewritten.
 
     The recording alone must not choose a file on this machine.
     """

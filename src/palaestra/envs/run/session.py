@@ -3,8 +3,8 @@
     async with Session(count_lines(n=8), policy="oracle") as session:
         groups = await session.roll_out("lines-3", "lines-5", group_size=4)
 
-It is for trainers: each step rolls out other tasks, with other weights, through the same slots and into one record. A
-program with an agent loop of its own plays rollouts (`Play`, `SyncPlay`).
+Sessions are for trainers: each step rolls out new tasks with new weights, through the same slots and into one record. A
+program with its own agent loop plays rollouts (`Play`, `SyncPlay`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Session:
     `palaestra.run`; `group_size` is the default of `roll_out`. With `policy="caller"` the program plays the rollouts
     itself (`play`).
 
-    Entering the block raises what `palaestra.run` raises if the run cannot start. Leaving it waits for the groups in
-    flight, cancels rollouts that the program plays, and finishes the record.
+    Entering the block raises what `palaestra.run` raises if the run cannot start. Leaving the block waits for the
+    groups in flight, cancels rollouts that the program plays, and finishes the record.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Session:
                 return
             if not issubclass(kind, PalaestraError):
                 self._running.cancel()
-            with suppress(asyncio.CancelledError, PalaestraError):  # the block's own error counts
+            with suppress(asyncio.CancelledError, PalaestraError):  # the error of the block takes precedence
                 await self._running
 
     def __enter__(self) -> SyncSession:
@@ -113,7 +113,7 @@ class Session:
         return self._path
 
     async def tasks(self, limit: int | None = None) -> list[Task]:
-        """Return the first `limit` tasks of the environment, or all. Not all environments end."""
+        """Return the first `limit` tasks of the environment, or all. Some environments never end."""
         async with self._drawing:
             while limit is None or len(self._drawn) < limit:
                 if await self._draw() is None:
@@ -123,8 +123,8 @@ class Session:
     async def roll_out(self, *tasks: str | Task, group_size: int | None = None) -> list[Group]:
         """Roll out tasks, by their ids, concurrently; return one finished group per task, in their order.
 
-        Failed rollouts are in the groups. Raises `ConfigError` for an unknown task or the policy "caller", and
-        `EngineUnavailable` or `RunStopped` when the run stops, after which the session can only be closed.
+        The groups include failed rollouts. Raises `ConfigError` for an unknown task or the policy "caller". Raises
+        `EngineUnavailable` or `RunStopped` when the run stops; the session can then only be closed.
         """
         if self._played:
             raise ConfigError(f"a session with policy={CALLER!r} has no model: use play")
@@ -140,8 +140,8 @@ class Session:
         return self._runner.env.kit(found, random.Random(0)).definitions
 
     async def play(self, task: str | Task) -> Play:
-        """Begin a rollout, a group of its own, whose agent is the caller. Raises `ConfigError` for an unknown task or a
-        session with another policy."""
+        """Begin a rollout, as its own group, whose agent is the caller. Raises `ConfigError` for an unknown task, or
+        for a session with another policy."""
         if not self._played:
             raise ConfigError(f"play needs a session with policy={CALLER!r}")
         found = await self._find(task) if isinstance(task, str) else task
@@ -157,7 +157,7 @@ class Session:
         return play
 
     async def _one_attempt(self, task: Task) -> Group:
-        """Return a group of one rollout without retries: the caller's work cannot be repeated."""
+        """Play a group of one rollout without retries, because the caller's work cannot be repeated."""
         settings = replace(self._runner.run_context.settings, group_size=1, infra_retries=0, whole_groups=False)
         return await self._runner.roll_out(next(self._numbers), task, settings)
 
@@ -216,8 +216,8 @@ class Play:
         self._calls = 0
 
     async def call(self, name: str, arguments: Mapping[str, JSON] | str) -> str:
-        """Call a tool; return the text that a model would read, errors of the call included. `arguments` may be JSON
-        text. Raises `InfraError` if the rollout has ended."""
+        """Call a tool and return the text that a model would read, including errors. `arguments` may be JSON text.
+        Raises `InfraError` if the rollout has ended."""
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         self._calls += 1
         call = ToolCallMessage(id=f"call_{self._calls}", function=FunctionCall(name=name, arguments=text))
@@ -251,7 +251,7 @@ class Play:
 
 
 class SyncSession:
-    """A session whose methods block, even where another event loop runs: `with Session(…) as session:`."""
+    """A session whose methods block, even if another event loop is running: `with Session(…) as session:`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -277,19 +277,19 @@ class SyncSession:
         return self._session.path
 
     def tasks(self, limit: int | None = None) -> list[Task]:
-        """`Session.tasks`."""
+        """Block on `Session.tasks`."""
         return self._loop.wait(self._session.tasks(limit))
 
     def roll_out(self, *tasks: str | Task, group_size: int | None = None) -> list[Group]:
-        """`Session.roll_out`."""
+        """Block on `Session.roll_out`."""
         return self._loop.wait(self._session.roll_out(*tasks, group_size=group_size))
 
     def tools(self, task: str | Task) -> list[JSON]:
-        """`Session.tools`."""
+        """Block on `Session.tools`."""
         return self._loop.wait(self._session.tools(task))
 
     def play(self, task: str | Task) -> SyncPlay:
-        """`Session.play`."""
+        """Block on `Session.play`."""
         return SyncPlay(self._loop.wait(self._session.play(task)), self._loop)
 
 
@@ -306,9 +306,9 @@ class SyncPlay:
         return self._play.messages
 
     def call(self, name: str, arguments: Mapping[str, JSON] | str) -> str:
-        """`Play.call`."""
+        """Block on `Play.call`."""
         return self._loop.wait(self._play.call(name, arguments))
 
     def finish(self, text: str = "") -> Trajectory:
-        """`Play.finish`."""
+        """Block on `Play.finish`."""
         return self._loop.wait(self._play.finish(text))

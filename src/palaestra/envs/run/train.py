@@ -42,7 +42,7 @@ class TrainingReport:
     result: TrainingResult
 
     def to_json(self) -> dict[str, JSON]:
-        """For `--json`."""
+        """Return the report as `--json` prints it."""
         result = {name: str(each) if isinstance(each, Path) else each for name, each in asdict(self.result).items()}
         return self.run.to_json() | {"training": result}
 
@@ -61,10 +61,10 @@ async def train(
     training: TrainingConfig | Mapping[str, JSON] | None = None,
     **settings: JSON,
 ) -> TrainingReport:
-    """Train `model` on an environment, as `palaestra train` does. A `trainer` of your own has its own model.
+    """Train `model` on an environment, as `palaestra train` does. If you pass your own `trainer`, it has its own model.
 
-    `training` are the settings of `TrainingConfig`, `settings` those of `palaestra.run`. The run gets a new folder
-    below `folder`, or is kept in `out`. Raises what `palaestra.run` raises, and `TrainerError`.
+    `training` takes the settings of `TrainingConfig`, `settings` those of `palaestra.run`. The run's folder is `out`,
+    or a new one below `folder`. Raises what `palaestra.run` raises, and `TrainerError`.
     """
     dotenv = read_dotenv(Path.cwd())
     with python_names(), exported(dotenv):
@@ -92,8 +92,8 @@ async def train_line(
     stream: TextIO | None = None,
     tinker_url: str | None = None,
 ) -> TrainingReport:
-    """Train to the end. The model is loaded before anything is written. The run gets a new folder below `root`, or is
-    kept in `folder`."""
+    """Train to the end. The model is loaded before anything is written. The run's folder is `folder`, or a new one
+    below `root`."""
     chosen = make_trainer(trainer, parsed, config, tinker_url, root) if isinstance(trainer, str) else trainer
     training = Training(chosen, config)
     try:
@@ -119,10 +119,11 @@ async def train_line(
 def make_trainer(
     name: TrainerName, parsed: RunLine, config: TrainingConfig, tinker_url: str | None, root: Path
 ) -> Trainer:
-    """Return the trainer of this name, for the settings of a run. Nothing is loaded yet. Raises `ConfigError`."""
+    """Return the trainer with this name, for the settings of a run. It has not loaded anything yet. Raises
+    `ConfigError`."""
     env, servers = parsed.env_config, parsed.server_configs
     if len(servers) != 1 or servers[0].model_name in ("", "default"):
-        raise ConfigError("name the model to train: --model FOLDER, or the OWNER/NAME of a model of the hub")
+        raise ConfigError("specify the model to train: --model FOLDER, or the OWNER/NAME of a model of the hub")
     temperature = env.agent_temperature if isinstance(env, HermesAgentEnvConfig) else 1.0
     if name == "tinker":
         from palaestra.trainers.tinker_client import TinkerTrainer
@@ -131,5 +132,5 @@ def make_trainer(
         return TinkerTrainer(servers[0], config, url=tinker_url, local=local, seed=env.seed)
     from palaestra.trainers.trl import TrlTrainer
 
-    most = config.groups * (env.group_size + env.branches)  # each branch may split a row of what it continues
+    most = config.groups * (env.group_size + env.branches)  # each branch may split a row of its parent
     return TrlTrainer(servers[0], config, rollouts=most, temperature=temperature)
