@@ -235,7 +235,7 @@ def test_a_row_has_a_directory_of_its_own(folder: Path, server: str) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "name the file of prompts"),
+        ((), "specify the file of prompts"),
         (("gone.jsonl", "--policy", "noop"), "gone.jsonl"),
         (("p.jsonl", "--polcy", "noop"), "Did you mean --policy"),
         (("p.jsonl", "--require", "wisdom", "--policy", "noop"), "require"),

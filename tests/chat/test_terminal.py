@@ -164,7 +164,7 @@ def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
             ("/cost", "1 model calls"), ("/tools", "terminal"), ("/save boats", "named"), ("/model", "echo"),
             ("/fork", "with 1 turn\\b"), ("/resume boats", "is this conversation"), ("/background", "no background"),
             ("/undo 3", "takes nothing after it"), ("/undo", "undone"), ("/stop", "no turn runs"),
-            ("/stop all", "write /stop or"), ("/stop processes", "ended 0 background"),
+            ("/stop all", "use /stop or"), ("/stop processes", "ended 0 background"),
             ("/sandbox now", "write /sandbox"), ("/model ecko", "does not list"), ("/model echo", "echo"),
             ("/nonsense", "no command"), ("/help", "/background"),
         ):  # fmt: skip

@@ -96,7 +96,7 @@ def test_a_refused_export_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureF
     late = Group(group_id="z", number=2, task_id="z", trajectories=[rollout(0, MALFORMED, group_id="z")])
     folder = write_run(tmp_path / "run", sky(), late)
     assert run(folder, "--to", "rows") == 2
-    assert "has no tokens that were sampled" in capsys.readouterr().err
+    assert "has no sampled tokens" in capsys.readouterr().err
     assert list((folder / "exports").iterdir()) == []
 
 

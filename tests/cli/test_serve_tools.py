@@ -226,7 +226,7 @@ def test_a_token_with_the_new_line_of_its_file_is_the_same_token(
     (tmp_path / "token").write_text("sesame\n")
     (tmp_path / "two").write_text("open\nsesame\n")
     assert read_token(None, "TOOL_SERVER_TOKEN") == read_token(tmp_path / "token", "TOOL_SERVER_TOKEN") == "sesame"
-    with pytest.raises(ConfigError, match="two holds a control character"):
+    with pytest.raises(ConfigError, match="two contains a control character"):
         read_token(tmp_path / "two", "TOOL_SERVER_TOKEN")
 
     async def listed() -> list[str]:

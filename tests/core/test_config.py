@@ -51,7 +51,7 @@ def test_a_path_in_a_home_directory_that_is_not_there_is_one_error(monkeypatch: 
 def test_a_secret_is_sent_as_a_header_can_carry_it() -> None:
     told = {"t\u00f6k": "t\u00f6k", " tok\r\n": "tok", "\n": None, "": None, None: None}
     assert {text: sent_secret(text, "token") for text in told} == told
-    with pytest.raises(ConfigError, match="token holds a control character") as caught:
+    with pytest.raises(ConfigError, match="token contains a control character") as caught:
         sent_secret("a\nb", "token")
     assert "a\nb" not in str(caught.value)
 

@@ -251,7 +251,7 @@ def test_a_spoiled_record_of_a_sub_agent_is_found(tmp_path: Path) -> None:
 
     assert "turn 1 of sub-agent 1" in spoil(other_count)
     assert "is not in the ledger" in spoil(others_segment)
-    assert "segment 1 is told to be of two sub-agents" in spoil(twice)
+    assert "segment 1 is recorded for two sub-agents" in spoil(twice)
 
 
 def test_a_run_with_sub_agents_is_played_again(tmp_path: Path) -> None:

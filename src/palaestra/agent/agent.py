@@ -106,7 +106,7 @@ class Agent:
             return await loop.run(messages)
 
     def run_sync(self, prompt: str | Sequence[Message]) -> AgentResult:
-        """`run` for synchronous code and for notebooks, where an event loop is already running."""
+        """Call `run` from synchronous code or a notebook, where an event loop is already running."""
         return run_blocking(self.run(prompt))
 
 

@@ -57,13 +57,13 @@ class AgentConfig:
     max_tokens: int | None = 4096
     """The limit of one reply; None leaves it to the server."""
     max_steps: int = 50
-    """The most model calls."""
+    """The maximum number of model calls."""
     system_prompt: str | None = None
     """Replaces the default prompt. The tools are described below it unless it already has a `<tools>` block."""
     tool_delay_s: float = 0.0
     """Seconds from the end of one tool call to the start of the next; if set, calls never run concurrently."""
     working_dir: str | None = None
-    """The directory of commands that name none; None is the workspace."""
+    """The directory of commands that set none; None: the workspace."""
 
 
 class AtroposAgent:
@@ -114,7 +114,7 @@ class AtroposAgent:
         return await self.converse([*(initial_messages or ()), {"role": "user", "content": task}])
 
     async def converse(self, messages: Sequence[Message]) -> AgentResult:
-        """`run` for a whole conversation, with the agent's system prompt in front unless it has one."""
+        """Continue a whole conversation as `run` does, with the agent's system prompt in front unless it has one."""
         await self._go_on(self.opening(messages), self.config.max_steps)
         return self.result
 

@@ -2,9 +2,9 @@
 
     ToolSession(delegates=Delegates(APIServerConfig(base_url="http://127.0.0.1:8000/v1", model_name="m")))
 
-They serve `ToolExecutor` and `ToolSession`, whose callers make calls but have no model. In a rollout, the agent
-creates the sub-agents. Invariant: no model is asked before the first work, and the use of a task's sub-agents counts
-for the task.
+They serve `ToolExecutor` and `ToolSession`, whose callers make calls but have no model. In a rollout, the agent creates
+the sub-agents. Invariants: no model is called before the first delegated work, and the usage of a task's sub-agents
+counts for the task.
 """
 
 from __future__ import annotations

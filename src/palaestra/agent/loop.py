@@ -56,8 +56,8 @@ class HermesAgentLoop:
     and returns the JSON text for the model, or is a `ToolRuntime`. The default is `handle_function_call`, which leases
     a slot for the task until `cleanup_vm(task_id)`. `max_tokens` limits one reply, `max_context_tokens` the
     conversation, `budget` the whole rollout. Calls of the `parallel_safe` tools may run concurrently. `beyond` allows
-    tools that reach beyond this conversation (`memory`, `session_search`): otherwise they are refused, because rollouts
-    must not learn from each other.
+    tools that reach beyond this conversation (`memory`, `session_search`): without it, they are refused, because
+    rollouts must not learn from each other.
 
     `failure` is the infrastructure failure that ended the latest run, `wall` its clock.
     """
@@ -196,7 +196,7 @@ class HermesAgentLoop:
         return None
 
     async def _turn(self, result: AgentResult) -> _End | None:
-        """Return one model call and its tool calls. Returns how the rollout ended, or None if it continues."""
+        """Make one model call and run its tool calls. Returns how the rollout ended, or None if it continues."""
         asked_s = self.clock.monotonic()
         reply = await self._ask(result)
         turn = self._record(result, reply, self.clock.monotonic() - asked_s)
@@ -260,7 +260,7 @@ class HermesAgentLoop:
         self._context_tokens = counted + estimated_tokens(fresh if counted else result.messages)
 
     async def _report(self) -> None:
-        """Pass the latest turn to `on_turn`, once, also if a budget or a failure cut it short."""
+        """Pass the latest turn to `on_turn` exactly once, even if a budget or a failure cut it short."""
         if self._unreported is None:
             return
         (turn, first), self._unreported = self._unreported, None

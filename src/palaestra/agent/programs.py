@@ -133,12 +133,12 @@ class NpmProgram:
 
     @property
     def folder(self) -> Path:
-        """Where it is installed on this machine."""
+        """The folder on this machine where the agent is installed."""
         return Path(default_folder("agents")) / f"{self.name}-{self.version}"
 
     @property
     def binary(self) -> Path:
-        """Its program."""
+        """The agent's program."""
         return self.folder / "node_modules" / ".bin" / self.name.removesuffix("-code")
 
     async def install(self) -> Sequence[Mount]:
@@ -178,12 +178,12 @@ class PipProgram:
 
     @property
     def folder(self) -> Path:
-        """Where it is installed on this machine."""
+        """The folder on this machine where the agent is installed."""
         return Path(default_folder("agents")) / f"{self.name}-{self.version}"
 
     @property
     def binary(self) -> Path:
-        """Its program."""
+        """The agent's program."""
         return self.folder / "bin" / self.program
 
     async def install(self) -> Sequence[Mount]:
@@ -376,5 +376,5 @@ def program_named(name: str) -> AgentProgram:
     except ValueError as error:
         raise ConfigError(f"--agent {name!r} is not a command line: {error}") from None
     if not words:
-        raise ConfigError(f"--agent is empty: name one of {', '.join(PROGRAMS)}, or a command line")
+        raise ConfigError(f"--agent is empty: set one of {', '.join(PROGRAMS)}, or a command line")
     return CommandProgram(name)

@@ -188,7 +188,8 @@ ENDED_LOOPS: ContextVar[list[AgentResult] | None] = ContextVar("ended_loops", de
 
 @contextmanager
 def ended_loops() -> Iterator[list[AgentResult]]:
-    """The results of the agent loops that end in the block and in tasks that it starts, in order."""
+    """Yield a list that collects the results of the agent loops which end in the block and in the tasks that it
+    starts."""
     ended: list[AgentResult] = []
     token = ENDED_LOOPS.set(ended)
     try:

@@ -35,7 +35,7 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
 
 MAX_DEPTH = 1
-"""How deep sub-agents may be nested; the deepest has no `delegate_task`."""
+"""The maximum nesting of sub-agents; the deepest have no `delegate_task`."""
 
 NOT_FOR_SUBAGENTS = frozenset({"clarify", "memory", "session_search", "send_message"})
 """Tools that address a person or keep notes for one: only the rollout's own agent has them."""

@@ -27,7 +27,7 @@ ToolHandler: TypeAlias = Callable[[str, dict[str, JSON], str | None], Awaitable[
 """`await handler(name, arguments, task_id)` returns the JSON text that the model reads."""
 
 MAX_PARALLEL_CALLS = 16
-"""The most calls of one turn that run concurrently."""
+"""The maximum number of calls of one turn that run concurrently."""
 
 NOT_FINISHED = json.dumps({"error": "Not finished: the rollout ended during this call."})
 """The answer to a call that the end of the rollout interrupted. No model reads it; it keeps the history well formed."""
@@ -115,8 +115,8 @@ class ToolCalls:
                 await self._run_together(batch)
 
     def _batches(self, answers: Sequence[CallAnswer]) -> Iterator[list[CallAnswer]]:
-        """Yield adjacent parallel-safe calls form a batch; every other call runs alone. Refused calls split no
-        batch."""
+        """Yield the calls in batches: adjacent parallel-safe calls form one; every other call runs alone. Refused calls
+        split no batch."""
         together: list[CallAnswer] = []
         for answer in answers:
             if answer.checked is None or answer.outcome is not None:

@@ -37,9 +37,9 @@ Requirement = Literal["reasoning", "natural", "known_tools", "tool_calls"]
 
 REQUIREMENTS: Mapping[str, tuple[str, Callable[[Rollout], bool]]] = {
     "reasoning": ("no reply has any reasoning", lambda rollout: _reasons(rollout)),
-    "natural": ("the agent did not come to its own end", lambda rollout: rollout.outcome is Outcome.NATURAL),
-    "known_tools": ("it called a tool that does not exist", lambda rollout: not unknown_tools(rollout)),
-    "tool_calls": ("it called no tool", lambda rollout: any(turn.tool_names for turn in _turns(rollout))),
+    "natural": ("the agent did not end by itself", lambda rollout: rollout.outcome is Outcome.NATURAL),
+    "known_tools": ("the agent called an unknown tool", lambda rollout: not unknown_tools(rollout)),
+    "tool_calls": ("the agent called no tool", lambda rollout: any(turn.tool_names for turn in _turns(rollout))),
 }
 """The conditions that `require` can name, each with the reason for discarding a sample, and the test."""
 
@@ -48,16 +48,17 @@ class BatchConfig(HermesAgentEnvConfig):
     """The settings of a batch: those of every agent, and the file of prompts."""
 
     group_size: int = setting(1, "Samples per row.", ge=1)
-    total_steps: int = setting(-1, "Rows, at most; -1 means all of them.", ge=-1)
-    max_num_workers: int = setting(64, "Rows in progress at a time.", ge=1)
-    max_agent_turns: int = setting(10, "Model calls per sample, at most.", ge=1)
+    total_steps: int = setting(-1, "Maximum number of rows; -1: all.", ge=-1)
+    max_num_workers: int = setting(64, "Rows that are in progress concurrently.", ge=1)
+    max_agent_turns: int = setting(10, "Maximum model calls per sample.", ge=1)
     include_messages: bool = setting(False, "Keep the messages in groups.jsonl, too.")
     dataset_name: str | None = setting(None, "The file of prompts, or the name of a data set of the hub.")
-    batch_size: int = setting(100, "Rows in one file batch_N.jsonl.", ge=1)
+    batch_size: int = setting(100, "Number of rows per file batch_N.jsonl.", ge=1)
     require: list[Requirement] = setting(
-        [], f"Discard samples that lack one of these: {', '.join(REQUIREMENTS)}. They are not asked for again."
+        [],
+        f"Discard samples that lack one of these: {', '.join(REQUIREMENTS)}. Discarded samples are not sampled again.",
     )
-    prefill_messages_file: str | None = setting(None, "A JSON list of messages that come before every prompt.")
+    prefill_messages_file: str | None = setting(None, "A file with a JSON list of messages to put before every prompt.")
     ephemeral_system_prompt: str | None = setting(None, "A system message that the written conversations leave out.")
     reasoning_disabled: bool = setting(False, "Ask the server not to reason.")
     providers_allowed: list[str] = setting([], "OpenRouter: only these providers.")
@@ -68,7 +69,7 @@ class BatchConfig(HermesAgentEnvConfig):
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
         super().check_runnable(sources)
         if not self.dataset_name:
-            raise ConfigError("name the file of prompts: palaestra batch FILE, or --env.dataset_name FILE")
+            raise ConfigError("specify the file of prompts: palaestra batch FILE, or --env.dataset_name FILE")
         if self.system_prompt and self.ephemeral_system_prompt:
             raise ConfigError("set either system_prompt or ephemeral_system_prompt, not both")
         if self.reasoning_disabled and (self.reasoning_effort or self.max_reasoning_tokens):
@@ -136,7 +137,7 @@ class BatchEnvironment(EvaluatedEnvironment):
     async def open(self) -> None:
         if self._mcp is not None:
             await self._mcp.open()
-        self.kit(Task(id="", prompt=""), random.Random(0))  # wrong settings and files are reported before a run begins
+        self.kit(Task(id="", prompt=""), random.Random(0))  # report wrong settings and files before a run begins
         if await anext(self.tasks(), None) is None:
             raise ConfigError(f"{self.config.dataset_name} has no rows")
 

@@ -114,7 +114,7 @@ class ChatAgent:
         )
 
     async def authenticate(self, method_id: str, **_: Any) -> None:
-        """There is nothing to authenticate: keys are settings."""
+        """Do nothing: keys are settings, so the editor need not authenticate."""
 
     async def new_session(
         self, cwd: str, mcp_servers: Sequence[object] | None = None, **_: Any
@@ -200,7 +200,7 @@ class ChatAgent:
     async def ext_notification(self, method: str, params: dict[str, Any]) -> None:
         """Ignore notifications: there are no extensions."""
 
-    # Inside
+    # Internal
 
     async def _play(self, conversation: Conversation, events: AsyncGenerator[Event, None]) -> TurnEnded:
         ended = None
@@ -213,7 +213,7 @@ class ChatAgent:
         return ended
 
     def _update(self, event: Event) -> Any:
-        """Return the event as an update of the protocol; None for an event without one."""
+        """Convert the event to an update of the protocol; None for an event without one."""
         if isinstance(event, TextDelta):
             return acp.update_agent_message_text(event.text)
         if isinstance(event, ReasoningDelta):
@@ -315,7 +315,7 @@ class ChatAgent:
         return People(approve=approve, notice=lambda notice: self._tell(name[0], notice.text))
 
     def _tell(self, session_id: str, text: str) -> None:
-        """Show the person a notice, as a thought of the agent: the protocol has no other place."""
+        """Show the person a notice as a thought of the agent, because the protocol has no notices."""
         task = asyncio.ensure_future(
             self._client.session_update(session_id, acp.update_agent_thought_text(f"[{text}]\n"))
         )

@@ -32,7 +32,7 @@ def _named(text: str) -> list[Path]:
 
 def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JSON:
     """Return the message with the files that it names, and `images`. `piped` is added to the text; names in it attach
-    no files, because somebody else may have written it. Raises `ConfigError` for a file that cannot be sent."""
+    no files, because another person may have written it. Raises `ConfigError` for a file that cannot be sent."""
     parts: list[JSON] = []
     named = named_files(text)
     text = "\n\n".join(part for part in (text, piped) if part)
@@ -40,7 +40,7 @@ def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JS
         kind = mimetypes.guess_type(path.name)[0] or ""
         limit = MAX_IMAGE_BYTES if kind.startswith("image/") else MAX_TEXT_BYTES
         if path.stat().st_size > limit:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes; {limit} can be sent with a message, at most")
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes; a message can hold at most {limit}")
         data = path.read_bytes()
         if kind.startswith("image/"):
             url = f"data:{kind};base64,{base64.b64encode(data).decode()}"

@@ -40,15 +40,17 @@ class ChatConfig(HermesAgentEnvConfig):
     enabled_toolsets: list[str] | None = setting(
         [*TOOLSETS, "todo", "clarify", "session_search"], "Toolsets of the agent."
     )
-    max_agent_turns: int = setting(60, "Model calls for one message, at most.", ge=1)
-    system_prompt: str | None = setting(SYSTEM_PROMPT, "The system message; AGENTS.md is added to it.")
-    image: str | None = setting(None, "The image of the sandbox; left out: this machine's system directories.")
-    workdir: str | None = setting(None, "The folder that the sandbox gets as its workspace.")
+    max_agent_turns: int = setting(60, "Maximum model calls for one message.", ge=1)
+    system_prompt: str | None = setting(SYSTEM_PROMPT, "The system message; the instructions of AGENTS.md are added.")
+    image: str | None = setting(None, "The image of the sandbox. Default: this machine's system directories.")
+    workdir: str | None = setting(None, "The folder that is copied into the sandbox as its workspace.")
     write: Literal["ask", "yes", "no"] = setting(
-        "ask", "Whether changes of the agent are written back to that folder after each turn."
+        "ask", "Whether the agent's changes are written back to the shared folder after each turn."
     )
-    store: str | None = setting(None, "The file of the conversations; left out: the user's own.")
-    context_tokens: int | None = setting(None, "The size of the model's window; left out: unknown.", gt=0)
+    store: str | None = setting(None, "The file of the conversations. Default: your own.")
+    context_tokens: int | None = setting(
+        None, "The size of the model's context window in tokens. Default: unknown.", gt=0
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class ChatOptions:
     servers: Sequence[APIServerConfig]
     notices: Sequence[str] = ()
     show: str = ""
-    """Text to print instead of starting, as for `--show-config`."""
+    """Text to print in place of starting, as for `--show-config`."""
 
 
 def read_options(words: Sequence[str], prog: str) -> ChatOptions:
@@ -85,8 +87,8 @@ def open_store(config: ChatConfig) -> ConversationStore:
 async def chat_service(
     options: ChatOptions, store: ConversationStore
 ) -> AsyncIterator[tuple[ChatService, WorkFolder | None]]:
-    """The service of these settings, and the shared folder if there is one. MCP servers are open in the block. Raises
-    `ConfigError`, and `ToolServerError` for a required MCP server that does not start."""
+    """Yield the service of these settings, and the shared folder if there is one. MCP servers are open in the block.
+    Raises `ConfigError`, and `ToolServerError` for a required MCP server that does not start."""
     config = options.config
     folder = None if config.workdir is None else WorkFolder(Path(config.workdir).expanduser())
     async with AsyncExitStack() as stack:

@@ -379,7 +379,7 @@ class Conversation:
         if self._service.conversations.get(self.id) is not self:
             return
         self.interrupt()
-        with suppress(TimeoutError):  # nobody reads the events of the turn any more: it stays open, as after a kill
+        with suppress(TimeoutError):  # no one reads the events of the turn any more, so it stays open, as after a kill
             async with asyncio.timeout(_CLOSE_S), self._busy:
                 pass
         del self._service.conversations[self.id]
@@ -390,7 +390,7 @@ class Conversation:
         os.close(self._lock)
 
     def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
-        """A report on a background process, for the person and for the model's next turn."""
+        """Report on a background process to the person, and to the model in its next turn."""
         said = text.strip()
         what = {"completion": f"ended with exit code {exit_code}", "watch_match": "printed", "progress": "printed"}
         line = f"Background process {session.id} ({session.command:.80}) {what.get(kind, kind)}"
@@ -462,11 +462,11 @@ class Conversation:
         try:
             return await loop.run(self.messages, after=AgentResult(messages=[], turns_used=asked))
         finally:
-            tools.share(Delegation())  # breaks a reference cycle: delegation, loop, tools
+            tools.share(Delegation())  # breaks a reference cycle of delegation, loop and tools
             self._save_ledger(turn, service)
 
     async def _streamed(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Chat middleware: passes on the reply in pieces, and stores it before any of its calls begins."""
+        """Pass on the reply in pieces, and store it before any of its calls begins. This is chat middleware."""
         if call.branch or self._loop is None or self._turn is None or self._session is None:
             return await ask(call)
         if "on_delta" in self._session.features:
@@ -497,7 +497,7 @@ class Conversation:
             self._emit(TextDelta(text=delta.content))
 
     async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        """Tool middleware: journals the agent's own calls."""
+        """Store the agent's own calls in the journal of side effects. This is tool middleware."""
         if not call.by_agent or call.conversation or self._turn is None:
             return await then(call)
         effect = self._store.begin_effect(

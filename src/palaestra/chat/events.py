@@ -27,7 +27,7 @@ class ReasoningDelta(_Event, tag="reasoning"):
 
 
 class ReplyRestarted(_Event, tag="restarted"):
-    """The connection to the model server broke: all pieces of the current reply are void and will be sent again."""
+    """The connection to the model server broke. All pieces of the current reply are void and will be sent again."""
 
 
 class ToolBegun(_Event, tag="tool_call"):

@@ -164,7 +164,7 @@ def read_stdin(text: str) -> str:
     """Return the piped text that is added to the message. Raises `ConfigError` if both are empty."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
     if not text.strip() and not piped.strip():
-        raise ConfigError("there is no message: give -p TEXT, or pipe it in")
+        raise ConfigError("there is no message: add -p TEXT, or pipe it in")
     return piped
 
 

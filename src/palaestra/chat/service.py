@@ -6,8 +6,9 @@
             ...
         await conversation.close()
 
-A terminal has one conversation in it, an editor a few, a gateway hundreds. Nothing is started before it is needed: the
-first message connects to the model server, the first command starts the backend. All of it belongs to one event loop.
+A terminal has one conversation in it, an editor a few, a gateway hundreds. Each part starts when it is first needed:
+the first message connects to the model server, the first command starts the backend. The service belongs to one event
+loop.
 
 With a backend whose slots stay (`LocalBackend(service=…)`) and a `checkpoint` file for processes, the next service
 takes over the slots and processes of a killed one.
@@ -90,11 +91,11 @@ class OpenConversation(Protocol):
     """A conversation as the service knows it (`conversation.py`)."""
 
     def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
-        """A report on a background process of the conversation."""
+        """Report on a background process of the conversation."""
         ...
 
     async def close(self, *, keep_slot: bool = False) -> None:
-        """Interrupt and close it."""
+        """Interrupt the conversation and close it."""
         ...
 
 
@@ -256,7 +257,7 @@ class ChatService:
 
 
 class _Routed(Notifications):
-    """Also passes each report to the service."""
+    """A callback that also passes each report to the service."""
 
     def __init__(self, report: Callable[[ProcessSession, str, str, int | None], None]) -> None:
         super().__init__()

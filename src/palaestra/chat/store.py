@@ -33,7 +33,7 @@ from palaestra.tools.builtin.session_search import EXCERPTS, Session, SessionMat
 
 SCHEMA_VERSION = 1
 BUSY_S = 10.0
-"""How long a write waits for that of another process."""
+"""Seconds that a write waits for another process's write."""
 
 _TABLES = """
 CREATE TABLE conversations (
@@ -458,11 +458,11 @@ class ConversationStore:
         best = sorted(found.values(), key=lambda each: (-each[2], -each[0].started_at, each[0].session_id))
         return [SessionMatch(session, excerpts, round(score, 6)) for session, excerpts, score in best[:limit]]
 
-    # Inside
+    # Internal
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One transaction; a nested one is part of the outer."""
+        """Open a transaction; a nested one is part of the outer one."""
         if self._db.in_transaction:
             yield
             return

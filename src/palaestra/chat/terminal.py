@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 COMMANDS = {
-    "/help": "what there is to type",
+    "/help": "list the commands",
     "/new": "[TITLE]  begin a new conversation",
     "/resume": "[NAME]  list the conversations, or continue one",
-    "/fork": "[TURN]  go on in a copy of this conversation, up to the turn",
-    "/undo": "take the last message and its answer back",
+    "/fork": "[TURN]  continue in a copy of this conversation, up to the turn",
+    "/undo": "undo the last message and its answer",
     "/retry": "send the last message again",
-    "/stop": "[processes]  stop the turn that runs (also Ctrl-C), or end all background processes",
+    "/stop": "[processes]  stop the running turn (also Ctrl-C), or end all background processes",
     "/model": "[NAME]  show or change the model",
     "/tools": "list the tools",
     "/toolset": "[NAME …]  show or change the toolsets",
-    "/sandbox": "[diff|write|new]  show the sandbox, its changes, write them back, or get a new one",
+    "/sandbox": "[diff|write|new]  show the sandbox or its changes, write the changes back, or get a new sandbox",
     "/background": "[ID | write ID TEXT | kill ID]  list, read, write to or end background processes",
     "/cost": "tokens and cost of this conversation",
     "/compact": "replace the history by a summary",
@@ -69,7 +69,7 @@ COMMANDS = {
     "/exit": "end (also Ctrl-D)",
 }
 SHOWN_LINES, MOST_DIFF_LINES = 8, 200
-"""How many lines of a command's output, and of a change of the shared folder, are shown."""
+"""The number of lines shown of a command's output, and of a change of the shared folder."""
 
 BOLD, DIM, RED, GREEN, YELLOW, CYAN, PLAIN = (f"\x1b[{code}m" for code in ("1", "2", "31", "32", "33", "36", "0"))
 _PROMPT = "› "
@@ -264,7 +264,7 @@ class ChatTerminal:
                 await self._do(near[0], rest.strip())
                 return
             if "/" not in word[1:]:
-                raise ConfigError(f"there is no command {word}; /help lists them")
+                raise ConfigError(f"unknown command {word}; /help lists the commands")
         from palaestra.chat.attachments import missing_files, with_files
 
         for path in missing_files(text):
@@ -342,7 +342,7 @@ class ChatTerminal:
             self._notice(notice)
 
     def _above(self, text: str) -> None:
-        """Print above the prompt, or in the stream of a turn."""
+        """Print above the prompt, or into the output of the running turn."""
         session = self._session
         if session is not None and session.app.is_running:
             _background(run_in_terminal(lambda: self._screen.line(text)))
@@ -374,7 +374,7 @@ class ChatTerminal:
         return line or None
 
     async def _line(self, prompt: str) -> str:
-        """Return one line of the person; empty after Ctrl-D and after Ctrl-C, which also stops the turn that asks.
+        """Read one line from the person; empty after Ctrl-D and after Ctrl-C, which also stops the turn that asks.
         Input typed before the question is discarded."""
         async with self._asking:
             self._screen.end_line()
@@ -444,7 +444,7 @@ class ChatTerminal:
         if rest != "processes":
             running = sum(session.running for session in self._service.processes.sessions(talk.id))
             more = f"; {running} background processes run, and /stop processes ends them" if running else ""
-            raise ConfigError(f"/stop {rest}: write /stop or /stop processes" if rest else f"no turn runs{more}")
+            raise ConfigError(f"/stop {rest}: use /stop or /stop processes" if rest else f"no turn runs{more}")
         ended = await self._service.processes.kill_all(talk.id)
         self._screen.line(f"ended {ended} background process{'' if ended == 1 else 'es'}")
 
@@ -481,9 +481,9 @@ class ChatTerminal:
                 self._screen.diff(change.diff())
             self._screen.line(f"{len(changes)} files differ from {self._folder.root if self._folder else 'no folder'}")
         elif rest:
-            raise ConfigError(f"/sandbox {rest}: write /sandbox, /sandbox diff, /sandbox write or /sandbox new")
+            raise ConfigError(f"/sandbox {rest}: use /sandbox, /sandbox diff, /sandbox write or /sandbox new")
         elif talk.open_slot is None:
-            self._screen.line("no sandbox yet: the first command makes one")
+            self._screen.line("no sandbox yet: the first command creates one")
         else:
             slot = talk.open_slot
             self._screen.line(f"{slot.slot_id}: backend {self._service.pool.backend.name}, isolation {slot.rung.label}")
@@ -504,7 +504,7 @@ class ChatTerminal:
             name, _, text = more.partition(" ")
             reply = await processes.submit_stdin(name, text, task_id=task)
         elif more:
-            raise ConfigError(f"/background {rest}: write /background ID, write ID TEXT or kill ID")
+            raise ConfigError(f"/background {rest}: use /background ID, write ID TEXT or kill ID")
         else:
             reply = await processes.read_log(action, task_id=task)
         self._screen.line(_clean(str(reply.get("output") or reply.get("error") or reply.get("status"))))
@@ -577,7 +577,7 @@ class Screen:
             self.write(f"{text}\n")
 
     def diff(self, text: str) -> None:
-        """A unified diff in colour."""
+        """Show a unified diff in colour."""
         self._leave()
         lines = text.splitlines()
         for line in lines[:MOST_DIFF_LINES]:
@@ -587,7 +587,7 @@ class Screen:
             self.write(f"{YELLOW}{hidden} more lines of this change are not shown{PLAIN}\n")
 
     def show(self, event: Event) -> None:
-        """One event of a turn."""
+        """Show one event of a turn."""
         from palaestra.chat import events
 
         if isinstance(event, events.TextDelta):
@@ -624,7 +624,7 @@ class Screen:
         self._in = ""
 
     def _output(self, text: str, *, last: bool = False) -> None:
-        """The beginning of a command's output, and how much more there was."""
+        """Show the beginning of a command's output, and how many lines are hidden."""
         *lines, self._half = (self._half + text).split("\n")
         if last and self._half:
             lines, self._half = [*lines, self._half], ""
@@ -755,7 +755,7 @@ class _Words(Completer):
 
 
 def pasted(text: str) -> str:
-    """Pasted text; the path of an image alone becomes an attachment."""
+    """Return pasted text; if it is only the path of an image, the image becomes an attachment."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     path = text.strip().strip("'\"").removeprefix("file://")
     if path.lower().endswith((".png", ".jpg", ".jpeg", ".gif", ".webp")) and Path(path).expanduser().is_file():
@@ -765,13 +765,13 @@ def pasted(text: str) -> str:
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """While a turn runs, do not show typed input in the middle of the answer; the next prompt gets it."""
+    """While a turn runs, do not echo typed input into the answer; the next prompt gets it."""
     if not sys.stdin.isatty():
         yield
         return
     before = termios.tcgetattr(sys.stdin)
     quiet = termios.tcgetattr(sys.stdin)
-    quiet[0] &= ~termios.ICRNL  # or Enter would be read as Ctrl-J later
+    quiet[0] &= ~termios.ICRNL  # otherwise Enter would be read as Ctrl-J later
     quiet[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
     try:

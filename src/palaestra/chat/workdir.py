@@ -27,7 +27,7 @@ from palaestra.sandbox.slot import WORKSPACE, Slot
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
 """The limits of a folder that is copied, and of all changes in the sandbox together."""
 
-CHANGED_HERE = "it changed here meanwhile"
+CHANGED_HERE = "it changed on this machine in the meantime"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
 
 _LIST_BYTES = 16 << 20
@@ -44,7 +44,7 @@ _LIST = r"find . -type f ! -path './.palaestra-*' -printf '%P\t%s\t%T@\0'"
 @dataclass(frozen=True, slots=True)
 class FolderChange:
     """One file that differs in the sandbox. `kind` is new, changed or deleted; `before` is the file on this machine,
-    `after` that of the sandbox. `problem` is why it is not written back, or empty."""
+    `after` that of the sandbox. `problem` is the reason why the file is not written back, or empty."""
 
     path: str
     kind: str
@@ -108,7 +108,7 @@ class WorkFolder:
                 continue
             try:
                 after = await slot.read_bytes(f"{WORKSPACE}/{path}", max_bytes=room)
-            except FileNotFoundError:  # removed meanwhile, or a name that is not UTF-8
+            except FileNotFoundError:  # removed in the meantime, or a name that is not UTF-8
                 continue
             except OSError as error:
                 if error.errno == errno.EFBIG:
@@ -166,7 +166,8 @@ class WorkFolder:
         self._copied[change.path] = _digest(change.after)
 
     async def accept(self, slot: Slot) -> None:
-        """Mark the sandbox's present files as known: changes that were not applied are not offered again."""
+        """Mark the current files of the sandbox as known, so that changes which were not applied are not offered
+        again."""
         self._listed = await self._list(slot)
 
     def _pack(self, archive: Path) -> dict[str, str]:
@@ -184,7 +185,7 @@ class WorkFolder:
                     continue
                 try:
                     data = path.read_bytes()
-                except OSError:  # a file that we cannot read, the agent cannot read either
+                except OSError:  # if we cannot read a file, the agent cannot read it either
                     continue
                 total += len(data)
                 if total > MAX_BYTES or len(copied) >= MAX_FILES:

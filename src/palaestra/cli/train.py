@@ -227,7 +227,7 @@ async def _train_batches(
 
 
 def _check(form: Any, environment: str) -> None:
-    """Raises `ConfigError` if the check of the environment fails."""
+    """Raise `ConfigError` if the check of the environment fails."""
     from palaestra.envs.cheats.proof import check_environment
 
     click.echo(f"checking {form.name} as `palaestra env check` does", err=True)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Ending:
-    """Blocks of one owner, on one loop, that another task can end. When `end` returns, every block that had begun has
+    """Blocks of one owner, on one loop, that another task can end. `end` returns when every block in progress has
     ended."""
 
     def __init__(self) -> None:

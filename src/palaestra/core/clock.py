@@ -38,13 +38,13 @@ class SystemClock:
 
 
 StoppedClock = Callable[[], AbstractContextManager[None]]
-"""Makes a block during which a clock stands still. Blocks of several tasks may overlap."""
+"""Makes a block in which a clock stands still. Blocks of several tasks may overlap."""
 
 _clocks: ContextVar[tuple[StoppedClock, ...]] = ContextVar("clocks", default=())
 
 
 class ChargedTo:
-    """Code in the block, and in tasks that it starts, stops this clock during uncharged time."""
+    """In the block, code and the tasks that it starts stop this clock during uncharged time."""
 
     __slots__ = ("_before", "_standing")
 
@@ -61,7 +61,7 @@ class ChargedTo:
 
 @contextmanager
 def uncharged() -> Iterator[None]:
-    """A block during which the clocks of the surrounding code stand still."""
+    """In the block, the clocks of the surrounding code stand still."""
     with ExitStack() as stack:
         for standing in _clocks.get():
             stack.enter_context(standing())

@@ -96,7 +96,7 @@ def local_path(text: str | Path) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ConfigError(
-            f"{str(text)!r} cannot be used: there is no home directory; set HOME, or name another path"
+            f"{str(text)!r} cannot be used: there is no home directory; set HOME, or use another path"
         ) from None
 
 
@@ -105,7 +105,7 @@ def sent_secret(text: str | None, name: str) -> str | None:
     not the secret, if it holds a control character."""
     secret = (text or "").strip()
     if not secret.isprintable():
-        raise ConfigError(f"{name} holds a control character, a new line perhaps: no header can carry it.")
+        raise ConfigError(f"{name} contains a control character, such as a new line, so it cannot be sent in a header.")
     remember(secret)
     return secret or None
 
@@ -154,8 +154,8 @@ def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[Mod
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean NAME?` for the closest of `known`, or an empty string: the end of a message. Flags are compared by
-    their last part, because all of them begin alike."""
+    """Return the end of a message, ` Did you mean NAME?`, for the closest of `known`, or an empty string. Flags are
+    compared by their last part, because all of them begin alike."""
     if word.startswith("--"):
         flags = {_last_part(flag): flag for flag in known}
         near = difflib.get_close_matches(_last_part(word), flags, n=1, cutoff=0.7)
@@ -170,7 +170,7 @@ def _last_part(flag: str) -> str:
 
 
 def _assigned(old: JSON, path: str, value: JSON) -> JSON:
-    """`old` with `value` at the dotted `path`, with new mappings along it as needed. `old` does not change."""
+    """Return `old` with `value` at the dotted `path`, with new mappings along it as needed. `old` does not change."""
     if not path:
         return value
     name, _, rest = path.partition(".")
@@ -193,7 +193,7 @@ def _explain(
         where = f" (from {sources[name]})" if sources.get(name, DEFAULT) != DEFAULT else ""
         what = mistake["msg"].removeprefix("Value error, ")
         if mistake["type"] == "missing":
-            what = "it has no default, so a value must be given"
+            what = "it has no default: set a value"
         written = spelled.get(name, ".".join(path)) or model_type.__name__
         given = "" if mistake["type"] == "missing" or not path else f" {_short(name, mistake['input'])}"
         lines.append(f"{written}{given}: {what[:1].lower()}{what[1:]}{where}")

@@ -15,7 +15,7 @@ from palaestra.core.types import Blame
 
 
 class PalaestraError(Exception):
-    """Base of all errors that are not bugs. The command line ends with `exit_code`."""
+    """Base of all errors that are not bugs. A command that fails with it ends with `exit_code`."""
 
     exit_code: ClassVar[int] = 1
 

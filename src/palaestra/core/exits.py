@@ -163,7 +163,8 @@ def _write_error(line: str) -> None:
 
 
 def told_to_stop() -> asyncio.Event:
-    """Return an event that is set when the process gets SIGINT or SIGTERM. For servers that run at the command line."""
+    """Return an event that is set when the process gets SIGINT or SIGTERM. It is for servers that run at the command
+    line."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -171,5 +172,5 @@ def told_to_stop() -> asyncio.Event:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 group`, `3 groups`"""
+    """Return a count with its noun: `1 group`, `3 groups`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

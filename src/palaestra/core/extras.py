@@ -1,4 +1,4 @@
-"""How to install an extra of this package, as it is installed here."""
+"""Gives the command that installs an extra of this package in this environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from importlib import metadata
 from urllib.parse import unquote, urlsplit
 
-_CPU_TORCH = "; without a GPU, install first the build of PyTorch for CPUs, as pytorch.org says"
+_CPU_TORCH = "; without a GPU, first install the CPU build of PyTorch, as pytorch.org describes"
 
 
 def install_command(extra: str) -> str:

@@ -94,7 +94,7 @@ def remember(secret: str | None) -> None:
 
 
 def remember_named(values: Mapping[str, str]) -> None:
-    """`remember` the values whose names are those of secrets, such as headers and variables."""
+    """Call `remember` for the values whose names are those of secrets, such as headers and variables."""
     for name, value in values.items():
         if _NAME.fullmatch(name):
             remember(value.rpartition(" ")[2])
@@ -103,11 +103,11 @@ def remember_named(values: Mapping[str, str]) -> None:
 def _forms(secret: str) -> list[str]:
     """Return patterns of a secret as it may appear: as it is, its first half, in an address, in JSON, in base64, in
     hex."""
-    if len(secret) < 8 or _WORDS.fullmatch(secret):  # its words may also be in paths and names
+    if len(secret) < 8 or _WORDS.fullmatch(secret):  # short secrets and words may also be in paths and names
         return [rf"(?<![\w./-]){re.escape(secret)}(?![\w/-]|\.\w)"]
     data = secret.encode("utf-8", "surrogateescape")
     found = [secret, quote(data, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1], data.hex()]
-    for skipped, before in ((0, 0), (2, 1), (3, 2)):  # it begins at any byte of a group of three
+    for skipped, before in ((0, 0), (2, 1), (3, 2)):  # it may begin at any byte of a group of three
         for altchars in (b"+/", b"-_"):
             text = base64.b64encode(bytes(before) + data, altchars).decode()
             found.append(text[skipped : (before + len(data)) * 8 // 6])

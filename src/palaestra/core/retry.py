@@ -31,7 +31,7 @@ class RetryPolicy:
     longest_s: float = 60.0
 
     def wait_s(self, failures: int, asked_s: float | None, rng: random.Random) -> float:
-        """Return seconds to wait after the given number of failures (from 1)."""
+        """Return the seconds to wait after the given number of failures (from 1)."""
         backoff_s = min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * rng.uniform(0.5, 1.0)
         if asked_s is None:
             return backoff_s

@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 JSON: TypeAlias = Any
-"""A value that `json.dumps` accepts. The one place where `Any` is meant."""
+"""A value that `json.dumps` accepts. This is the one intended use of `Any`."""
 
 Message: TypeAlias = dict[str, JSON]
 """One chat message in the OpenAI shape: role, content, and tool_calls or tool_call_id where they apply."""

@@ -1,5 +1,5 @@
-"""Loads and awaits user code: environment files, hooks, tools. Its errors never end the run, and callers decide on the
-blame."""
+"""Loads and awaits user code: environment files, hooks, tools. Errors of user code never end the run; callers decide
+whom to blame."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ForeignError(Exception):
 
 
 PATIENCE_S, AGAIN_S = 30.0, 1.0
-"""How long cancelled code may take to end, and how often it is cancelled after that: a bare `except` around a retry
-swallows the first cancellation."""
+"""Seconds that cancelled code may take to end, and seconds between further cancellations: a bare `except` around a
+retry swallows the first one."""
 
 
 async def foreign(
@@ -71,7 +71,7 @@ async def foreign(
         raise
     finally:
         if own.done() and asyncio.iscoroutine(work):
-            work.close()  # of use only where it was cancelled before it began
+            work.close()  # needed only if the work was cancelled before it began
     try:
         ended = own.result()
     except asyncio.CancelledError as cancellation:

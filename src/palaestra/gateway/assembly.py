@@ -1,4 +1,4 @@
-"""Put a gateway together from its configuration: locks, mailbox, conversations, platforms.
+"""Assembles a gateway from its configuration: locks, mailbox, conversations, platforms.
 
 A gateway keeps all its files in one folder, its home:
 
@@ -37,16 +37,17 @@ MAILBOX, CONVERSATIONS, PROCESSES, LOCK = "gateway.db", "conversations.db", "pro
 
 @asynccontextmanager
 async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]:
-    """A gateway that serves while the block runs. Raises `ConfigError`, `PlatformRefused`, `IsolationUnavailable`."""
+    """Yield a gateway that serves while the block runs. Raises `ConfigError`, `PlatformRefused`,
+    `IsolationUnavailable`."""
     if config.server is None:
-        raise ConfigError("server.base_url is not set: name the model server in the configuration, or with --base-url")
+        raise ConfigError("server.base_url is not set: set the model server in the configuration, or with --base-url")
     enabled = {name: each for name, each in config.platforms.items() if each.enabled}
     if not enabled:
         raise ConfigError("no platform is enabled: add one below `platforms`, such as openai or webhook")
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     platforms = [make_platform(name, each) for name, each in enabled.items()]
     with ExitStack() as locks:
-        locks.enter_context(_held(home / LOCK, f"a gateway runs in {home} already; stop it first"))
+        locks.enter_context(_held(home / LOCK, f"a gateway is already running in {home}; stop it first"))
         for name, each in enabled.items():
             if token := each.secret(name):
                 problem = f"another gateway on this machine uses the token of platforms.{name}; stop it first"
@@ -58,7 +59,7 @@ async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]
             settings = _chat_settings(config)
             async with ChatService(config.server, store, settings, pool=pool, checkpoint=home / PROCESSES) as chat:
                 gateway = Gateway(config, platforms, mailbox, chat)
-                chat.registry(config.toolsets)  # an unknown toolset raises here, and not at the first message
+                chat.registry(config.toolsets)  # raises for an unknown toolset now, not at the first message
                 async with gateway.running():
                     yield gateway
         finally:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-COMMANDS = {  # what may follow, two spaces, what it does
+COMMANDS = {  # each entry: arguments, two spaces, description
     "help": "show this list",
-    "stop": "[processes]  stop the turn that runs in this chat, or end its background processes",
+    "stop": "[processes]  stop the running turn of this chat, or end its background processes",
     "new": "begin a new session (also /reset)",
     "retry": "answer the last message again",
     "undo": "forget the last message and its answer",
     "status": "show what runs here and what waits",
     "approve": "CODE [session, always]  allow the command of the question with that code, or all of its kind",
     "deny": "do not allow the command that was asked about",
-    "answer": "CODE TEXT  answer the question with that code, when an earlier one was not answered in time",
+    "answer": "CODE TEXT  answer the question with that code, if it was not answered in time",
 }
 ALIASES = {"reset": "new", "start": "help"}
 AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny", "answer"})
-"""Commands that do not wait for the turn that runs."""
+"""Commands that run immediately, without waiting for the running turn."""
 WITH_WORDS = frozenset({"help", "stop", "approve", "deny", "answer"})
 """Commands that may be followed by words; some programs add words to the `/start` that they send automatically."""
 
@@ -47,9 +47,9 @@ def parse(text: str) -> ChatCommand | None:
 def misused(command: ChatCommand) -> str:
     """Return why a command is rejected, or the empty string."""
     if command.argument and command.name not in WITH_WORDS:
-        return f"/{command.name} takes nothing after it; nothing was done."
+        return f"/{command.name} takes no argument; nothing was done."
     if command.name == "stop" and command.argument not in ("", "processes"):
-        return "Nothing was stopped. Write /stop or /stop processes."
+        return "Nothing was stopped. Use /stop or /stop processes."
     return ""
 
 

@@ -23,11 +23,11 @@ CONFIG_NAME = "gateway.yaml"
 class HomeChannel(Settings):
     """The chat that gets notices: failures, and messages that could not be sent."""
 
-    platform: str = setting("", "The platform's name; empty for the platform that the channel stands under.")
+    platform: str = setting("", "The platform's name. Default: the platform whose settings contain the channel.")
     chat_id: str = Field(description="The chat's id on the platform.")
-    name: str = setting("", "A name for people to read.")
+    name: str = setting("", "A readable name.")
     chat_type: ChatType = setting("dm", "dm, group or channel.")
-    thread_id: str = setting("", "A thread of the chat; empty for the chat itself.")
+    thread_id: str = setting("", "A thread of the chat. Default: the chat itself.")
 
     @property
     def address(self) -> ChatAddress:
@@ -40,10 +40,10 @@ class PlatformConfig(Settings):
     enabled: bool = setting(True, "Whether the gateway connects to it.")
     token: str | None = setting(None, "The bot's token or password.")
     token_file: Path | None = setting(None, "The file that holds the token, instead of `token`.")
-    api_key: str | None = setting(None, "A second secret, where the platform has one.")
+    api_key: str | None = setting(None, "A second secret, if the platform needs one.")
     home_channel: HomeChannel | None = setting(None, "The chat that gets notices.")
     allowed_users: list[str] = Field(
-        default_factory=list, description="User ids that may talk to the agent; `*` is everybody."
+        default_factory=list, description="User ids that may talk to the agent; `*` allows everyone."
     )
     extra: dict[str, JSON] = Field(default_factory=dict, description="The platform's own settings.")
 
@@ -66,21 +66,23 @@ class PlatformConfig(Settings):
 class ModelPrices(Settings):
     """The price of a million tokens, in dollars."""
 
-    prompt: float = setting(0.0, "A million tokens of prompts.", ge=0)
-    completion: float = setting(0.0, "A million tokens of answers.", ge=0)
+    prompt: float = setting(0.0, "The price of a million prompt tokens.", ge=0)
+    completion: float = setting(0.0, "The price of a million completion tokens.", ge=0)
 
 
 class UserLimits(Settings):
-    """The limits of one person. The answer to a message over a limit names the time at which the next one is taken."""
+    """The limits of one person. A person over a limit is told when the next message will be accepted."""
 
-    messages_per_hour: int = setting(120, "Messages that one person may send in an hour; 0: any number.", ge=0)
-    cost_per_day: float = setting(0.0, "Cost of one person's turns in 24 hours, in dollars; 0: any cost.", ge=0)
+    messages_per_hour: int = setting(120, "Maximum messages of one person per hour; 0: no limit.", ge=0)
+    cost_per_day: float = setting(0.0, "Maximum cost of one person's turns in 24 hours, in dollars; 0: no limit.", ge=0)
 
 
 class GatewayConfig(Settings):
     """The contract's configuration. `from_dict({})` and `GatewayConfig()` are equal."""
 
-    server: APIServerConfig | None = setting(None, "The model server: base_url, model_name, api_key and so on.")
+    server: APIServerConfig | None = setting(
+        None, "The model server: base_url, model_name, api_key and other settings."
+    )
     toolsets: list[str] = Field(
         default=["terminal", "file", "todo", "clarify"], description="The toolsets of the agent."
     )
@@ -89,40 +91,49 @@ class GatewayConfig(Settings):
         description="Settings of tools, such as web_provider, vision_base_url and skills_dir.",
     )
     system_prompt: str | None = setting(None, "The system prompt; None: a short one.")
-    max_turns: int = setting(60, "Model calls for one message, at most.", ge=1)
+    max_turns: int = setting(60, "Maximum model calls for one message.", ge=1)
     context_tokens: int | None = setting(None, "The size of the model's window in tokens; None: unknown.", ge=1)
-    prices: ModelPrices | None = setting(None, "What the model costs; needed for limits.cost_per_day.")
-    isolation: str = setting("best", "How sandboxes are isolated: best, full, userns, confined or none.")
+    prices: ModelPrices | None = setting(None, "The prices of the model; needed for limits.cost_per_day.")
+    isolation: str = setting("best", "The isolation level of sandboxes: best, full, userns, confined or none.")
     network: Literal["on", "off"] = setting("off", "Whether sandboxes have a network.")
     image: str | None = setting(None, "The root file system of sandboxes; None: this machine's system directories.")
-    max_sandboxes: int | None = setting(None, "Sandboxes at a time, at most; None: what this machine can hold.", ge=1)
+    max_sandboxes: int | None = setting(
+        None, "Maximum number of sandboxes; None: as many as this machine can hold.", ge=1
+    )
     keep_sandboxes: bool = setting(True, "Whether sandboxes and their processes outlive a restart of the gateway.")
     platforms: dict[str, PlatformConfig] = Field(default_factory=dict, description="The platforms, by name.")
     message_targets: list[str] = Field(
         default_factory=list,
-        description="Chats that the tool send_message may write to besides its own and the home channels: "
+        description="Chats that the tool send_message may write to, in addition to its own chat and the home channels: "
         "PLATFORM:CHAT, or `*` for every chat that has a session.",
     )
     default_reset_policy: SessionResetPolicy = Field(
-        default_factory=SessionResetPolicy, description="When a session begins anew."
+        default_factory=SessionResetPolicy, description="When a session is reset."
     )
     reset_by_type: dict[ChatType, SessionResetPolicy] = Field(
-        default_factory=dict, description="Other policies for chats of a type (dm, group, channel)."
+        default_factory=dict, description="Reset policies by type of chat (dm, group, channel)."
     )
     reset_by_platform: dict[str, SessionResetPolicy] = Field(
-        default_factory=dict, description="Other policies for platforms; they come before those of types."
+        default_factory=dict, description="Reset policies by platform; these take precedence over those by type."
     )
-    group_sessions_per_user: bool = setting(True, "Whether each member of a group has a session of their own.")
-    limits: UserLimits = Field(default_factory=UserLimits, description="What one person may use.")
-    max_message_bytes: int = setting(1 << 20, "A longer text is refused with an answer that says so.", ge=1000)
-    max_attachment_bytes: int = setting(20 << 20, "A larger file is refused with an answer that says so.", ge=0)
-    max_queued: int = setting(50, "Messages of one session that may wait; further ones are refused.", ge=1)
+    group_sessions_per_user: bool = setting(True, "Whether each member of a group has their own session.")
+    limits: UserLimits = Field(default_factory=UserLimits, description="The limits of one person.")
+    max_message_bytes: int = setting(
+        1 << 20, "Maximum length of a message in bytes. Longer messages are refused with a notice.", ge=1000
+    )
+    max_attachment_bytes: int = setting(
+        20 << 20, "Maximum size of a file in bytes. Larger files are refused with a notice.", ge=0
+    )
+    max_queued: int = setting(50, "Maximum queued messages of one session; further ones are refused.", ge=1)
     model_sees_images: bool = setting(False, "Whether images are also part of the message to the model.")
-    approval_timeout_s: float = setting(300.0, "Seconds to wait for /approve; then the command is not run.", gt=0)
+    approval_timeout_s: float = setting(
+        300.0, "Seconds to wait for /approve; after that, the command is rejected.", gt=0
+    )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, JSON] | None) -> GatewayConfig:
-        """Read it from a mapping; a missing key, and one whose value is None, has its default. Raises `ConfigError`."""
+        """Read the configuration from a mapping; a missing key, and one whose value is None, has its default. Raises
+        `ConfigError`."""
         return cls(**_without_none(dict(values or {})))
 
     def to_dict(self) -> dict[str, JSON]:
@@ -148,17 +159,18 @@ def read_config(path: Path) -> GatewayConfig:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"there is no configuration {path}; write one: mkdir -p {path.parent} && palaestra gateway example > {path}"
+            f"there is no configuration {path}; create one: mkdir -p {path.parent} && palaestra gateway "
+            f"example > {path}"
         ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if values is not None and not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold settings by name, such as `platforms:`")
+        raise ConfigError(f"{path} must contain settings by name, such as `platforms:`")
     return GatewayConfig.from_dict(values)
 
 
 def _without_none(values: dict[str, JSON]) -> dict[str, JSON]:
-    """Without the keys whose value is None, in mappings of mappings too."""
+    """Remove the keys whose value is None, in nested mappings too."""
     return {
         name: _without_none(value) if isinstance(value, dict) and name != "extra" else value
         for name, value in values.items()

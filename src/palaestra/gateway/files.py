@@ -21,7 +21,7 @@ INSTRUCTIONS = (
 FOLDER = "uploads"
 _MEDIA = re.compile(r"^[ \t]*MEDIA:[ \t]*(\S[^\n]*?)[ \t]*$\n?", re.MULTILINE)
 _UNSAFE = re.compile(r"[^\w.+-]+")
-_LONGEST_NAME, _MOST_NAME_BYTES = 100, 200  # of the 255 bytes that file systems allow
+_LONGEST_NAME, _MOST_NAME_BYTES = 100, 200  # file systems allow 255 bytes
 
 
 async def put_uploads(slot: Slot, message: Incoming) -> list[str]:

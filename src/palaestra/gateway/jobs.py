@@ -1,10 +1,10 @@
 """The tool `cronjob`, and the jobs that it schedules: prompts that run as turns of the chat that created them.
 
 Jobs are rows of the mailbox. When a job is due, one transaction adds its message to the incoming messages and stores
-its next time; from then on it is a message like any other. So a run begins once, however often the gateway is killed or
-its clock is changed, and its turn is answered like that of a person. Invariants: a run that was due while the gateway
-was down, or while the job's earlier run was unfinished, is reported to the chat and not made up for, unless it is at
-most `LATE_S` late; of several missed runs, at most one runs.
+its next time; from then on it is a message like any other. So a run begins exactly once, even if the gateway is killed
+or its clock changes, and its turn is answered like that of a person. Invariant: a run that was due while the gateway
+was down, or while the job's earlier run was unfinished, is reported to the chat and skipped, unless it is at most
+`LATE_S` late. Of several missed runs, at most one runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 20
-"""The most jobs of one session; a scheduled turn may make further ones."""
+"""The maximum number of jobs of one session; a scheduled turn may create more jobs."""
 LATE_S = 600.0
 CHECK_S = 1.0
 LOCAL = "local"
@@ -100,7 +100,7 @@ class Jobs:
                     continue
                 try:
                     await self._begin(job, now)
-                except ValueError as error:  # in another time zone, the time no longer exists
+                except ValueError as error:  # the time no longer exists in another time zone
                     logger.warning("job %s is paused: %s", job.id, error)
                     await self._stored(msgspec.structs.replace(job, next_at=None))
             await self._clock.sleep(CHECK_S)
@@ -113,14 +113,14 @@ class Jobs:
         while at is not None and at <= now and len(times) < _MOST_COUNTED:
             times.append(at)
             at = schedule.after(at)
-        if at is not None and at <= now:  # more were missed than are counted
+        if at is not None and at <= now:  # more runs were missed than are counted
             at = schedule.after(now)
         deliver = await self._deliver(job)
         refusal = await self._refusal(job.address.platform, job.user_id)
 
         def work(connection: sqlite3.Connection) -> tuple[int, int]:
             stored = _find(connection, job.id)
-            if stored is None or stored.next_at != job.next_at:  # removed or changed meanwhile
+            if stored is None or stored.next_at != job.next_at:  # the job was removed or changed in the meantime
                 return 0, 0
             row = 0
             why = refusal or (BUSY if _is_busy(connection, job) else DOWN if now - times[-1] > LATE_S else "")
@@ -144,7 +144,7 @@ class Jobs:
             self._enqueue(job.session_key, job.address, row)
 
     async def _deliver(self, job: Job) -> ChatAddress | None:
-        """Return where the answer goes: None for nowhere. A target that is no longer allowed is replaced by the job's
+        """Return the chat that gets the answer, or None. A target that is no longer allowed is replaced by the job's
         chat."""
         if job.deliver == LOCAL:
             return None
@@ -160,7 +160,7 @@ class Jobs:
     async def _run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
         try:
             return await self._actions[str(arguments["action"])](arguments, run)
-        except ValueError as error:  # of a schedule
+        except ValueError as error:  # an invalid schedule
             raise error if isinstance(error, ToolMistake) else ToolMistake(str(error)) from None
 
     async def _create(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -169,7 +169,7 @@ class Jobs:
             raise ToolMistake("create needs prompt and schedule")
         session = await self._mailbox.session(run.session_key)
         if session is None:
-            raise ToolMistake("jobs can be made only in a chat of the gateway")
+            raise ToolMistake("jobs can be created only in a chat of the gateway")
         now = self._clock.wall()
         job = Job(
             id=secrets.token_hex(4), session_key=run.session_key, address=session.address,
@@ -291,7 +291,7 @@ async def all_jobs(mailbox: Mailbox) -> list[Job]:
 
 
 async def remove(mailbox: Mailbox, job_id: str) -> bool:
-    """Remove a job; whether there was one."""
+    """Remove a job; returns whether it existed."""
     query = "delete from jobs where id = ?"
     return bool(await mailbox.do(lambda connection: connection.execute(query, (job_id,)).rowcount, synced=True))
 

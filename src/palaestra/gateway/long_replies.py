@@ -1,4 +1,4 @@
-"""Cut a long reply into messages that a platform accepts.
+"""Splits a long reply into messages that a platform accepts.
 
 Invariants: no message is longer than the limit, and none ends inside a character. Apart from the lines that close and
 reopen a code block, the messages joined are the reply.
@@ -16,7 +16,7 @@ from palaestra.gateway.platform import PlatformLimits
 _FENCE = re.compile(r" {0,3}(`{3,10}|~{3,10})([^\n]*)")
 _LONGEST_OPENING = 40
 _CLOSING_ROOM = 11
-"""A line end and the longest marker of a code block."""
+"""The length of a line end and the longest marker of a code block."""
 _BREAKS = ("\n\n", "\n", ". ", " ")
 _JOINER, _VARIATIONS = "\u200d", range(0xFE00, 0xFE10)
 
@@ -113,7 +113,7 @@ def _fitting(text: str, start: int, room: int, limits: PlatformLimits) -> int:
 
 
 def _whole_characters(text: str, end: int, start: int) -> Iterator[int]:
-    """Ends at or shortly before `end` that do not separate an accent or a joined part from its character."""
+    """Yield ends at or shortly before `end` that do not separate an accent or a joined part from its character."""
     for candidate in range(end, max(start, end - 16), -1):
         following, before = text[candidate], text[candidate - 1]
         joined = unicodedata.combining(following) or _JOINER in (following, before) or ord(following) in _VARIATIONS

@@ -4,7 +4,7 @@ Invariants: a message is on the disk before the platform is told that it arrived
 marks it as answered; an outgoing message leaves the file only when the platform has it. So a gateway that is killed at
 any moment loses no message, and starts no second turn for one.
 
-All calls run in one thread, which commits the calls that have arrived meanwhile together.
+All calls run in one thread, which commits concurrent calls together.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 VERSION = 3
 KEPT_S = 30 * 86_400.0
-"""How long the ids of answered messages are kept, so that a repeated message is recognised."""
+"""Seconds for which the ids of answered messages are kept, so that a repeated message is recognised."""
 CODE_VALID_S = 3600.0
 _CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 CODES_PER_MINUTE = 20
-"""The most pairing codes that strangers on one platform get in a minute. Senders can be forged, and each code is a
-message to somebody; but a forger must not keep others from getting a code for more than a minute."""
+"""The maximum number of pairing codes per minute for strangers on one platform. Senders can be forged, and each code is
+a message to a person. A forger can block real people for at most a minute."""
 
 _TABLES = """
 create table incoming (
@@ -60,12 +60,12 @@ _JOBS = """
 create table jobs (id text primary key, session_key text not null, next_at real, body blob not null);
 create index due on jobs (next_at) where next_at is not null;
 """
-"""Since version 2 (`jobs.py`)."""
+"""Added in version 2 (`jobs.py`)."""
 _NOTES = """
 create table if not exists notes (platform text not null, name text not null, value text not null,
   primary key (platform, name));
 """
-"""Since version 3 (`MailboxNotes`)."""
+"""Added in version 3 (`MailboxNotes`)."""
 
 Decision: TypeAlias = Literal["taken", "duplicate", "limited", "full"]
 
@@ -154,8 +154,8 @@ class Mailbox:
             self._connection.close()
 
     async def do(self, work: Callable[[sqlite3.Connection], T], *, synced: bool = False) -> T:
-        """Run `work` in a transaction; returns once it survives the death of this process or, if `synced`, a power
-        failure. Raises `DiskError`."""
+        """Run `work` in a transaction. Returns once the result survives the death of this process or, if `synced`, a
+        power failure. Raises `DiskError`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._queue.put(_Work(work, synced, loop, future))  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ class Mailbox:
         return paired
 
     async def users(self) -> list[tuple[str, str, str]]:
-        """Platform, user id and name of every paired person."""
+        """Return platform, user id and name of every paired person."""
         return await self.do(
             lambda connection: connection.execute("select platform, user_id, name from users order by since").fetchall()
         )
@@ -422,7 +422,7 @@ class Mailbox:
         except sqlite3.Error as error:
             if self._connection.in_transaction:
                 self._connection.execute("rollback")
-            failure = DiskError(f"cannot write {self.path}: {error}. What was written before is kept")
+            failure = DiskError(f"cannot write {self.path}: {error}. Earlier data is kept")
             results = [(work, None, failure) for work in batch]
         for work, result, problem in results:
             work.loop.call_soon_threadsafe(_resolve, work.future, result, problem)
@@ -465,11 +465,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
             version = VERSION
         connection.execute("commit")
     except sqlite3.Error as error:
-        raise ConfigError(f"{path} is not a mailbox of the gateway: {error}; name another folder with --home") from None
+        raise ConfigError(f"{path} is not a mailbox of the gateway: {error}; set another folder with --home") from None
     if version != VERSION:
-        raise ConfigError(
-            f"{path} has version {version}; this version reads {VERSION}. Name another folder with --home"
-        )
+        raise ConfigError(f"{path} has version {version}; this version reads {VERSION}. Set another folder with --home")
 
 
 def add_incoming(

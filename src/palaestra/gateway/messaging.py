@@ -1,8 +1,9 @@
 """The tool `send_message`: an agent writes to a chat of the gateway.
 
 It may write to its own chat, to the home channels, and to the chats of the setting `message_targets`; other chats are
-hidden from it, because whoever writes to an agent could make it write to strangers. A message is in the mailbox when
-the tool answers, and is sent until the platform has it. A call that a crash cut off is never repeated automatically.
+hidden from it, because a person who writes to an agent could make it write to strangers. A message is in the mailbox
+when the tool answers, and is sent until the platform has it. A call that a crash cut off is never repeated
+automatically.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Messaging:
             raise ToolMistake(f"the message is longer than {self._config.max_message_bytes} bytes; send less")
         address = await self.address(run.session_key, target)
         await self._notify(message, address)
-        return {"success": True, "target": target, "status": "queued; it is sent as soon as the platform takes it"}
+        return {"success": True, "target": target, "status": "queued; it is sent as soon as the platform accepts it"}
 
 
 def target_name(address: ChatAddress) -> str:

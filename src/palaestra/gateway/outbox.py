@@ -1,4 +1,4 @@
-"""Send the messages of the mailbox: each chat's in order, again until the platform has them.
+"""Sends the messages of the mailbox, in order for each chat, and retries until the platform has them.
 
 A platform that does not answer is tried again, at most every minute, for as long as the gateway runs; the messages stay
 in the mailbox. A message that the platform refuses is kept there with the reason and reported to the home channel.
@@ -51,7 +51,7 @@ class Outbox:
     def wake(self, address: ChatAddress) -> None:
         """Send the waiting messages of a chat."""
         if address.platform not in self._platforms:
-            return  # it is not connected any more; its messages wait in the mailbox
+            return  # the platform is no longer connected; its messages wait in the mailbox
         if address in self._sending:
             self._sending[address].set()
             return

@@ -52,7 +52,7 @@ class Attachment:
 class Incoming:
     """A message from a person. `message_id` is unique in its chat. `problem` names the part that could not be read. For
     a `trusted` message the platform has checked the sender's secret, so no allow-list is needed. The message of a
-    scheduled `job` comes from nobody; its answer goes to `deliver`, or nowhere if that is None."""
+    scheduled `job` has no sender; its answer goes to `deliver`, or nowhere if that is None."""
 
     address: ChatAddress
     message_id: str
@@ -94,7 +94,7 @@ Deliver: TypeAlias = Callable[[Incoming], Awaitable[None]]
 
 
 class Platform(Protocol):
-    """See the module's docstring for the rules."""
+    """A platform. The module's docstring has the rules."""
 
     @property
     def name(self) -> str:
@@ -141,7 +141,7 @@ class Notes(Protocol):
     async def read(self) -> dict[str, str]: ...
 
     async def write(self, name: str, value: str) -> None:
-        """Returns once it survives the death of this process. Raises `DiskError`."""
+        """Store a text. Returns once it survives the death of this process. Raises `DiskError`."""
         ...
 
 

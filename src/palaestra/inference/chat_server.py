@@ -43,9 +43,9 @@ class ChatServer:
 
     recorded: Callable[[int], list[Piece] | None] | None = None
     features: frozenset[str] = frozenset()
-    """The inputs accepted besides text, tools and sampling settings: `images`, `response_format`, `tool_choice`, and
-    `on_delta`, a hook that gets the reply as it is written. Engines may also accept `on_ids`, a hook that gets token
-    ids."""
+    """The inputs accepted in addition to text, tools and sampling settings: `images`, `response_format`, `tool_choice`,
+    and `on_delta`, a hook that gets the reply as it is written. Engines may also accept `on_ids`, a hook that gets
+    token ids."""
 
     @property
     def ledger(self) -> Ledger | None:
@@ -66,11 +66,11 @@ class ChatServer:
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """Return one reply. Raises `EngineError` after the retries."""
+        """Sample one reply. Raises `EngineError` after the retries."""
         raise NotImplementedError
 
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
-        """Return continuations of a text. Raises `ConfigError` for a server that only chats."""
+        """Continue a text. Raises `ConfigError` for a server that only chats."""
         raise ConfigError(f"{type(self).__name__} only chats: it does not continue a text")
 
     def child(self, number: int = 0) -> ChatServer:
@@ -78,7 +78,7 @@ class ChatServer:
         return self
 
     def declare(self, reason: SegmentReason) -> None:
-        """Give the reason why the next request does not continue the history; a server without a ledger ignores it."""
+        """Record why the next request does not continue the history. A server without a ledger ignores it."""
 
     def get_state(self) -> dict[str, JSON] | None:
         """Return the contract's token record with `ledger` and `nodes`; None for a server that only chats."""

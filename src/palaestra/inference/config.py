@@ -16,23 +16,24 @@ class ServerBaseline(Settings):
 
     timeout: int = setting(
         1200,
-        "Seconds for one request with its retries, without the wait for its turn here; long thinking at low "
-        "throughput needs many.",
+        "Time limit of one request in seconds, with its retries but without its wait in the client. Long "
+        "thinking at low throughput needs a high limit.",
     )
     num_max_requests_at_once: int = setting(
         512,
-        "Requests in flight at one server at most; the rest wait here instead of timing out there.",
+        "Maximum requests in flight at one server; further requests wait in the client, where they cannot time out.",
     )
     num_requests_for_eval: int = setting(
         64,
-        "Further requests in flight reserved for evaluation, so that it proceeds while training rollouts run.",
+        "Additional requests in flight that are reserved for evaluation, so that it proceeds while training "
+        "rollouts run.",
     )
     model_name: str = setting(
         "default",
-        "The model's name at the server; for a scripted server: oracle, noop, patch:FILE or replay:FILE.",
+        "The model's name at the server; for a scripted server, oracle, noop, patch:FILE or replay:FILE.",
     )
     rolling_buffer_length: int = later(
-        1000, "How many of the latest requests the latency statistics cover.", "No latency statistics are kept."
+        1000, "Number of latest requests that the latency statistics cover.", "No latency statistics are kept."
     )
     server_type: ServerType = setting(
         "openai",
@@ -46,11 +47,11 @@ class ServerBaseline(Settings):
     )
     tool_parser: str = setting(
         "hermes",
-        "The parser for a token-exact model's tool calls, by name; none leaves them in the text.",
+        "The name of the parser for a token-exact model's tool calls; none leaves calls in the text.",
     )
     chat_template: str | None = setting(
         None,
-        "A file with the chat template of a token-exact model; the tokenizer's own when left out.",
+        "A file with the chat template of a token-exact model. Default: the tokenizer's own.",
     )
     history: Literal["template", "append"] = setting(
         "template",
@@ -62,17 +63,19 @@ class ServerBaseline(Settings):
 class APIServerConfig(ServerBaseline):
     """One model server."""
 
-    api_key: str | None = setting(None, "Sent as a bearer token; leave out for servers without authentication.")
+    api_key: str | None = setting(
+        None, "The API key, sent as a bearer token. Leave it out for servers without authentication."
+    )
     base_url: str | None = setting(
         None,
-        "The address of the server, for example http://127.0.0.1:8000/v1; the /v1 may be left out.",
+        "The address of the server, for example http://127.0.0.1:8000/v1; /v1 is optional.",
     )
-    n_kwarg_is_ignored: bool = setting(False, "The server gives one choice whatever `n` is: send n requests instead.")
+    n_kwarg_is_ignored: bool = setting(False, "Send n requests in place of one with `n`, for servers that ignore `n`.")
     stream: bool = setting(
         False,
-        "Request replies as streams: for servers and proxies that close a connection that is silent for long.",
+        "Request replies as streams, for servers and proxies that close silent connections.",
     )
-    health_check: bool = setting(True, "Check once at the start whether the server answers; costs no tokens.")
+    health_check: bool = setting(True, "Check at the start that the server answers; this costs no tokens.")
     replay_file: str | None = setting(
         None,
         "With model name `replay`: the JSONL file of recorded trajectories to play.",

@@ -35,7 +35,7 @@ from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 
 
 class CheckState(StrEnum):
-    """How a check ended."""
+    """The result of a check."""
 
     OK = "ok"
     FAILED = "failed"
@@ -44,7 +44,7 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """One question and its answer. `way_out` is the fix for a failed check, or the unmet requirement of an inapplicable
+    """One check and its result. `way_out` is the fix for a failed check, or the unmet requirement of an inapplicable
     one."""
 
     name: str
@@ -101,7 +101,7 @@ async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncItera
             yield failed(name, str(error), _UPGRADE) if name == about else not_applicable(name, "see the failed check")
         return
     if not sampled.ids or len(sampled.ids) > _ASKED:
-        yield failed(TOKENS, f"{len(sampled.ids)} tokens came where {_ASKED} were asked for", _UPGRADE)
+        yield failed(TOKENS, f"{len(sampled.ids)} tokens were returned, but {_ASKED} were requested", _UPGRADE)
     else:
         yield passed(TOKENS, f"{len(prompt)} ids in, {len(sampled.ids)} out, finish reason '{sampled.finish_reason}'")
     sane = len(sampled.logprobs) == len(sampled.ids) and all(
@@ -123,14 +123,14 @@ async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck
             return not_applicable(STOP, "the engine ended before the first token")
         again = await engine.generate(prompt, {**likeliest, "max_tokens": _ASKED, "stop_token_ids": [first[0]]})
     except EngineError as error:
-        return failed(STOP, str(error), "The engine must accept stop_token_ids.")
+        return failed(STOP, str(error), "The server must accept stop_token_ids.")
     if again.finish_reason != "stop":
         return failed(STOP, f"stop_token_ids had no effect (finish reason '{again.finish_reason}')", _UPGRADE)
     if first[0] not in again.ids:
         return failed(
             STOP,
             "the engine leaves out the token that ended the reply",
-            "The template then writes it, and it is not trained: the model does not learn to end its turns. "
+            "The template then adds the token, which is not trained, so the model does not learn to end its turns. "
             "SGLang: do not set no_stop_trim false in extra_body. vLLM: use its own server, not a proxy.",
         )
     return passed(STOP, "the token that ends a reply is sampled, recorded and trained")
@@ -196,7 +196,7 @@ def _prefix(renderer: TurnRenderer) -> DoctorCheck:
     return failed(
         PREFIX,
         "; ".join(problems),
-        "Nothing is lost: each rewrite begins a row of its own. For one row per rollout set --openai.history append, "
+        "No data is lost: each rewrite begins a new row. For one row per rollout set --openai.history append, "
         "or use a template that keeps thinking (--openai.chat_template FILE).",
     )
 
@@ -222,9 +222,9 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
     return failed(
         ROUND_TRIP,
         f"{parser} does not read {missed[0]!r}",
-        f"Set --openai.tool_parser to one that does: {', '.join(fitting)}."
+        f"Set --openai.tool_parser to one of these: {', '.join(fitting)}."
         if fitting
-        else "No parser here reads this form: register one.",
+        else "No known parser reads this form: register your own.",
     )
 
 
@@ -320,7 +320,7 @@ class _Examination:
                 self.found.skip([CHAT], "token-exact rollouts do not use it")
                 await self._token_server(kind, tokenizer)
             else:
-                self._add_server("other", "neither vLLM nor SGLang, as far as it says")
+                self._add_server("other", "it does not identify itself as vLLM or SGLang")
                 await self._chat(OpenAIEngine(self._config("openai", self.found.model)))
                 self.found.skip(SAMPLING, "not a token server", _ONLY_CHATS)
                 self._writing(tokenizer)
@@ -365,7 +365,9 @@ class _Examination:
         try:
             return await asyncio.to_thread(load_tokenizer, named)
         except ConfigError as error:
-            self.found.checks.append(failed("tokenizer", str(error), "Name it: --tokenizer FOLDER, or a model's name."))
+            self.found.checks.append(
+                failed("tokenizer", str(error), "Set --tokenizer to a folder, or to a model's name.")
+            )
             return None
 
     async def _token_server(self, kind: str, tokenizer: Tokenizer | None) -> None:
@@ -385,22 +387,22 @@ class _Examination:
 
     def _writing(self, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
-            self.found.skip(WRITING, "no tokenizer was named", "Name the model: --model NAME, or --tokenizer FOLDER.")
+            self.found.skip(WRITING, "no tokenizer was given", "Set --model NAME, or --tokenizer FOLDER.")
         else:
             self.found.checks += writing_checks(tokenizer, None, self.target.parser)
 
     async def _agreement(self, engine: TokenServer, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
-            self.found.skip([AGREES], "no tokenizer was named", "Name the model: --model NAME, or --tokenizer FOLDER.")
+            self.found.skip([AGREES], "no tokenizer was given", "Set --model NAME, or --tokenizer FOLDER.")
             return
         theirs = await engine.tokens_of(PROBE)
         if theirs is None:
-            self.found.skip([AGREES], "the server has no /tokenize to ask")
+            self.found.skip([AGREES], "the server has no /tokenize")
         elif theirs == list(tokenizer.encode(PROBE, add_special_tokens=False)):
-            self.found.checks.append(passed(AGREES, f"both write a test text in the same {len(theirs)} tokens"))
+            self.found.checks.append(passed(AGREES, f"both encode a test text as the same {len(theirs)} tokens"))
         else:
             way_out = f"Set --openai.tokenizer_name to the tokenizer of '{self.found.model}'."
-            self.found.checks.append(failed(AGREES, "the server writes a test text in other tokens", way_out))
+            self.found.checks.append(failed(AGREES, "the server encodes a test text differently", way_out))
 
     async def _chat(self, engine: OpenAIEngine) -> None:
         try:
@@ -408,11 +410,11 @@ class _Examination:
                 messages=[{"role": "user", "content": "Say a word."}], tools=[TOOL], max_tokens=16
             )
         except EngineError as error:
-            way_out = "Start the server with tool calls, and name its model with --model."
+            way_out = "Start the server with tool calls enabled, and set --model to its model."
             self.found.checks.append(failed(CHAT, str(error), way_out))
         else:
             finish = reply.choices[0].finish_reason
-            self.found.checks.append(passed(CHAT, f"a reply came, finish reason '{finish}'"))
+            self.found.checks.append(passed(CHAT, f"the server replied, finish reason '{finish}'"))
         finally:
             await engine.aclose()
 
@@ -428,10 +430,10 @@ class _Examination:
             if isinstance(error, EngineRefused):
                 way_out = "Check the key, the address and the model's name."
             elif " answered HTTP " in str(error):
-                way_out = "The server runs and fails: its log has the reason."
+                way_out = "The server is running but fails: see its log."
             self.found.checks.append(failed(REACHABLE, str(error), way_out))
         self.found.checks += [
-            not_applicable(name, "the server could not be asked") for name in _AFTER_REACHING if name not in asked
+            not_applicable(name, "the server could not be checked") for name in _AFTER_REACHING if name not in asked
         ]
 
     def _config(self, server_type: str, model: str) -> APIServerConfig:

@@ -111,7 +111,7 @@ class ServerGroup(ChatServer):
 
     @asynccontextmanager
     async def _least_busy(self) -> AsyncIterator[_FirstAvailable]:
-        """All servers, the one with the fewest calls in progress first."""
+        """Yield all servers, the one with the fewest calls in progress first."""
         order = sorted(range(len(self.servers)), key=self._under_way.__getitem__)
         self._under_way[order[0]] += 1
         try:

@@ -116,7 +116,7 @@ class Env(types.Env):  # type: ignore[misc]
         return asked
 
     async def step(self, action: list[int], *, extra: types.ActionExtra | None = None) -> types.StepResult:
-        """Raises `RuntimeError` for a rollout that cannot be scored."""
+        """Raise `RuntimeError` for a rollout that cannot be scored."""
         reason = (extra or {}).get("stop_reason", "stop")
         self._actions.put_nowait(Sampled(action, [0.0] * len(action), reason))
         if (asked := await self._next()) is not None:

@@ -284,7 +284,7 @@ def _task_id(prompt: JSON) -> str:
 
 
 def _group_rows(group: Group, count: int, filler: int) -> Iterator[dict[str, Any]]:
-    """`count` rows: those of the group's rollouts, and rows without a reward for missing rollouts."""
+    """Yield `count` rows: those of the group's rollouts, and rows without a reward for missing rollouts."""
     rows = [_row(each, filler) for each in sorted(group.trajectories, key=lambda each: each.index)]
     yield from rows
     for index in range(len(rows), count):

@@ -26,7 +26,7 @@ from palaestra.tools.tool import States
 
 @dataclass(frozen=True, slots=True)
 class GroupCollection:
-    """A group for an environment with `collects_groups`: the number of rollouts wanted, the tools, and `play`.
+    """A group for an environment with `collects_groups`: the number of requested rollouts, the tools, and `play`.
 
     `play` plays the group's next rollout to its end, with retries, through `begin`, `act` and `grade`. The rollout is
     recorded only after `collect` has returned, so that `collect` can still change its score and projection.
@@ -109,8 +109,8 @@ class Environment(ABC):
         """Prepare the workspace, once per group. Every rollout starts from a fork of it."""
 
     def recipe(self, task: Task) -> JSON:
-        """What the preparation depends on besides the task's image, `files`, `setup` and slot, as JSON; None if
-        unknown.
+        """Return, as JSON, what the preparation depends on in addition to the task's image, `files`, `setup` and slot;
+        None if unknown.
 
         Runs on this machine with the same recipe share the prepared workspace and skip `prepare_shared` and `prepare`,
         so the recipe must cover everything that those two do. Default: `task.recipe`, or None if a hook is overridden.
@@ -142,9 +142,9 @@ class Environment(ABC):
     async def grade(self, rollout: Rollout) -> Score:
         """Score the rollout in a grading view of its workspace.
 
-        A check that ends with an error is a failure of the grader, unless it does so twice on the agent's work and not
-        on the prepared workspace. Then the work is the cause, and the score is 0. Raises the `InfraError` that
-        disturbed the check, even if `score` returned a value.
+        A check that ends with an error counts as a failure of the grader. If it fails twice on the agent's work but not
+        on the prepared workspace, the work is the cause, and the score is 0. Raises the `InfraError` that disturbed the
+        check, even if `score` returned a value.
         """
         spec = self.slot_spec(rollout.task, Phase.GRADE)
         grading = Grading(rollout, spec)
@@ -163,7 +163,7 @@ class Environment(ABC):
         return replace(score, detail={**score.detail, "left_out": list(grading.left_out)})
 
     async def _work_breaks_check(self, rollout: Rollout, grading: Grading, spec: SlotSpec) -> bool:
-        await grading.restart()  # a rollout that holds one slot must not wait for a second
+        await grading.restart()  # release the slot first: a rollout that holds one slot must not wait for a second
         untouched = Grading(rollout, spec, untouched=True)
         try:
             await self._score_soundly(rollout, untouched)

@@ -40,7 +40,7 @@ class RunStarted(JournalEvent, tag="run", kw_only=True, omit_defaults=False):
 
 
 class RunResumed(JournalEvent, tag="resume", kw_only=True):
-    """Another process continues the run. `torn` is true if the last line before this one was incomplete."""
+    """Another process continues the run. `torn` is true if the line before this one was incomplete."""
 
     schema: str = FIRST_SCHEMA
     torn: bool = False
@@ -63,7 +63,7 @@ class TurnTaken(JournalEvent, tag="messages", kw_only=True):
     `turn` 0 has the opening messages. `tokens` are the prompt's and the reply's, as the engine counted them; `seconds`
     are those of the model and of the tools. `sampled` has the model calls since the last such event, sub-agents'
     included, when the server gives tokens. `cost` is the cost of `tokens`, when prices are known. `recalled` is true if
-    the reply came in an earlier part of the run, which was killed during this turn.
+    the reply came from an earlier part of the run, which was killed during this turn.
     """
 
     rollout_id: str

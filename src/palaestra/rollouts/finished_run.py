@@ -72,7 +72,7 @@ class Run:
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean over the scored rollouts; None without any."""
+        """The mean over the scored rollouts; None if there are none."""
         return self.metrics.get("reward/mean")
 
     @property
@@ -123,7 +123,7 @@ class Run:
             pandas: Any = import_module("pandas")
         except ImportError:
             raise ConfigError(
-                f"to_frame needs pandas: {install_command('frame')}, or pandas itself; to_records needs nothing"
+                f"to_frame needs pandas: {install_command('frame')}, or pandas itself; to_records needs no package"
             ) from None
         return pandas.DataFrame(self.to_records())
 

@@ -74,7 +74,7 @@ class GroupRun:
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
         self.begun = False
-        """Whether the journal has this start of the group, which replaces the group's earlier events."""
+        """Whether the journal has this run's start of the group, which replaces the group's earlier events."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._places = places
@@ -135,7 +135,7 @@ class GroupRun:
             group.asked = before
             run.events.note(
                 f"The prompt of task {group.task_id} changed since its earlier rollouts were recorded; they are kept, "
-                "and no more are added. Draw what a task asks from the run's seed (config.seed)"
+                "and no more are added. Use the run's seed (config.seed) for random choices in tasks"
             )
         return changed
 
@@ -259,7 +259,7 @@ class GroupRun:
         try:
             collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play)
             count = await self.env.collect(self.task, collection)
-        except (InfraError, TaskError) as error:  # rollouts that were played are recorded all the same
+        except (InfraError, TaskError) as error:  # rollouts that were played are still recorded
             failure, count = error, 0
             for rollout in self._played.values():
                 if rollout.score is not None:
@@ -291,7 +291,7 @@ class GroupRun:
 
     async def _roll_out_tree(self, indices: Sequence[int], branches: range) -> None:
         """Roll out the roots, and then the branches, which continue them."""
-        from palaestra.rollouts.trees import RolloutTree  # most runs have no trees
+        from palaestra.rollouts.trees import RolloutTree  # imported here, because most runs have no trees
 
         done, settings = self.group.trajectories, self.run_context.settings
         turns = self.run_context.earlier.turns
@@ -385,7 +385,7 @@ class GroupRun:
         cut_off = self.run_context.earlier.cut_off.pop(rollout_id, None)
         if cut_off is None:
             return None
-        for tokens in cut_off.paid() if cut_off.ended is None else ():  # an existing record was counted already
+        for tokens in cut_off.paid() if cut_off.ended is None else ():  # an existing record was already counted
             self.run_context.events.announce(TokensSpent(rollout_id, *tokens))
         recorded = RecordedTurns(cut_off)
         if cut_off.tools_hash == self.group.tools_hash:
@@ -420,8 +420,8 @@ class GroupRun:
                 trajectory = rollout.trajectory()
 
     def _retries(self, trajectory: Trajectory, tried: int) -> bool:
-        """Return whether the attempt is retried: as one of the rollout's retries, or as one of the group's
-        replacements, of which a whole group has as many as rollouts."""
+        """Return whether the attempt is retried. It may use the rollout's retries, or one of the group's replacements,
+        of which a whole group has as many as rollouts."""
         if trajectory.scored:
             return False
         if tried < self.run_context.settings.infra_retries and trajectory.blame in RETRIED:
@@ -446,7 +446,7 @@ _MAY_BE_NONE = frozenset({"image", "setup", "recipe"})
 
 
 def _check(task: Task) -> None:
-    """Raises `TaskError` for a task with invalid fields, such as one made from a bad row of a data set."""
+    """Raise `TaskError` for a task with invalid fields, such as one made from a bad row of a data set."""
     for name, kind in _KINDS.items():
         value = getattr(task, name)
         if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):

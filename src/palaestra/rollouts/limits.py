@@ -27,13 +27,14 @@ RolloutKey = tuple[str, float]
 
 
 class RunStopped(PalaestraError):
-    """An evaluation was stopped before it had all its rollouts, so its metrics would cover only a part of it."""
+    """Raised if an evaluation was stopped before it had all its rollouts, so that its metrics would cover only a part
+    of it."""
 
     exit_code = TOO_MANY_FAILURES
 
 
 class CutShort(PalaestraError):
-    """A rollout may not start or continue because its run ends. Resuming the run continues the rollout."""
+    """Raised if a rollout may not start or continue because its run ends. Resuming the run continues the rollout."""
 
 
 class RunLimits:
@@ -98,7 +99,7 @@ class RunLimits:
             await asyncio.gather(asked, stopped, return_exceptions=True)
 
     def check(self, *, begun: bool) -> None:
-        """Raises `CutShort` for a rollout that may not start or, if it has `begun`, may not continue."""
+        """Raise `CutShort` for a rollout that may not start or, if it has `begun`, may not continue."""
         if self.reason and not begun:
             raise CutShort(f"the run was {self.reason} before this rollout started: {self.message}")
         if begun and self._max_cost is not None and self.spent >= self._max_cost:

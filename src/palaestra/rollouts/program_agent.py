@@ -63,7 +63,7 @@ from palaestra.tools.tool import ToolOutcome
 logger = logging.getLogger(__name__)
 
 LOG_BYTES = 4 << 20
-"""How much of a program's output is kept: its beginning and its end together."""
+"""The number of bytes of a program's output that are kept: its beginning and its end."""
 
 END_S = 5.0
 """How long a program may take to end after it was asked to."""
@@ -72,7 +72,7 @@ CHECK_S = 60.0
 """How long the model may take to answer a plain request after a failure."""
 
 CALLS_OF_A_TURN = 64
-"""How many calls of the environment's tools a program may make per reply of the model. Each call is recorded."""
+"""The maximum number of calls of the environment's tools per reply of the model. Each call is recorded."""
 
 AUXILIARY_SCHEMA = "palaestra.auxiliary/1"
 
@@ -236,8 +236,8 @@ class _Play:
             await asyncio.gather(*ends, return_exceptions=True)
 
     def _admit(self, replies: int) -> None:
-        """Refuse a call that exceeds the rollout's limits, and end the program. A call that would fit without the calls
-        under way can be retried. Refused requests count as calls, because each is work for the run."""
+        """Refuse a call that exceeds the rollout's limits, and end the program. A call that exceeds them only because
+        of calls under way can be retried. Refused requests count as calls, because each is work for the run."""
         rollout, settings = self._rollout, self._rollout.settings
         left = settings.max_turns - self._calls - self._conversations.refused
         if self._limit is None and left <= 0:
@@ -277,7 +277,8 @@ class _Play:
                 told += self._conversations.refusal
             hint = ". The sandbox has no files of this machine: give the task the program in `files`, or an image"
             raise ToolUnavailable(
-                f"agent {self._agent.program.name} ended with exit status {exit_code} without an answer of the model: "
+                f"agent {self._agent.program.name} ended with exit status {exit_code} without an answer "
+                "from the model: "
                 f"{told or 'it printed nothing'}{hint if missing else ''}"
             )
         error = f"the agent's program ended with exit status {exit_code}" if exit_code else ""

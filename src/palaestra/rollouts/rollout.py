@@ -214,7 +214,8 @@ class Rollout:
         self.error = redacted(told(error))
 
     async def _give_back(self) -> None:
-        """Release everything. Shielded from cancellation, and with a time limit, so that it cannot hang the run."""
+        """Release the rollout's slot and tools. This is shielded from cancellation, and has a time limit, so that it
+        cannot hang the run."""
 
         async def close_all() -> None:
             try:
@@ -358,7 +359,7 @@ class Rollout:
         return self.stages.stage(name, shown)
 
     def check_start(self) -> None:
-        """Raises `CutShort` if the rollout has no turn yet and the run no longer starts rollouts."""
+        """Raise `CutShort` if the rollout has no turn yet and the run no longer starts rollouts."""
         if not self._has_turns:
             self.run_context.limits.check(begun=False)
 
@@ -405,7 +406,8 @@ class Rollout:
         return [self._agent_call, *spans, self.recorded_call]
 
     def recorded_call(self, call: CheckedCall, then: Next) -> Awaitable[ToolOutcome]:
-        """Tool middleware: records the calls of tools that touch the world, or answers them from a recording."""
+        """Record the calls of tools that reach outside this machine, or answer them from a recording. This is tool
+        middleware."""
         if not call.tool.touches_world:
             return then(call)
         if self._world is None:
@@ -415,7 +417,8 @@ class Rollout:
         return self._world(call, then)
 
     async def _agent_call(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        """Tool middleware: times the agent's own calls and, while it replays recorded turns, gives recorded answers."""
+        """Time the agent's own calls; while recorded turns are replayed, answer with recorded results. This is tool
+        middleware."""
         if not call.by_agent or call.conversation:
             return await then(call)
         recorded = self.recorded if self.matches_observations else None
@@ -564,7 +567,7 @@ class Rollout:
         self.result = result
         self._take_inner_calls(result.turns_used)
         for tools in self._every_tools():
-            tools.share(Delegation())  # the old one refers to the loop, which refers to the tools
+            tools.share(Delegation())  # the old delegation refers to the loop, which refers to the tools
 
     def _take_inner_calls(self, turn: int) -> None:
         for tools in self._every_tools():

@@ -190,7 +190,8 @@ class Runner:
         was = self.run_context.earlier.tasks.get(number, task.id)
         if was != task.id:
             raise ConfigError(
-                f"{self.env.changed(number, was, task.id)}: restore what the run was made from, or start a new run"
+                f"{self.env.changed(number, was, task.id)}: restore the data and the code of the run, or "
+                "start a new run"
             )
         group = self._finished_before.get(number)
         if group is None or not self._is_whole(group):
@@ -199,9 +200,9 @@ class Runner:
         if not self._warned and not group.error and group.asked not in ("", prompt_checksum(task)):
             self._warned = True
             self.run_context.events.note(
-                f"The prompt of task {number} ({task.id}) changed since it was rolled out, and others may have too: "
-                "finished groups are kept, so items of a data set in another order come twice or not at all. Draw and "
-                "shuffle with the run's seed (config.seed), and give items an id"
+                f"The prompt of task {number} ({task.id}) changed since it was rolled out, and others may "
+                "have changed too. Finished groups are kept, so if the data set's order changed, items come "
+                "twice or not at all. Draw and shuffle with the run's seed (config.seed), and give items an id"
             )
         return True
 

@@ -21,8 +21,8 @@ from palaestra.core.types import Task
 from palaestra.rollouts.journal.reader import journal_of
 
 WINDOW = 1024
-"""How many tasks are read ahead and ordered. Bounded because all of them are in memory, and because the output of later
-tasks waits for that of earlier ones."""
+"""The number of tasks that are read ahead and ordered. It is bounded because all of them are in memory, and because the
+output of later tasks waits for that of earlier ones."""
 
 COUNT_S = 0.3
 """How long a run may wait for the number of its tasks before it begins."""
@@ -159,8 +159,8 @@ _lines = msgspec.json.Decoder(_TimedLine)
 
 
 def read_timings(run: Path) -> dict[str, float]:
-    """Return seconds by task id, from a run's folder or journal: preparation plus slowest rollout, in the slowest
-    group.
+    """Return the seconds that each task took, by id, from a run's folder or journal: preparation plus slowest rollout,
+    in the slowest group.
 
     Discarded attempts count; unreadable lines do not. Raises `ConfigError` for a missing run.
     """

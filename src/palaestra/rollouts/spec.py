@@ -96,7 +96,7 @@ class AgentSettings:
 
     @property
     def beyond(self) -> frozenset[str]:
-        """Which of the tools `memory` and `session_search` have a folder."""
+        """The tools `memory` and `session_search`, if they have a folder."""
         folders = {"memory": self.memory, "session_search": self.sessions}
         return frozenset(name for name, folder in folders.items() if folder is not None)
 
@@ -155,7 +155,7 @@ class Middleware:
 
 
 class RecordedTools:
-    """The recorded replies of a run's tools. The first call of a tool that touches the world opens them.
+    """The recorded replies of a run's tools. The first call of a tool that reaches outside this machine opens them.
 
     Implements `ToolRecordings`.
     """

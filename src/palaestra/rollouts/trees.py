@@ -81,7 +81,7 @@ class ForkPoints:
         try:
             self.points[turn] = await self._pool.checkpoint(slot, continued=True)
         except (ConfigError, SandboxError) as error:
-            logger.info("branches run shared commands again: %s", error)
+            logger.info("branches repeat shared commands: %s", error)
             self.copied = False
             self.points[turn] = None
 
@@ -204,7 +204,7 @@ def surprise(ledger: LedgerRecord) -> dict[int, float]:
 
 
 def credit(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[int, float]]]:
-    """Yield the value of each turn of the scored rollouts that others continue: the mean reward of all rollouts that
+    """Return the value of each turn of the scored rollouts that others continue: the mean reward of all rollouts that
     share the turn.
 
     The result has, for each rollout index, pairs of a last turn and a value. The value is that of the turns up to the

@@ -64,7 +64,8 @@ class TurnLog:
         return MiddlewareServer(server, [self.recorded.answer])
 
     async def chat(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply to a sub-agent."""
+        """Answer as chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply to a
+        sub-agent."""
         if call.branch and self._own is not None and not self._own.noted:
             self._note(0, self._own)
         count, recorded = len(call.messages), self.recorded
@@ -114,7 +115,7 @@ class TurnLog:
         if self.turns is not None:
             self.turns.append(
                 msgspec.structs.replace(event, messages=list(event.messages))
-            )  # the agent loop's own list grows
+            )  # copied, because the agent loop's own list grows
         if not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._rollout_id, turn.prompt_tokens, turn.completion_tokens))
         elif taken.known and recorded is not None and recorded.caught_up and not recorded.forked:

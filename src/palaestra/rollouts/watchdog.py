@@ -141,7 +141,7 @@ class Stage:
         stages._sign(Alive(stages.name, at, left=name, error=kind.__name__ if kind is not None else ""))
 
     def become(self, name: str) -> None:
-        """Leave this stage for another one."""
+        """Leave this stage and enter another one."""
         self.__exit__(None, None, None)
         self._name = self._shown = name
         self.__enter__()

@@ -115,7 +115,7 @@ class SlotPoolConfig(BaseModel):
         return NomadBackend(settings)
 
     def check(self, backend: Backend) -> None:
-        """Raises `ConfigError` for settings that the pool's backend does not have."""
+        """Raise `ConfigError` for settings that the pool's backend does not have."""
         names = self._of_nomad()
         if names and backend.name != "nomad":
             raise ConfigError(

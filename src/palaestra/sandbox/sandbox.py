@@ -46,12 +46,12 @@ class SandboxSnapshot:
     thread: LoopThread | None = None
 
     def check_open(self) -> None:
-        """Raises `SandboxError` after the end of its sandbox."""
+        """Raise `SandboxError` after the end of its sandbox."""
         if self.loop.is_closed() or not self.pool.get_stats()["started"]:
             raise SandboxError("the snapshot ended with the sandbox that made it: open others inside its block")
 
     def check_loop(self) -> None:
-        """Raises `SandboxError` if the running event loop is not that of its sandbox."""
+        """Raise `SandboxError` if the running event loop is not that of its sandbox."""
         if self.loop is not asyncio.get_running_loop():
             here = "`with`" if self.thread is not None else "`async with`, in the same event loop"
             raise SandboxError(f"the snapshot belongs to another event loop: open sandboxes from it in {here}")

@@ -279,7 +279,7 @@ class Tool(ABC):
         return None if available else reason or "its is_available returns False"
 
     def missing_in(self, *, replayed: bool) -> str | None:
-        """`missing`, or None if the run is `replayed` and a recording answers for the tool."""
+        """Return `missing`, or None if the run is `replayed` and a recording answers for the tool."""
         return None if replayed and self.touches_world else self.missing()
 
     def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:

@@ -47,7 +47,7 @@ class TrainingState(msgspec.Struct, kw_only=True):
     worse: int = 0
 
     def check(self, trainer: str, model: str) -> None:
-        """Raises `ConfigError` if the checkpoint is another trainer's or another model's."""
+        """Raise `ConfigError` if the checkpoint is another trainer's or another model's."""
         for name, saved, now in (("trainer", self.trainer, trainer), ("model", self.model, model)):
             if saved != now:
                 raise ConfigError(

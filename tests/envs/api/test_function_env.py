@@ -252,7 +252,7 @@ def test_what_a_newcomer_forgets_is_told() -> None:
     made = environment(toy)  # type: ignore[arg-type]
     made.score(lambda task: True)
     settings = made.config_type()
-    with pytest.raises(ConfigError, match="n: it has no default, so a value must be given"):
+    with pytest.raises(ConfigError, match="n: it has no default: set a value"):
         merge(settings, [])
     with pytest.raises(ConfigError, match="it returned NoneType instead of tasks; yield each Task"):
         tasks_of(made.build(settings(n=1)))

@@ -227,8 +227,8 @@ def test_a_key_read_from_a_file_is_sent_without_its_new_line() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"api_key": "sk\n1"}, "holds a control character"),
-        ({"api_key": "sk-1", "base_url": "http://me:secret@127.0.0.1:1"}, "leave out one of them"),
+        ({"api_key": "sk\n1"}, "contains a control character"),
+        ({"api_key": "sk-1", "base_url": "http://me:secret@127.0.0.1:1"}, "remove one of them"),
     ],
 )
 def test_a_key_that_cannot_be_sent_is_a_mistake_of_the_configuration(config: JSON, said: str) -> None:

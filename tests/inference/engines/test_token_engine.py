@@ -215,11 +215,11 @@ def beyond_32_bits(reply: JSON) -> JSON:
 @pytest.mark.parametrize(
     ("kind", "spoil", "complaint"),
     [
-        ("sglang", other_ids, "of other tokens than its output_ids"),
-        ("vllm", other_ids, "of other tokens than its token ids"),
+        ("sglang", other_ids, "to other tokens than its output_ids"),
+        ("vllm", other_ids, "to other tokens than its token ids"),
         ("vllm before token ids", no_number, "it has no token ids"),
         ("sglang", no_reason, "finish_reason"),
-        ("vllm", no_reason, "does not say why it ended"),
+        ("vllm", no_reason, "has no finish reason"),
         ("sglang", beyond_32_bits, "an impossible log-probability"),
         ("vllm", beyond_32_bits, "an impossible log-probability"),
     ],
@@ -312,7 +312,7 @@ def other_prompt_ids(reply: JSON) -> JSON:
     ],
 )
 def test_a_server_that_sampled_after_other_ids_is_found_out(kind: str, spoil: Callable[[JSON], JSON]) -> None:
-    with pytest.raises(EngineReplyError, match="it was given"):
+    with pytest.raises(EngineReplyError, match="it reports"):
         with_server(kind, lambda engine: engine.chat_completion(messages=HI), server={"spoil": spoil})
 
 
@@ -405,7 +405,7 @@ def test_another_tokenizer_than_the_servers_ends_the_start() -> None:
             finally:
                 await engine.aclose()
 
-    with pytest.raises(ConfigError, match="writes text in other tokens than tokenizer"):
+    with pytest.raises(ConfigError, match="encodes text differently from tokenizer"):
         asyncio.run(go())
 
 

@@ -55,7 +55,7 @@ def test_one_row_for_each_segment() -> None:
     }
     assert (second["segment"], second["reason"], second["policy_version"]) == (1, "compaction", "step-5")
     assert (report.rollouts, report.records) == (1, 2)
-    assert report.remarks == {"has several segments: its reward stands on each": 1}
+    assert report.remarks == {"has several segments, each with the same reward": 1}
 
 
 def test_what_the_environment_wrote_is_in_the_completion_and_not_trained() -> None:
@@ -117,7 +117,7 @@ def arrays(row: dict[str, JSON]) -> tuple[list[int], list[float], list[int]]:
 @pytest.mark.parametrize(("fields", "has_shape"), [({}, False), ({"row": PLACEHOLDER}, True)])
 def test_tokens_that_nobody_sampled_are_refused(fields: dict[str, JSON], has_shape: bool) -> None:
     """Placeholders are only offered where there are some to export."""
-    with pytest.raises(ConfigError, match="000000-sky/0 has no tokens") as error:
+    with pytest.raises(ConfigError, match="000000-sky/0 has no sampled tokens") as error:
         exported(rollout(0, TWO_CALLS, **fields))
     assert ("--placeholders" in str(error.value)) == has_shape
 

@@ -370,7 +370,7 @@ def test_rows_that_are_left_out_are_missed(tmp_path: Path, change: Callable[[lis
     roll_out(tmp_path)
     end_run(tmp_path, "done")
     rewrite_groups(tmp_path, change)
-    assert re.match(r"groups\.jsonl: T3: rollout 00000[01]-sum-[01]/0 has a score and no", verified(tmp_path).violation)
+    assert re.match(r"groups\.jsonl: T3: rollout 00000[01]-sum-[01]/0 has a score but no", verified(tmp_path).violation)
 
 
 def test_a_killed_run_has_not_written_all_of_its_lines(tmp_path: Path) -> None:

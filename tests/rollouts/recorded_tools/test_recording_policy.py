@@ -303,7 +303,7 @@ def test_a_torn_line_is_left_out_and_what_follows_is_not(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{}\n", "not a line of a recording"),
+        ("{}\n", "is not a recorded call"),
         ("what\n", "not JSON"),
         ('{"schema": "palaestra.world/9", "rollout": "r", "key": "k", "n": 0}\n', "palaestra.world/9"),
     ],

@@ -327,7 +327,7 @@ def test_a_restart_forgets_nothing(tmp_path: Path) -> None:
 
 def test_a_store_belongs_to_one_server_and_to_this_program(tmp_path: Path) -> None:
     async def second(api: Talk) -> None:
-        with pytest.raises(ConfigError, match="/s belongs to a process"):
+        with pytest.raises(ConfigError, match="/s is in use by a running process"):
             async with serving(store=tmp_path / "s"):
                 pass
 

@@ -33,7 +33,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def not_written(path: Path, error: OSError) -> DiskError:
     """Return the error for a file that cannot be written."""
-    return DiskError(f"cannot write {path}: {error.strerror or error}. What was written before is kept")
+    return DiskError(f"cannot write {path}: {error.strerror or error}. Earlier data is kept")
 
 
 def private(path: str, flags: int) -> int:
@@ -42,7 +42,7 @@ def private(path: str, flags: int) -> int:
 
 
 class AppendedFile:
-    """Owns `fd`, which is open for appending to `path`. Used by one event loop."""
+    """A file that only grows. It owns `fd`, which is open for appending to `path`. One event loop uses it."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd = fd
@@ -107,14 +107,14 @@ def open_lines(path: Path, schema: str, *, mode: int = 0o600, exclusive: bool = 
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ConfigError(f"{path} is not a regular file, so it keeps nothing; name another one")
+            raise ConfigError(f"{path} is not a regular file; use another one")
         if exclusive:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with writing(path):
             _begin(fd, path, schema)
     except BlockingIOError:
         os.close(fd)
-        raise ConfigError(f"{path} belongs to a process that is running: stop that one, or name another file") from None
+        raise ConfigError(f"{path} is in use by a running process: stop the process, or use another file") from None
     except BaseException:
         os.close(fd)
         raise
@@ -160,8 +160,8 @@ def _begin(fd: int, path: Path, schema: str) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file to fill, which replaces `path` when the block ends. If the block fails, only the former file remains.
-    Raises `OSError`."""
+    """Yield a file to fill, which replaces `path` when the block ends. If the block fails, only the former file
+    remains. Raises `OSError`."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(unfinished, "wb", opener=private) as file:

@@ -1,4 +1,5 @@
-"""Run trusted commands on the host: git, the installer, container tools. Never anything that a task or agent wrote."""
+"""Runs trusted commands on the host: git, the installer, container tools. It never runs commands that a task or an
+agent wrote."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ async def check_process(
     error: type[PalaestraError] = PrepareError,
     shown: int = 1500,
 ) -> ProcessResult:
-    """`run_process`, but a non-zero status raises `error`: `problem` with the last `shown` characters of the output."""
+    """Call `run_process`; for a non-zero status, raise `error` with `problem` and the last `shown` characters of the
+    output."""
     result = await run_process(argv, stdin=stdin, timeout_s=timeout_s)
     if result.returncode:
         raise error(f"{problem}: {result.text[-shown:].strip()}")

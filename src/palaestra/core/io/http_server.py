@@ -64,10 +64,10 @@ def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | 
     if origin is None and headers.get("Sec-Fetch-Site", "none") != "none":
         origin = "another site"
     if origin is not None:
-        return 403, f"a page of {origin} may not ask: this server has no token"
+        return 403, f"a page of {origin} may not call: this server has no token"
     name = headers.get("Host", "localhost")
     if not is_loopback(name if name.endswith("]") else name.rpartition(":")[0] or name):
-        return 403, f"this server is localhost, not {name}: a page that names it otherwise may not ask"
+        return 403, f"this server is localhost, not {name}: a page that uses another name may not call"
     return None
 
 

@@ -35,12 +35,12 @@ def main(argv: list[str]) -> int:
     libc.prctl(_PDEATHSIG, signal.SIGTERM)
     libc.prctl(_SUBREAPER, 1)
     if os.getppid() != int(argv[0]):
-        return 0  # the caller died before it could be watched
+        return 0  # the caller died before this process could watch it
     child = os.fork()
     if child == 0:
         _become(libc, argv[1:])
     for descriptor in (0, 1):
-        os.close(descriptor)  # only the command holds them, so that its end is seen
+        os.close(descriptor)  # only the command holds them, so that this process sees it end
     status = None
     while status is None:
         if signal.sigwait(signals) == signal.SIGCHLD:

@@ -21,10 +21,10 @@ from palaestra.core.clock import take_turn
 T = TypeVar("T")
 
 MAX_THREADS = 64
-"""How many calls of one loop may be awaited at the same time."""
+"""The maximum number of calls of one loop that are awaited concurrently."""
 
 CANCEL_S = 60.0
-"""How long cancelled work may take to clean up."""
+"""Seconds that cancelled work may take to clean up."""
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -33,8 +33,8 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of 
 
 
 async def in_own_thread(function: Callable[[], T]) -> T:
-    """Return the result or the error of the function, called in a thread with the caller's context. Cancelling abandons
-    the thread."""
+    """Call the function in a thread with the caller's context, and return its result or raise its error. Cancelling
+    abandons the thread."""
     places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_THREADS))
     await take_turn(places)
     thread = _idle.pop() if _idle else OneThread("function")
@@ -67,8 +67,8 @@ class OneThread:
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Return the result or the error of the function, called in this thread with the caller's context, as in
-        `in_own_thread`."""
+        """Call the function in this thread with the caller's context, and return its result or raise its error, as
+        `in_own_thread` does."""
         loop, context = asyncio.get_running_loop(), copy_context()
         ended: asyncio.Future[None] = loop.create_future()
         returned: list[T] = []

@@ -188,8 +188,7 @@ class BaseEnv(ABC):
         """Collect one rollout of an item. Returns its row, or None if there is nothing to train on, and items to draw
         next."""
         raise NotImplementedError(
-            f"{BaseEnv.__name__} has no agent: {type(self).__name__}.collect_trajectory must collect the "
-            f"rollout itself"
+            f"{BaseEnv.__name__} has no agent: {type(self).__name__}.collect_trajectory must collect the rollout itself"
         )
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:

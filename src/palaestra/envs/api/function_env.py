@@ -63,7 +63,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
     async def open(self) -> None:
         if self._mcp is not None:
             await self._mcp.open()
-        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # an error is reported before a run begins
+        self._kit(self.form.toolsets, Task(id="", prompt=""), random.Random(0))  # report errors before a run begins
 
     async def aclose(self) -> None:
         if self._mcp is not None:

@@ -25,7 +25,7 @@ from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
 LATER_BACKENDS = ("daytona", "slot_pool")
-"""Slot backends that existing scripts name and this version does not have; a run refuses them."""
+"""Slot backends that existing scripts name and this version does not have; a run rejects them."""
 
 
 class EvalHandlingEnum(Enum):
@@ -49,15 +49,15 @@ class BaseEnvConfig(Settings):
     data_dir_to_save_evals: str | None = setting(None, "A folder for a copy of the results of `evaluate`.")
     include_messages: bool = setting(False, "Keep each rollout's messages in the JSONL file.")
     ensure_scores_are_not_same: bool = setting(
-        True, "Leave groups of equal scores out of training data (off for groups of one)."
+        True, "Leave groups with equal scores out of the training data (off for groups of one)."
     )
     worker_timeout: float = setting(
         600,
-        "Seconds of one rollout, without its waits for a slot or a failing server; 0 or less: no limit.",
+        "Time limit of one rollout in seconds, without its waits for a slot or a failing server; 0 or less: no limit.",
         allow_inf_nan=False,
     )
     tokenizer_name: str = setting(
-        "none", "Tokenizer of a token-exact server without --openai.tokenizer_name; none: the model's own."
+        "none", "Tokenizer for a token-exact server, unless --openai.tokenizer_name is set; none: the model's own."
     )
     agent: str | None = setting(
         None,
@@ -65,24 +65,26 @@ class BaseEnvConfig(Settings):
         "the agent loop.",
     )
     seed: int = setting(0, "The seed of every random choice; equal seeds give equal runs.")
-    max_failures: int = setting(0, "Unscored rollouts above which the exit code of a run is 3.", ge=0)
+    max_failures: int = setting(0, "A run with more unscored rollouts than this ends with exit code 3.", ge=0)
     isolation: str = setting(
         "best", "The isolation level (see `palaestra doctor`): best, full, userns, confined, none."
     )
     require_sandbox: bool = setting(False, "Refuse isolation levels below `userns`.")
     host_ports: list[int] = setting(
         [],
-        "Ports of this machine's loopback that local slots with the network on reach, at the name `host.internal`.",
+        "Loopback ports of this machine that local slots with a network can reach, under the name `host.internal`.",
     )
     keep_workspaces: bool = setting(
         True, "Share prepared workspaces with other runs on this machine, if their task or environment has a cache key."
     )
     workspace_store: str | None = setting(None, "The folder of shared workspaces; None: the user's cache folder.")
     workspace_store_bytes: int = setting(
-        DEFAULT_STORE_BYTES, "Disk space of shared workspaces; above it, the least recently used are deleted.", ge=0
+        DEFAULT_STORE_BYTES,
+        "Maximum disk space of shared workspaces; beyond it, the least recently used are deleted.",
+        ge=0,
     )
     slots: int | None = setting(
-        None, "Slots in use at a time, at most; None: as many as memory and open files allow, up to 512.", ge=1
+        None, "Maximum slots in use; None: as many as memory and open files allow, up to 512.", ge=1
     )
     save_workspaces: bool = setting(
         False,
@@ -90,7 +92,7 @@ class BaseEnvConfig(Settings):
     )
     acquire_timeout_s: float = setting(30, "Seconds to wait for a free slot.", gt=0)
     infra_retries: int = setting(
-        1, "Further attempts at a rollout after an infrastructure failure, before it stays unscored.", ge=0
+        1, "Retries of a rollout after an infrastructure failure; then it stays unscored.", ge=0
     )
     world: Literal["record", "live", "replay", "fill"] = setting(
         "record",
@@ -99,13 +101,15 @@ class BaseEnvConfig(Settings):
     )
     world_file: str | None = setting(None, "The recording for replay and fill: a file, or the folder of a run.")
     world_miss: Literal["reply", "fail"] = setting(
-        "reply", "A call that the recording lacks: reply answers the model with an error, fail ends the rollout."
+        "reply",
+        "What happens to a call that the recording lacks: reply answers the model with an error, fail ends "
+        "the rollout.",
     )
 
     short_groups: Literal["smaller", "whole"] = setting(
         "smaller",
-        "Groups with a rollout that an infrastructure failure ended: smaller keeps the rest, whole replaces it (at "
-        "most as many times as the group has rollouts).",
+        "What happens to a group with a rollout that an infrastructure failure ended: smaller keeps the "
+        "rest, whole replaces the rollout (at most as many times as the group has rollouts).",
     )
     branches: int = setting(
         0,
@@ -113,7 +117,7 @@ class BaseEnvConfig(Settings):
         ge=0,
     )
     branch_at: Literal["random", "uncertain"] = setting(
-        "random", "Where branches begin: after random turns, or before those whose tokens were least likely."
+        "random", "Where branches begin: after random turns, or before the turns whose tokens were least likely."
     )
     max_infra_rate: float = setting(
         0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
@@ -128,16 +132,17 @@ class BaseEnvConfig(Settings):
         description=f"Seconds without a sign of life before a rollout is ended, by stage ({', '.join(IDLE_LIMITS)}); "
         "0: no limit.",
     )
-    drain_s: float = setting(60, "Seconds that rollouts in flight have to finish after SIGTERM.", ge=0)
+    drain_s: float = setting(60, "Seconds that rollouts in flight get to finish after SIGTERM.", ge=0)
     timings_from: str | None = setting(
-        None, "The folder of an earlier run whose slow tasks begin first. A resumed run uses its own timings."
+        None,
+        "The folder of an earlier run; tasks that were slow there begin first. A resumed run uses its own timings.",
     )
     metrics_port: int | None = setting(
         None, "Serve the run's numbers as Prometheus text on this port; 0: any free port.", ge=0, le=65535
     )
     metrics_host: str = setting("127.0.0.1", "The address on which metrics_port listens.")
     metrics_token: str | None = setting(
-        None, "The bearer token of callers of metrics_port; required beyond the loopback."
+        None, "The bearer token that callers of metrics_port must send; required beyond the loopback."
     )
     otel_endpoint: str | None = setting(
         None, "Send OpenTelemetry spans to this collector (OTLP over HTTP, http://localhost:4318; extra `otel`)."
@@ -145,10 +150,10 @@ class BaseEnvConfig(Settings):
     otel_content: bool = setting(False, "Put prompts, replies, arguments and results on the spans.")
 
     max_eval_workers: int = setting(
-        16, "Groups of an evaluation in flight, if this is set; otherwise as many as of a run.", ge=1
+        16, "Groups of an evaluation that run concurrently; unless set, as many as in a run.", ge=1
     )
     max_num_workers_per_node: int = setting(
-        8, "Groups in flight per model server, if this is set and max_num_workers is not.", ge=1
+        8, "Groups that run concurrently per model server; used if max_num_workers is not set.", ge=1
     )
     steps_per_eval: int = setting(
         100,
@@ -158,14 +163,16 @@ class BaseEnvConfig(Settings):
     )
     eval_handling: EvalHandlingEnum = setting(
         EvalHandlingEnum.STOP_TRAIN,
-        "What the run does during such an evaluation: STOP_TRAIN begins no group, LIMIT_TRAIN leaves eval_limit_ratio "
+        "What the run does during an evaluation: STOP_TRAIN begins no new group, LIMIT_TRAIN leaves eval_limit_ratio "
         "of the workers to the evaluation, NONE changes nothing.",
     )
     eval_limit_ratio: float = setting(0.5, "The share of the workers that LIMIT_TRAIN takes from the run.", ge=0, le=1)
     inference_weight: float = setting(1.0, "Weight among the environments that feed the same trainer.", ge=0)
     batch_size: int = later(-1, "Rollouts per trainer batch.", "The trainer's server decides the size of its batches.")
-    max_batches_offpolicy: int = setting(3, "Batches in progress or waiting for the trainer; at least one may.", ge=0)
-    min_batch_allocation: float | None = setting(None, "Least share of a trainer's batch, 0 to 1.", ge=0, le=1)
+    max_batches_offpolicy: int = setting(
+        3, "Maximum batches in progress or waiting for the trainer; at least one is always allowed.", ge=0
+    )
+    min_batch_allocation: float | None = setting(None, "Minimum share of a trainer's batch, 0 to 1.", ge=0, le=1)
     use_wandb: bool = setting(
         True, "Send the run's metrics to Weights & Biases (extra `wandb`), if a user or the environment sets this."
     )
@@ -178,19 +185,21 @@ class BaseEnvConfig(Settings):
     use_trackio: bool = setting(False, "Send the run's metrics to Trackio (extra `trackio`).")
     tracker_project: str | None = setting(None, "The project of the run at trackers; None: the environment's name.")
     rollout_server_url: str = setting("http://localhost:8000", "The trainer's trajectory server, which `serve` feeds.")
-    rollout_server_token: str | None = setting(None, "The token that the trajectory server wants, if it wants one.")
+    rollout_server_token: str | None = setting(None, "The token of the trajectory server, if it requires one.")
     allow_placeholder_tokens: bool = setting(
         False, "Let `serve` send groups without sampled tokens, which train nothing."
     )
-    num_rollouts_to_keep: int = setting(32, "Groups whose rollouts are kept to be shown.", ge=1)
-    num_rollouts_per_group_for_logging: int = setting(1, "Rollouts kept of each group; -1 means all.", ge=-1)
+    num_rollouts_to_keep: int = setting(32, "Number of groups whose rollouts trackers can show.", ge=1)
+    num_rollouts_per_group_for_logging: int = setting(1, "Rollouts to show of each group; -1: all.", ge=-1)
     min_items_sent_before_logging: int = setting(2, "Finished groups between two logs of the metrics.", ge=1)
     thinking_mode: bool = setting(False, "Ask the agent, in its system message, to think inside <think> tags.")
-    reasoning_effort: str | None = setting(None, "Sent with every request of an agent as reasoning_effort.")
+    reasoning_effort: str | None = setting(None, "The value of reasoning_effort in every request of an agent.")
     max_reasoning_tokens: int | None = setting(
-        None, "Sent with every request of an agent as reasoning.max_tokens, which OpenRouter reads.", gt=0
+        None, "The value of reasoning.max_tokens, which OpenRouter reads, in every request of an agent.", gt=0
     )
-    custom_thinking_prompt: str | None = setting(None, "Put before the system message instead of thinking_mode's text.")
+    custom_thinking_prompt: str | None = setting(
+        None, "The text before the system message, in place of thinking_mode's text."
+    )
 
     @field_validator("data_path_to_save_groups")
     @classmethod
@@ -216,10 +225,10 @@ class BaseEnvConfig(Settings):
     @field_validator("idle_limits")
     @classmethod
     def _limits_of_stages(cls, limits: dict[str, float]) -> dict[str, float]:
-        """Return a stage that is not set keeps its default."""
+        """A stage that is not set keeps its default."""
         for stage, seconds in limits.items():
             if stage not in IDLE_LIMITS:
-                raise ConfigError(f"unknown stage {stage!r}; known are {', '.join(IDLE_LIMITS)}")
+                raise ConfigError(f"unknown stage {stage!r}; known stages are {', '.join(IDLE_LIMITS)}")
             if not 0 <= seconds < float("inf"):
                 raise ConfigError(f"the limit of {stage} must be seconds, or 0 for no limit")
         return {**IDLE_LIMITS, **limits}
@@ -245,17 +254,17 @@ class BaseEnvConfig(Settings):
     def _a_group_of_one_is_kept(self) -> Self:
         """All scores of a group of one are equal, so by default equal scores must not drop it."""
         if self.group_size == 1 and "ensure_scores_are_not_same" not in self.model_fields_set:
-            # Not an assignment: the field stays "unset", so that a larger group_size from a later layer gets True.
+            # Not an assignment, so that the field stays "unset" and a larger group_size from a later layer gets True.
             self.__dict__["ensure_scores_are_not_same"] = False
         return self
 
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
-        """Raises `ConfigError` for settings that no run can start with. Called after all sources are merged, so that a
-        flag or a file can replace what a script sets. `sources` maps `env.FIELD` to who set it."""
+        """Raise `ConfigError` for settings with which no run can start. Called after all sources are merged, so that a
+        flag or a file can replace what a script sets. `sources` maps `env.FIELD` to the source of its value."""
         if self.branches and self.branches >= self.group_size:
             raise ConfigError(
-                f"branches {self.branches} needs a group_size above it, not {self.group_size}: the branches of a group "
-                "continue its other rollouts"
+                f"branches {self.branches} needs a larger group_size than {self.group_size}, because the "
+                "branches of a group continue its other rollouts"
             )
         if self.branches and self.agent is not None:
             raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}: leave one of them out")
@@ -275,30 +284,32 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     enabled_toolsets: list[str] | None = setting(
         None, "Toolsets of the agent, for example `terminal file`; None means all that work here."
     )
-    disabled_toolsets: list[str] | None = setting(None, "Toolsets that the agent does not get.")
+    disabled_toolsets: list[str] | None = setting(None, "Toolsets to withhold from the agent.")
     distribution: str | None = setting(
         None, "A named random draw of toolsets, one per group. Excludes enabled_toolsets."
     )
     strict_tools: bool = setting(False, "Refuse to run without a requested tool, instead of leaving it out.")
     mcp_servers: dict[str, MCPServerConfig] = setting(
-        {}, "MCP servers by name, each a toolset mcp-NAME that every agent has. --mcp FILE reads mcpServers."
+        {}, "MCP servers by name. Each is a toolset mcp-NAME that every agent gets. --mcp FILE reads mcpServers."
     )
-    max_agent_turns: int = setting(30, "Model calls per rollout, at most.", ge=1)
+    max_agent_turns: int = setting(30, "Maximum model calls per rollout.", ge=1)
     max_rollout_tokens: int | None = setting(
-        None, "Tokens that one rollout may read and write in all its model calls.", gt=0
+        None, "Maximum tokens that one rollout may read and write in all its model calls.", gt=0
     )
-    max_rollout_completion_tokens: int | None = setting(None, "Tokens that one rollout may write.", gt=0)
-    max_rollout_output_bytes: int | None = setting(None, "Bytes of tool results that one rollout may read.", gt=0)
+    max_rollout_completion_tokens: int | None = setting(None, "Maximum tokens that one rollout may write.", gt=0)
+    max_rollout_output_bytes: int | None = setting(
+        None, "Maximum bytes of tool results that one rollout may read.", gt=0
+    )
     max_rollout_cost: float | None = setting(None, "The cost limit of one rollout; needs the two prices.", gt=0)
     system_prompt: str | None = setting(None, "The system message; it need not name the tools.")
     agent_temperature: float = setting(1.0, "Sampling temperature of rollouts.", ge=0)
     extra_body: dict[str, JSON] | None = setting(None, "Further fields of every model request, in the provider's form.")
 
     memory_dir: str | None = setting(
-        None, "A folder for the tool memory; None refuses it: rollouts must not learn from each other."
+        None, "The folder of the tool memory. None disables the tool, so that rollouts do not learn from each other."
     )
     sessions_dir: str | None = setting(
-        None, "A folder of earlier conversations for the tool session_search; None refuses it."
+        None, "The folder of earlier conversations for the tool session_search. None disables the tool."
     )
 
     tool_call_parser: str = setting(
@@ -312,10 +323,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
     creates_per_s: float | None = setting(
-        None, "Containers or sandboxes that all runs of this user on this machine start in a second, at most.", gt=0
+        None, "Maximum containers or sandboxes that all your runs on this machine start per second.", gt=0
     )
     max_starting: int | None = setting(
-        None, "Containers or sandboxes that all runs of this user on this machine start at a time, at most.", ge=1
+        None, "Maximum containers or sandboxes that all your runs on this machine start concurrently.", ge=1
     )
     slot_prices: dict[str, float] = setting(
         {}, "Price of an hour of a container or sandbox, by backend, for the report and max_cost: modal=0.14."
@@ -324,27 +335,31 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         None, "A file with hosts that get no new slots, separated by white space. It may change during the run."
     )
     backend_options: dict[str, JSON] = setting({}, "Settings of a backend from another package, NAME: VALUE.")
-    docker_image: str | None = setting(None, "Docker: the image of tasks that name none. It needs Python 3.11.")
-    docker_hosts: list[str] = setting([], "Docker: addresses of daemons; none means the one that `docker` reaches.")
-    docker_privileged: bool = setting(False, "Docker: rights for slots at `userns`, and at `full` for images by path.")
+    docker_image: str | None = setting(None, "Docker: the image of tasks without one. It needs Python 3.11.")
+    docker_hosts: list[str] = setting(
+        [], "Docker: addresses of daemons; if empty, the daemon that the command `docker` uses."
+    )
+    docker_privileged: bool = setting(
+        False, "Docker: grant the container the rights that slots at `userns` need, or at `full` for images by path."
+    )
     docker_runtime: str | None = setting(
         None, "Docker: a runtime of the daemon, such as gVisor's `runsc`; None: its default."
     )
-    singularity_image: str | None = setting(None, "Singularity: the image of tasks that name none.")
+    singularity_image: str | None = setting(None, "Singularity: the image of tasks without one.")
     ssh_hosts: list[str] = setting([], "SSH: the machines, as `ssh` takes them, or user@host:port.")
-    ssh_user: str | None = setting(None, "SSH: the user on all machines; None: as ~/.ssh/config says.")
-    ssh_port: int | None = setting(None, "SSH: the port on all machines; None: as ~/.ssh/config says.", ge=1, le=65535)
-    ssh_key: str | None = setting(None, "SSH: the file of the private key; None: as ~/.ssh/config says.")
-    ssh_slots_per_host: int = setting(64, "SSH: slots on one machine, at most.", ge=1)
-    slots_per_container: int = setting(10, "Docker, Singularity, Nomad: slots in one container, at most.", ge=1)
-    max_containers: int = setting(10, "Docker, Singularity, Nomad: containers, at most, for one image.", ge=1)
+    ssh_user: str | None = setting(None, "SSH: the user on all machines; None: as in ~/.ssh/config.")
+    ssh_port: int | None = setting(None, "SSH: the port on all machines; None: as in ~/.ssh/config.", ge=1, le=65535)
+    ssh_key: str | None = setting(None, "SSH: the file of the private key; None: as in ~/.ssh/config.")
+    ssh_slots_per_host: int = setting(64, "SSH: maximum slots on one machine.", ge=1)
+    slots_per_container: int = setting(10, "Docker, Singularity, Nomad: maximum slots in one container.", ge=1)
+    max_containers: int = setting(10, "Docker, Singularity, Nomad: maximum containers for one image.", ge=1)
     container_cpus: float | None = setting(None, "Docker: cores of one container; None is no limit.", gt=0)
     container_memory: str | None = setting(None, "Docker: memory of one container, such as `4g`; None is no limit.")
     tool_pool_size: int = setting(
         128, "The name of `slots` in existing scripts; has no effect unless it is set and `slots` is not.", ge=1
     )
-    terminal_timeout: int = setting(120, "Seconds of one command, unless the call sets them.", ge=1)
-    allow_network: bool = setting(True, "Whether the agent's commands reach the network.")
+    terminal_timeout: int = setting(120, "Time limit of a command in seconds, unless the call sets one.", ge=1)
+    allow_network: bool = setting(True, "Whether the agent's commands can reach the network.")
     freeze_slots: bool = setting(False, "Stop the processes in a rollout's slot while the model thinks.")
     grading: Literal["sealed", "live"] = setting(
         "sealed",
@@ -352,7 +367,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         "while its processes run.",
     )
     graded_paths: list[str] = setting(
-        [], "Paths that sealed grading shows as the agent left them, besides /workspace and temporary directories."
+        [],
+        "Paths that sealed grading shows as the agent left them, in addition to /workspace and temporary directories.",
     )
     graded_programs: list[str] = setting(
         [], "Names of programs below graded_paths that an agent may install or replace."
@@ -364,49 +380,53 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     dataset_split: str = setting("train", "The split of a named data set.")
     prompt_field: str = setting("prompt", "The column that holds the prompt.")
 
-    terminal_lifetime: int = later(3600, "Seconds an idle sandbox lives.", "A slot lives as long as its rollout.")
+    terminal_lifetime: int = later(
+        3600, "Seconds after which an idle sandbox ends.", "A slot lives as long as its rollout."
+    )
     nomad_address: str = setting("http://localhost:4646", "Nomad: its API.")
     nomad_token: str | None = setting(None, "Nomad: the ACL token, which may submit, scale and read jobs.")
     nomad_datacenter: str = setting("dc1", "Nomad: the datacenter of the job.")
     nomad_cpu: int = setting(1000, "Nomad: MHz of one container, for all its slots.", ge=1)
     nomad_memory: int = setting(2048, "Nomad: megabytes of one container, for all its slots.", ge=10)
     nomad_scale_cooldown: float = setting(60, "Nomad: seconds until an idle container is removed.", ge=0)
-    sandbox_job_id: str = setting("atropos-sandbox", "Nomad: the job's name, unless another live run has it.")
+    sandbox_job_id: str = setting(
+        "atropos-sandbox", "Nomad: the job's name. If another live run has this name, the run adds a suffix."
+    )
     sandbox_image: str = setting(
-        "atropos-sandbox:local", "Nomad: the image of tasks that name none. It needs Python 3.11."
+        "atropos-sandbox:local", "Nomad: the image of tasks without one. It needs Python 3.11."
     )
-    min_containers: int = setting(1, "Nomad: containers that stay when they are idle.", ge=0)
+    min_containers: int = setting(1, "Nomad: containers to keep while idle.", ge=0)
     privileged: bool = setting(
-        False, "Nomad: privileged containers, for slots at `userns` or `full` as the node allows."
+        False, "Nomad: use privileged containers, for slots at `userns` or `full`, whichever the node allows."
     )
-    purge_job_on_start: bool = setting(False, "Nomad: remove a job of this name first that no live run has.")
+    purge_job_on_start: bool = setting(False, "Nomad: first remove a job with this name if no live run owns it.")
     purge_job_on_shutdown: bool = setting(True, "Nomad: remove the job from Nomad's list at the end.")
     driver: str = setting("docker", "Nomad: the task driver, `docker` or `raw_exec`.")
     modal_app_name: str = setting("atropos-sandbox", "Modal: the app that the sandboxes belong to.")
-    modal_image: str = setting("python:3.11", "Modal: the image of tasks that name none. It needs Python 3.11.")
+    modal_image: str = setting("python:3.11", "Modal: the image of tasks without one. It needs Python 3.11.")
     modal_gpu: str | None = setting(None, "Modal: the GPU of a sandbox, such as `T4`.")
     modal_cpu: float = setting(1.0, "Modal: cores of a sandbox.", gt=0)
     modal_memory: int = setting(2048, "Modal: megabytes of a sandbox.", ge=128)
-    modal_slots_per_sandbox: int = setting(10, "Modal: slots in one sandbox, at most.", ge=1)
-    modal_min_sandboxes: int = setting(1, "Modal: sandboxes that run even without slots.", ge=0)
-    modal_max_sandboxes: int = setting(5, "Modal: sandboxes, at most.", ge=1)
+    modal_slots_per_sandbox: int = setting(10, "Modal: maximum slots in one sandbox.", ge=1)
+    modal_min_sandboxes: int = setting(1, "Modal: sandboxes to keep running without slots.", ge=0)
+    modal_max_sandboxes: int = setting(5, "Modal: maximum number of sandboxes.", ge=1)
     modal_idle_timeout: int = setting(
         120, "Modal: seconds until a sandbox without slots, or without this process, ends.", ge=1
     )
     modal_max_lifetime: int = setting(
         3600,
-        "Modal: seconds that a sandbox lives, at most. Must be longer than a rollout; grows with worker_timeout "
+        "Modal: maximum lifetime of a sandbox in seconds. Must be longer than a rollout; grows with worker_timeout "
         "unless it is set.",
         ge=1,
     )
     modal_acquire_timeout: float = setting(60, "Modal: seconds to wait for a slot and for capacity.", gt=0)
     modal_execution_timeout: float = setting(
-        30, "Modal: seconds of one command, if set; otherwise terminal_timeout.", gt=0
+        30, "Modal: time limit of a command in seconds; unless set, terminal_timeout.", gt=0
     )
-    modal_secrets: str = setting("", "Modal: names of its secrets, separated by commas. All commands read them.")
-    modal_env_vars: str = setting("", "Modal: variables of all commands, K=V;K=V.")
+    modal_secrets: str = setting("", "Modal: names of Modal secrets, separated by commas. All commands can read them.")
+    modal_env_vars: str = setting("", "Modal: environment variables of all commands, as K=V;K=V.")
     modal_workspace_base: str = later(
-        "/data", "Modal: where workspaces lie.", "Every slot has its own workspace at /workspace."
+        "/data", "Modal: the folder of workspaces.", "Every slot has its own workspace at /workspace."
     )
 
     @field_validator("distribution")
@@ -425,7 +445,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
             wanted = "live" if self.live else "sealed"
             if "grading" in self.model_fields_set and self.grading != wanted:
                 raise ConfigError(f"live {str(self.live).lower()} contradicts grading {self.grading}: set one of them")
-            self.__dict__["grading"] = wanted  # not an assignment: a later layer may still set it
+            self.__dict__["grading"] = wanted  # not an assignment, so that a later layer may still set it
         return self
 
     def take_variables(self, environ: Mapping[str, str]) -> None:
@@ -459,8 +479,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         return "terminal_backend" if self.tool_pool_mode == "default" else "tool_pool_mode"
 
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
-        """Raises `ConfigError` for a slot backend that this version does not have, and for a flag or an argument that
-        the backend does not read. `sources` maps `env.FIELD` to who set it."""
+        """Raise `ConfigError` for a slot backend that this version does not have, and for a flag or an argument that
+        the backend does not read. `sources` maps `env.FIELD` to the source of its value."""
         super().check_runnable(sources)
         name = self._slot_setting
         unknown = [each for each in backend_words(self.slot_backend) if each not in BUILTIN]
@@ -477,8 +497,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         )
 
     def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
-        """Return the settings that flags or arguments change. Files and variables may hold those of several
-        backends."""
+        """Return the settings that flags or arguments change. Files and variables do not count, because they may hold
+        settings of several backends."""
         fields = type(self).model_fields
         said = (name for name in fields if sources.get(f"env.{name}") in (COMMAND_LINE, ARGUMENT))
         return [name for name in said if getattr(self, name) != fields[name].get_default(call_default_factory=True)]

@@ -202,7 +202,7 @@ async def make_reporting(
         return reporting
     told: dict[str, str] = {}
     if parsed.command == "serve":
-        from palaestra.envs.run.feed_trainer import trainers_tracking  # here, because it loads an HTTP client
+        from palaestra.envs.run.feed_trainer import trainers_tracking  # imported here, because it loads an HTTP client
 
         told = await trainers_tracking(config.rollout_server_url, config.rollout_server_token)
     label = RunLabel(

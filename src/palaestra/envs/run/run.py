@@ -80,7 +80,7 @@ class RunReport:
 
     def to_json(self) -> dict[str, JSON]:
         """Return the result as `--json` prints it: how the run ended, its files, and its metrics."""
-        from palaestra.rollouts.finished_run import Run  # here, because most runs print their path alone
+        from palaestra.rollouts.finished_run import Run  # imported here, because most runs print their path alone
 
         metrics = Run(self.folder).metrics
         return {
@@ -165,7 +165,7 @@ async def run(
         for each in (console, reporting, *(() if spans is None else (spans,)), *subscribers):
             events.subscribe(each)
         if logger.isEnabledFor(logging.DEBUG):
-            from palaestra.rollouts.observe.event_log import EventLog  # here, because most runs log nothing
+            from palaestra.rollouts.observe.event_log import EventLog  # imported here, because most runs log nothing
 
             events.subscribe(EventLog())
         context = RunContext(

@@ -41,9 +41,9 @@ _POSITION, _DIRECT = "position", "direct "
 _OVERLAP = 10_000 << 22
 """Ten seconds as a difference of ids, which begin with a time: messages of channels may come out of order."""
 _WRITE_EVERY_S = 60.0
-"""How often the position is written while all messages are for others."""
+"""Seconds between writes of the position while all messages are for others."""
 _MOST_WAITING = 1000
-"""Messages that wait to be delivered; further ones are read from the history later."""
+"""The maximum number of messages queued for delivery; further ones are read from the history later."""
 _MOST_BYTES = 20 << 20
 _START_S = 60.0
 _LONGEST_RATE_LIMIT_S = 30.0
@@ -113,7 +113,7 @@ class Discord:
             await self._closing
 
     async def _stay_connected(self, connected: asyncio.Future[None]) -> None:
-        """Connect again and again. The first attempt settles `connected`."""
+        """Reconnect until cancelled. The first attempt settles `connected`."""
         loop = asyncio.get_running_loop()
         wait_s = 1.0
         while True:
@@ -122,13 +122,14 @@ class Discord:
             try:
                 async with self._failures():
                     await client.login(self._token or "")
-                    await client.connect(reconnect=False)  # it still resumes; other connections begin in this loop
+                    # the library may still resume a session; this loop begins new connections
+                    await client.connect(reconnect=False)
             except PlatformError as error:
                 if not connected.done():
                     connected.set_exception(error)
                     return
                 problem = str(error)
-            except Exception as error:  # an error of the library, after an answer that is not Discord's
+            except Exception as error:  # the library's error after an answer that is not Discord's
                 logger.exception("%s: the connection failed", self.name)
                 problem = f"{self.name}: {type(error).__name__}: {error}"
                 if not connected.done():
@@ -198,7 +199,7 @@ class Discord:
                 wait_s = 1.0
             except PlatformError as error:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
-            except Exception:  # an error of the gateway, such as a full disk
+            except Exception:  # our own error, such as a full disk
                 logger.exception("%s: a message was not taken; it is read again", self.name)
             else:
                 continue
@@ -250,7 +251,7 @@ class Discord:
             incoming = await self._incoming(message)
         except PlatformUnavailable:
             raise
-        except Exception:  # an error of the library: one message must not hold up the others
+        except Exception:  # the library's error: one message must not block the others
             logger.exception("%s: message %s cannot be read, and is passed over", self.name, message.id)
             incoming = None
         if incoming is not None:
@@ -300,7 +301,7 @@ class Discord:
             try:
                 async with self._failures():
                     data = await attachment.read()
-            except PlatformRefused as error:  # a later try would keep the messages after this one waiting
+            except PlatformRefused as error:  # a retry would block the messages after this one
                 problem = f"{attachment.filename} could not be read: {error}"
             else:
                 media_type = attachment.content_type or "application/octet-stream"
@@ -383,7 +384,7 @@ class Discord:
 
 class _Client(discord.Client):
     def dispatch(self, event: str, /, *args: object, **kwargs: object) -> None:
-        if not self.is_closed():  # discord.py may say that it is ready after its end, which raises
+        if not self.is_closed():  # discord.py may report that it is ready after its end, which raises
             super().dispatch(event, *args, **kwargs)
 
 
@@ -394,12 +395,12 @@ def _is_direct(channel: object) -> bool:
 
 
 def _nonce(key: str) -> str:
-    """For some minutes, Discord takes a message with one nonce once."""
+    """Return a key's nonce. For some minutes, Discord accepts a message with one nonce only once."""
     return hashlib.sha256(key.encode()).hexdigest()[:25]
 
 
 def _reference(address: ChatAddress, answers: Answers | None) -> discord.MessageReference | None:
-    """In a channel with several people, an answer is sent as a reply."""
+    """Return the message to reply to, in a channel with several people; None elsewhere."""
     if answers is None or address.chat_type == "dm" or not answers.message_id.isdecimal():
         return None
     message, channel = int(answers.message_id), int(address.chat_id)

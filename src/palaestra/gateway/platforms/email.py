@@ -1,14 +1,14 @@
 """E-mail, with aioimaplib and aiosmtplib: unread messages of a mailbox are read by IMAP and answered by SMTP.
 
 Each thread of e-mails is a session. A message is marked as read (`\\Seen`) once it is on the disk of the gateway, so an
-unread one is taken after a restart. Automatic messages, lists and the mailbox's own messages are passed over.
+unread one is taken after a restart. Automatic messages, mailing lists and the mailbox's own messages are skipped.
 
 Settings: `token` is the password. `extra` has `address` (the bot's), `imap_host` and `smtp_host`, and may have `user`
 (by default the address), `imap_port` (993), `smtp_port` (465), `security` (tls, starttls for SMTP alone, or none),
 `poll_s` (15) and `authserv_id`.
 
-Anybody can write any sender into an e-mail. With `authserv_id`, the name under which your mail server writes
-`Authentication-Results` (RFC 8601), only messages whose sender that server has checked (`dmarc=pass`) are taken.
+An e-mail can name any sender. With `authserv_id`, the name under which your mail server writes `Authentication-Results`
+(RFC 8601), only messages whose sender that server has checked (`dmarc=pass`) are taken.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Email:
     async def start(self, deliver: Deliver) -> None:
         await self.stop()
         async with self._sender():
-            pass  # the password is right
+            pass  # no error: the password is right
         client = await self._mailbox()
         self._reading = asyncio.create_task(self._read(client, deliver), name=f"read {self.name}")
         await asyncio.sleep(0)  # a task that is cancelled before it began would not close the connection
@@ -143,10 +143,10 @@ class Email:
             fetched = await client.uid("fetch", number, "(BODY.PEEK[])")
             content = next((bytes(line) for line in fetched.lines if isinstance(line, bytearray)), None)
             if content is None:
-                continue  # it was deleted meanwhile
+                continue  # deleted in the meantime
             try:
                 message = self._incoming(content, number)
-            except Exception:  # an e-mail that breaks the parser must not keep the others waiting
+            except Exception:  # an e-mail that breaks the parser must not block the others
                 logger.exception("%s: the e-mail with the uid %s cannot be read, and is passed over", self.name, number)
                 message = None
             if message is not None:
@@ -254,7 +254,7 @@ class Email:
 
     @contextlib.asynccontextmanager
     async def _sender(self) -> AsyncIterator[aiosmtplib.SMTP]:
-        """A connection to the SMTP server, logged in if the server offers that."""
+        """Yield a connection to the SMTP server, logged in if the server offers that."""
         host, port = self._smtp
         smtp = aiosmtplib.SMTP(
             hostname=host, port=port, timeout=_TIMEOUT_S,

@@ -3,8 +3,8 @@
 Settings: `token` is the access token of the bot's account; `extra.homeserver` its address, such as
 `https://matrix.example.org`. The bot joins rooms that it is invited to; a room of two is a `dm`, others are a `group`.
 
-How far the bot has read is kept on the homeserver, as account data of its account (`SYNCED`), so nothing is read twice
-or left out after a restart. The first start begins at that moment.
+The bot's read position is stored on the homeserver, as account data of its account (`SYNCED`), so that after a restart
+no message is read twice or missed. The first start begins at that moment.
 
 The bot cannot read encrypted rooms. It says so there, and sends nothing else.
 
@@ -134,7 +134,7 @@ class Matrix:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
                 await asyncio.sleep(wait_s)
                 response, wait_s = None, min(60.0, wait_s * 2)
-            except Exception:  # an error of the gateway, such as a full disk
+            except Exception:  # our own error, such as a full disk
                 logger.exception("%s: a message was not taken; it is read again", self.name)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
@@ -163,7 +163,7 @@ class Matrix:
                     message = await self._incoming(client, room, event)
                 except PlatformUnavailable:
                     raise
-                except Exception:  # anybody may send an invalid event; it must not hold up the others
+                except Exception:  # anyone may send an invalid event; it must not block the others
                     logger.exception("%s: the event %s cannot be read, and is passed over", self.name, event.event_id)
                     continue
                 if message is not None:
@@ -205,7 +205,7 @@ class Matrix:
         if size > self._largest:
             return None, f"{name} has {size >> 20} MB, and at most {self._largest >> 20} MB are taken."
         place = _FILE.fullmatch(event.url)
-        if place is None:  # the bot's token would be sent to that path
+        if place is None:  # without an address, the bot's token would be sent to that path
             return None, f"{name} has no address of a file."
         try:
             status, data = await self._request("GET", f"/_matrix/client/v1/media/download/{place[1]}/{place[2]}")

@@ -75,7 +75,7 @@ class OpenAIServer:
         self._open = AsyncExitStack()
 
     async def start(self, deliver: Deliver) -> None:
-        """Raises `ConfigError` if the port is in use, or if it would listen beyond the loopback without a token."""
+        """Raise `ConfigError` if the port is in use, or if it would listen beyond the loopback without a token."""
         self._deliver = deliver
         app = web.Application(
             client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_refused)]
@@ -156,7 +156,7 @@ class OpenAIServer:
                 async with asyncio.timeout(_KEEP_ALIVE_S):
                     part = await waiting.parts.get()
             except TimeoutError:
-                await reply.write(b": waiting\n\n")  # so that nothing between us closes the connection
+                await reply.write(b": waiting\n\n")  # so that no proxy closes the connection
                 continue
             if part is None:
                 break
@@ -168,7 +168,7 @@ class OpenAIServer:
             more = ""
         elif answer.startswith(streamed):
             more = answer.removeprefix(streamed)
-        else:  # a reply that was begun again, or notes in front
+        else:  # a reply that was restarted, or notes before it
             more = f"\n\n{answer}"
         if more.strip():
             await send({"content": more})
@@ -199,7 +199,7 @@ class OpenAIServer:
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        """A file is a data URL in the answer."""
+        """Hand over a file. In the answer, it is a data URL."""
         url = f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
         sign = "!" if file.is_image else ""
         return await self.send_text(address, f"{sign}[{file.name}]({url})", key=key, answers=answers)

@@ -70,7 +70,7 @@ class Slack:
                     if message is not None:
                         await deliver(message)
                 await client.send_socket_mode_response(SocketModeResponse(envelope_id=request.envelope_id))
-            except Exception:  # not acknowledged: Slack sends it again
+            except Exception:  # not acknowledged, so Slack sends it again
                 logger.exception("%s: a message was not taken", self.name)
 
         socket.socket_mode_request_listeners.append(take)
@@ -104,7 +104,7 @@ class Slack:
             if int(file.get("size") or 0) > _MOST_BYTES:
                 problem = f"{file.get('name')} is too large; at most {_MOST_BYTES >> 20} MB are taken."
             elif not self._is_slack(url := str(file.get("url_private_download") or file.get("url_private"))):
-                problem = f"{file.get('name')} is not stored in Slack; only files that are can be read."
+                problem = f"{file.get('name')} is not stored in Slack, so it cannot be read."
             else:
                 files.append(await self._download(file, url))
         return Incoming(address, ts, user, text, tuple(files), user, problem)
@@ -175,5 +175,5 @@ class Slack:
 
 
 def _escaped(text: str) -> str:
-    """Return escaped as https://docs.slack.dev/messaging/formatting-message-text#escaping requires."""
+    """Return the text escaped as https://docs.slack.dev/messaging/formatting-message-text#escaping requires."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

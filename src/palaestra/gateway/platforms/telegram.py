@@ -104,7 +104,7 @@ class Telegram:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
-            except Exception:  # an error of the gateway, such as a full disk
+            except Exception:  # our own error, such as a full disk
                 logger.exception("%s: a message was not taken; it comes again", self.name)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)

@@ -79,7 +79,7 @@ class Webhook:
         self._client: aiohttp.ClientSession
 
     async def start(self, deliver: Deliver) -> None:
-        """Raises `ConfigError` if the port is taken, or if there is no token beyond the loopback."""
+        """Raise `ConfigError` if the port is taken, or if there is no token beyond the loopback."""
         self._deliver = deliver
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(self._token)])
         app.router.add_post("/messages", self._receive)
@@ -152,7 +152,7 @@ class Webhook:
 
 
 def listen_address(name: str, config: PlatformConfig, port: int) -> tuple[str, int]:
-    """`host` and `port` of a platform that is a server. Raises `ConfigError`."""
+    """Return `host` and `port` of a platform that is a server. Raises `ConfigError`."""
     host, given = config.extra.get("host", "127.0.0.1"), config.extra.get("port", port)
     if not isinstance(host, str) or not isinstance(given, int) or not 0 <= given < 1 << 16:
         raise ConfigError(f"platforms.{name}.extra needs host, a text, and port, a number below 65536")

@@ -53,12 +53,12 @@ class AddressedEngine(ServerEngine):
         return self._server().session(context)
 
     def managed_server(self, *, engine: object = None, **options: JSON) -> ManagedChat:
-        """Token-exact chat with the server of the address. `engine` is this engine and is ignored."""
+        """Return token-exact chat with the server of the address. `engine` is this engine and is ignored."""
         managed: ManagedChat = self._server().managed_server(**options)  # type: ignore[attr-defined]
         return managed
 
     def _server(self) -> ServerEngine:
         server = _SERVER.get()
         if server is None:
-            raise ConfigError("this run's rollouts need the address of a model server each")
+            raise ConfigError("each rollout of this run needs the address of a model server")
         return server

@@ -39,7 +39,7 @@ class _Request:
     logprobs: list[float] = field(default_factory=list)
 
     def sampled(self, token: int, logprob: float) -> str:
-        """Take one token. Returns the finish reason, or an empty string while the row continues."""
+        """Add one token. Returns the finish reason, or an empty string while the row continues."""
         self.ids.append(token)
         self.logprobs.append(logprob)
         if token in self.sampling.stop_ids or (self.ended is not None and self.ended(self.ids)):
@@ -134,7 +134,7 @@ class Batcher:
     def _run(self) -> None:
         try:
             decoder = self._make()
-        except BaseException as error:  # every kind of error goes to whoever waits for `ready`
+        except BaseException as error:  # every kind of error goes to the waiter of `ready`
             _fail(self.ready, error)
             self._drain(EngineUnavailable(f"The model could not be loaded: {error}"))
             return
@@ -149,7 +149,7 @@ class Batcher:
         self._drain(EngineUnavailable("The engine was closed before the request was answered."))
 
     def _receive(self, decoder: TorchDecoder) -> bool:
-        """Take all messages; wait only if there is nothing else to do. False at the end."""
+        """Take all messages; wait only if there is no other work. Returns False at the end."""
         idle = not self._rows and not self._waiting
         try:
             message = self._inbox.get(block=idle)
@@ -218,7 +218,7 @@ class Batcher:
 
 
 def _answer(future: Future[Sampled] | Future[None], value: Sampled | None) -> None:
-    with suppress(InvalidStateError):  # cancelled meanwhile
+    with suppress(InvalidStateError):  # cancelled in the meantime
         future.set_result(value)  # type: ignore[arg-type]
 
 

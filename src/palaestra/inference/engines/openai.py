@@ -80,7 +80,8 @@ class OpenAIEngine(ServerEngine):
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
         if (kind := server_kind(models)) != "other":
             logger.warning(
-                "%s speaks the protocol of %s: chat completions give placeholder tokens. For exact ones, to train on, "
+                "%s speaks the protocol of %s: chat completions give placeholder tokens. For exact tokens, "
+                "to train on, "
                 "set --openai.server_type %s; palaestra doctor %s checks the server",
                 *(shown(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, shown(self.base_url)),
             )
@@ -105,7 +106,7 @@ class OpenAIEngine(ServerEngine):
                 "POST", self._url, lambda: encode_json(body), retry=AT_START, timeout_s=PROBE_TIMEOUT_S
             )
         except EngineUnavailable as error:
-            logger.warning("the first request failed, and the run begins nevertheless: %s", error)
+            logger.warning("the first request failed; the run begins anyway: %s", error)
             return
         about_tools = 400 <= response.status < 500 and "tool" in server_says(response.body).lower()
         if about_tools or response.status in (401, 403, 404, 405):
@@ -127,7 +128,7 @@ class OpenAIEngine(ServerEngine):
         on_delta: DeltaHook | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """Return one reply with `n` choices. `split` (train or eval) selects the in-flight limit.
+        """Sample one reply with `n` choices. `split` (train or eval) selects the in-flight limit.
 
         With `on_delta`, `stream=True` or the setting `stream` the reply is streamed; the result is the same. `on_delta`
         is called with each chunk. `sampling` and then `extra_body` are merged into the request, so either may replace
@@ -161,7 +162,7 @@ class OpenAIEngine(ServerEngine):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> TextCompletion:
-        """Return `n` continuations of a text. Raises as `chat_completion` does."""
+        """Sample `n` continuations of a text. Raises as `chat_completion` does."""
         body = {"model": self.name, "prompt": prompt, **({"n": n} if n > 1 else {}), **sampling, **(extra_body or {})}
         if n > 1 and self.config.n_kwarg_is_ignored:
             del body["n"]
@@ -198,7 +199,7 @@ class OpenAIEngine(ServerEngine):
 
 
 async def _all(asked: Sequence[Coroutine[None, None, T]]) -> list[T]:
-    """Return all replies; the first failure cancels the other requests and is raised."""
+    """Await all replies; the first failure cancels the other requests and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in asked]

@@ -53,8 +53,9 @@ class Sampling:
         idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "")]
         if idle:
             raise EngineRefused(
-                f"The transformers engine has no sampling setting '{idle[0]}'. It has max_tokens, temperature, top_p, "
-                "top_k, seed, stop_token_ids, ignore_eos and logprobs_mode: take the others out of extra_body."
+                f"The transformers engine has no sampling setting '{idle[0]}'. It supports max_tokens, "
+                "temperature, top_p, "
+                "top_k, seed, stop_token_ids, ignore_eos and logprobs_mode: remove other settings from extra_body."
             )
         return read
 

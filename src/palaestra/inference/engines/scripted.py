@@ -253,9 +253,9 @@ def _trajectories(path: Path) -> Iterator[_Trajectory]:
                 yield _TRAJECTORY.decode(line)
         except msgspec.DecodeError as error:
             if number == len(lines) and not isinstance(error, msgspec.ValidationError):
-                return  # torn: the writer was killed
+                return  # torn, because the writer was killed
             raise ConfigError(
-                f"{path}, line {number}, is not a recorded trajectory: {error}. Name a run instead."
+                f"{path}, line {number}, is not a recorded trajectory: {error}. Give a run instead."
             ) from None
 
 
@@ -300,7 +300,7 @@ class ScriptedEngine(ServerEngine):
         return ScriptedSession(self.name, self._policy, context)
 
     async def chat_completion(self, *, messages: Sequence[Message], **request: JSON) -> ChatCompletion:
-        """Return one reply outside any rollout: policies that need a task raise `TaskError`."""
+        """Play one reply outside any rollout. Policies that need a task raise `TaskError`."""
         return await self.session(SessionContext()).chat_completion(messages=messages, **request)
 
 
@@ -348,7 +348,7 @@ class ScriptedSession(ChatServer):
         )
 
     def _check(self, act: Act, had: Collection[str] | None) -> None:
-        """Raises `TaskError` for a shell command of a solution if the agent has no `terminal`: otherwise the call would
+        """Raise `TaskError` for a shell command of a solution if the agent has no `terminal`: otherwise the call would
         be answered like a model's mistake, and the solution scored as wrong without having run."""
         if had is None or isinstance(act, str | RecordedReply) or COMMANDS in had:
             return
@@ -366,7 +366,7 @@ POLICIES = ("oracle", "noop", *_NEEDS_FILE)
 
 
 def policy_named(model_name: str, replay_file: str | None = None) -> Policy:
-    """`oracle`, `noop`, `patch:FILE`, `replay:FILE`, or `replay` with a separate file. Raises `ConfigError`."""
+    """Return `oracle`, `noop`, `patch:FILE`, `replay:FILE`, or `replay` with a separate file. Raises `ConfigError`."""
     name, _, file = model_name.partition(":")
     if model_name == "oracle":
         return OraclePolicy()
@@ -375,7 +375,7 @@ def policy_named(model_name: str, replay_file: str | None = None) -> Policy:
     if name in _NEEDS_FILE:
         file = file or (replay_file if name == "replay" else None) or ""
         if not file:
-            raise ConfigError(f"Policy '{name}' needs a file: write {name}:FILE.")
+            raise ConfigError(f"Policy '{name}' needs a file: use {name}:FILE.")
         return _NEEDS_FILE[name](Path(file))
     hint = nearest(name, POLICIES)
     raise ConfigError(

@@ -71,8 +71,8 @@ class TokenChat(ServerEngine):
         name: str = "",
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
-        """Token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one. An
-        unknown parser's name is replaced by `hermes`, with a warning, as scripts expect. Raises `ConfigError`."""
+        """Return token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one.
+        An unknown parser's name is replaced by `hermes`, with a warning, as scripts expect. Raises `ConfigError`."""
         chosen = tool_call_parser or tool_parser
         if isinstance(chosen, str) and chosen not in ("none", *list_parsers()):
             logger.warning("no tool-call parser is named %r: hermes is used instead", chosen)
@@ -92,7 +92,7 @@ class TokenChat(ServerEngine):
     async def completion(
         self, *, prompt: str, n: int = 1, extra_body: Mapping[str, JSON] | None = None, **sampling: JSON
     ) -> TextCompletion:
-        """Return `n` continuations of a text; their tokens are not recorded. Raises `EngineError`."""
+        """Sample `n` continuations of a text; their tokens are not recorded. Raises `EngineError`."""
         ids = self.tokenizer.encode(prompt)
         settings = {**sampling, **(extra_body or {})}
 
@@ -186,7 +186,7 @@ class TokenServer(TokenChat):
         ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
         if theirs is not None and theirs != ours:
             raise ConfigError(
-                f"The server at {shown(self.root_url)} writes text in other tokens than tokenizer "
+                f"The server at {shown(self.root_url)} encodes text differently from tokenizer "
                 f"'{self.tokenizer_name}' ({theirs[:6]}…, not {ours[:6]}…). Set --openai.tokenizer_name to the "
                 f"tokenizer of model '{self.name}'."
             )
@@ -269,7 +269,7 @@ class SGLangEngine(TokenServer):
         if reason.type == "abort" and reason.status_code is not None and 400 <= reason.status_code < 500:
             raise self.transport.refusal(url, reason.status_code, reason.message.encode())
         if info.prompt_tokens is not None and info.prompt_tokens != len(input_ids):
-            raise self._wrong(url, len(input_ids), f"it was given {info.prompt_tokens} tokens, it says")
+            raise self._wrong(url, len(input_ids), f"it reports {info.prompt_tokens} prompt tokens")
         if info.completion_tokens not in (None, len(info.output_token_logprobs)):
             sampled, given = info.completion_tokens, len(info.output_token_logprobs)
             raise self._wrong(url, len(input_ids), f"{sampled} tokens but {given} log-probabilities")
@@ -277,7 +277,7 @@ class SGLangEngine(TokenServer):
             raise self._wrong(url, len(input_ids), "a token has no log-probability")
         ids = [entry[1] for entry in info.output_token_logprobs]
         if reply.output_ids is not None and reply.output_ids != ids:
-            raise self._wrong(url, len(input_ids), "its log-probabilities are of other tokens than its output_ids")
+            raise self._wrong(url, len(input_ids), "its log-probabilities belong to other tokens than its output_ids")
         return Sampled(
             ids=ids,
             logprobs=[entry[0] or 0.0 for entry in info.output_token_logprobs],
@@ -369,18 +369,18 @@ class VLLMEngine(TokenServer):
             raise self._wrong(url, len(input_ids), "it has no log-probabilities")
         choice, logprobs = reply.choices[0], reply.choices[0].logprobs
         if not _are(choice.prompt_token_ids, input_ids):
-            raise self._wrong(url, len(input_ids), "it was given other prompt tokens, it says")
+            raise self._wrong(url, len(input_ids), "it reports other prompt tokens")
         if reply.usage is not None and reply.usage.prompt_tokens != len(input_ids):
-            raise self._wrong(url, len(input_ids), f"it was given {reply.usage.prompt_tokens} tokens, it says")
+            raise self._wrong(url, len(input_ids), f"it reports {reply.usage.prompt_tokens} prompt tokens")
         if choice.finish_reason is None:
-            raise self._wrong(url, len(input_ids), "it does not say why it ended")
+            raise self._wrong(url, len(input_ids), "it has no finish reason")
         ids, spelled = choice.token_ids, _spelled_ids(logprobs.tokens)
         if ids is None:
             if spelled is None:
                 raise self._wrong(url, len(input_ids), "it has no token ids (vLLM 0.10.2 or newer gives them)")
             ids = spelled
         elif spelled is not None and spelled != ids:
-            raise self._wrong(url, len(input_ids), "its log-probabilities are of other tokens than its token ids")
+            raise self._wrong(url, len(input_ids), "its log-probabilities belong to other tokens than its token ids")
         if len(ids) != len(logprobs.token_logprobs) or None in logprobs.token_logprobs:
             found = sum(value is not None for value in logprobs.token_logprobs)
             raise self._wrong(url, len(input_ids), f"{len(ids)} tokens but {found} log-probabilities")

@@ -126,7 +126,7 @@ class TorchDecoder:
     def _forward(
         self, ids_bt: torch.Tensor, keys_values: list[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int]
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """`logits[B, V]` after the last of `ids_bt[B, T]`, and the cache. `lengths[B]` include these tokens."""
+        """Return `logits[B, V]` after the last of `ids_bt[B, T]`, and the cache. `lengths[B]` include these tokens."""
         import torch
         from transformers import DynamicCache
 
@@ -159,7 +159,7 @@ class TorchDecoder:
 def sample(
     logits: torch.Tensor, sampling: Sequence[Sampling], chances: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ids[B]` and `logprobs[B]` from `logits[B, V]` and the random numbers `chances[B]` in [0, 1).
+    """Return `ids[B]` and `logprobs[B]` from `logits[B, V]` and the random numbers `chances[B]` in [0, 1).
 
     The log-probabilities are the model's own, at temperature 1 and before `top_k` and `top_p`; for requests with
     `processed_logprobs`, those of the sampled distribution.
@@ -182,7 +182,7 @@ def sample(
 
 
 def _cut(scaled: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
-    """`scaled[B, V]` with the tokens outside `top_k` and `top_p` at minus infinity."""
+    """Return `scaled[B, V]` with the tokens outside `top_k` and `top_p` at minus infinity."""
     import torch
 
     if all(each.top_k == 0 and each.top_p >= 1.0 for each in sampling):

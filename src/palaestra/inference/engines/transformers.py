@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from palaestra.inference.engines.torch_decoder import TorchDecoder
 
 MOST_ROWS = 64
-"""The most requests in one batch, even if the config allows more in flight: beyond it, steps only take longer."""
+"""The maximum number of requests in one batch, even if the config allows more in flight: beyond it, steps only take
+longer."""
 
 DEFAULT_WINDOW_TOKENS = 4096
 """The window of a model whose config has none."""
@@ -71,7 +72,7 @@ class TransformersEngine(TokenChat):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model itself. Its thread may be using it: only read it, and change weights with `load_weights`."""
+        """The model. Its thread may be using it, so only read it, and change weights with `load_weights`."""
         assert self._model is not None, "the engine was not started"
         return self._model
 

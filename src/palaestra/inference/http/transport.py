@@ -250,7 +250,7 @@ def _authorization(config: APIServerConfig) -> dict[str, str]:
     if key is None:
         return {}
     if config.base_url and URL(config.base_url).user is not None:
-        raise ConfigError("--openai.base_url names a user and --openai.api_key is set too: leave out one of them.")
+        raise ConfigError("--openai.base_url contains a user, and --openai.api_key is set too: remove one of them.")
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -284,8 +284,8 @@ _TOO_LONG = re.compile(
     r"|prompt exceeds max length|range of input length",
     re.IGNORECASE,
 )
-"""How OpenAI, vLLM, SGLang, llama.cpp, TGI, LM Studio and the providers behind OpenRouter (Gemini, Grok, Groq, Kimi,
-GLM, Qwen) report that a conversation does not fit."""
+"""The words with which OpenAI, vLLM, SGLang, llama.cpp, TGI, LM Studio and the providers behind OpenRouter (Gemini,
+Grok, Groq, Kimi, GLM, Qwen) report that a conversation does not fit."""
 
 _WAYS_OUT = {
     401: "Set the variable OPENAI_API_KEY (or PALAESTRA_OPENAI_API_KEY) to the key, or --openai.api_key.",
@@ -358,9 +358,9 @@ def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
         return ContextExceeded(f"The conversation does not fit model '{model}' at {shown(url)} (HTTP {status}): {said}")
     way_out = _WAYS_OUT.get(status, "")
     if 300 <= status < 400:
-        way_out = "The address redirects; set --openai.base_url to where it leads (https instead of http?)."
+        way_out = "The address redirects; set --openai.base_url to the target (https instead of http?)."
     if "--enable-auto-tool-choice" in said:
-        way_out = "Start vLLM with these two options, or take exact tokens from it: --openai.server_type vllm."
+        way_out = "Start vLLM with these two options, or use its exact tokens: --openai.server_type vllm."
     words = said.rstrip(".") or "no text"
     text = f"The model server at {shown(url)} refused the request (HTTP {status}, model '{model}'): {words}."
     return EngineRefused(f"{text} {way_out}".rstrip())

@@ -181,7 +181,7 @@ class Prompt(Sequence[int]):
     def json(self) -> bytes:
         """Return the ids as a JSON list. The JSON of a long segment is kept and extended."""
         segment, kept = self._segment, self._kept
-        if kept < LONG_PROMPT or segment.json_count > kept:  # the latter: a prompt made before the segment grew
+        if kept < LONG_PROMPT or segment.json_count > kept:  # the latter if the prompt was made before the segment grew
             return msgspec.json.encode((segment.tokens[:kept] + self._rest).tolist())
         if segment.json_count < kept:
             segment.json += _numbers(segment.tokens[segment.json_count : kept], first=not segment.json_count)

@@ -1,4 +1,4 @@
-"""Checks a stored ledger: are its tokens provably the sampled ones, each trained exactly once?
+"""Checks whether the tokens of a stored ledger are provably the sampled ones, each trained exactly once.
 
 Everything is derived again from the record: the layout of the spans, the mask, the checksums of the prompts and the
 running hash. The engine's honesty cannot be checked. Only the first violation is reported, with its place.
@@ -194,7 +194,7 @@ class _SegmentCheck:
             if both and before.kind == "sampled" and span.kind == "prompt":
                 last = self.tokens[span.start - 1]
                 if last in self.stop_ids and self.tokens[span.start] == last:
-                    yield self._at("T1", f"the end-of-turn token {last} is there twice", span)
+                    yield self._at("T1", f"the end-of-turn token {last} is doubled", span)
 
     def _hashes(self) -> Iterator[Violation]:
         """Check that the engine was given the recorded tokens, and that nothing has changed since."""

@@ -59,7 +59,7 @@ class Grammar(ABC):
 
     @abstractmethod
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """`text` and then `calls` as the family's own chat template writes them."""
+        """Return `text` and then `calls` as the family's own chat template writes them."""
 
 
 class GrammarParser:
@@ -81,7 +81,8 @@ class GrammarParser:
         return OutputReader(text, self._grammar, tools=tools, cut=cut, thinking=thinking, turn=turn).read()
 
     def render(self, calls: Sequence[ParsedCall], text: str = "", *, tools: Tools | None = None) -> str:
-        """`text` and `calls` in this format. Raises `Unwritable` if parsing would not give them back unchanged."""
+        """Return `text` and `calls` in this format. Raises `Unwritable` if parsing would not give them back
+        unchanged."""
         rendered = self._grammar.render(calls, text)
         parsed = self.parse(rendered, tools=tools)
         wanted = [(call.name, call.arguments) for call in calls]

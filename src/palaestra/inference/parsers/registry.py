@@ -40,7 +40,7 @@ _registered: dict[str, Callable[[], ToolCallParser]] = {}
 
 
 class UnknownParser(ConfigError, KeyError):
-    """No parser has this name. Also a `KeyError`, which the contract's scripts catch."""
+    """Raised if no parser has this name. It is also a `KeyError`, which the contract's scripts catch."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -67,7 +67,8 @@ def list_parsers() -> list[str]:
 
 
 def register_parser(name: str) -> Callable[[Registered], Registered]:
-    """Return class decorator: from now on `get_parser(name)` makes an instance, even if the name had another parser."""
+    """Return a class decorator: from now on, `get_parser(name)` makes an instance, even if the name had another
+    parser."""
 
     def register(made_by: Registered) -> Registered:
         _registered[name] = made_by

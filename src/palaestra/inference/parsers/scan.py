@@ -127,7 +127,7 @@ def _unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     value = dict(pairs)
     if len(value) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {twice[:80]!r} is there twice")
+        raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {twice[:80]!r} is a duplicate")
     return value
 
 
@@ -178,7 +178,7 @@ def decode_members(text: str) -> dict[str, Member]:
         if not isinstance(key, str):
             raise Malformed(BrokenReason.MALFORMED_JSON, f"a key is not a string at character {at}", at)
         if key in members:
-            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {key[:80]!r} is there twice", at)
+            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the key {key[:80]!r} is a duplicate", at)
         begin = _expect(text, skip(text, end), ":")
         value, end = _decode_at(text, begin)
         members[key] = Member(value, text[begin:end])
@@ -231,7 +231,7 @@ class ArgumentTypes:
         self._parameters: dict[str, Mapping[str, JSON]] | None = None
 
     def value(self, tool: str, argument: str, text: str) -> JSON:
-        """`text` as a value of this argument's type; it stays text if the type is unknown."""
+        """Return `text` as a value of this argument's type; it stays text if the type is unknown."""
         return typed(text, self._types(tool, argument))
 
     def _types(self, tool: str, argument: str) -> frozenset[str]:
@@ -248,7 +248,7 @@ class ArgumentTypes:
 
 
 def typed(text: str, types: frozenset[str]) -> JSON:
-    """`text` as a value of one of these types, or as it is."""
+    """Return `text` as a value of one of these types, or as it is."""
     if not types or types == {"string"}:
         return text
     name, printed = _PRINTED.get(text.strip(), ("", None))

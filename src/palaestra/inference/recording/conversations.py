@@ -47,16 +47,18 @@ from palaestra.inference.recording.request import (
 )
 
 KEPT_REPLIES, KEPT_BYTES = 256, 64 << 20
-"""The most replies that can be continued by their id (`previous_response_id`), and the bytes of their conversations."""
+"""The maximum number of replies that can be continued by their id (`previous_response_id`), and the maximum bytes of
+their conversations."""
 
 LONG_BYTES = 256 << 10
 """Requests of at least this many bytes are read, rendered and encoded in a thread: that takes up to a second per MB."""
 
 MOST_TOOL_BYTES = 1 << 20
-"""The most bytes of a request's tool definitions, which a template writes many times before the first reply."""
+"""The maximum bytes of a request's tool definitions, which a template writes many times before the first reply."""
 
 MOST_IGNORED, NAME_CHARS = 1000, 200
-"""The most names of ignored fields that are counted, and the characters kept of each: agents choose the names."""
+"""The maximum number of names of ignored fields that are counted, and the characters kept of each. Agents choose the
+names."""
 
 DeltaHook = Callable[[JSON], None]
 T = TypeVar("T")
@@ -246,7 +248,7 @@ class Conversations:
         except Refusal as refusal:
             self.note(refusal)
             raise
-        except Exception as error:  # our bug, which an agent may trigger: it gets HTTP 500
+        except Exception as error:  # our bug, which an agent may trigger, so the agent gets HTTP 500
             self.note(Refusal(500, repr(error)))
             raise
         finally:
@@ -331,7 +333,8 @@ class Conversations:
                 completion = await self._replies_to(line, asked, request.n)
         finally:
             line.asking -= 1
-            if line.number and not line.calls and not line.asking:  # else refused calls would add lines forever
+            # otherwise refused calls would add lines without end
+            if line.number and not line.calls and not line.asking:
                 del self._lines[line.system, bool(line.tools)]
         self._keep(reply_id, line.messages if request.instructions is None else line.messages[1:], request.size)
         return completion
@@ -347,8 +350,8 @@ class Conversations:
             raise invalid("tools", f"the tools are longer than {MOST_TOOL_BYTES} bytes")
 
     def _threaded(self, request: ModelRequest) -> dict[str, JSON]:
-        """Return the thread in which a token-exact engine renders and encodes a request that would stop the event
-        loop."""
+        """Return the option that makes a token-exact engine render and encode a long request in a thread, because it
+        would block the event loop."""
         is_long = request.size >= LONG_BYTES and self.server.ledger is not None
         return {"in_thread": self.in_thread} if is_long else {}
 
@@ -365,7 +368,7 @@ class Conversations:
         return completion
 
     async def _replies_to(self, line: RecordedConversation, asked: Mapping[str, JSON], n: int) -> ChatCompletion:
-        """Return several replies, each recorded as a call of its own."""
+        """Sample several replies, each recorded as a separate call."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._reply(line, asked)) for _ in range(n)]

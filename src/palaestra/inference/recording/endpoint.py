@@ -196,7 +196,7 @@ class _Call:
         self._id, self._created = reply_id, int(time.time())
 
     async def answer(self) -> web.StreamResponse:
-        """Return the response. Raises `Refusal` unless a part of a stream was already sent."""
+        """Answer the request. Raises `Refusal` unless a part of a stream was already sent."""
         headers = {"x-request-id": f"req_{self._id}"}
         if self._asked.ignored:
             headers["x-ignored-fields"] = ",".join(_UNSAFE.sub("_", name) for name in self._asked.ignored)[:4000]
@@ -284,7 +284,7 @@ def _written(writer: ReplyStream, pieces: list[JSON]) -> bytes:
 
 
 async def _answer_tools(request: web.Request, tools: ToolService, conversations: Conversations) -> web.Response:
-    """Return the reply to an MCP client. Raises `Refusal`."""
+    """Answer an MCP client. Raises `Refusal`."""
     if request.method != "POST":
         raise Refusal(405, f"/{TOOLS_PATH} takes POST.")
     with conversations.call(of_model=False):
@@ -313,7 +313,7 @@ async def _raw(request: web.Request, most_bytes: int) -> bytes:
 
 
 async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
-    """Return the request, within its bounds. Raises `Refusal`."""
+    """Read the request, within its bounds. Raises `Refusal`."""
     features = conversations.features
     most_bytes = MAX_BODY_BYTES if "images" in features else min(conversations.limits.text_bytes, MAX_BODY_BYTES)
     raw = await _raw(request, most_bytes)
@@ -327,7 +327,7 @@ async def _read(request: web.Request, dialect: Dialect, conversations: Conversat
 
 
 def _body(raw: bytes) -> dict[str, JSON]:
-    """Return the body as a JSON object. Raises `Refusal`."""
+    """Parse the body as a JSON object. Raises `Refusal`."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -16,10 +16,10 @@ from palaestra.core.types import JSON, Message
 from palaestra.inference.engine import ChatCompletion, ToolCallMessage
 
 MOST_CHOICES = 16
-"""The most replies to one request (`n`)."""
+"""The maximum number of replies to one request (`n`)."""
 
 MOST_ITEMS = 20_000
-"""The most messages, parts or tools of a request. Reading each of a million takes seconds."""
+"""The maximum number of messages, parts or tools of a request. Reading a million takes seconds."""
 
 
 class Refusal(Exception):
@@ -167,7 +167,7 @@ def flag(body: Mapping[str, JSON], name: str) -> bool:
 
 
 def refuse_fields(body: Mapping[str, JSON], names: Collection[str]) -> None:
-    """Raises `Refusal` if one of these fields is set: it cannot be honoured, and must not be ignored."""
+    """Raise `Refusal` if one of these fields is set: it cannot be honoured, and must not be ignored."""
     for name in names:
         if body.get(name):
             raise unsupported(name)
@@ -197,7 +197,7 @@ def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise invalid(param, f"{param} must be a list of objects")
     if len(value) > MOST_ITEMS:
-        raise invalid(param, f"{param} has {len(value)} items, and {MOST_ITEMS} is the most")
+        raise invalid(param, f"{param} has {len(value)} items; the maximum is {MOST_ITEMS}")
     return value
 
 

@@ -251,10 +251,10 @@ class ManagedChat(ChatServer):
         in_thread: InThread | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """`n` replies to a conversation; those after the first are segments of their own. `chat_template_kwargs` go to
-        the template, all other settings to the engine. `opens` is the reason to record if the messages neither continue
-        nor repeat a known conversation. `on_delta` gets each reply in pieces as it comes, or all of it if the engine
-        does not stream. `in_thread` renders and encodes. Raises `EngineError`, and `ConfigError` if the template
+        """Return `n` replies to a conversation; those after the first are segments of their own. `chat_template_kwargs`
+        go to the template, all other settings to the engine. `opens` is the reason to record if the messages neither
+        continue nor repeat a known conversation. `on_delta` gets each reply in pieces as it comes, or all of it if the
+        engine does not stream. `in_thread` renders and encodes. Raises `EngineError`, and `ConfigError` if the template
         refuses."""
         if n < 1:
             raise ConfigError(f"n is {n}; a request asks for at least one reply.")

@@ -83,7 +83,7 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
 
 
 def check_own(trajectory: Trajectory) -> None:
-    """Raises `ValueError` if a line cannot hold the values that an environment put into a trajectory."""
+    """Raise `ValueError` if a line cannot hold the values that an environment put into a trajectory."""
     if trajectory.row is not None:
         _check_row(trajectory.row, trajectory)
     _messages(trajectory)
@@ -246,7 +246,7 @@ class GroupsFile:
                 self._waiting.clear()
                 self._aside.close()
                 file, self._file = self._file, None
-                with writing(self.path):  # unwritten data is still in its buffer
+                with writing(self.path):  # the exporter buffers, so unwritten data may remain
                     file.close()
 
     def _take(self, number: int, line: bytes) -> None:
@@ -310,7 +310,8 @@ class AtroposExporter:
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
         """Write the lines."""
-        from palaestra.rollouts.export.exporter import UNSCORED, ExportReport  # not for runs without exports
+        # imported here: most runs make no exports
+        from palaestra.rollouts.export.exporter import UNSCORED, ExportReport
 
         report = ExportReport()
         settings = meta.config.get("env")

@@ -114,13 +114,13 @@ FORMATS = {
     "table": ("palaestra.rollouts.export.table:TableExporter", "one line per task: rewards and outcomes (CSV)"),
     "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table, to paste into a page"),
 }
-"""Name: (its class, its description)."""
+"""Maps a format's name to its class and its description."""
 
 
 def exporter_named(name: str) -> Exporter:
     """Return the exporter with that name or dotted path. Raises `ConfigError`, with the nearest name."""
     if not name:
-        raise ConfigError(f"name the format to export to: --to, and one of {', '.join(FORMATS)}")
+        raise ConfigError(f"specify the format to export to, with --to and one of {', '.join(FORMATS)}")
     path = FORMATS[name][0] if name in FORMATS else name
     module_name, colon, class_name = path.partition(":")
     if not colon:

@@ -34,10 +34,11 @@ from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.records import Beside, Group, InnerCallRecord, Trajectory
 
 BLOCK_CHARS = 100_000
-"""How much of one text a page shows: more than anyone scrolls through, and little enough for a browser."""
+"""The maximum number of characters of one text on a page: more than anyone reads, and little enough for a browser."""
 
 PAGE_CHARS = 40_000_000
-"""How much text a page holds before all further texts are cut short. Browsers get slow somewhat above this size."""
+"""The number of characters on a page after which all further texts are cut short. Browsers get slow somewhat above this
+size."""
 
 _SHORT_CHARS = 1_000
 _LONG_LINES = 24
@@ -469,8 +470,8 @@ def _turn_notes(trajectory: Trajectory) -> list[str]:
 
 
 def _strip(beside: Beside) -> list[tuple[str, float, float, float, int]]:
-    """(stage, seconds, left, width, colour) of each stage, with left and width in percent. `agent` is the agent's time
-    without its model calls and tools."""
+    """Return (stage, seconds, left, width, colour) of each stage, with left and width in percent. `agent` is the
+    agent's time without its model calls and tools."""
     stages = dict(beside.stages)
     if beside.turn_s:
         stages["model"] = sum(model_s for model_s, _ in beside.turn_s)

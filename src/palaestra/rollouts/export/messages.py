@@ -110,7 +110,7 @@ def calls_in_text(messages: Sequence[ChatMessage]) -> bool:
 
 
 def own_turns(messages: Sequence[ChatMessage], turns: int) -> list[int | None]:
-    """For each message that the model wrote, the number (from 1) of its turn; None for the other messages.
+    """Return the number (from 1) of the turn for each message that the model wrote; None for the other messages.
 
     The last `turns` assistant messages are the model's own; earlier ones were part of the prompt.
     """

@@ -93,10 +93,10 @@ class RowsExporter:
 
 
 def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple[int, float]]]:
-    """`trees.credit` of a group's rollouts; empty without trees."""
+    """Return `trees.credit` of a group's rollouts; empty without trees."""
     if all(each.parent is None for each in trajectories):
         return {}
-    from palaestra.rollouts.trees import credit  # most runs have no trees
+    from palaestra.rollouts.trees import credit  # imported here, because most runs have no trees
 
     return credit(trajectories)
 
@@ -190,7 +190,7 @@ def _require_tokens(trajectory: Trajectory, meta: ExportMeta) -> None:
     if trajectory.row is None or trajectory.row.source == PLACEHOLDER:
         shape = "" if trajectory.row is None else ", or export with --placeholders to see the shape: they train nothing"
         raise ConfigError(
-            f"rollout {trajectory.rollout_id} has no tokens that were sampled: its model server gave none. Run with a "
+            f"rollout {trajectory.rollout_id} has no sampled tokens: its model server returned none. Run with a "
             f"token-exact server (--openai.server_type sglang, vllm or transformers){shape}"
         )
 
@@ -202,5 +202,5 @@ def _remarks(rows: list[ExportedRow]) -> list[str]:
     if any(row.logprobs is None for row in rows):
         remarks.append("has no log-probabilities")
     if len(rows) > 1:
-        remarks.append("has several segments: its reward stands on each")
+        remarks.append("has several segments, each with the same reward")
     return remarks

@@ -30,7 +30,7 @@ GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
 """The paths whose changes a check sees even if the task does not declare them."""
 
 MOST_LEFT_OUT = 20
-"""How many paths of left-out changes are kept for the report."""
+"""The maximum number of left-out paths that the report names."""
 _COPY_S = 300.0
 
 
@@ -78,7 +78,7 @@ class Grading:
                 try:
                     with self._troubled():
                         self._sealed = await self.rollout.seal(view)
-                except asyncio.CancelledError:  # such as by a time limit in the check, which may call again
+                except asyncio.CancelledError:  # a time limit in the check may cancel this; the check may call again
                     self._trouble = SandboxError(f"sealing the work of {self.rollout.rollout_id} was cut off")
                     raise
                 if self._sealed is not None:
@@ -115,7 +115,8 @@ class Grading:
         with self._troubled():
             slot = await self.rollout.sandbox()
             result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
-            self._lost = () if result.success else SCRATCH  # a full disk, or programs that the agent replaced
+            # the cause may be a full disk, or programs that the agent replaced
+            self._lost = () if result.success else SCRATCH
             self.processes_at_end = await slot.freeze()
 
     @property
@@ -178,7 +179,7 @@ class Grading:
                 return self._slot
 
     async def check_sound(self) -> None:
-        """Raises the `InfraError` that was kept during the check, which the hook may have caught and ignored."""
+        """Raise the `InfraError` that was kept during the check, in case the hook caught and ignored it."""
         if self._trouble is not None:
             raise self._trouble
         if self._shown is not None:

@@ -141,7 +141,7 @@ class Journal:
             try:
                 check(cast("EventT", _decoder.decode(line)))
             except msgspec.MsgspecError as error:
-                raise ValueError(f"it cannot be read again: {error}") from None
+                raise ValueError(f"it cannot be read back: {error}") from None
         self.file.append(line + b"\n")
         return event
 
@@ -236,7 +236,7 @@ def read_journal(path: Path) -> Iterator[AnyJournalEvent]:
 
 
 def check_schema(schema: str, path: Path) -> None:
-    """Raises `ConfigError` for a journal in a format that this version does not read."""
+    """Raise `ConfigError` for a journal in a format that this version does not read."""
     if schema not in (JOURNAL_SCHEMA, FIRST_SCHEMA):
         raise ConfigError(
             f"{path} is a journal in the format {schema!r}; this version reads {JOURNAL_SCHEMA!r} and older"

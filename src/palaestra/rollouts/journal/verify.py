@@ -99,7 +99,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
         raise ConfigError(f"{journal} has no rollout that has ended, so there is nothing to prove")
     if verdict.rollouts == verdict.without_tokens:
         raise ConfigError(
-            f"{journal} has no recorded tokens, so there is nothing to prove: the model server only chatted. Run with "
+            f"{journal} has no recorded tokens, so there is nothing to prove: the model server returned none. Run with "
             "--openai.server_type sglang, vllm or transformers."
         )
     if groups is not None:
@@ -152,7 +152,8 @@ def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
     parent = ends.get(f"{trajectory.group_id}/{fork.index}")
     if parent is None or fork.turn not in parent.fork_points:
         return (
-            f"{trajectory.rollout_id}: T3: it continues rollout {fork.index} after turn {fork.turn}, which is no point"
+            f"{trajectory.rollout_id}: T3: it continues rollout {fork.index} after turn {fork.turn}, "
+            "which is not a fork point"
         )
     if ledger is None or parent.ledger is None or ledger.segments[0].reason != SegmentReason.BRANCH:
         return ""  # a rewritten history has its own prompt
@@ -167,7 +168,8 @@ def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
 
 
 def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
-    """Every model call of a conversation must be in its segments of the ledger, in order.
+    """Return the first model call that is not in the ledger, or the empty string. Every model call of a conversation
+    must be in its segments of the ledger, in order.
 
     A sub-agent's record lists its segments; all other segments are the rollout's own.
     """
@@ -176,7 +178,7 @@ def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
     for each in subagents:
         for segment in each.segments:
             if owners.setdefault(segment, each.number) != each.number:
-                return f"{trajectory.rollout_id}: T3: segment {segment} is told to be of two sub-agents"
+                return f"{trajectory.rollout_id}: T3: segment {segment} is recorded for two sub-agents"
     for number, turns in ((0, trajectory.turns), *((each.number, each.turns) for each in subagents)):
         owned = (turn for turn in ledger.turns if owners.get(turn.segment, 0) == number)
         recorded = iter([(turn.prompt_tokens, turn.sampled_tokens) for turn in owned])
@@ -239,7 +241,7 @@ def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: Ru
             verdict.rows += len(line.tokens)
             yield from (f"{place}: T3: {problem}" for problem in _compared(line, stored))
     if lost := sorted(due - seen):
-        yield f"{groups.name}: T3: rollout {lost[0]} has a score and no line; {len(lost)} have none"
+        yield f"{groups.name}: T3: rollout {lost[0]} has a score but no line; {len(lost)} lines are missing"
 
 
 def _stored(trajectory: Trajectory) -> list[TokenRow]:
@@ -300,10 +302,10 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
                 due[row.rollout_id] = {each.segment: each for each in rows}
             recorded = due[row.rollout_id].pop(row.segment, None)
             if recorded is None:
-                yield f"{place}, segment {row.segment} is there twice, or not in the journal"
+                yield f"{place}, segment {row.segment} is a duplicate, or not in the journal"
             elif recorded != row:
                 differing = [each for each in row.__struct_fields__ if getattr(row, each) != getattr(recorded, each)]
-                yield f"{place}, segment {row.segment}: not as in the journal: {', '.join(differing)}"
+                yield f"{place}, segment {row.segment}: differs from the journal in {', '.join(differing)}"
     for rollout_id, missing in due.items():
         if missing:
             yield f"{path.name}: T3: rollout {rollout_id} lacks segment {min(missing)}"

@@ -147,12 +147,12 @@ class RunComparison:
 
     @property
     def better(self) -> int:
-        """Tasks on which the first run did better."""
+        """The number of tasks on which the first run did better."""
         return sum(pair.difference > 0 for pair in self.pairs)
 
     @property
     def worse(self) -> int:
-        """Tasks on which the other run did better."""
+        """The number of tasks on which the other run did better."""
         return sum(pair.difference < 0 for pair in self.pairs)
 
     def to_json(self) -> dict[str, JSON]:

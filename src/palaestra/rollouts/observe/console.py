@@ -73,7 +73,7 @@ class Console:
         }
 
     def on_plan(self, event: GroupsPlanned) -> None:
-        """Take the number of groups, which is announced again when the tasks have been counted."""
+        """Record the number of groups, which is announced again when the tasks have been counted."""
         self.groups_total, self.group_size = event.total, event.group_size
         if not self.groups_done:
             self._started_at = self._clock.monotonic()
@@ -117,7 +117,7 @@ class Console:
         return Counter(printable(stage) for stage, _ in list(self.in_flight.values())).most_common()
 
     def counts(self) -> str:
-        """`groups 3/10 · rollouts 12/40`"""
+        """Return the counts as text: `groups 3/10 · rollouts 12/40`."""
         groups, rollouts = _of(self.groups_done, self.groups_total), _of(self.rollouts_done, self.rollouts_total)
         return f"groups {groups} · rollouts {rollouts}"
 
@@ -279,7 +279,7 @@ def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name
 
 
 def duration(seconds: float) -> str:
-    """`40ms`, `0.4s`, `12s`, `3m05s`, `2h07m`"""
+    """Return a duration as text: `40ms`, `0.4s`, `12s`, `3m05s`, `2h07m`."""
     if seconds < 0.0995:
         return f"{max(0.0, seconds) * 1000:.0f}ms"
     if seconds < 9.95:

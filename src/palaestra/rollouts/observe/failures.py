@@ -11,7 +11,8 @@ from palaestra.core.types import Blame
 from palaestra.rollouts.records import Group
 
 _MOST_CAUSES = 100
-"""Further causes are counted together, so that an error with an ever-changing text cannot fill the memory."""
+"""The maximum number of causes. Further ones are counted together, so that an error whose text always changes cannot
+fill the memory."""
 
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 _LONGEST = 300

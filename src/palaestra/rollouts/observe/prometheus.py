@@ -38,31 +38,36 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
     run = (("run", status.run_id), ("env", status.env), ("model", status.model))
     tokens = {"prompt": status.prompt_tokens, "completion": status.completion_tokens}
     idle = max((now - each.since for each in status.oldest), default=0.0)
-    yield "run_info", "gauge", "The run that is told of.", {run: 1.0}
-    yield "run_start_time_seconds", "gauge", "When it began, since the epoch.", _one(status.started_at)
+    yield "run_info", "gauge", "The run of these metrics.", {run: 1.0}
+    yield "run_start_time_seconds", "gauge", "Start of the run, in seconds since the epoch.", _one(status.started_at)
     yield "groups_total", "counter", "Groups that have ended.", _one(status.groups_ended)
-    yield "groups_failed_total", "counter", "Groups without a rollout, among them.", _one(status.groups_failed)
-    yield "preparations_total", "counter", "Workspaces made ready for groups.", _one(status.prepared)
-    yield "preparations_from_store_total", "counter", "Those found prepared, among them.", _one(status.from_store)
+    yield "groups_failed_total", "counter", "Ended groups without a rollout.", _one(status.groups_failed)
+    yield "preparations_total", "counter", "Workspaces prepared for groups.", _one(status.prepared)
+    yield "preparations_from_store_total", "counter", "Workspaces that were already prepared.", _one(status.from_store)
     yield "rollouts_total", "counter", "Rollouts that have ended, by outcome.", _by("outcome", status.outcomes)
     yield "scored_rollouts_total", "counter", "Rollouts that have a reward.", _one(status.scored)
-    yield "discarded_attempts_total", "counter", "Attempts that were tried again.", _one(status.discarded)
+    yield "discarded_attempts_total", "counter", "Attempts that were retried.", _one(status.discarded)
     blamed = {name: rate.count for name, rate in status.blame.items()}
     yield "blamed_rollouts_total", "counter", "Rollouts that did not finish cleanly.", _by("blame", blamed)
     shares = {name: rate.share for name, rate in status.blame.items()}
-    yield "blame_ratio", "gauge", "Their share of the rollouts.", _by("blame", shares)
+    yield "blame_ratio", "gauge", "Share of rollouts that did not finish cleanly.", _by("blame", shares)
     yield "reward_mean", "gauge", "Mean reward of the scored rollouts.", _one(status.mean_reward)
-    yield "reward_mean_with_unscored", "gauge", "The same, the unscored as 0.", _one(status.mean_with_unscored)
+    yield (
+        "reward_mean_with_unscored",
+        "gauge",
+        "Mean reward with unscored rollouts as 0.",
+        _one(status.mean_with_unscored),
+    )
     spent = {name: latency.total_s for name, latency in status.stages.items()}
-    yield "stage_seconds_total", "counter", "Time that rollouts were at a stage.", _by("stage", spent)
+    yield "stage_seconds_total", "counter", "Time that rollouts spent at a stage.", _by("stage", spent)
     stayed = {name: latency.count for name, latency in status.stages.items()}
-    yield "stage_rollouts_total", "counter", "Rollouts, and preparations, that were there.", _by("stage", stayed)
+    yield "stage_rollouts_total", "counter", "Rollouts and preparations that reached a stage.", _by("stage", stayed)
     yield "in_flight", "gauge", "Rollouts and preparations in flight.", _by("stage", status.in_flight)
-    yield "oldest_idle_seconds", "gauge", "Longest without a sign of life.", _one(idle)
-    yield "tokens_total", "counter", "Tokens of rollouts, in flight too.", _by("kind", tokens)
-    yield "cost_total", "counter", "Their cost, in the currency of the prices.", _one(status.cost)
-    yield "disk_bytes", "gauge", "What the run's folder takes.", _one(status.disk_bytes)
-    yield "disk_free_bytes", "gauge", "What is left on its file system.", _one(status.disk_free_bytes)
+    yield "oldest_idle_seconds", "gauge", "Longest time without a sign of life.", _one(idle)
+    yield "tokens_total", "counter", "Tokens of rollouts, including those in flight.", _by("kind", tokens)
+    yield "cost_total", "counter", "Cost of the tokens, in the currency of the prices.", _one(status.cost)
+    yield "disk_bytes", "gauge", "Size of the run's folder.", _one(status.disk_bytes)
+    yield "disk_free_bytes", "gauge", "Free space on its file system.", _one(status.disk_free_bytes)
 
 
 def _one(value: float | None) -> Samples:

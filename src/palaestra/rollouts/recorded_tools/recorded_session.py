@@ -1,5 +1,5 @@
-"""Recorded replies for one rollout. Each call of a tool that touches the world gets a key, by which its recorded reply
-is found. The run's policy (`recording_policy.py`) answers the call.
+"""Recorded replies for one rollout. Each call of a tool that reaches outside this machine gets a key, by which its
+recorded reply is found. The run's policy (`recording_policy.py`) answers the call.
 
 Invariants: the key of a call depends only on the call and on the rollout's earlier calls, so a rollout that repeats its
 calls gets the same answers, whatever else runs. Equal calls have equal keys, however their arguments are written.

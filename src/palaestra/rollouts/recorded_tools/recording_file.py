@@ -1,4 +1,4 @@
-"""A recording on disk: one JSON line for each call of a tool that touches the world.
+"""A recording on disk: one JSON line for each call of a tool that reaches outside this machine.
 
     {"schema": "palaestra.world/1", "tool": "web_search", "arguments": {…}, "key": …, "rollout": …, "n": 0, "reply": …}
 
@@ -145,7 +145,7 @@ class Reader:
         try:
             head = _heads.decode(line)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{self.path}: the line at byte {offset} is not a line of a recording: {error}") from None
+            raise ConfigError(f"{self.path}: the line at byte {offset} is not a recorded call: {error}") from None
         except msgspec.DecodeError:
             if not offset:
                 raise ConfigError(f"{self.path} is not a recording: its first line is not JSON") from None
@@ -169,7 +169,7 @@ def recording_at(path: Path) -> Path:
     """Return the recording at this path, or in the run folder at this path. Raises `ConfigError` if there is none."""
     found = path / WORLD_NAME if path.is_dir() else path
     if not found.is_file():
-        raise ConfigError(f"{found} is not there: name a recording, or the folder of a run whose tools used the world")
+        raise ConfigError(f"{found} does not exist: give a recording, or the folder of a run with recorded tool calls")
     return found
 
 
@@ -184,7 +184,7 @@ def _distance(recorded: int, wanted: int) -> tuple[bool, int]:
 
 
 def _opened(path: Path) -> AppendedFile:
-    """Return the file, opened for appending. A line torn by a kill is terminated, so that the next line is separate."""
+    """Open the file for appending. A line torn by a kill is terminated, so that the next line is separate."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -3,7 +3,8 @@
 
 A run that is not `live` keeps all replies in its own folder, so that `palaestra replay` needs nothing else.
 
-Invariant: `replay` never calls a tool that touches the world. An infrastructure failure is raised and not recorded.
+Invariant: `replay` never calls a tool that reaches outside this machine. An infrastructure failure is raised and not
+recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Repeats: TypeAlias = Callable[[], bool]
 
 
 async def live(call: RecordedCall, ask: Ask) -> ToolOutcome:
-    """Return the policy `live`: call the tool."""
+    """Answer a call with the policy `live`: call the tool."""
     return await ask()
 
 
@@ -73,7 +74,8 @@ class RunWorld:
         return RolloutWorld(rollout_id, partial(self._answer, repeats), replayed=self.replayed)
 
     async def _answer(self, repeats: Repeats, call: RecordedCall, ask: Ask) -> ToolOutcome:
-        if self._before is not None and repeats() and not call.session:  # session calls restore its state
+        # session calls are repeated, because they restore the session's state
+        if self._before is not None and repeats() and not call.session:
             heard = self._before.find(call.key, call.rollout, call.n)
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
                 return ToolOutcome.of(heard.reply)

@@ -37,7 +37,7 @@ HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
 
 
 class Mismatch(StrEnum):
-    """The reason why a rollout that was cut off starts again."""
+    """The reason why an interrupted rollout starts again."""
 
     TOOLS = "its tools have changed"
     PROMPT = "its prompt has changed"
@@ -73,7 +73,7 @@ class RecordedTurns:
         self.evidence = ""
         self.cut_off = cut_off
         self.journalled = journalled
-        """False once an attempt with these turns was discarded."""
+        """Becomes False once an attempt with these turns was discarded."""
         self.turns = sum(event.turn > 0 for event in cut_off.events)
         started = max(place for place, event in enumerate(cut_off.events) if not event.turn)
         self.seconds = sum(sum(event.seconds) for event in cut_off.events[started:])
@@ -156,7 +156,7 @@ class RecordedTurns:
         return _completion(event)
 
     async def answer(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Chat middleware: the recorded reply, or the server's once every turn has been used."""
+        """Answer as chat middleware: with the recorded reply, or with the server's once every turn has been used."""
         recorded = self.reply(call.messages)
         return await ask(call) if recorded is None else recorded
 

@@ -34,7 +34,8 @@ class Playback:
         self._read: set[str] = set()
 
     def chat(self, rollout_id: str) -> ChatMiddleware:
-        """Chat middleware that answers the rollout's conversations. It raises `InfraError` where the recording ends."""
+        """Return chat middleware that answers the rollout's conversations. It raises `InfraError` where the recording
+        ends."""
 
         async def answer(call: ChatCall, ask: Ask) -> ChatCompletion:
             said = self._side(rollout_id, call.branch)
@@ -128,8 +129,8 @@ class Comparison:
         """Compare one group. Raises `ConfigError` if the two groups are of different tasks."""
         if recorded.task_id != replayed.task_id:
             raise ConfigError(
-                f"task {recorded.number} was {recorded.task_id} and is {replayed.task_id} now: the environment gives "
-                "other tasks than it did. Replay with the environment and the data as they were"
+                f"task {recorded.number} was {recorded.task_id} and is now {replayed.task_id}: the "
+                "environment's tasks changed. Replay with the environment and the data of the run"
             )
         if recorded.trajectories and not replayed.trajectories:
             self.other_ends.append(OtherEnd(recorded.group_id, "played", "whole", replayed.error))
@@ -138,7 +139,7 @@ class Comparison:
             if trajectory.index in played:
                 self._rollout(trajectory, played[trajectory.index])
             elif played:
-                self.other_ends.append(OtherEnd(trajectory.rollout_id, "played", "whole", "its group is smaller now"))
+                self.other_ends.append(OtherEnd(trajectory.rollout_id, "played", "whole", "its group is now smaller"))
 
     def _rollout(self, recorded: Trajectory, replayed: Trajectory) -> None:
         self.rollouts += 1

@@ -55,7 +55,7 @@ class CutOff:
 
     @property
     def own(self) -> list[TurnTaken]:
-        """The turns that the rollout took itself."""
+        """The turns that the rollout itself took."""
         first = 0 if self.parent is None else self.parent.turn + 1
         return [event for event in self.events if event.turn >= first]
 
@@ -127,7 +127,7 @@ def read_finished(path: Path) -> EarlierWork:
         for event in events:
             reader.take(event)
     except KeyError as group:
-        raise ConfigError(f"{path}: lines are missing: there is no start of group {group}") from None
+        raise ConfigError(f"{path}: lines are missing: no line starts group {group}") from None
     return reader.settled()
 
 

@@ -97,8 +97,8 @@ class ServerBackend(StartedBackend):
 
     @abstractmethod
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
-        """`image`, `mounts`, `env` and `allow` of a request for a slot. Raises `ConfigError` for anything that the
-        place does not offer."""
+        """Return `image`, `mounts`, `env` and `allow` of a request for a slot. Raises `ConfigError` for anything that
+        the place does not offer."""
 
     async def start(self) -> None:
         """Start the server at the best allowed level and prove it in a throw-away slot. Idempotent.
@@ -310,7 +310,7 @@ def _name(rung: Rung | None) -> str:
 
 
 def levels(isolation: str, require_sandbox: bool = False) -> tuple[Rung | None, Rung | None]:
-    """`rung` and `require` of a backend, from `best` or the name of an isolation level. Raises `ConfigError`."""
+    """Return `rung` and `require` of a backend, from `best` or the name of an isolation level. Raises `ConfigError`."""
     require = Rung.USERNS if require_sandbox else None
     if isolation == "best":
         return None, require

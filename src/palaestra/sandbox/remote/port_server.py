@@ -416,7 +416,7 @@ def _hexadecimal(address: tuple[str, int]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`port_server FOLDER LISTENER TOKEN_FD SLOTS`."""
+    """Run `port_server FOLDER LISTENER TOKEN_FD SLOTS`."""
     folder, listener, token, slots = arguments
     with os.fdopen(int(token)) as source:
         server = PortServer(source.read(), int(slots))

@@ -236,7 +236,7 @@ async def _serve(listener: socket.socket, path: str, rung: str, settings: dict[s
 
 
 def main() -> None:
-    """`broker FD PATH RUNG SETTINGS`: serve the listening socket FD, whose name is PATH."""
+    """Run `broker FD PATH RUNG SETTINGS`: serve the listening socket FD, whose name is PATH."""
     number, path, rung, settings = sys.argv[1:]
     if os.fork():
         os._exit(0)  # so that no process has to wait for its end

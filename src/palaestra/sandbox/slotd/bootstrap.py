@@ -32,8 +32,8 @@ _FEWEST_FILES = 256  # with fewer, commands would fail for lack of descriptors a
 
 
 def main(arguments: list[str]) -> int:
-    """`slotd FD full|userns [HANDOVER]`: serve the client at the other end of the stream socket FD. A client that is
-    also root gets descriptors of its slots over the socket HANDOVER."""
+    """Run `slotd FD full|userns [HANDOVER]`: serve the client at the other end of the stream socket FD. A client that
+    is also root gets descriptors of its slots over the socket HANDOVER."""
     stream = socket.socket(fileno=int(arguments[0]))
     handover = socket.socket(fileno=int(arguments[2])) if len(arguments) > 2 else None
     full = arguments[1] == "full"

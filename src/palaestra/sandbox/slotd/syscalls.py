@@ -57,35 +57,35 @@ def raw(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | Non
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     names = (source.encode(), target.encode(), kind.encode() or None)
     check(_libc.mount(*names, ctypes.c_ulong(flags), options.encode() or None), f"mount {kind or 'bind'} on {target}")
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """umount2(2), by default lazily: present users of the mount keep it."""
+    """Call umount2(2), by default lazily: present users of the mount keep it."""
     check(_libc.umount2(target.encode(), flags), f"umount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
-    """pivot_root(2)."""
+    """Call pivot_root(2)."""
     if _PIVOT_ROOT is None:
         raise OSError(38, f"no system call table for {MACHINE}")
     check(_libc.syscall(_PIVOT_ROOT, new.encode(), old.encode()), f"pivot_root {new}")
 
 
 def unshare(flags: int) -> None:
-    """unshare(2)."""
+    """Call unshare(2)."""
     check(_libc.unshare(ctypes.c_int(flags)), f"unshare {flags:#x}")
 
 
 def setns(fd: int, kind: int) -> None:
-    """setns(2)."""
+    """Call setns(2)."""
     check(_libc.setns(fd, ctypes.c_int(kind)), f"setns {kind:#x}")
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """prctl(2) with integer arguments; missing ones are 0."""
+    """Call prctl(2) with integer arguments; missing ones are 0."""
     padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
     return check(_libc.prctl(option, *padded), f"prctl {option}")
 
@@ -106,7 +106,7 @@ def capset(keep: int) -> None:
 
 
 def tgkill(pid: int, thread: int, number: int) -> None:
-    """tgkill(2): a signal to one thread of a process."""
+    """Call tgkill(2): a signal to one thread of a process."""
     if _TGKILL is None:
         raise OSError(38, f"no system call table for {MACHINE}")
     check(raw(_TGKILL, pid, thread, number), f"tgkill {pid}")
@@ -119,7 +119,7 @@ def close_from(first: int, last: int = 0xFFFFFFFF) -> None:
 
 
 def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: int = 0) -> int:
-    """openat2(2); the descriptor is close-on-exec. Repeats races that the kernel reports (EAGAIN)."""
+    """Call openat2(2); the descriptor is close-on-exec. Repeats races that the kernel reports (EAGAIN)."""
     name = path if isinstance(path, bytes) else path.encode("utf-8", "surrogateescape")
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, resolve)
     for _ in range(128):
@@ -139,7 +139,7 @@ def open_tree(path: str, recursive: bool = False) -> int:
 
 
 def set_mount_attributes(tree: int, add: int, idmap: int | None = None, recursive: bool = False) -> None:
-    """mount_setattr(2) on a detached mount: flags to add, and the user namespace through which owners are seen."""
+    """Call mount_setattr(2) on a detached mount: flags to add, and the user namespace through which owners are seen."""
     attributes = struct.pack("=QQQQ", add | (_MOUNT_ATTR_IDMAP if idmap is not None else 0), 0, 0, idmap or 0)
     flags = _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0)
     check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, attributes, len(attributes)), "mount_setattr")

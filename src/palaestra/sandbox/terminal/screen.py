@@ -29,7 +29,7 @@ _CURSOR_KEYS = 1
 
 
 def open_screen(size: TerminalSize, emulator: str = "best") -> Screen:
-    """`ghostty`, `plain`, or the best that is installed. Raises `ConfigError`, which names the extra."""
+    """Return `ghostty`, `plain`, or the best that is installed. Raises `ConfigError`, which names the extra."""
     if emulator not in ("best", "ghostty", "plain"):
         raise ConfigError(f"{emulator!r} is not a terminal emulator; use best, ghostty or plain")
     if emulator != "plain":

@@ -46,7 +46,7 @@ class Stream:
         return values[self.below(len(values))]
 
     def sample(self, values: Sequence[T], count: int) -> list[T]:
-        """`count` different elements of `values`, in random order."""
+        """Return `count` different elements of `values`, in random order."""
         left = list(values)
         if count > len(left):
             raise ValueError(f"cannot draw {count} of {len(left)}")
@@ -82,7 +82,7 @@ class Draw(Stream):
         return self._left.pop(self.below(len(self._left)))
 
     def words(self, count: int) -> list[str]:
-        """`count` fresh words."""
+        """Return `count` fresh words."""
         return [self.fresh() for _ in range(count)]
 
     def sentence(self, words: Sequence[str] = NOUNS, shortest: int = 4, longest: int = 9) -> str:

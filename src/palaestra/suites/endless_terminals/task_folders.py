@@ -193,7 +193,7 @@ def graded_view(task: FolderTask) -> View:
 async def score_folder(
     task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
 ) -> Score:
-    """1.0 if all of these tests pass and the negative controls find no tampering, else 0.0.
+    """Return 1.0 if all of these tests pass and the negative controls find no tampering, else 0.0.
 
     Raises `GraderError` if they did not run.
     """

@@ -113,7 +113,7 @@ class TestRun:
     known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def check_ended(self, what: str) -> None:
-        """Raises `TestsTimedOut` if the time limit ended the session, because such a run gives no verdict."""
+        """Raise `TestsTimedOut` if the time limit ended the session, because such a run gives no verdict."""
         if self.timed_out:
             raise TestsTimedOut(f"{what}: its tests timed out:\n{self.output[-1500:]}")
 
@@ -186,7 +186,7 @@ async def _pytest(
 
 
 async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
-    """Raises `GraderError` unless a test that cannot fail passes here."""
+    """Raise `GraderError` unless a test that cannot fail passes here."""
     root = f"{HARNESS_DIR}/canary"
     await slot.write_text(f"{root}/test_canary.py", _CANARY)
     await slot.write_text(f"{root}/pytest.ini", "[pytest]\n")

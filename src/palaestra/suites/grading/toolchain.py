@@ -148,7 +148,7 @@ class DependencyCache:
 
 
 def _installer(closed: bool) -> list[str]:
-    """`pip install` or `uv pip install`, whichever is available; wheels only."""
+    """Return `pip install` or `uv pip install`, whichever is available; wheels only."""
     flags = [*(["--no-deps"] if closed else []), "--only-binary", ":all:", "--quiet"]
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *flags]

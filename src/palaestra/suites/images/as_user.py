@@ -106,7 +106,7 @@ class UserSlot(Slot):
         )
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
-        """Raises PermissionError: a stateful shell runs as root."""
+        """Raise PermissionError: a stateful shell runs as root."""
         raise PermissionError(1, f"a stateful shell as the user {self._user} is not available")
 
     async def spawn(
@@ -180,7 +180,7 @@ class UserSlot(Slot):
         return await self._slot.changes()
 
     async def _allowed(self, path: str, access: str) -> None:
-        """Raises PermissionError if the path exists and the user has no access to it."""
+        """Raise PermissionError if the path exists and the user has no access to it."""
         if await self._slot.stat(path) is None:
             return
         tried = await self.execute(["test", access, path], timeout_s=_FILE_S)

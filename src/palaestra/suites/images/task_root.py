@@ -44,7 +44,7 @@ class TaskRoots:
     base_image: str | None = None
 
     def check(self) -> None:
-        """Raises `ImageError` for a path of the settings that does not exist."""
+        """Raise `ImageError` for a path of the settings that does not exist."""
         for path in (*self.images.values(), *([] if self.base_image in (None, HOST) else [self.base_image])):
             self._existing(local_path(path))
         if self.image_dir is not None and not self.image_dir.is_dir():

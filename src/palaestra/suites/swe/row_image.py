@@ -47,7 +47,7 @@ class RowImages:
         self._roots = TaskRoots(ImageBuilder(Path()), images, folder)
 
     def check(self) -> None:
-        """Raises `ImageError` for a path of the settings that does not exist."""
+        """Raise `ImageError` for a path of the settings that does not exist."""
         self._roots.check()
 
     def of(self, row: SweRow) -> str | None:

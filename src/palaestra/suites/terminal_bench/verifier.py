@@ -359,7 +359,7 @@ def _check_ran(
     made: Collection[str],
     out_of_reach: Collection[str],
 ) -> None:
-    """Raises `GraderError` for a verifier that did not judge the work."""
+    """Raise `GraderError` for a verifier that did not judge the work."""
     tail = _tail(output)
     if result.metadata.get("timeout"):
         raise TestsTimedOut(f"the verifier of {task.name} timed out{tail}")

@@ -132,7 +132,7 @@ class BrowserSession:
         return self._lease is not None and not self._lease.running.browser.is_connected()
 
     async def check(self) -> None:
-        """Raises `ToolUnavailable`, once, if the browser has died."""
+        """Raise `ToolUnavailable`, once, if the browser has died."""
         if self._dead:
             await self.aclose()
             raise ToolUnavailable(_DIED)

@@ -88,7 +88,8 @@ async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolRepl
 
 
 def numbered(lines: list[str], offset: int, limit: int) -> list[str]:
-    """`LINE|CONTENT` for the lines from `offset` (1-based), within the bounds on lines, line length and content."""
+    """Return `LINE|CONTENT` for the lines from `offset` (1-based), within the bounds on lines, line length and
+    content."""
     shown: list[str] = []
     size = 0
     for number, line in enumerate(lines[offset - 1 : offset - 1 + limit], start=offset):

@@ -89,7 +89,7 @@ def clamp_timeout(timeout_s: float) -> float:
 
 
 def check_command(command: str, most_bytes: int | None = None) -> None:
-    """Raises `ToolMistake` for a command line that cannot be passed to a program."""
+    """Raise `ToolMistake` for a command line that cannot be passed to a program."""
     try:
         size = len(command.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError:

@@ -174,7 +174,7 @@ class _Crawl:
             return _Visit(WebPage(url, error=str(why)), place)
 
     def _stay(self, url: URL) -> None:
-        """Raises `PageUnreadable` for a page of another site. The first page defines the site."""
+        """Raise `PageUnreadable` for a page of another site. The first page defines the site."""
         if self._site is None:
             self._site = url
         elif url.origin() != self._site.origin():

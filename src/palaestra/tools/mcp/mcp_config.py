@@ -203,7 +203,7 @@ def hand_over(environ: Mapping[str, str], servers: Mapping[str, MCPServerConfig]
 
 
 def checked_names(servers: Mapping[str, MCPServerConfig]) -> None:
-    """Raises `ConfigError` for a server name that a tool's name could not contain."""
+    """Raise `ConfigError` for a server name that a tool's name could not contain."""
     for name in servers:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} cannot be a server's name: letters, digits, - _ . and 40 of them at most")

@@ -169,7 +169,7 @@ def schema_of(name: str, tool: ServersTool) -> ToolSchema:
 
 
 def tool_names(server: str, tools: Sequence[str]) -> list[str]:
-    """`mcp_<server>_<tool>` for each tool, unique and with only the characters that model servers accept.
+    """Return `mcp_<server>_<tool>` for each tool, unique and with only the characters that model servers accept.
 
     A name that would be too long or ambiguous ends in a part of the original name's hash.
     """
@@ -198,7 +198,8 @@ def _problem(schema: ToolSchema) -> str | None:
 
 
 def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
-    """`{"output": …}`, with `structured` content unless the text repeats it, and `output_total_chars` if it was cut.
+    """Return `{"output": …}`, with `structured` content unless the text repeats it, and `output_total_chars` if it was
+    cut.
 
     Raises `ToolMistake` with the same text for a result that is an error.
     """

@@ -82,7 +82,7 @@ class AddressPolicy:
         return socket.socket(family, kind, protocol)
 
     def check(self, resolved: str) -> None:
-        """Raises `PrivateAddress` for an address that `covers` refuses."""
+        """Raise `PrivateAddress` for an address that `covers` refuses."""
         address = ipaddress.ip_address(resolved.partition("%")[0])
         if not self.covers(address):
             raise PrivateAddress(_REFUSAL)

@@ -55,7 +55,7 @@ class EditSpan:
 
 
 def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Replacement:
-    """`text` with `old` replaced by `new`. Raises `NoMatch` or `Ambiguous`; `old` must not be empty."""
+    """Return `text` with `old` replaced by `new`. Raises `NoMatch` or `Ambiguous`; `old` must not be empty."""
     if not old.strip():
         strategies: tuple[tuple[str, Strategy], ...] = STRATEGIES[:1]  # a looser match of blank text means nothing
     else:

@@ -87,7 +87,7 @@ def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random
 
 
 def get_distribution(name: str) -> dict[str, JSON] | None:
-    """`{"description", "toolsets": {name: percent}}` as a copy, or None for an unknown name."""
+    """Return `{"description", "toolsets": {name: percent}}` as a copy, or None for an unknown name."""
     return list_distributions().get(name)
 
 

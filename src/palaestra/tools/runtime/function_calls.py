@@ -405,6 +405,6 @@ def cleanup_all_environments() -> int:
 
 
 def get_active_environments_info() -> dict[str, JSON]:
-    """`{"count", "task_ids"}` of the tasks that have a slot now."""
+    """Return `{"count", "task_ids"}` of the tasks that have a slot now."""
     tasks = default_session().tasks()
     return {"count": len(tasks), "task_ids": tasks}

@@ -98,7 +98,7 @@ class ExecutorService:
 
     @contextlib.contextmanager
     def _call(self, trajectory_id: str) -> Iterator[None]:
-        """Raises `RequestRefused` while draining, `StaleLease` for an expired trajectory."""
+        """Raise `RequestRefused` while draining, `StaleLease` for an expired trajectory."""
         if self._draining:
             raise RequestRefused(503, "the service is ending and takes no more calls", "Draining")
         with self.leases.in_use(trajectory_id):

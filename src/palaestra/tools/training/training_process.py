@@ -112,7 +112,7 @@ class TrainingProcess:
         return False
 
     def status(self) -> str:
-        """`starting`, `running`, `completed`, `stopped`, `interrupted` (with its agent) or `failed`."""
+        """Return `starting`, `running`, `completed`, `stopped`, `interrupted` (with its agent) or `failed`."""
         if self.alive():
             return RUNNING if (self.run / "training" / "settings.json").is_file() else STARTING
         if self.result() is not None:

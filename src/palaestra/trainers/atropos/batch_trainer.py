@@ -122,7 +122,7 @@ class BatchTrainer:
         return groups
 
     def _check_ids(self, groups: Sequence[ScoredData]) -> None:
-        """Raises `RequestRefusal` for an id that the model does not have, because the environment uses another
+        """Raise `RequestRefusal` for an id that the model does not have, because the environment uses another
         tokenizer."""
         tokenizer = getattr(self.trainer.engine, "tokenizer", None)
         if not isinstance(tokenizer, Sized):

@@ -36,34 +36,35 @@ class LossKind:
 
 
 def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """-w log p. `logprobs` and the weights are [N], or [N, K] with K targets per position. Without weights, w is 1."""
+    """Return -w log p. `logprobs` and the weights are [N], or [N, K] with K targets per position. Without weights, w is
+    1."""
     return -logprobs * inputs["weights"] if "weights" in inputs else -logprobs
 
 
 def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """-(p/q) A: the policy gradient with the off-policy correction (REINFORCE where p = q)."""
+    """Return -(p/q) A: the policy gradient with the off-policy correction (REINFORCE where p = q)."""
     return -_ratio(logprobs, inputs) * inputs["advantages"]
 
 
 def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """-min((p/q) A, clip(p/q) A). Schulman et al. 2017, arXiv 1707.06347, equation 7."""
+    """Return -min((p/q) A, clip(p/q) A). Schulman et al. 2017, arXiv 1707.06347, equation 7."""
     ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
     return -(ratio * advantages).minimum(_clipped(ratio, inputs, config) * advantages)
 
 
 def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """-sg(clip(p/q)) A log p. MiniMax 2025, arXiv 2506.13585, equation 4."""
+    """Return -sg(clip(p/q)) A log p. MiniMax 2025, arXiv 2506.13585, equation 4."""
     return -_clipped(_ratio(logprobs, inputs), inputs, config).detach() * inputs["advantages"] * logprobs
 
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """-(A log p - beta/2 (log p/q)^2). Richemond et al. 2024, arXiv 2405.19107."""
+    """Return -(A log p - beta/2 (log p/q)^2). Richemond et al. 2024, arXiv 2405.19107."""
     penalty = (logprobs - inputs["logprobs"]) ** 2
     return -(logprobs * inputs["advantages"] - 0.5 * config["beta"] * penalty)
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """-min(s A, clip(s) A): s is the geometric mean of p/q over the positions of `sequence_ratio_mask`, with the
+    """Return -min(s A, clip(s) A): s is the geometric mean of p/q over the positions of `sequence_ratio_mask`, with the
     gradient of each token's own log p (GSPO-token). Zheng et al. 2025, arXiv 2507.18071, equations 13 and 14."""
     advantages, inside = inputs["advantages"], inputs["sequence_ratio_mask"] != 0
     difference = (logprobs.detach() - inputs["logprobs"])[inside]
@@ -73,8 +74,8 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> 
 
 
 def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """-sg(min(p/q, c)) A log p, where q is the probability that this server recorded when it sampled: REINFORCE with
-    truncated importance weights (Espeholt et al. 2018, arXiv 1802.01561, rho of equation 1). The input
+    """Return -sg(min(p/q, c)) A log p, where q is the probability that this server recorded when it sampled: REINFORCE
+    with truncated importance weights (Espeholt et al. 2018, arXiv 1802.01561, rho of equation 1). The input
     `recorded_logprobs` comes from the sequences that the datum's spans name."""
     ratio = (logprobs.detach() - inputs["recorded_logprobs"]).exp()
     return -ratio.clamp(max=config["clip_high_threshold"]) * inputs["advantages"] * logprobs

@@ -329,7 +329,7 @@ class SamplingDecoder(TorchDecoder):
 
 
 def forward(module: PreTrainedModel, ids: Sequence[Sequence[int]]) -> torch.Tensor:
-    """`logits[B, T, V]` in float32 of `ids[B][T]`, padded on the right."""
+    """Return `logits[B, T, V]` in float32 of `ids[B][T]`, padded on the right."""
     import torch
 
     longest = max(len(row) for row in ids)
@@ -340,7 +340,7 @@ def forward(module: PreTrainedModel, ids: Sequence[Sequence[int]]) -> torch.Tens
 
 
 def target_logprobs(logits_tv: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """log p of `targets[N]` or `targets[N, K]` at the first N positions of `logits_tv[T, V]`."""
+    """Return log p of `targets[N]` or `targets[N, K]` at the first N positions of `logits_tv[T, V]`."""
     logprobs = logits_tv[: targets.shape[0]].log_softmax(dim=-1)
     return logprobs.gather(1, targets.reshape(targets.shape[0], -1)).reshape(targets.shape)
 

@@ -310,7 +310,7 @@ class TinkerService:
             raise UserError(f"This server does not have the model '{name}'; it has '{self.base.name}'.")
 
     def training(self, model_id: str) -> ModelTraining:
-        """Raises `NotFound`."""
+        """Raise `NotFound`."""
         found = self.trainings.get(model_id)
         if found is None:
             raise NotFound(
@@ -485,7 +485,7 @@ class TinkerService:
     # Sampling
 
     def create_sampling(self, request: types.CreateSamplingSessionRequest) -> SamplingSession:
-        """Raises `UserError` if the weights are not here."""
+        """Raise `UserError` if the weights are not here."""
         session = self.session(request.session_id)
         sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id in self.sampling:
@@ -510,7 +510,7 @@ class TinkerService:
         return sampling
 
     def sampling_session(self, sampler_id: str) -> SamplingSession:
-        """Raises `NotFound`."""
+        """Raise `NotFound`."""
         found = self.sampling.get(sampler_id)
         if found is None:
             raise NotFound(f"There is no sampler {sampler_id}: its session has ended, or the server was restarted.")
@@ -518,7 +518,7 @@ class TinkerService:
         return found
 
     def sample(self, request: types.SampleRequest) -> PendingRequest:
-        """Raises `NotFound` and `Busy`; a request that cannot work fails through its future."""
+        """Raise `NotFound` and `Busy`; a request that cannot work fails through its future."""
         if request.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling client first.")
         sampling = self.sampling_session(request.sampling_session_id)

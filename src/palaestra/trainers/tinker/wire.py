@@ -170,7 +170,7 @@ def _dense(csr: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> torch.Tensor
 def _recorded_logprobs(
     datum: Any, targets: Sequence[int], advantages: torch.Tensor, recorded: Callable[[str], Recorded]
 ) -> torch.Tensor:
-    """q at each position, from the sequences that the datum's spans name; 0 on prompts."""
+    """Return q at each position, from the sequences that the datum's spans name; 0 on prompts."""
     spans = datum.loss_fn_input_spans
     if not spans:
         raise UserError("the loss 'stable_reinforce' needs provenance: call Datum.with_provenance.")
@@ -312,7 +312,7 @@ def _stops(stop: Any, stop_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[
 
 
 def _prompt_targets(sent: types.SampleRequest, length: int, base: BaseModel) -> tuple[torch.Tensor | None, Any]:
-    """`targets[length - 1, K]`, -1 where there is no target, and the request's tensor if it is sparse."""
+    """Return `targets[length - 1, K]`, -1 where there is no target, and the request's tensor if it is sparse."""
     given = sent.target_prompt_logprobs
     if given is None:
         return None, None

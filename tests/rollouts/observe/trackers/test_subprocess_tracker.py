@@ -156,7 +156,7 @@ def test_a_child_that_fails_is_said_once_and_never_raised(tmp_path: Path) -> Non
 
     (note,) = with_child(tmp_path, "raise SystemExit('the service is down')", use)
     assert note.startswith("WARNING: tracker has ended: the service is down")
-    assert "metrics.jsonl has every figure" in note
+    assert "metrics.jsonl has all metrics" in note
 
 
 def test_a_failure_at_the_very_end_is_said_too(tmp_path: Path) -> None:

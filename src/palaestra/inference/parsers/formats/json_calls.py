@@ -142,14 +142,14 @@ class NamedCall(NamedTuple):
 
 
 def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
-    """Name, arguments and their text, from an object with `name` and one of `keys`. Raises `Malformed`."""
+    """Read name, arguments and their text from an object with `name` and one of `keys`. Raises `Malformed`."""
     members = decode_members(text)
     name = members.get("name")
     if name is None or not isinstance(name.value, str) or not name.value:
         raise Malformed(BrokenReason.NO_NAME, "the call has no name")
     found = [members[key] for key in keys if key in members]
     if len(found) != 1:
-        raise Malformed(BrokenReason.NO_ARGUMENTS, f"the call has not one of {', '.join(keys)}")
+        raise Malformed(BrokenReason.NO_ARGUMENTS, f"the call has none of {', '.join(keys)}")
     if not isinstance(found[0].value, dict):
         raise Malformed(BrokenReason.NOT_AN_OBJECT, "the arguments are not a JSON object")
     given = members["id"].value if "id" in members else ""

@@ -236,7 +236,7 @@ def keyword_arguments(text: str) -> dict[str, JSON]:
         if key is None or text.startswith("=", key.end()):
             raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a keyword argument at character {at}")
         if key[1] in arguments:
-            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key[1]!r} is there twice")
+            raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key[1]!r} is a duplicate")
         end = _value_end(text, key.end())
         arguments[key[1]] = _literal(text[key.end() : end])
         at = skip(text, end + 1, _SPACE)
@@ -282,6 +282,6 @@ def _json_value(node: ast.expr | None) -> JSON:
             if not all(isinstance(name, str) for name in names):
                 raise Malformed(BrokenReason.MALFORMED_MARKUP, "a key is not a string")
             if len(set(names)) < len(names):
-                raise Malformed(BrokenReason.DUPLICATE_KEY, "a key is there twice")
+                raise Malformed(BrokenReason.DUPLICATE_KEY, "a key is a duplicate")
             return dict(zip(names, map(_json_value, values), strict=True))
     raise Malformed(BrokenReason.MALFORMED_MARKUP, f"{type(node).__name__} is not a literal that JSON can express")

@@ -76,7 +76,7 @@ class Markup(Grammar):
         return output.add(self.element(output, begin), begin) if output.in_section else None
 
     def in_one_section(self, text: str, lines: list[str]) -> str:
-        """`text` and then the lines of all calls between the section's tags, if there are calls."""
+        """Return `text` and then the lines of all calls between the section's tags, if there are calls."""
         return "\n".join([*([text] if text else []), self.section[0], *lines, self.section[1]]) if lines else text
 
     def element(self, output: OutputReader, start: int) -> FoundCall:
@@ -114,7 +114,7 @@ class Markup(Grammar):
                 problem.at = position
                 raise
             if key in arguments:
-                raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key!r} is there twice", position)
+                raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key!r} is a duplicate", position)
             arguments[key] = value
         return position + len(self.call[1])
 
@@ -372,7 +372,7 @@ class Glm47(Grammar):
             begin += len(_VALUE)
             end, position = self._value_end(output, begin)
             if key in arguments:
-                raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key!r} is there twice", position)
+                raise Malformed(BrokenReason.DUPLICATE_KEY, f"the argument {key!r} is a duplicate", position)
             arguments[key] = output.types.value(name, key, text[begin:end])
         return arguments, position + len(_GLM_CLOSE)
 

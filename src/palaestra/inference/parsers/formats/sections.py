@@ -103,7 +103,7 @@ class DeepSeekV31(Sections):
     openers = (*section, _BEGIN)
 
     def header(self, text: str, start: int) -> Header | None:
-        """`NAME<｜tool▁sep｜>`."""
+        """Read `NAME<｜tool▁sep｜>`."""
         mark = header_end(text, start, _SEPARATOR, self.tags)
         return _named(text[start : mark.start], mark.end) if isinstance(mark, Mark) else mark
 
@@ -118,7 +118,7 @@ class DeepSeekV3(DeepSeekV31):
     tags = Tags(_BEGIN, ("```", _END))
 
     def header(self, text: str, start: int) -> Header | None:
-        """`function<｜tool▁sep｜>NAME`, a line end and the opening fence."""
+        """Read `function<｜tool▁sep｜>NAME`, a line end and the opening fence."""
         mark = header_end(text, start, _SEPARATOR, self.tags)
         if not isinstance(mark, Mark):
             return mark
@@ -154,7 +154,7 @@ class KimiK2(Sections):
     openers = (*section, _KIMI_BEGIN)
 
     def header(self, text: str, start: int) -> Header | None:
-        """`functions.NAME:INDEX<|tool_call_argument_begin|>`."""
+        """Read `functions.NAME:INDEX<|tool_call_argument_begin|>`."""
         mark = header_end(text, start, _KIMI_ARGUMENTS, self.tags)
         if not isinstance(mark, Mark):
             return mark
@@ -166,7 +166,7 @@ class KimiK2(Sections):
         return Header(found[1], call_id, mark.end)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """Calls without an id of this form get one from their place."""
+        """Write the calls. Calls without an id of this form get one from their place."""
         blocks = []
         for index, call in enumerate(calls):
             found = _ID.fullmatch(call.id)

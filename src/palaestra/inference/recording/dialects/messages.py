@@ -182,7 +182,7 @@ def _image(part: Mapping[str, JSON], param: str) -> JSON:
 
 
 def _choice(choice: JSON) -> JSON:
-    """`tool_choice` in the shape of chat completions."""
+    """Return `tool_choice` in the shape of chat completions."""
     if not isinstance(choice, dict):
         return None
     kind = choice.get("type")

@@ -194,7 +194,7 @@ def _image(part: Mapping[str, JSON], param: str) -> JSON:
 
 
 def _chat_format(wanted: JSON) -> JSON:
-    """`text.format` in the shape of chat completions."""
+    """Return `text.format` in the shape of chat completions."""
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
         return wanted
     schema = {name: value for name, value in wanted.items() if name != "type"}

@@ -33,7 +33,8 @@ Note = Callable[[str], None]
 async def traced(
     endpoint: str, note: Note, *, env: str, model: str, provider: str, run_id: str, content: bool = False
 ) -> AsyncIterator[Spans | None]:
-    """The spans of a run, sent to `endpoint`. Yields None, with a warning, if the extra `otel` is not installed."""
+    """Yield the spans of a run, which are sent to `endpoint`. Yields None, with a warning, if the extra `otel` is not
+    installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -88,7 +89,7 @@ def _warning_once(exporter: SpanExporter, endpoint: str, note: Note) -> SpanExpo
                 result = SpanExportResult.FAILURE
             if result is not SpanExportResult.SUCCESS and not self.warned:
                 self.warned = True
-                note(f"WARNING: spans cannot be sent to {endpoint}; they are lost, and the run goes on")
+                note(f"WARNING: spans cannot be sent to {endpoint} and are lost; the run continues")
             return result
 
         def shutdown(self) -> None:

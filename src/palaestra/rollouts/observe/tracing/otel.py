@@ -182,7 +182,8 @@ class Spans:
 
     @contextmanager
     def _call(self, rollout_id: str, name: str, attributes: Attributes, kind: SpanKind) -> Iterator[Span]:
-        """A span of a call, inside that of the call that made it (`delegate_task`) or of its rollout's stage."""
+        """Open a span for a call, inside the span of the call that made it (`delegate_task`) or of its rollout's
+        stage."""
         outer, within = get_current_span(), self._context(rollout_id)
         same = outer.get_span_context().trace_id == get_current_span(within).get_span_context().trace_id
         with self._tracer.start_as_current_span(
@@ -200,7 +201,7 @@ class Spans:
                 raise
 
     def tool(self, rollout_id: str) -> ToolMiddleware:
-        """Tool middleware that puts a span around each call of the rollout's agent."""
+        """Return tool middleware that puts a span around each call of the rollout's agent."""
 
         async def traced(call: CheckedCall, then: Next) -> ToolOutcome:
             if not call.by_agent or call.conversation:
@@ -219,7 +220,7 @@ class Spans:
         return traced
 
     def chat(self, rollout_id: str) -> ChatMiddleware:
-        """Chat middleware that puts a span around each model call of the rollout."""
+        """Return chat middleware that puts a span around each model call of the rollout."""
 
         async def traced(call: ChatCall, ask: Ask) -> ChatCompletion:
             attributes: dict[str, AttributeValue] = {OPERATION: "chat", CONVERSATION: rollout_id, **self.model}

@@ -24,7 +24,7 @@ GRACE_S = 30.0
 WORKER = "palaestra.rollouts.observe.trackers.worker"
 
 MOST_WAITING = 4_000_000
-"""How many bytes may wait for a child that does not read. Beyond that, lines are dropped."""
+"""The maximum number of bytes queued for a child that does not read. Beyond that, lines are dropped."""
 
 Note = Callable[[str], None]
 
@@ -59,7 +59,7 @@ class ChildTracker:
         if self._child.returncode is not None or self._pipe.transport.is_closing():
             self._trouble(f"has ended: {_last_line(self._log)}")
         elif self._pipe.transport.get_write_buffer_size() > MOST_WAITING:
-            self._trouble("does not keep up, and figures are left out")
+            self._trouble("does not keep up, so metrics are left out")
         else:
             self._pipe.write(json.dumps(line).encode() + b"\n")
 
@@ -84,7 +84,7 @@ class ChildTracker:
         """Report a problem, the first time only."""
         if not self._told:
             self._told = True
-            self._note(f"WARNING: {self.name} {what}; the run goes on, and metrics.jsonl has every figure")
+            self._note(f"WARNING: {self.name} {what}; the run continues, and metrics.jsonl has all metrics")
 
 
 def _last_line(log: Path) -> str:

@@ -105,7 +105,7 @@ class Supervisor:
             self.refuse(frame.request)
 
     def _start(self, number: int, spec: CommandSpec) -> None:
-        """Raises ValueError for words that no system call takes, and OSError; then nothing was started."""
+        """Raise ValueError for words that no system call takes, and OSError; then nothing was started."""
         stdin = pipes.memory_file(spec.stdin) if spec.stdin else -1
         verdict = child_verdict = errors = child_errors = -1
         output = (-1, -1)
@@ -158,7 +158,7 @@ class Supervisor:
             self.owner.ask_oom(functools.partial(self._finish_killed, execution, shell_flags, then))
 
     def shell(self) -> str:
-        """`bash`, or `sh` if the root has no bash. Looked up each time: a process of the slot may remove it."""
+        """Return `bash`, or `sh` if the root has no bash. Looked up each time: a process of the slot may remove it."""
         return "bash" if files.describe(self.owner.root, "/bin/bash") is not None else "sh"
 
     def with_variables(self, variables: dict[str, str] | None) -> EnvBlock:

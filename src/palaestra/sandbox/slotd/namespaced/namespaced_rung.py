@@ -375,7 +375,7 @@ class DiskStore(LayerStore):
             os.close(tree)
 
     def unlimit(self) -> None:
-        """Raises OSError: limits are lifted to write."""
+        """Raise OSError: limits are lifted to write."""
         raise OSError(30, "a snapshot on disk cannot be cut; seal a slot that starts from it, and cut that")
 
     def drop_files(self) -> None:

@@ -229,7 +229,7 @@ class Tunnel:
             raise
 
     async def _connect(self, address: Address, port: int) -> tuple[StreamReader, StreamWriter]:
-        """Raises OSError."""
+        """Raise OSError."""
         failure: OSError = ConnectionRefusedError()
         for host in self._destinations(address, port):
             try:

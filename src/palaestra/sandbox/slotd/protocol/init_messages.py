@@ -101,7 +101,7 @@ class InitReport(NamedTuple):
 
 
 def env_block(variables: Mapping[str, str]) -> EnvBlock:
-    """Raises ValueError for invalid variables: a NUL, a lone surrogate, an empty name."""
+    """Raise ValueError for invalid variables: a NUL, a lone surrogate, an empty name."""
     text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
     if text.count(b"\0") != len(variables):
         raise ValueError("a variable cannot hold a NUL character")

@@ -26,7 +26,7 @@ _END_PATIENCE_S = 5.0
 
 
 def main(arguments: list[str]) -> int:
-    """`slotd FD confined|none`: serve the client at the other end of the stream socket FD."""
+    """Run `slotd FD confined|none`: serve the client at the other end of the stream socket FD."""
     stream, confined = socket.socket(fileno=int(arguments[0])), arguments[1] == "confined"
     logging.basicConfig(stream=sys.stderr, format="slotd: %(message)s")
     try:

@@ -112,7 +112,7 @@ def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException], *,
 
 
 def _repr(value: object) -> str:
-    """`repr` of a parameter; a `repr` that raises must not break the report."""
+    """Return `repr` of a parameter; a `repr` that raises must not break the report."""
     try:
         return repr(value)
     except Exception as problem:
