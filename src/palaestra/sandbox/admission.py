@@ -1,4 +1,4 @@
-"""How many slots this machine carries at a time, given its memory and the number of files a process may open.
+"""Computes how many slots this machine can hold, given its memory and the number of files a process may open.
 
 A slot that waits for the model costs little; its commands use the memory. So the limit at the start is generous, and
 the pool asks `available_memory` again before each further slot.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_SLOTS = 512
-"""The most slots of a pool that sets no limit."""
+"""The maximum number of slots of a pool that sets no limit."""
 SLOT_BYTES = 8 << 20
 """The memory assumed per slot. Measured: 0.4 MiB for an idle one, 5.6 MiB while a small Python program runs."""
 SLOT_FILES = 8
@@ -28,7 +28,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class SlotLimit:
-    """The most slots at a time, and the reason for that limit."""
+    """The maximum number of slots, and the reason for that limit."""
 
     slots: int
     reason: str
@@ -69,7 +69,8 @@ def open_more_files() -> int:
 
 
 def available_memory() -> int:
-    """Return bytes that new processes can use: the kernel's MemAvailable, or less in a control group with a limit.
+    """Return the bytes of memory that new processes can use: the kernel's MemAvailable, or less in a control group with
+    a limit.
 
     Sources: proc_meminfo(5); the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
     """

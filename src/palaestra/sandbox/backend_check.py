@@ -28,10 +28,10 @@ _ROUNDS = 5
 class BackendFindings:
     """The findings about one backend; None where a value could not be determined.
 
-    `problem` is empty if the backend works; otherwise it says what to do. `reachable`: the platform answers and accepts
-    the credentials. `images` are the kinds that it takes; `checkpoints`: whether a running slot can be forked.
-    `seconds` has `start`, and the medians of `round_trip` (a request to the slot server), `create`, `exec` (`true`),
-    `fork` (from a snapshot) and `reset` (end a slot and make a new one).
+    `problem` is empty if the backend works; otherwise it describes the failure and the fix. `reachable`: the platform
+    answers and accepts the credentials. `images` are the kinds that it takes; `checkpoints`: whether a running slot can
+    be forked. `seconds` has `start`, and the medians of `round_trip` (a request to the slot server), `create`, `exec`
+    (`true`), `fork` (from a snapshot) and `reset` (end a slot and make a new one).
     """
 
     name: str
@@ -46,7 +46,8 @@ class BackendFindings:
 
 
 async def check_backend(name: str, config: JSON) -> BackendFindings:
-    """Start a backend as a run with these settings would, use a few slots, and end it. Never raises for its failure."""
+    """Start a backend as a run with these settings would, use a few slots, and end it. A failure of the backend is in
+    the result and is never raised."""
     found = BackendFindings(name)
     try:
         backend = make_backend(name, config)

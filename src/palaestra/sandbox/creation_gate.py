@@ -46,8 +46,8 @@ class CreationGate:
         await self._change(lambda gap_s: 0.0 if gap_s <= _FIRST_S else gap_s / 2)
 
     async def throttled(self, asked_s: float | None = None) -> float:
-        """Slow down, because the provider wants fewer requests, and none for `asked_s` seconds. Returns how long all
-        starts now pause."""
+        """Slow down, because the provider requests fewer starts, and none for `asked_s` seconds. Returns how many
+        seconds all starts pause."""
         found = 0.0
 
         def slower(gap_s: float) -> float:
@@ -64,7 +64,7 @@ class CreationGate:
             async with self._locked() as state:
                 now = time.monotonic()
                 wait_s = state["next"] - now
-                # Later than any gap: the state is from before this host's last boot.
+                # A later time than any gap comes from before this host's last boot.
                 if wait_s <= 0 or wait_s > 2 * _SLOWEST_S:
                     own = 0.0 if self._per_s is None else 1 / self._per_s
                     state["next"] = now + max(own, state["gap"])
@@ -80,8 +80,8 @@ class CreationGate:
                 state["next"] = max(state["next"], time.monotonic() + state["gap"])
 
     def _make_folder(self) -> None:
-        """Make the folder. Raises `ConfigError` if another user has made it: links in it would lead our files
-        elsewhere."""
+        """Make the folder. Raises `ConfigError` if another user made it, because links in it could redirect our
+        files."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -93,7 +93,7 @@ class CreationGate:
 
     @contextlib.asynccontextmanager
     async def _locked(self) -> AsyncIterator[dict[str, float]]:
-        """The shared state, written back at the end of the block."""
+        """Yield the shared state, which is written back at the end of the block."""
         self._make_folder()
         async with file_lock(self._folder / f"{self._name}.lock", poll_s=_POLL_S):
             try:

@@ -1,4 +1,4 @@
-"""The slots of one run: leased first come, first served, up to a limit.
+"""The slots of one run, leased in the order of requests, up to a limit.
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. The timeout covers waiting for
 a free place, not making the slot. While memory is short, a place is free only after another slot has ended
@@ -45,16 +45,17 @@ USUAL_TIMEOUT_S = 60.0
 
 
 _LOOK_AGAIN_S = 0.5
-"""How often a pool checks the memory again while callers wait for it and no slot ends."""
+"""Seconds between memory checks while callers wait for memory and no slot ends."""
 
 
 class SlotPoolConfig(BaseModel):
-    """The most slots of a pool, and how long to wait for one. The contract's fields keep their names and defaults."""
+    """The maximum number of slots of a pool, and how long to wait for one. The contract's fields keep their names and
+    defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_slots: int | None = Field(default=None, ge=1)
-    """How many slots may be leased at a time. Default: as many as memory and open files allow, up to 512."""
+    """The maximum number of leased slots. Default: as many as memory and open files allow, up to 512."""
     acquire_timeout: float = Field(default=30.0, gt=0)
     """Seconds that `acquire` waits for a free place before it raises `AcquireTimeout`."""
     slots_per_container: int = Field(default=10, ge=1)
@@ -286,7 +287,7 @@ class SlotPool:
         try:
             await self.backend.destroy(slot)
         except SlotLost:
-            return True  # nothing of it is left
+            return True  # nothing of the slot is left
         except SandboxError as error:
             _log.warning("%s could not be ended and is quarantined: %s", slot.slot_id, error)
             self._quarantine[slot.epoch] = slot
@@ -310,8 +311,8 @@ class SlotPool:
         *,
         timeout_s: float | None = None,
     ) -> list[ExecutionResult]:
-        """Run several calls concurrently; the results are in order. One that failed with an `InfraError` is a result
-        with that error, so that the others are not lost. `timeout_s` is another name of `timeout`."""
+        """Run several calls concurrently; the results are in order. A call that failed with an `InfraError` gives a
+        result with that error, so that the others are not lost. `timeout_s` is another name of `timeout`."""
         timeout = timeout_s if timeout is None else timeout
 
         async def one(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
@@ -448,21 +449,21 @@ class SlotPool:
 
     @property
     def total_slots(self) -> int:
-        """How many slots there may be."""
+        """The maximum number of slots."""
         return self._places
 
     @property
     def available_slots(self) -> int:
-        """How many slots could be acquired now."""
+        """The number of slots that could be acquired now."""
         return max(0, self._free)
 
     @property
     def acquired_slots(self) -> int:
-        """How many slots are leased."""
+        """The number of leased slots."""
         return len(self._held)
 
     def get_stats(self) -> Mapping[str, JSON]:
-        """Counts, waiting times in seconds, and the backend's own statistics."""
+        """Return counts, waiting times in seconds, and the backend's own statistics."""
         waits, makes = sorted(self._waits), sorted(self._makes)
         of_backend = dict(self.backend.stats())
         executing = sum(held.slot.state is SlotState.EXECUTING for held in self._held.values())
@@ -519,7 +520,7 @@ class SlotPool:
                 await waiter
         except BaseException as error:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._give_place()  # it became free together with the timeout or the cancellation
+                self._give_place()  # a place became free together with the timeout or the cancellation
             if isinstance(error, TimeoutError) and not isinstance(error, SandboxError):
                 self._timeouts += 1
                 raise AcquireTimeout(self._explain(trajectory_id, timeout_s)) from None

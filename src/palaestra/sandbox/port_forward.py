@@ -30,8 +30,8 @@ _START_S, _WRITE_S = 30.0, 60.0
 
 @asynccontextmanager
 async def forwarded_port(slot: Slot, host: str, port: int, *, most: int = MOST_CONNECTIONS) -> AsyncIterator[int]:
-    """The port on the slot's loopback that reaches `host:port` during the block. Raises `SandboxError` if the slot has
-    no Python or no loopback."""
+    """Yield the port on the slot's loopback that reaches `host:port` during the block. Raises `SandboxError` if the
+    slot has no Python or no loopback."""
     text = importlib.resources.files("palaestra.sandbox").joinpath("port_relay.py").read_text()
     try:
         process = await slot.spawn(["python3", "-I", "-S", "-c", text], cwd="/")
@@ -53,7 +53,7 @@ async def forwarded_port(slot: Slot, host: str, port: int, *, most: int = MOST_C
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         with contextlib.suppress(ProcessLookupError, SandboxError):
-            await process.forget()  # first: a write to a relay that does not read ends with the relay
+            await process.forget()  # first, because a write to a relay that does not read ends with the relay
         await forward.aclose()
 
 
@@ -78,7 +78,7 @@ class _Forward:
             while len(buffer) >= _HEAD.size:
                 kind, number, length = _HEAD.unpack_from(buffer)
                 if kind not in b"pocd" or length > _WINDOW_BYTES:
-                    logger.warning("the relay of a slot's port sent something else than frames: it is closed")
+                    logger.warning("the relay of a slot's port sent data that is not a frame, and was closed")
                     return
                 if len(buffer) < _HEAD.size + length:
                     break
@@ -143,7 +143,7 @@ class _Forward:
                 await asyncio.shield(self._send(_HEAD.pack(b"c", number, 0)))
 
     async def _send(self, data: bytes) -> None:
-        """Write to the relay; nothing if it has ended."""
+        """Write to the relay; does nothing if the relay has ended."""
         async with self._sending:
             with contextlib.suppress(BrokenPipeError, ProcessLookupError):
                 await self._process.write(data)

@@ -100,7 +100,9 @@ class Sandbox:
             cpus=cpus,
         )
         if memory is not None and limits.memory_bytes is not None and limits.memory_bytes < _LEAST_MEMORY:
-            raise ConfigError(f"memory={memory!r} is {limits.memory_bytes} bytes, too few to start: write '512MB'")
+            raise ConfigError(
+                f"memory={memory!r} is {limits.memory_bytes} bytes, too few to start: use for example '512MB'"
+            )
         if not isinstance(network, str | AllowList):
             network = AllowList(tuple(network))
         if snapshot is not None:
@@ -185,8 +187,8 @@ class Sandbox:
 
     @asynccontextmanager
     async def fork(self) -> AsyncIterator[Sandbox]:
-        """Another sandbox with this one's present files until the end of the block; this one continues. Its processes,
-        `/tmp` and `/dev/shm` are not in the fork. Raises `SandboxError` on isolation levels without layers."""
+        """Yield another sandbox with this one's current files until the end of the block; this one continues. The fork
+        has no processes, `/tmp` and `/dev/shm`. Raises `SandboxError` on isolation levels without layers."""
         async with self.slot.fork() as slot:
             other = Sandbox(limits=self._spec.limits, pool=self._running)
             other._slot, other._running, other._spec = slot, self._running, self._spec
@@ -251,12 +253,12 @@ class SyncSandbox:
     changes = _blocking(Sandbox.changes)
 
     def snapshot(self) -> SandboxSnapshot:
-        """`Sandbox.snapshot`, for other blocking sandboxes."""
+        """Call `Sandbox.snapshot`; the result is for other blocking sandboxes."""
         return replace(self._loop.wait(self._box.snapshot()), thread=self._loop)
 
     @contextmanager
     def fork(self) -> Iterator[SyncSandbox]:
-        """`Sandbox.fork`."""
+        """Call `Sandbox.fork`."""
         forked, loop = self._box.fork(), self._loop
         box = loop.wait(forked.__aenter__())
         try:
@@ -271,7 +273,7 @@ def size_in_bytes(size: str | int) -> int:
         return size
     found = _SIZE.fullmatch(size)
     if found is None:
-        raise ConfigError(f"{size!r} is not a size: write bytes, or a number with K, M, G or T, such as '512MB'")
+        raise ConfigError(f"{size!r} is not a size: use bytes, or a number with K, M, G or T, such as '512MB'")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 

@@ -19,9 +19,9 @@ from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON, AllowList, Limits, Network, network
 
 WORKSPACE = "/workspace"  # where commands start, in every backend
-DEFAULT_OUTPUT_BYTES = 50_000  # how much of a command's output is kept by default, head and tail together
-MAX_FILE_BYTES = 64 << 20  # how much one file call reads by default; larger files are refused
-DEFAULT_STORE_BYTES = 20 << 30  # how much disk prepared workspaces take by default
+DEFAULT_OUTPUT_BYTES = 50_000  # how many bytes of a command's output are kept by default, head and tail together
+MAX_FILE_BYTES = 64 << 20  # how many bytes one file call reads by default; larger files are refused
+DEFAULT_STORE_BYTES = 20 << 30  # how many bytes of disk prepared workspaces take by default
 
 
 class Rung(IntEnum):
@@ -207,43 +207,45 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its number in the slot."""
+        """The process's number in the slot."""
 
     async def status(self) -> ProcessStatus: ...
 
     async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
-        """Output from `cursor` (negative: bytes before the end), of which at least the last 256 KiB are kept.
+        """Return output from `cursor` (negative: bytes before the end). At least the last 256 KiB are kept.
 
         Without new output, wait up to `wait_s` for some or for the end.
         """
 
     def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
-        """Follow the output from `cursor` on until the process has ended."""
+        """Follow the output from `cursor` until the process has ended."""
 
     async def write(self, data: bytes) -> None:
-        """Write to its input as fast as it reads. BrokenPipeError if it has closed its input or has ended."""
+        """Write to the process's input as fast as it reads. Raises BrokenPipeError if the process has closed its input
+        or has ended."""
 
     async def close_input(self) -> None:
-        """End its input; on a terminal, send the end-of-input character."""
+        """End the process's input; on a terminal, send the end-of-input character."""
 
     async def signal(self, number: int) -> None:
-        """Send a signal to its process group."""
+        """Send a signal to the process group."""
 
     async def resize(self, size: TerminalSize) -> None:
-        """Resize its terminal; the foreground processes get SIGWINCH. OSError (ENOTTY) without a terminal."""
+        """Resize the process's terminal; the foreground processes get SIGWINCH. Raises OSError (ENOTTY) without a
+        terminal."""
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Return its status when it has ended, or after `timeout_s`: check `running`."""
+        """Return the process's status when it has ended, or after `timeout_s`: check `running`."""
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill its whole process tree: SIGTERM, after `grace_s` SIGKILL."""
+        """Kill the whole process tree: SIGTERM, and after `grace_s` SIGKILL."""
 
     async def forget(self) -> None:
-        """Kill it, if it runs, and drop its output."""
+        """Kill the process, if it runs, and drop its output."""
 
 
 class Shell(Protocol):
-    """A stateful shell: directory, variables and functions of one command are there for the next."""
+    """A stateful shell: the next command keeps the directory, variables and functions of the last one."""
 
     async def run(
         self,
@@ -262,7 +264,7 @@ class Shell(Protocol):
         """
 
     async def state(self) -> bytes:
-        """Directory, variables, functions, aliases and options, for the `state` of another shell. Bash only."""
+        """Return directory, variables, functions, aliases and options, for the `state` of another shell. Bash only."""
 
     async def aclose(self) -> None:
         """End the shell; its background jobs stay. Idempotent."""
@@ -361,7 +363,7 @@ class Slot(Protocol):
     async def list_dir(self, path: str = ".") -> list[FileInfo]: ...
 
     async def stat(self, path: str) -> FileInfo | None:
-        """Return the entry at a path, symlinks not followed; None if nothing is there."""
+        """Return the entry at a path, without following symlinks; None if it does not exist."""
 
     async def make_dir(self, path: str) -> None:
         """Make a directory with its parents, if it does not exist."""
@@ -397,10 +399,10 @@ class Slot(Protocol):
         """Stop every process of the slot until the next call to it; returns how many."""
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
-        """Another slot with this one's present files until the end of the block; this one continues.
+        """Yield another slot with this one's current files until the end of the block; this one continues.
 
-        The pool does not count it: a holder of a slot must not wait for another. It has no processes, `/tmp` or
-        `/dev/shm`. Raises `SandboxError` on isolation levels without layers.
+        The pool does not count the fork, because a holder of a slot must not wait for another. The fork has no
+        processes, `/tmp` or `/dev/shm`. Raises `SandboxError` on isolation levels without layers.
         """
 
 
@@ -440,7 +442,7 @@ class Backend(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """The number of slots there can be; None if memory alone sets it."""
+        """The maximum number of slots; None if only memory sets it."""
 
     async def start(self) -> None:
         """Prove the isolation in a throw-away slot. Idempotent. Raises `ConfigError` or `IsolationUnavailable`."""
@@ -452,7 +454,7 @@ class Backend(Protocol):
         """Return a new slot, from a snapshot of the same image if one is given."""
 
     async def destroy(self, slot: Slot) -> None:
-        """End the slot, its processes and files. Does nothing if it is gone already."""
+        """End the slot, its processes and files. Does nothing if it is already gone."""
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End the slot; its change, cut to `view`, becomes an immutable layer of a snapshot."""
@@ -467,7 +469,7 @@ class Backend(Protocol):
         """Return the changes in the topmost layer, sorted by path."""
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the topmost layer once no slot uses it. Does nothing if it is gone already."""
+        """Drop the topmost layer once no slot uses it. Does nothing if it is already gone."""
 
     def stats(self) -> Mapping[str, JSON]:
         """Return the present counts: `backend`, `rung`, `slots`, `lost`, and `containers` if it has any."""

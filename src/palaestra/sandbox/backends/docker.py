@@ -104,8 +104,8 @@ class DockerBackend(RemoteBackend):
     @property
     def level_fix(self) -> str:
         if self._privileged:
-            return "give the image as a path for the level full, or ask for a lower one (isolation)"
-        return "set docker_privileged, or ask for a lower level (isolation, require_sandbox)"
+            return "give the image as a path for the level full, or request a lower one (isolation)"
+        return "set docker_privileged, or request a lower level (isolation, require_sandbox)"
 
     async def check(self, host: str) -> None:
         status, text = await run_command([*_docker(host), "version", "--format", "{{.Server.Version}}"], _CHECK_S)
@@ -205,7 +205,7 @@ class DockerBackend(RemoteBackend):
         by_path = spec.image if spec.image is not None and is_path(spec.image) else None
         wanted = super().place_spec(spec if by_path is None else replace(spec, image=None))
         if wanted.image is None:
-            raise ConfigError("docker needs an image: set docker_image, or use tasks that name one")
+            raise ConfigError("docker needs an image: set docker_image, or use tasks with an image")
         if by_path is None:
             return wanted
         root = self._roots[by_path]

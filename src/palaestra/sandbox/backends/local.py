@@ -101,7 +101,7 @@ class LocalBackend(ServerBackend):
         first = self._last_epoch + 1
         settings = {"prefix": _interpreter_prefix(), "first_epoch": first, "host_ports": self._host_ports}
         if self._service is None:
-            kind = DirectClient if rung is Rung.FULL else SlotClient  # the one place that plugs in the direct path
+            kind = DirectClient if rung is Rung.FULL else SlotClient  # the only place that selects the direct path
             self._server = await kind.start(rung.label, settings, self._on_lost)
         else:
             self._server = await service_client.attach(self._service, rung.label, settings, self._on_lost)
@@ -113,14 +113,14 @@ class LocalBackend(ServerBackend):
             await self._images.aclose()
 
     async def end(self) -> None:
-        """Close, and end the service with all its slots if there is one."""
+        """Close the backend, and end its service, if it has one, with all slots."""
         await self.aclose()
         if self._service is not None:
             await service_client.end(self._service)
 
     @property
     def stays(self) -> bool:
-        """Whether it is a service, whose slots stay when it is closed or dies."""
+        """Whether the backend is a service, whose slots stay when the backend is closed or dies."""
         return self._service is not None
 
     def leases(self) -> list[Slot]:
@@ -133,7 +133,8 @@ class LocalBackend(ServerBackend):
 
     @property
     def capacity(self) -> int | None:
-        """The number of slots there can be: one on `confined` without root, where a second would be the same user."""
+        """The maximum number of slots: one on `confined` without root, because a second slot would have the same
+        user."""
         return 1 if self.rung is Rung.CONFINED and os.geteuid() != 0 else None
 
     @property

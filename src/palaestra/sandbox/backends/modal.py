@@ -52,9 +52,9 @@ T = TypeVar("T")
 DEFAULT_APP = "atropos-sandbox"
 
 _MOST_LIFETIME_S = 24 * 3600  # Modal's own limit
-_GRADING_S = 300.0  # how long a slot may outlive the time limit of its rollout
-_CREATE_S = 900.0  # the first use of an image pulls it
-_START_S = 120.0  # the start of the slot server in a sandbox that runs
+_GRADING_S = 300.0  # seconds that a slot may outlive the time limit of its rollout
+_CREATE_S = 900.0  # the first use of an image pulls the image
+_START_S = 120.0  # the slot server starts in a running sandbox
 _COPY_S = 900.0
 _CALL_S = 60.0
 _CHECK_S = 20.0
@@ -65,7 +65,7 @@ _ENTRIES = 100
 
 _OWN_VARIABLES = ("TMPDIR", "HOME", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TERM", "LANG")
 # Prints the environment, and which of the given directories exist. Without any, it also links the sandbox's Python at
-# the path by which tools call Python on this machine.
+# the path where tools call Python on this machine.
 _PREPARE = """
 import json, os, sys
 version, path, *folders = sys.argv[1:]
@@ -114,7 +114,7 @@ class ModalSandboxConfig:
     secrets: list[str] = field(default_factory=list)
     env_vars: dict[str, str] = field(default_factory=dict)
     workspace_base: str = "/data"
-    """The contract has this setting, but it has no effect: every slot has its workspace at /workspace."""
+    """A setting of the contract without effect: every slot has its workspace at /workspace."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_sandboxes <= self.max_sandboxes or self.max_sandboxes < 1 or self.slots_per_sandbox < 1:
@@ -361,7 +361,7 @@ class ModalBackend(RemoteBackend):
             self._changed.notify_all()
 
     async def _keep(self) -> None:
-        """Keep the minimum of sandboxes running, and end others that have been idle for long."""
+        """Keep the minimum of sandboxes running, and end others that have been idle for too long."""
         while True:
             await asyncio.sleep(min(15.0, self.config.idle_timeout / 4))
             await self._tidy()
@@ -397,7 +397,7 @@ class ModalBackend(RemoteBackend):
         await super()._tidy()
 
     async def make_sandbox(self, spec: PlaceSpec) -> modal.Sandbox:
-        """Return a new sandbox for a place. Tries again while Modal has no capacity for more. Raises `SandboxError`."""
+        """Return a new sandbox for a place. Retries while Modal has no capacity. Raises `SandboxError`."""
         sdk = load_sdk()
         config = self.config
         deadline = time.monotonic() + config.acquire_timeout_s
@@ -450,7 +450,7 @@ class ModalPlace(Place):
 
     @property
     def idle_for_s(self) -> float:
-        """How long the place has had no slots, as noted by `look`."""
+        """Seconds since the place had slots, as noted by `look`."""
         return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
 
     def look(self) -> None:
@@ -504,7 +504,7 @@ class ModalPlace(Place):
                 await _call(_COPY_S, _copy_in(sandbox, mount.source, mount.target, skipped))
 
     async def _start_server(self, rung: Rung) -> None:
-        if self._server is not None:  # it has died: the sandbox is dead too, or not worth keeping
+        if self._server is not None:  # the server has died, so the sandbox is dead too, or not worth keeping
             if self._sandbox is not None:
                 await _terminate(self._sandbox)
             await self._new_sandbox()
@@ -605,7 +605,7 @@ class ModalClient(DistantClient):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def load_sdk() -> Any:  # the module `modal`, whose functions have attributes that its types do not declare
+def load_sdk() -> Any:  # The type is the module `modal`, whose functions have attributes that its types do not declare.
     """Return the client of Modal. Raises `ConfigError` if it is not installed."""
     try:
         import modal

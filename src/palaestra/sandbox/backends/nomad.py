@@ -37,7 +37,7 @@ OWNER = "palaestra_owner"
 DRIVERS = ("docker", "raw_exec")
 _PORT_INSIDE = 8080
 _START_S = 600.0
-"""How long an allocation may take to come up, its image's pull included, while nothing has failed."""
+"""Seconds that an allocation may take to start, including its image's pull, while nothing has failed."""
 _SECOND = 10**9
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NomadBackendConfig:
-    """The settings of the backend. Names and defaults are the contract's; durations in seconds, `cpu` in MHz and
+    """The settings of the backend. The contract fixes names and defaults. Durations are in seconds, `cpu` in MHz and
     `memory` in MB of one container."""
 
     nomad_address: str = "http://localhost:4646"
@@ -64,7 +64,7 @@ class NomadBackendConfig:
     memory: int = 512
     scale_cooldown_s: float = 60.0
     health_check_interval_s: float = 30.0
-    """How long one request for the job's allocations waits for a change."""
+    """Seconds that one request for the job's allocations waits for a change."""
     unattended_s: float = 60.0
     """Seconds without an open stream after which the Palaestra run that started a job is considered dead."""
     token: str | None = field(default=None, repr=False)
@@ -112,7 +112,7 @@ class Allocation:
     leaving: bool = False
     free_since: float = 0.0
     restarts: int = 0
-    """The restarts of its task when it last worked."""
+    """The task's restart count when it last worked."""
 
     @property
     def is_running(self) -> bool:
@@ -120,7 +120,7 @@ class Allocation:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the allocation does not come up, if there is one."""
+        """The reason why the allocation does not come up, or empty."""
         return task_problem(self.state, self.restarts)
 
 
@@ -188,7 +188,7 @@ class NomadJob:
 
     @property
     def size(self) -> int:
-        """How many allocations the job asks for."""
+        """The number of allocations that the job requests."""
         return self._count
 
     async def register(self, name: str) -> None:
@@ -211,7 +211,7 @@ class NomadJob:
         return job_specification(self._config, self.name, self._image, meta, self._token)
 
     async def _free_name(self, name: str) -> str:
-        """Return the name, if no live run has it; a job of that name whose run is gone is removed."""
+        """Return the name if no live run has it. A job of that name whose run is gone is removed."""
         job = await self._api.find(f"/v1/job/{name}")
         if job is None or job.get("Stop") or job.get("Status") == "dead":
             return name
@@ -294,7 +294,7 @@ class NomadJob:
         return f"the task of the Nomad job {self.name}{image} does not run: {allocation.problem}{tail}"
 
     async def _answers(self, allocation: Allocation) -> bool:
-        """Make sure that the server runs there; if it does not answer, give it time."""
+        """Check that the server answers; if it does not, wait for it."""
         try:
             if allocation.address is None:
                 allocation.address = await address_of(self._api, allocation.allocation_id)
@@ -395,13 +395,13 @@ def _number(name: str) -> int:
 
 
 async def address_of(api: NomadAPI, allocation_id: str) -> tuple[str, int]:
-    """Address and port of an allocation's server. Raises `SandboxError` if Nomad has assigned none."""
+    """Return address and port of an allocation's server. Raises `SandboxError` if Nomad has assigned none."""
     found = await api.get(f"/v1/allocation/{allocation_id}")
     shared = (found.get("AllocatedResources") or {}).get("Shared") or {}
     for port in shared.get("Ports") or ():
         if port.get("Label") == PORT:
             return str(port["HostIP"]), int(port["Value"])
-    raise SandboxError(f"Nomad has assigned no port {PORT!r} to the allocation {allocation_id}")
+    raise SandboxError(f"Nomad did not assign the port {PORT!r} to allocation {allocation_id}")
 
 
 async def is_attended(api: NomadAPI, job: Mapping[str, JSON], unattended_s: float) -> bool:
@@ -569,7 +569,8 @@ class NomadBackend(RemoteBackend):
                 await remove(self._api, stub["ID"])
 
     def _is_spare(self, place: Place) -> bool:
-        """Nomad stops the allocations with the highest numbers first, so places in those end when they are idle."""
+        """Return whether an idle place should end. Nomad stops the allocations with the highest numbers first, so only
+        places in those end."""
         assert isinstance(place, NomadPlace)
         if not place.is_up:
             return True

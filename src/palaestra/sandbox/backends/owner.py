@@ -1,4 +1,5 @@
-"""Names of this machine and its processes as owners of things elsewhere; a later start ends those without an owner."""
+"""Names this machine and its processes as owners of containers and jobs elsewhere; a later start ends those whose owner
+is gone."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "modal")),
     "backend_options": (),
 }
-"""The settings, or the beginnings of their names, that only some backends of this package read."""
+"""The settings, or prefixes of settings, that only some backends of this package read."""
 
 _INSTEAD: Mapping[tuple[str, str], str] = {
     ("privileged", "docker"): "docker_privileged",
@@ -76,7 +76,7 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
     ("min_containers", "modal"): "modal_min_sandboxes",
     ("max_containers", "modal"): "modal_max_sandboxes",
 }
-"""The name of a setting in another backend."""
+"""The name that a setting has in another backend."""
 
 
 def require_read(names: str, settings: Iterable[str]) -> None:
@@ -122,7 +122,7 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
     name = wanted.name
     if wanted.hosts:
         if name not in _HOSTS:
-            raise ConfigError(f"the backend {name} takes no hosts; {' and '.join(_HOSTS)} do")
+            raise ConfigError(f"the backend {name} takes no hosts; only {' and '.join(_HOSTS)} do")
         config = config.model_copy(update={_HOSTS[name]: list(wanted.hosts)})
     backend = _load(name, config)
     if isinstance(backend, RemoteBackend):

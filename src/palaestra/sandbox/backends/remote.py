@@ -30,10 +30,10 @@ from palaestra.sandbox.remote.client import GONE_S, SILENCE_S, RemoteClient
 from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 
 _LEFT_OUT_S = 30.0
-"""How long a host is left out after a failure."""
+"""Seconds for which a host is skipped after a failure."""
 
 _ASK_S = 1.0
-"""How often a host that does not answer is asked again."""
+"""Seconds between checks of a host that does not answer."""
 
 _EPOCHS = 1 << 32
 """The number of epochs for the leases of one place."""
@@ -69,15 +69,15 @@ class Place(ServerBackend):
         super().__init__(rung=rung, require=require)
         self.name, self.spec, self.where = backend.name, spec, f"with the backend {backend.name}"
         self.slots: set[int] = set()
-        """The epochs of its leased slots."""
+        """The epochs of the place's leased slots."""
         self.snapshots: set[str] = set()
         self.starting = 0
-        """How many slots are being made."""
+        """The number of slots that are being made."""
         self._backend = backend
         self._last_epoch = number * _EPOCHS
         self.opening = asyncio.Lock()
         self.begun_at: float | None = None
-        """When its start began."""
+        """The time at which the place began to start."""
         self._starting = asyncio.Lock()
 
     @property
@@ -86,12 +86,12 @@ class Place(ServerBackend):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing needs the place."""
+        """Whether no slot needs the place."""
         return not self.slots and not self.snapshots and not self.starting
 
     @property
     def load(self) -> int:
-        """How many slots the place has or will have."""
+        """The number of slots that the place has or will have."""
         return len(self.slots) + self.starting
 
     @property
@@ -134,11 +134,11 @@ class RemoteBackend(StartedBackend):
     name: str
     image_kinds: tuple[str, ...] = ("name",)
     silence_s = SILENCE_S
-    """The time without an answer after which a place counts as dead."""
+    """Seconds without an answer after which a place counts as dead."""
     gone_s = GONE_S
-    """The time without this process after which a place ends by itself."""
+    """Seconds without this process after which a place ends by itself."""
     away_s = 60.0
-    """How long to wait for the host, or for one of several, when none answers: its daemon may be restarting."""
+    """Seconds to wait for a host to answer, for example while its daemon restarts."""
 
     def __init__(
         self,
@@ -159,9 +159,9 @@ class RemoteBackend(StartedBackend):
         self._places: dict[int, Place] = {}
         self._numbers: Iterator[int] = _numbers
         self.gate = CreationGate(self.name)
-        """Limits how fast places are started."""
+        """Limits how fast places start."""
         self.drain_file: Path | None = None
-        """A file with the hosts that get no new slots, if it exists; it may change at any time."""
+        """A file that lists the hosts which get no new slots, or None. It may change at any time."""
         self._failed_at: dict[str, float] = {}
         self._rung: Rung | None = None
         self._lost = self._begun = 0
@@ -186,8 +186,8 @@ class RemoteBackend(StartedBackend):
         """Raise `ConfigError`, with the remedy, if no place can be started on the host."""
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
-        """Return the place that a slot needs, without its host. Raises `ConfigError` for anything that the platform
-        does not offer."""
+        """Return the settings of the place that a slot needs, without its host. Raises `ConfigError` for anything that
+        the platform does not offer."""
         if spec.image is not None and not self.image_kinds:
             raise ConfigError(f"the backend {self.name} takes no images, and the task needs {spec.image}")
         image = spec.image or self._image
@@ -236,11 +236,11 @@ class RemoteBackend(StartedBackend):
 
     @property
     def level_fix(self) -> str:
-        return "ask for a lower level (isolation, require_sandbox), or use a backend or image that allows this one"
+        return "request a lower level (isolation, require_sandbox), or use a backend or image that allows this one"
 
     @property
     def capacity(self) -> int | None:
-        """The number of slots there can be."""
+        """The maximum number of slots."""
         return self._most * self._per_place
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
@@ -277,7 +277,7 @@ class RemoteBackend(StartedBackend):
                 await self._tidy()
 
     async def _answers(self) -> bool:
-        """Wait until a host answers, `away_s` at most; returns whether one does."""
+        """Wait until a host answers, at most `away_s` seconds; returns whether one does."""
         begun, noted = time.monotonic(), False
         while time.monotonic() - begun < self.away_s:
             await asyncio.sleep(_ASK_S)  # a daemon that is being stopped still answers for a moment
@@ -301,7 +301,7 @@ class RemoteBackend(StartedBackend):
                     await place.start()
 
     async def destroy(self, slot: Slot) -> None:
-        """End the slot and drop its files. Does nothing if it is gone already."""
+        """End the slot and drop its files. Does nothing if it is already gone."""
         place = self._places.get(slot.epoch // _EPOCHS)
         if place is not None and slot.epoch in place.slots:
             await place.destroy(slot)
@@ -331,7 +331,7 @@ class RemoteBackend(StartedBackend):
         return await self._place_of(snapshot).changes(snapshot)
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is gone already."""
+        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is already gone."""
         place = self._keeper(snapshot)
         if place is not None:
             place.snapshots.discard(snapshot.snapshot_id)

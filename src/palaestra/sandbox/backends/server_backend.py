@@ -39,11 +39,11 @@ class StartedBackend(ABC):
     """A backend that `async with` starts and closes."""
 
     image_kinds: tuple[str, ...] = ()
-    """The kinds of images that it takes: `name` (of the platform), `path` (of this machine)."""
+    """The kinds of images that the backend takes: `name` (of the platform), `path` (of this machine)."""
 
     @property
     def credentials(self) -> str:
-        """The identity that it shows to its platform, without secrets."""
+        """The identity with which the backend logs in to its platform, without secrets."""
         return "none needed"
 
     @property
@@ -117,11 +117,11 @@ class ServerBackend(StartedBackend):
             reasons[rung.label] = reason
             spoke = spoke or not self._never_ran
         same = len(reasons) > 1 and len(set(reasons.values())) == 1
-        if same or not spoke:  # then the level is not the cause
+        if same or not spoke:  # in these cases, the level is not the cause
             raise SandboxError(f"{self.name} cannot start slots: {reason}")
         found = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
         any_level = self._wanted is None and self._required is None
-        what = "no isolation is available" if any_level else "the isolation that is asked for is not available"
+        what = "no isolation is available" if any_level else "the requested isolation is not available"
         raise IsolationUnavailable(f"{what} {self.where} ({found}). To fix it: {self.level_fix}.")
 
     def _candidates(self) -> list[Rung]:
@@ -129,7 +129,7 @@ class ServerBackend(StartedBackend):
         allowed = [rung for rung in wanted if rung >= (self._required or rung)]
         if not allowed:
             raise ConfigError(
-                f"{_name(self._wanted)} isolation is asked for, but {_name(self._required)} or better is required"
+                f"{_name(self._wanted)} isolation is requested, but {_name(self._required)} or better is required"
             )
         return allowed
 
@@ -171,7 +171,7 @@ class ServerBackend(StartedBackend):
         return Rung.FULL if chosen is None else chosen  # not `or`: `none` is 0
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return a new slot. `spec.image` must be that of the snapshot."""
+        """Make a new slot. `spec.image` must be that of the snapshot."""
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
         fields: dict[str, JSON] = {
@@ -254,7 +254,7 @@ class ServerBackend(StartedBackend):
         fields = ours.lease()
         ours.release()
         self._slots.pop(ours.epoch, None)
-        with contextlib.suppress(SlotLost):  # then it has ended with its server
+        with contextlib.suppress(SlotLost):  # in this case, the slot has ended with its server
             await ours.requests.call("destroy", fields)
 
     async def forget(self, snapshot: Snapshot) -> None:
@@ -290,7 +290,7 @@ class ServerBackend(StartedBackend):
         return slot
 
     def _on_lost(self, name: str, epoch: int) -> None:
-        if not name:  # the whole server, which every call will report
+        if not name:  # an empty name stands for the whole server, whose end every call will report
             for slot in self._slots.values():
                 slot.requests.slot_ended()
             return

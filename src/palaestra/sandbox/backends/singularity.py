@@ -84,7 +84,7 @@ class SingularityBackend(RemoteBackend):
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
         wanted = super().place_spec(spec)
         if wanted.image is None:
-            raise ConfigError("singularity needs an image: set singularity_image, or use tasks that name one")
+            raise ConfigError("singularity needs an image: set singularity_image, or use tasks with an image")
         return wanted
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:

@@ -95,7 +95,7 @@ class SpreadBackend(StartedBackend):
             if not isinstance(backend, RemoteBackend | ServerBackend):
                 raise ConfigError(f"the backend {backend.name} cannot share a pool with others")
             if isinstance(backend, RemoteBackend):
-                backend.away_s = 0.0  # the others make its slots meanwhile
+                backend.away_s = 0.0  # the other backends make slots in the meantime
             backend.begin_at(number * _EPOCHS)
 
     async def start(self) -> None:
@@ -137,7 +137,7 @@ class SpreadBackend(StartedBackend):
 
     @property
     def capacity(self) -> int | None:
-        """The number of slots there can be; None if one of them has no limit of its own."""
+        """The maximum number of slots; None if one of the backends has no limit."""
         known = [part.backend.capacity for part in self._parts]
         return None if None in known else sum(each for each in known if each is not None)
 
@@ -156,11 +156,11 @@ class SpreadBackend(StartedBackend):
             except (SandboxError, ConfigError) as error:
                 tried.append(part)
                 errors.append(error)
-                if not isinstance(error, ConfigError):  # which is a fault of the spec, not the backend
+                if not isinstance(error, ConfigError):  # a ConfigError is a fault of the spec, not of the backend
                     self._leave_out(part, error)
 
     def _choose(self, tried: Sequence[Part]) -> Part | None:
-        """Return the next backend to ask; one that is left out only when there is no other."""
+        """Return the next backend to try; a skipped one only if there is no other."""
         left = [part for part in self._parts if part not in tried and part.share < 1]
         for overflow in (False, True):
             usable = [part for part in left if part.overflow is overflow and not part.is_left_out]

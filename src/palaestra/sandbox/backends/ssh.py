@@ -21,7 +21,7 @@ from palaestra.sandbox.slot import Rung, SlotSpec
 _CHECK_S = 30.0
 _OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4",
-    # Commands there must not use the keys, ports and display of this machine.
+    # Commands on the host must not use the keys, ports and display of this machine.
     "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes",
 )  # fmt: skip
 

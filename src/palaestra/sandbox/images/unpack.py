@@ -155,7 +155,7 @@ def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
     wanted = _MACHINES.get(platform.machine(), platform.machine())
     fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]
     if not entries or (len(entries) > 1 and not fitting):
-        raise ImageError(f"the image has nothing for {wanted}, among {len(entries)} entries")
+        raise ImageError(f"the image has no entry for {wanted} among {len(entries)} entries")
     return fitting[0] if fitting else entries[0]
 
 
@@ -171,7 +171,7 @@ def _load(file: IO[bytes]) -> dict[str, JSON]:
 
 @contextlib.contextmanager
 def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[IO[bytes]]:
-    """A blob, after its bytes have been checked against its digest."""
+    """Yield a blob after its bytes have been checked against its digest."""
     kind, _, value = digest.partition(":")
     if kind not in ("sha256", "sha512") or not value.isalnum():
         raise ImageError(f"{path} names a blob by {digest!r}, which is not a digest")

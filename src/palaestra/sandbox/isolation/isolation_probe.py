@@ -1,4 +1,4 @@
-"""Reports the isolation levels of this machine: tries each with a throw-away slot."""
+"""Probes the isolation levels of this machine: tries each with a throw-away slot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from palaestra.sandbox.slot import Rung, RungStatus
 _COVERS = {
     Rung.FULL: (
         "own processes, mounts, IPC, host name, network",
-        "root in the slot is nobody outside",
+        "root in the slot is an unprivileged uid outside",
         "limits on memory, processes, processor, disk",
         "system call filter, no new privileges",
     ),
@@ -24,7 +24,7 @@ _COVERS = {
         "no network when it is off; no list of hosts, no image",
         "limits per process on memory and files; no limit on disk",
         "system call filter, no new privileges",
-        "not: other processes' names, the container's /tmp and /workspace",
+        "not covered: other processes' names, the container's /tmp and /workspace",
     ),
     Rung.NONE: ("a temporary directory, and commands that run as you",),
 }
@@ -48,5 +48,5 @@ async def _try(rung: Rung) -> RungStatus:
     await backend.aclose()
     if reason is not None:
         return RungStatus(rung, False, reason)
-    held = "only if you ask for it by name" if rung is Rung.NONE else "a throw-away slot passed every check"
+    held = "used only if you request it by name" if rung is Rung.NONE else "a throw-away slot passed every check"
     return RungStatus(rung, True, held, _COVERS[rung])

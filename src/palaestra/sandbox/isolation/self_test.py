@@ -1,8 +1,8 @@
-"""Checks a fresh slot from the inside before anything else runs at its isolation level: is it really isolated?
+"""Checks from the inside whether a fresh slot is really isolated, before anything else runs at its isolation level.
 
-It finds a kernel, container or policy that accepted a call and did not perform it. At the levels without namespaces a
-slot tries to escape with shell builtins and redirections (sockets only in bash), so that any refusal comes from the
-kernel, not from a program.
+The check finds a kernel, container or policy that accepted a call but did not perform it. At the levels without
+namespaces a slot tries to escape with shell builtins and redirections (sockets only in bash), so that any refusal comes
+from the kernel, not from a program.
 
 `explain` adds the usual cause and remedy to an error: the slot server reports only the call that failed.
 """

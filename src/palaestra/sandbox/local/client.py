@@ -105,7 +105,7 @@ class Requests(ABC):
 
     @abstractmethod
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
-        """Return a request that makes something; if it is cancelled, its result is undone."""
+        """Send a request that makes something; if it is cancelled, its result is undone."""
 
     @abstractmethod
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
@@ -113,20 +113,20 @@ class Requests(ABC):
 
     @abstractmethod
     def slot_ended(self) -> None:
-        """The slot has ended: close its own descriptors."""
+        """Close the slot's own descriptors, because the slot has ended."""
 
     @abstractmethod
     def close_in_child(self) -> None:
         """Close every descriptor and nothing else, in a forked child."""
 
     async def read(self, op: str, fields: Fields) -> bytes:
-        """Return a request whose answer may be long and come in pieces."""
+        """Send a request whose answer may be long and come in pieces."""
         pieces: list[bytes] = []
         last = await self.call(op, fields, on_data=pieces.append)
         return b"".join((*pieces, last.data)) if pieces else last.data
 
     async def listing(self, op: str, fields: Fields) -> list[dict[str, JSON]]:
-        """Return a request whose answer is a list of objects, sorted by path."""
+        """Send a request whose answer is a list of objects, sorted by path."""
         found: list[dict[str, JSON]] = json.loads(await self.read(op, fields))
         return sorted(found, key=lambda entry: str(entry["path"]))
 
@@ -186,7 +186,8 @@ class Requests(ABC):
                     pending.on_hole(frame.fields["hole"])
                 else:
                     pending.on_data(frame.data)
-            except Exception as error:  # of the caller's callback: its command ends, and the caller gets the error
+            # an error of the caller's callback: its command ends, and the caller gets the error
+            except Exception as error:
                 pending.failure = error
                 self._send(FrameKind.CANCEL, pending.number, {})
         pending.taken += len(frame.data)
@@ -275,7 +276,7 @@ class SlotClient(Requests):
             )
 
     async def _deliver(self, stream: socket.socket) -> None:
-        """Send the process all that it needs to become a server: nothing on this machine."""
+        """Send the process all that it needs to become a server. On this machine, that is nothing."""
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
         """Return more sockets that the server inherits; they are closed here."""
@@ -300,7 +301,7 @@ class SlotClient(Requests):
 
     @property
     def ended(self) -> bool:
-        """Whether the server is gone, and every slot with it."""
+        """Whether the server, and every slot with it, is gone."""
         return self._over is not None
 
     async def aclose(self) -> None:
@@ -370,7 +371,7 @@ class SlotClient(Requests):
             del self._pending[pending.number]
 
     def slot_ended(self) -> None:
-        """Does nothing: it holds nothing for a single slot."""
+        """Do nothing: this client holds no resources of a single slot."""
 
     def close_in_child(self) -> None:
         """Close the stream in a forked child. The event loop's descriptors are still its parent's."""
@@ -415,12 +416,12 @@ class SlotClient(Requests):
     # Implements `Watcher` for its connection
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call whenever the stream is readable."""
+        """Call `call` whenever the stream is readable."""
         self._ready = call
         self.loop.add_reader(fd, self._on_ready)
 
     def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None:
-        """Start or stop calling when the stream is writable."""
+        """Start or stop the callbacks for a writable stream."""
         if events & WRITE:
             self.loop.add_writer(fd, self._on_ready)
         else:
@@ -428,7 +429,7 @@ class SlotClient(Requests):
             self._drained.set()
 
     def unwatch(self, fd: int) -> None:
-        """Stop calling."""
+        """Stop the callbacks."""
         self.loop.remove_reader(fd)
         self.loop.remove_writer(fd)
 
@@ -485,8 +486,8 @@ async def _pieces_of(data: bytes) -> AsyncIterator[bytes]:
 
 
 async def _pieces_from(file: IO[bytes]) -> AsyncIterator[bytes]:
-    """Read in a thread, since the disk may be slow; many pieces at a time, since a thread per piece would be slow,
-    too."""
+    """Read a file in a thread, because the disk may be slow, and many pieces at a time, because a thread per piece
+    would be slow too."""
     while data := await asyncio.to_thread(file.read, _READ_AHEAD_BYTES):
         for start in range(0, len(data), CHUNK):
             yield data[start : start + CHUNK]

@@ -44,7 +44,7 @@ from palaestra.sandbox.slotd.protocol.frames import Frame
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_STDIN_BYTES = 32 << 20
 
-SHELL_FILES = 107  # the descriptors that a shell takes to start: those up to 99, and a copy of each of its seven
+SHELL_FILES = 107  # the descriptors that a shell needs to start: those up to 99, and a copy of each of its seven
 _SHELLS: Mapping[int, str | None] = {0: None, frames.BASH: "bash", frames.SH: "sh"}
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _ENOENT = 2
@@ -183,7 +183,7 @@ class LocalSlot(Slot):
         listed = await self.requests.listing("list", {**self.lease(), "path": path})
         found = [FileInfo(**entry) for entry in listed]
         parents = {posixpath.dirname(entry.path) for entry in found}
-        for entry in found:  # a server in a compromised place could lead a download out of its directory
+        for entry in found:  # a server in a compromised place could redirect a download out of its directory
             plain = posixpath.isabs(entry.path) and posixpath.normpath(entry.path) == entry.path
             if len(parents) > 1 or not plain or entry.path == "/" or "\0" in entry.path:
                 raise SandboxError(f"the slot server lists {entry.path!r:.200}, which is not an entry of {path!r:.200}")
@@ -205,7 +205,8 @@ class LocalSlot(Slot):
             return await self.requests.upload_file({**self.lease(), "path": path, "mode": mode}, file)
 
     async def download(self, path: str, local: Path) -> int:
-        part = local.with_name(f".{secrets.token_hex(12)}")  # without the name, which may be as long as names can be
+        # the name is not part of it, because names may have the maximal length
+        part = local.with_name(f".{secrets.token_hex(12)}")
         fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
         try:
             with await asyncio.to_thread(part.open, "xb") as file:
@@ -340,8 +341,8 @@ class LocalShell:
             await self._slot.requests.call("run", fields)
 
     async def state(self) -> bytes:
-        """Directory, variables, functions, aliases and options, for the `state` of another shell. Bash only. Raises
-        `SandboxError` if it is too large."""
+        """Return directory, variables, functions, aliases and options, for the `state` of another shell. Bash only.
+        Raises `SandboxError` if the state is too large."""
         result = await self.run(_SAVE, timeout_s=_STATE_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
         if result.metadata["truncated"] or result.metadata["timeout"]:
             raise SandboxError(f"the state of the shell in {self._slot.slot_id} cannot be saved: it is too large")
@@ -351,7 +352,7 @@ class LocalShell:
         """End the shell; its background jobs stay. Idempotent."""
         if not self._closed:
             self._closed = True
-            with contextlib.suppress(StaleLease, SlotLost):  # then it has ended with its slot
+            with contextlib.suppress(StaleLease, SlotLost):  # in this case, the shell has ended with its slot
                 await self._slot.requests.call("close_shell", {**self._slot.lease(), "shell": self._name})
 
     async def __aenter__(self) -> LocalShell:
@@ -366,7 +367,7 @@ class LocalProcess:
     `Slot.spawn`.
 
     Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError if the process was forgotten.
-    `pid` is its number in the slot.
+    `pid` is the process's number in the slot.
     """
 
     def __init__(self, slot: LocalSlot, fields: Mapping[str, JSON]) -> None:
@@ -379,7 +380,7 @@ class LocalProcess:
         return _status(await self._call("wait", wait_s=0))
 
     async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
-        """Output from `cursor` (negative: bytes before the end), of which at least the last 256 KiB are kept.
+        """Return output from `cursor` (negative: bytes before the end). At least the last 256 KiB are kept.
 
         Without new output, wait up to `wait_s` for some or for the end.
         """
@@ -397,26 +398,27 @@ class LocalProcess:
             cursor = piece.end
 
     async def write(self, data: bytes) -> None:
-        """Write to its input as fast as it reads. BrokenPipeError if it has closed its input or has ended. A cancelled
-        call may have written a part."""
+        """Write to the process's input as fast as it reads. Raises BrokenPipeError if the process has closed its input
+        or has ended. A cancelled call may have written a part."""
         for start in range(0, len(data), _PIECE_BYTES):
             await self._call("input", data[start : start + _PIECE_BYTES], close=False)
 
     async def close_input(self) -> None:
-        """End its input, if it is open; on a terminal, send the end-of-input character."""
+        """End the process's input, if it is open; on a terminal, send the end-of-input character."""
         with contextlib.suppress(BrokenPipeError):
             await self._call("input", close=True)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to its process group, if it runs."""
+        """Send a signal to the process group, if the process runs."""
         await self._call("signal", signal=int(signal.Signals(number)))
 
     async def resize(self, size: TerminalSize) -> None:
-        """Resize its terminal; the foreground processes get SIGWINCH. OSError (ENOTTY) without a terminal."""
+        """Resize the process's terminal; the foreground processes get SIGWINCH. Raises OSError (ENOTTY) without a
+        terminal."""
         await self._call("resize", rows=size.rows, columns=size.columns)
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Return its status when it has ended, or after `timeout_s`: check `running`."""
+        """Return the process's status when it has ended, or after `timeout_s`: check `running`."""
         left = math.inf if timeout_s is None else timeout_s
         while True:
             step = min(left, _LONGEST_WAIT_S)
@@ -426,11 +428,11 @@ class LocalProcess:
                 return status
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill its whole process tree: SIGTERM, after `grace_s` SIGKILL."""
+        """Kill the whole process tree: SIGTERM, and after `grace_s` SIGKILL."""
         return _status(await self._call("kill", grace_s=grace_s))
 
     async def forget(self) -> None:
-        """Kill it, if it runs, and drop its output."""
+        """Kill the process, if it runs, and drop its output."""
         await self._call("dismiss")
 
     async def _read(self, cursor: int, max_bytes: int, wait_s: float) -> tuple[OutputPiece, bool]:
@@ -460,7 +462,7 @@ def _add_command(fields: dict[str, JSON], command: str | Sequence[str]) -> None:
 
 
 def _add_bounds(fields: dict[str, JSON], timeout_s: float, max_output_bytes: int, stdin: bytes) -> None:
-    """Add the bounds of a command that are not the usual ones. Raises ValueError for invalid ones."""
+    """Add the bounds of a command that differ from the defaults. Raises ValueError for invalid ones."""
     if not 0 < timeout_s < math.inf:  # also false for NaN
         raise ValueError(f"timeout_s must be positive, not {timeout_s}")
     if not 0 <= max_output_bytes <= MAX_OUTPUT_BYTES:

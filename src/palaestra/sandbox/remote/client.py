@@ -26,19 +26,21 @@ Command = Callable[[Sequence[str]], Sequence[str]]
 """Makes the local command that runs the given one elsewhere, with its standard input and output."""
 
 SILENCE_S = 60.0
-"""The time without an answer after which a slot server counts as gone."""
+"""Seconds without an answer after which a slot server counts as gone."""
 
 GONE_S = 300.0
-"""The time without a request from its client after which a slot server ends: a network that fails closes no stream."""
+"""Seconds without a request from its client after which a slot server ends, because a failing network closes no
+stream."""
 
-_BEATS = 4  # how often a server is asked in that time
+_BEATS = 4  # the number of checks of a server in that time
 _START_S = 900.0  # the platform may pull an image
 
 _SLOTD = Path(__file__).parents[1] / "slotd"
 
 
 class DistantClient(SlotClient):
-    """A client that notices when its server is silent: a network or a platform can hang without closing the stream."""
+    """A client that notices when its server is silent, because a network or a platform can hang without closing the
+    stream."""
 
     _beating: asyncio.Task[None] | None = None
 

@@ -70,7 +70,8 @@ class PortClient(DistantClient):
 
 
 async def ask(address: tuple[str, int], token: str, method: str, path: str, body: bytes = b"") -> tuple[int, JSON]:
-    """Status and JSON of one request. Raises OSError, TimeoutError among them, if there is no answer."""
+    """Send one request and return its status and JSON. Raises OSError, including TimeoutError, if there is no
+    answer."""
     async with asyncio.timeout(_ANSWER_S):
         reader, writer = await asyncio.open_connection(*address)
         try:

@@ -27,7 +27,7 @@ from typing import NoReturn
 NEEDED = (3, 11)
 PREFIX = "palaestra-port-"
 HEAD_S, BODY_S = 10.0, 60.0
-"""How long a request and its body may take altogether."""
+"""Seconds that a request and its body may take in total."""
 MAX_HEAD, MAX_BODY, MAX_CONNECTIONS = 64 << 10, 64 << 20, 64
 
 
@@ -91,7 +91,7 @@ def unpack(archive: bytes) -> str:
         pid = name[len(PREFIX) :].split("-")[0]
         if name.startswith(PREFIX) and not os.path.exists("/proc/" + pid):
             shutil.rmtree(os.path.join(tempfile.gettempdir(), name), ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")  # the server keeps this process's number
+    folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")  # the server will have this process's number
     os.chmod(folder, 0o755)  # noqa: S103 - users of slots run the init
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder)  # noqa: S202 - our own archive
@@ -149,11 +149,12 @@ def main(host: str, port: str, slots: str) -> NoReturn:
     if sys.version_info < NEEDED:
         here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
         sys.exit(f"python3 is {here} there, and the slot server needs {needed}")
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # the first process of a container has no default
+    # the first process of a container has no default handler
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     token = os.environ["PALAESTRA_TOKEN"]
     listener = socket.create_server((host, int(port)), backlog=128)
     folder = serve(listener, token)
-    reader, writer = os.pipe()  # the environment of a process can be read by others of its user
+    reader, writer = os.pipe()  # other processes of the user can read a process's environment
     os.write(writer, token.encode())
     os.close(writer)
     for fd in (listener.fileno(), reader):

@@ -49,8 +49,8 @@ from palaestra.sandbox.terminal.pane import Pane
 UPGRADE = "palaestra-slots"
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
 HEAD_S, BODY_S, MAX_UNKNOWN = 60.0, 60.0, 256
-"""How long a connection may be silent before a request, how long a body may take, and how many connections at a time
-may not have shown the token; the oldest are closed for new ones."""
+"""Seconds that a connection may be silent before a request; seconds that a body may take; and the maximum number of
+connections that have not shown the token. The oldest of those are closed for new ones."""
 MAX_OUTPUT_BYTES = 50_000
 """The contract's limit on the output of one call by its routes."""
 FIRST_SLOT_UID = 65536
@@ -143,7 +143,7 @@ class PortServer:
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._unknown[writer] = None
-        if len(self._unknown) > MAX_UNKNOWN:  # whoever has the token sends it immediately
+        if len(self._unknown) > MAX_UNKNOWN:  # clients with the token send it immediately
             next(iter(self._unknown)).transport.abort()
         try:
             if is_of_a_slot(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
@@ -152,7 +152,7 @@ class PortServer:
                 if await self._answer(request, reader, writer):
                     return
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-            pass  # it sent no request
+            pass  # no request was sent
         finally:
             self._unknown.pop(writer, None)
             writer.close()
@@ -222,7 +222,7 @@ class PortServer:
         writer.write(f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n\r\n".encode())
         await writer.drain()
         stream = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
-        writer.transport.abort()  # closes asyncio's descriptor of it; ours keeps the connection
+        writer.transport.abort()  # closes asyncio's descriptor of the connection; ours keeps it open
         with stream:
             stream.setblocking(True)
             keep_alive(stream)
@@ -408,7 +408,7 @@ def is_of_a_slot(peer: tuple[str, int], here: tuple[str, int]) -> bool:
             words = line.split()
             if (words[1], words[2]) == wanted:  # a closed socket has no inode, and shows no user any more
                 return int(words[7]) >= FIRST_SLOT_UID or words[9] == "0"
-    return False  # it is not from this host
+    return False  # the connection is not from this host
 
 
 def _hexadecimal(address: tuple[str, int]) -> str:

@@ -61,11 +61,11 @@ class Broker:
         self._pending: dict[int, _Request] = {}
         self._own: dict[int, asyncio.Future[Frame]] = {}
         self._leases: dict[str, dict[str, JSON]] = {}
-        self._layers: set[str] = set()  # those of the snapshots that the client has
+        self._layers: set[str] = set()  # the layers of the client's snapshots
         self._client: Visitor | None = None
         self.over = asyncio.Event()
 
-    # Above
+    # The client's side
 
     async def visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, from its HELLO to its end."""
@@ -137,7 +137,7 @@ class Broker:
         self._below.write(frames.encode(FrameKind.REQUEST, next(self._numbers), fields))
         layers.clear()
 
-    # Below
+    # The slot server's side
 
     async def _ask(self, fields: dict[str, JSON]) -> Frame:
         number = next(self._numbers)
@@ -204,7 +204,7 @@ def _is_same_user(writer: asyncio.StreamWriter) -> bool:
 
 
 def _say(fields: dict[str, JSON]) -> None:
-    """Report to the starting process, once, how the start went."""
+    """Report once to the starting process how the start went."""
     os.write(1, json.dumps(fields).encode() + b"\n")
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
@@ -239,7 +239,7 @@ def main() -> None:
     """Run `broker FD PATH RUNG SETTINGS`: serve the listening socket FD, whose name is PATH."""
     number, path, rung, settings = sys.argv[1:]
     if os.fork():
-        os._exit(0)  # so that no process has to wait for its end
+        os._exit(0)  # so that no process has to wait for the end of this one
     try:
         asyncio.run(_serve(socket.socket(fileno=int(number)), path, rung, json.loads(settings)))
     except BaseException:

@@ -53,7 +53,10 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(f"the directory {str(folder)!r} must be yours alone (chmod 700): it is the key to your slots")
+        raise ConfigError(
+            f"the directory {str(folder)!r} must be accessible only to you (chmod 700), because it gives "
+            "access to your slots"
+        )
     return folder / f"{name}.sock"
 
 
@@ -66,12 +69,12 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
     if server.hello["rung"] != rung:
         await server.aclose()
         runs = f"the service {path.stem} runs at the level {server.hello['rung']}, not {rung}"
-        raise IsolationUnavailable(f"{runs}; end it, or ask for that level")
+        raise IsolationUnavailable(f"{runs}; end the service, or request that level")
     return server
 
 
 async def look(path: Path) -> Service | None:
-    """Return the state of a service, without attaching; None if it does not run."""
+    """Return the state of a service without attaching; None if the service does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
@@ -93,7 +96,7 @@ async def look(path: Path) -> Service | None:
 
 
 async def end(path: Path) -> None:
-    """End a service and every slot it holds, also with a client attached. Does nothing if it does not run."""
+    """End a service and every slot it holds, even if a client is attached. Does nothing if the service does not run."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:

@@ -28,7 +28,7 @@ from .rung import AnyDriver
 from .server import SlotServer
 
 _REMOVE_PATIENCE_S = 5.0
-_FEWEST_FILES = 256  # with fewer, commands would fail for lack of descriptors and be scored for it
+_FEWEST_FILES = 256  # with fewer descriptors, commands would fail and be scored for it
 
 
 def main(arguments: list[str]) -> int:
@@ -108,7 +108,7 @@ def require_files() -> None:
 
 
 def make_ready() -> None:
-    """Protect the server from accidental ends, and hide the host's paths in its name."""
+    """Protect the server from accidental termination, and hide the host's paths in its name."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     syscalls.overwrite_command_line("slotd")
@@ -135,7 +135,7 @@ def run_server(
         prepare()
         server = SlotServer(stream, open_driver, handover)
         server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
-        # Forks of this process share its present objects as long as nobody touches them.
+        # Forks of this process share its present objects as long as no process writes to them.
         gc.collect()
         gc.freeze()
         started = True

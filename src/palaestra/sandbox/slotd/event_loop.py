@@ -19,7 +19,7 @@ from typing import Protocol
 Callback = Callable[[], object]
 Job = Iterator[None]
 
-_MANY = 64  # how many cancelled timers may pile up; how many descriptors one round handles
+_MANY = 64  # how many cancelled timers may accumulate; how many descriptors one round handles
 _LONGEST_S = 3600.0  # the longest wait: epoll counts milliseconds in 31 bits, and a command's time limit may be a year
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
@@ -67,7 +67,7 @@ class EpollLoop:
         self.running = True
 
     def watch(self, fd: int, call: Callback) -> None:
-        """Call whenever `fd` is readable or at its end, instead of its former callback."""
+        """Call `call` whenever `fd` is readable or at its end, in place of its former callback."""
         if fd not in self._watched:
             self._epoll.register(fd, READ)
         elif fd in self._special:
@@ -105,7 +105,7 @@ class EpollLoop:
         os.close(fd)
 
     def later(self, seconds: float, call: Callback) -> Timer:
-        """Call once after so many seconds."""
+        """Call `call` once after so many seconds."""
         timer = _Timer(call, self)
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
         return timer
@@ -128,7 +128,8 @@ class EpollLoop:
             self.turn(self.patience())
 
     def turn(self, patience: float | None = 0) -> None:
-        """One round: handle the descriptors that get ready within `patience` seconds, and due timers."""
+        """Run one round: handle the descriptors that become ready within `patience` seconds, and the timers that are
+        due."""
         watched = self._watched
         ready = self._epoll.poll(patience, _MANY)
         if len(ready) == 1:

@@ -134,7 +134,7 @@ class Writing:
         try:
             os.unlink(self._temporary, dir_fd=self._folder)
         except OSError:
-            pass  # the slot may be gone
+            pass  # no error: the slot may be gone
         finally:
             UNFINISHED.discard(self._temporary)
             self.close()
@@ -200,7 +200,7 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
                     yield
                 if entry.name in UNFINISHED:
                     continue
-                with contextlib.suppress(FileNotFoundError):  # a program of the slot has removed it meanwhile
+                with contextlib.suppress(FileNotFoundError):  # a program of the slot removed it in the meantime
                     status = entry.stat(follow_symlinks=False)
                     found.append(_entry(_plain(f"{path}/{entry.name}"), status, fd, entry.name))
     finally:

@@ -42,10 +42,11 @@ from palaestra.sandbox.slotd.rung import Place
 
 _MOMENT_S = 0.01  # most commands have ended by then
 _FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's, so that a shell's name shows who has it
-_IN_A_ROW = 16  # how many file calls, none of which waits, run before the event loop has a turn
+_IN_A_ROW = 16  # the number of file calls, none of which waits, that run before the event loop gets a turn
 _QUICK_BYTES = 1 << 20  # larger reads are done in a thread
-_SURVEYS = ("list", "changes", "remove", "checkpoint")  # they walk many files; meanwhile the server does all writes
-_STOPS = ("freeze", "checkpoint")  # they stop the slot's processes; commands wait meanwhile
+# requests that walk many files; in the meantime, the server does all writes
+_SURVEYS = ("list", "changes", "remove", "checkpoint")
+_STOPS = ("freeze", "checkpoint")  # requests that stop the slot's processes; commands wait in the meantime
 
 _file_calls = itertools.count(1)
 
@@ -140,7 +141,7 @@ class DirectSlot(Requests):
     async def call(
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
-        """Serve a request here, or have the server do it; see `Requests.call`."""
+        """Serve a request in this process, or have the server do it; see `Requests.call`."""
         command = self._commands.get(op)
         if command is not None and self._serves(op, fields):
             if self._stops or self._frozen:
@@ -180,7 +181,7 @@ class DirectSlot(Requests):
         return False
 
     async def read(self, op: str, fields: Fields) -> bytes:
-        """Read a file here; otherwise see `Requests.read`."""
+        """Read a file in this process; otherwise see `Requests.read`."""
         if op == "read" and self._has_file(fields):
             try:
                 path = files.absolute(fields["path"])
@@ -196,7 +197,7 @@ class DirectSlot(Requests):
         return await super().read(op, fields)
 
     async def upload(self, fields: Fields, data: bytes) -> None:
-        """Write a small file here, in a directory that exists; otherwise see `Requests.upload`."""
+        """Upload a small file in this process, to an existing directory; otherwise see `Requests.upload`."""
         if isinstance(data, bytes) and len(data) <= CHUNK and not self._surveys and self._has_file(fields):
             try:
                 path = files.absolute(fields["path"])
@@ -275,13 +276,13 @@ class DirectSlot(Requests):
         self._ask("hung", lambda _: None)
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
-        """Ask the server whether the kernel has killed a process of the slot for memory."""
+        """Ask the server whether the kernel has killed a process of the slot for lack of memory."""
         self._ask("oom", lambda fields: then(bool(fields.get("oom"))))
 
     def _ask(self, op: str, then: Callable[[Fields], None]) -> None:
         async def ask() -> None:
             fields: Fields = {}
-            with contextlib.suppress(Exception):  # if the slot has ended, that will be reported
+            with contextlib.suppress(Exception):  # if the slot has ended, that is reported elsewhere
                 fields = (await self._server.call(op, {**self._lease})).fields
             then(fields)
 
@@ -291,10 +292,10 @@ class DirectSlot(Requests):
 
 
 def _read(fd: int, size: int) -> bytes:
-    """Reads `size` bytes of a file, or fewer if it has shrunk, and closes it."""
+    """Read `size` bytes of a file, or fewer if it has shrunk, and close the file."""
     try:
         data = os.read(fd, size)
-        while len(data) < size and (more := os.read(fd, size - len(data))):  # one call reads 2 GiB at most
+        while len(data) < size and (more := os.read(fd, size - len(data))):  # one call reads at most 2 GiB
             data += more
         return data
     finally:
@@ -373,7 +374,7 @@ class AsyncioLoop(EpollLoop):
         return super().later(seconds, call)
 
     def end(self) -> None:
-        """Call nothing any more; descriptors can still be closed. Idempotent."""
+        """Stop all callbacks; descriptors can still be closed. Idempotent."""
         if self._alarm_at >= 0:
             self._asyncio.remove_reader(self.fileno())
         self._set_alarm(None)
@@ -387,7 +388,7 @@ class AsyncioLoop(EpollLoop):
             self.watch(fd, call)
 
     def _set_alarm(self, seconds: float | None) -> None:
-        """Run the timers after this many seconds instead of at the former time; None for never."""
+        """Run the timers after this many seconds; None for never."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = None if seconds is None else self._asyncio.call_later(seconds, self._ring)

@@ -40,10 +40,10 @@ from . import pipes
 from .pipes import PIPE_BYTES, Capture, Ring, Spill
 from .supervisor import Supervisor, start_error
 
-MAX_PROCESSES = 64  # per slot, including ended ones. A new process replaces the oldest ended one
+MAX_PROCESSES = 64  # per slot, including ended processes; a new process replaces the oldest ended one
 RING_BYTES = 256 << 10
 END_OF_INPUT = b"\x04"  # ends the input of a terminal in its usual mode
-MAX_SIDE = 1000  # the most rows and columns of a terminal
+MAX_SIDE = 1000  # the maximum rows and columns of a terminal
 _BREATH_EVERY_BYTES, _BREATH_S, _NOBODY_S = 4 << 20, 0.02, 0.02  # pauses let the server serve other processes
 
 _GET_PEER, _SET_LOCK = 0x5441, 0x40045431  # TIOCGPTPEER, TIOCSPTLCK: the same on x86-64 and aarch64
@@ -138,7 +138,7 @@ class BackgroundProcess:
         self, argv: list[str], cwd: str, env: EnvBlock, size: tuple[int, int] | None, stdin: bool,
         on_start: Callable[[Fields | None], None],
     ) -> None:  # fmt: skip
-        """Start it; `on_start` is called with None, or with the ERROR. Raises OSError and ValueError."""
+        """Start the process; `on_start` is called with None, or with the ERROR. Raises OSError and ValueError."""
         self._on_start, self._terminal, self._cwd = on_start, size is not None, cwd
         writer, mark = -1, b""
         if size is not None:
@@ -164,13 +164,13 @@ class BackgroundProcess:
     # Requests
 
     def read(self, number: int, cursor: int, max_bytes: int, wait_s: float) -> None:
-        """Answer with the output from `cursor` on. If there is none, wait up to `wait_s` for some, or for the end."""
+        """Answer with the output from `cursor`. If there is none, wait up to `wait_s` for some, or for the end."""
         if cursor < 0:
             cursor = max(0, self._ring.total + cursor)
         self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
 
     def wait(self, number: int, wait_s: float) -> None:
-        """Answer when it has ended, or after the given time."""
+        """Answer when the process has ended, or after the given time."""
         self._wait(_Reader(number, None, 0, None), wait_s)
 
     def write(self, number: int, data: bytes, close: bool) -> None:
@@ -180,7 +180,7 @@ class BackgroundProcess:
         self._input.write(number, data, close, self)
 
     def resize(self, number: int, rows: int, columns: int) -> None:
-        """Resize its terminal. Raises OSError without one."""
+        """Resize the process's terminal. Raises OSError without one."""
         if not self._terminal:
             raise OSError(errno.ENOTTY, "the process has no terminal")
         if self._output >= 0:
@@ -188,7 +188,7 @@ class BackgroundProcess:
         self._send(FrameKind.RESULT, number)
 
     def signal(self, number: int, signal_number: int) -> None:
-        """Send a signal to its process group."""
+        """Send a signal to the process group."""
         if not self.over:
             self._supervisor.signal(self.name, signal_number)
         self._send(FrameKind.RESULT, number)
@@ -212,7 +212,7 @@ class BackgroundProcess:
             self._supervisor.kill_child(self.name)
 
     def fields(self) -> Fields:
-        """Return its present state for a RESULT."""
+        """Return the process's current state for a RESULT."""
         end = self._end
         code = None if end is None else 128 - end.value if end.value < 0 else end.value
         ended = self._ended or time.monotonic()
@@ -234,7 +234,7 @@ class BackgroundProcess:
             self._input.cancel(frame.request)
 
     def on_report(self, report: InitReport) -> None:
-        """Take a report: its start, its end, or the death of its whole tree."""
+        """Handle a report about the process: its start, its end, or the death of its whole tree."""
         if report.kind is ReportKind.STARTED:
             self.pid = report.value
             self._on_start(None)
@@ -269,7 +269,8 @@ class BackgroundProcess:
 
     def _on_end(self, report: InitReport) -> None:
         taken = 0
-        while self._output >= 0 and taken <= PIPE_BYTES:  # what it wrote before it ended is in the pipe now
+        # output that the process wrote before its end is in the pipe now
+        while self._output >= 0 and taken <= PIPE_BYTES:
             before = self._ring.total
             self._on_output()
             if self._ring.total == before:
@@ -291,7 +292,8 @@ class BackgroundProcess:
         elif data is None:
             return
         elif self._terminal and not self.over:
-            # No process has the terminal open now. Closing it would hang up on one that is about to open it, or to end.
+            # No process has the terminal open now. Closing the terminal would hang up on a process that is about to
+            # open it, or to end.
             self._pause(_NOBODY_S)
         else:
             self._close_output()
@@ -389,13 +391,13 @@ class _Input:
             self._answer(item)
 
     def finish(self) -> None:
-        """The process has stopped reading: answer all requests and close. Idempotent."""
+        """Answer all requests and close, because the process has stopped reading. Idempotent."""
         while self._writing:
             self._answer(self._writing.popleft())
         self._close()
 
     def fail(self, fields: Fields) -> None:
-        """The slot is dead: refuse all requests and close."""
+        """Refuse all requests and close, because the slot is dead."""
         while self._writing:
             self._refuse(self._writing.popleft()[0], fields)
         self._close()

@@ -81,14 +81,14 @@ class Execution:
         self._timer: Timer | None = None
         self.killing = self._timed_out = self._cancelled = self._swept = False
         self._exit: InitReport | None = None
-        self.was_killed = False  # whether it, or the last command that its shell ran, ended by SIGKILL
-        self.over = self.awaiting_oom = False  # whether its RESULT was sent; whether `ask_oom` is not answered yet
+        self.was_killed = False  # whether the command, or the last one that its shell ran, ended by SIGKILL
+        self.over = self.awaiting_oom = False  # whether the RESULT was sent; whether `ask_oom` is still unanswered
         # The pipes of output and standard error, still watched, if a daemon holds them after the end.
         self.leftover: int | None = None
         self.errors_leftover: int | None = None
 
     def start(self) -> None:
-        """Begin to watch the output and the time."""
+        """Start to watch the output and the time limit."""
         self._loop.watch_soon(self._output, self._read_output)
         if self._verdict >= 0:
             self._loop.watch_soon(self._verdict, self._read_verdict)
@@ -97,12 +97,12 @@ class Execution:
         self._timer = self._loop.later(self.spec.timeout_s, self._time_out)
 
     def cancel(self) -> None:
-        """Kill it because its caller has given up; the RESULT follows when everything is dead."""
+        """Kill the command, because its caller gave up; the RESULT follows when everything is dead."""
         self._cancelled = True
         self._begin_kill()
 
     def give_credit(self, size: int) -> None:
-        """The client has taken `size` bytes of the stream."""
+        """Add credit: the client has received `size` bytes of the stream."""
         if self._credit <= 0 < self._credit + size and self._output >= 0:
             self._loop.watch(self._output, self._read_output)
         self._credit += size
@@ -121,13 +121,13 @@ class Execution:
                 self._loop.unwatch(self._output)
 
     def on_exit(self, report: InitReport) -> bool:
-        """The main process has ended. False while the rest of its tree is being killed."""
+        """Record that the main process has ended. Returns False while the rest of its tree is being killed."""
         self._exit = report
         self.was_killed = report.value in _KILLED
         return not self.killing
 
     def on_killed(self, swept: bool) -> None:
-        """The command's whole tree is dead."""
+        """Record that the command's whole tree is dead."""
         self._swept = swept
 
     @property
@@ -186,7 +186,7 @@ class Execution:
         self._close_output()
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return its open descriptors in this process; negative numbers mean none."""
+        """Return the execution's open descriptors in this process; negative numbers mean none."""
         spill = -1 if self._spill is None else self._spill.fd
         return self._output, self._child_output, self._verdict, self._errors, spill
 
@@ -199,13 +199,14 @@ class Execution:
         )
 
     def _begin_kill(self) -> None:
-        """Kill it unless it has ended: a stateful shell would take the interrupt in its next command."""
+        """Kill the command unless it has ended; otherwise a stateful shell would apply the interrupt to its next
+        command."""
         if not self.killing and not self.ended:
             self.killing = True
             self._kill()
 
     def _time_out(self) -> None:
-        self._receive()  # if the loop stood still, the command may have ended in time unnoticed
+        self._receive()  # if the loop was blocked, the command may have ended in time unnoticed
         if not self.ended and not self.over:
             self._timed_out = True
             self._begin_kill()
@@ -230,7 +231,7 @@ class Execution:
             self._close_verdict()
 
     def _read_errors(self) -> int | None:
-        """Take the next piece of standard error: its size, 0 at the end, None if there is nothing now."""
+        """Take the next piece of standard error. Returns its size: 0 at the end, None if there is nothing now."""
         data = pipes.read(self._errors)
         if data is None:
             return None
@@ -251,8 +252,8 @@ class Execution:
         self.errors_leftover, self._errors = (self._errors if self._errors >= 0 else None), -1
 
     def _drain(self) -> bool:
-        """Read the output that the command wrote before its end, up to a pipe's capacity. True if another process can
-        still write."""
+        """Read the output that the command wrote before its end, up to a pipe's capacity. Returns True if another
+        process can still write."""
         if self._verdict >= 0:
             for _ in range(PIPE_BYTES // READ_BYTES + 1):
                 if self._verdict >= 0:

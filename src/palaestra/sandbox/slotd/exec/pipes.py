@@ -62,7 +62,7 @@ def read(fd: int) -> bytes | None:
 
 @functools.cache
 def nothing() -> int:
-    """/dev/null for reading and writing, opened once, before the server has a root of its own."""
+    """Return /dev/null for reading and writing, opened once, before the server has its own root."""
     return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -190,7 +190,7 @@ class Ring:
             del self._kept[: len(self._kept) - self._limit]
 
     def read(self, cursor: int, max_bytes: int) -> tuple[int, bytes]:
-        """Kept bytes from `cursor` on (negative: before the end), and the cursor of the first of them."""
+        """Return kept bytes from `cursor` (negative: before the end), and the cursor of the first of them."""
         start = max(cursor if cursor >= 0 else self.total + cursor, self.start)
         offset = start - self.start
         return min(start, self.total), bytes(self._kept[offset : offset + max_bytes])

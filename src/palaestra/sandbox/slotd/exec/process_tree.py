@@ -27,7 +27,7 @@ Moment = tuple[int, int]  # a time in clock ticks since boot, and the last proce
 ALWAYS: Moment = (0, 0)
 
 Noted = tuple[float, bytes]  # the same, cheap to note: seconds since boot, and `/proc/loadavg` with the last pid
-KillSlot = Callable[[], None]  # kills every process of a slot but its init
+KillSlot = Callable[[], None]  # kills every process of a slot except its init
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -109,20 +109,21 @@ def kill_tree(
     *,
     kill_slot: KillSlot,
 ) -> bool:
-    """Kill until no process of the command lives. True if `kill_slot` had to do it. Spares processes started up to the
-    moment `after` with their descendants; with `spare`, also the main process."""
+    """Kill until no process of the command lives. Returns True if `kill_slot` had to do it. Spares processes started up
+    to the moment `after` with their descendants; with `spare`, also the main process."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())
         if not victims:
             return False
         for pid in sorted(victims):  # parents first, so that no shell reports its child's death
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # outside namespaces: one that became root
+            # outside namespaces, a process may have become root
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         reap()
         if not any(not process.zombie for process in processes() if process.pid in victims):
             continue
-        time.sleep(0.0005)  # the killed are still being torn down
+        time.sleep(0.0005)  # the kernel still tears down the killed processes
     kill_slot()
     return True
 

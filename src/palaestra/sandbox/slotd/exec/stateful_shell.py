@@ -41,8 +41,8 @@ MAX_SHELLS = 16
 # of the command ends by itself, and continues with the next program.
 INTERRUPT_EVERY_S, INTERRUPTS = 0.25, 4
 _MAX_PID = 1 << 22
-_BETWEEN_BYTES = 64 << 10  # how much output of background jobs between two commands is kept for the second
-LOOK_EVERY_S = 0.005  # how long output of background jobs waits to be read while no command runs
+_BETWEEN_BYTES = 64 << 10  # bytes of background output between two commands that are kept for the second
+LOOK_EVERY_S = 0.005  # seconds that background output waits to be read while no command runs
 
 
 class ShellProcesses:
@@ -152,7 +152,7 @@ class ShellProcess:
         execution.start()
 
     def on_frame(self, frame: Frame) -> None:
-        """The client gives credit for more output, or cancels the command."""
+        """Give credit for more output, or cancel the command, as the client requests."""
         if self._execution is not None and frame.request == self._execution.number:
             if frame.kind is FrameKind.CANCEL:
                 self._execution.cancel()
@@ -166,7 +166,7 @@ class ShellProcess:
             self._supervisor.kill_child(self._process, now)
 
     def on_report(self, report: InitReport) -> None:
-        """The shell's process has ended, or the killed processes are dead."""
+        """Handle a report: the shell's process has ended, or the killed processes are dead."""
         if report.kind is ReportKind.KILLED:
             if self._execution is not None and self._execution.ended:
                 self._execution.on_killed(report.flag)
@@ -193,7 +193,7 @@ class ShellProcess:
         self._fail({"error": "lost", "message": f"{name} ended while a command ran in its shell"})
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors that it has open in this process while it lives."""
+        """Return the descriptors that the shell has open in this process while it lives."""
         if self._process is None:
             return ()
         running = () if self._execution is None else self._execution.descriptors()
@@ -224,7 +224,7 @@ class ShellProcess:
         self._say((self._dialect.greeting + _REPORT.format(status=report)).encode())
 
     def _say(self, lines: bytes) -> None:
-        """Write lines to the shell. One that does not read them is dying, and its end will be reported."""
+        """Write lines to the shell. A shell that does not read them is dying, and its end will be reported."""
         try:  # noqa: SIM105 - runs for every command, and the shorter form costs three calls
             os.write(self._control, lines)
         except (BrokenPipeError, BlockingIOError):
@@ -258,7 +258,8 @@ class ShellProcess:
         self._patience = None
         if self._process is None:
             return
-        if times == INTERRUPTS:  # many shells end by it: those just starting, or replaced by the command (`exec`)
+        # many shells end by the signal: those just starting, or replaced by the command (`exec`)
+        if times == INTERRUPTS:
             self._supervisor.kill_at_end(self._process, self._since())
         if not times:
             self._supervisor.kill_child(self._process, self._since())

@@ -39,13 +39,13 @@ class Child(Protocol):
     """A process that outlives a request: a shell, a background process."""
 
     def on_report(self, report: InitReport) -> None:
-        """Take the init's report on it: STARTED, NOT_STARTED, EXIT or KILLED."""
+        """Handle the init's report on this child: STARTED, NOT_STARTED, EXIT or KILLED."""
 
     def on_lost(self) -> None:
-        """The slot is dead."""
+        """Handle the death of the slot."""
 
     def descriptors(self) -> Sequence[int]:
-        """Return the descriptors that it has open in this process; negative numbers are none."""
+        """Return the descriptors that the child has open in this process; negative numbers mean none."""
 
 
 class SlotOwner(Protocol):
@@ -61,10 +61,11 @@ class SlotOwner(Protocol):
         """The slot's first process, as this process numbers it."""
 
     def end_hung(self) -> None:
-        """End the slot: a command cannot be killed, or the init takes no orders."""
+        """End the slot, because a command cannot be killed or the init takes no orders."""
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
-        """Call `then` with whether the kernel has killed a process of the slot for memory since the last question."""
+        """Call `then` with whether the kernel has killed a process of the slot for lack of memory since the last
+        question."""
 
 
 class Supervisor:
@@ -138,7 +139,7 @@ class Supervisor:
         self.send(FrameKind.ERROR, number, start_error(report))
 
     def on_frame(self, frame: Frame) -> None:
-        """The client gives credit for more output, or cancels a command."""
+        """Give credit for more output, or cancel a command, as the client requests."""
         execution = self._executions.get(frame.request)
         if execution is None:
             return
@@ -189,7 +190,7 @@ class Supervisor:
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
 
     def kill_at_end(self, child: int, after: process_tree.Moment = process_tree.ALWAYS) -> None:
-        """Do the same once the child has ended, unless `kill_child` comes first."""
+        """Kill them as `kill_child` does once the child has ended, unless `kill_child` comes first."""
         self._order(init_messages.encode_kill(child, after, at_end=True))
 
     def drain_later(self, fd: int) -> None:
@@ -200,7 +201,7 @@ class Supervisor:
     # The init
 
     def listen(self) -> None:
-        """Begin to take reports: the init is ready."""
+        """Start to take reports: the init is ready."""
         self.loop.watch(self._channel.fileno(), self.receive)
 
     def open_line(self) -> socket.socket | None:
@@ -214,7 +215,7 @@ class Supervisor:
         return ours
 
     def receive(self) -> bool:
-        """Take one report of the init; False if none has arrived."""
+        """Take one report of the init. Returns False if none has arrived."""
         try:
             data = self._channel.recv(init_messages.MAX_REPORT)
         except BlockingIOError:
@@ -265,7 +266,7 @@ class Supervisor:
             for fds in [*(one.descriptors() for one in everyone), *(fds for _, fds in self._unsent)]:
                 pipes.close(*fds)
 
-    # Inside
+    # Internal
 
     def _order(self, order: bytes, fds: Sequence[int] = ()) -> None:
         """Send an order with copies of these descriptors, or queue it until the init takes orders again."""

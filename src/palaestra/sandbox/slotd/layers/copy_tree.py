@@ -76,7 +76,7 @@ class TreeCopy:
         self.index[status.st_ino] = (status.st_ctime_ns, status.st_size, target)
 
     def _link(self, status: os.stat_result, target: str) -> bool:
-        """Link to an existing copy of the same file; False if none exists."""
+        """Link to an existing copy of the same file. Returns False if none exists."""
         same = self.index.get(status.st_ino)
         path = same[2] if same is not None else self.earlier and self.earlier(status)
         if path is None:

@@ -195,8 +195,8 @@ class OverlayCut:
 
 
 def duplicate(source: str, target: str, depth: int = 0) -> None:
-    """A second tree of the same files (hard links), to be cut while the first is in use. Leaves out entries nested more
-    deeply than `MAX_DEPTH`, or than a path can name, so that an agent's work stays gradable."""
+    """Make a second tree of the same files (hard links), to be cut while the first is in use. Entries nested more
+    deeply than `MAX_DEPTH`, or than a path can name, are left out, so that an agent's work stays gradable."""
     os.mkdir(target)
     for entry in os.scandir(source):
         other = f"{target}/{entry.name}"

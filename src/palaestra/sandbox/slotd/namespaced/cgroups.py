@@ -110,7 +110,7 @@ class ServerCgroup:
         """Remove all directories of this server that are empty; returns whether nothing is left."""
         gone = remove([f"{hierarchy.parent}/{self._name}" for hierarchy in self._hierarchies])
         for hierarchy in self._hierarchies:
-            with contextlib.suppress(OSError):  # it holds other servers' directories
+            with contextlib.suppress(OSError):  # the parent holds other servers' directories
                 os.rmdir(hierarchy.parent)
         return gone
 
@@ -142,7 +142,7 @@ def oom_kills(directories: list[str]) -> int:
 
 
 def remove(directories: list[str]) -> bool:
-    """Remove a slot's directories; False while the kernel still holds one."""
+    """Remove a slot's directories. Returns False while the kernel still holds one."""
     kept = [directory for directory in directories if not _remove_tree(directory)]
     return not kept
 
@@ -172,7 +172,7 @@ def _own_groups() -> dict[str, str]:
 
 
 def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
-    """Mount point, type and options of every cgroup hierarchy (proc(5), mountinfo)."""
+    """Return mount point, type and options of every cgroup hierarchy (proc(5), mountinfo)."""
     mounts = []
     for line in _read("/proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")

@@ -139,7 +139,8 @@ def enter_own_root() -> None:
 
 
 def _move_root(place: str) -> None:
-    """The same in a container that forbids pivot_root: a copy of the old mounts below, and the new root above."""
+    """Move to a new root in a container that forbids pivot_root: a copy of the old mounts below, and the new root
+    above."""
     syscalls.umount(place)
     tree = syscalls.open_tree("/", recursive=True)  # before anything of ours is mounted in it
     try:

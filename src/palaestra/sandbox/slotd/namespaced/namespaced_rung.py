@@ -201,7 +201,7 @@ class NamespaceDriver:
         return f"layer-{self._token}-{next(self._layers)}"
 
     def locate(self, files: OverlayFiles, root: int, path: str, writing: bool = False) -> Place:
-        """Everything is below the slot's own root."""
+        """Return the path as it is, because everything is below the slot's own root."""
         return Place(root, path, self._host.owner)
 
 
@@ -222,7 +222,8 @@ class NamespaceInit:
 
     @property
     def network(self) -> NetworkScope:
-        """With the network on, a slot shares the host's network if it cannot have a device of its own."""
+        """The network of the slot: the host's, if the network is on and the slot cannot have its own device; else its
+        own."""
         return NetworkScope.SHARED if self.shared_network else NetworkScope.OWN
 
     @property
@@ -230,7 +231,8 @@ class NamespaceInit:
         return True
 
     def gone(self) -> bool:
-        """True: the kernel reports the init's death after that of all others in its namespace."""
+        """Whether the init is gone. Always True: the kernel reports the init's death after that of all others in its
+        namespace."""
         self._give_back()
         return True
 
@@ -375,7 +377,7 @@ class DiskStore(LayerStore):
             os.close(tree)
 
     def unlimit(self) -> None:
-        """Raise OSError: limits are lifted to write."""
+        """Raise OSError, because limits are lifted only to write."""
         raise OSError(30, "a snapshot on disk cannot be cut; seal a slot that starts from it, and cut that")
 
     def drop_files(self) -> None:
@@ -420,7 +422,7 @@ class OverlayCheckpoints:
         return store
 
     def _earlier(self, last: _Last | None, mapped: bool) -> Earlier | None:
-        """Finds copies of the last checkpoint that are still good."""
+        """Return a function that finds reusable copies in the last checkpoint; None if there are none."""
         if last is None or last.mapped or mapped:
             return None
         trusted_ns = last.begun_ns - _GRAIN_NS

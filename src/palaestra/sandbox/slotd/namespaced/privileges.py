@@ -203,6 +203,7 @@ def _unless(values: Sequence[int], verdict: int) -> list[Instruction]:
 
 
 def _clause(call: int, argument: int, body: list[Instruction]) -> list[Instruction]:
-    """For one call: test the low half of an argument, and allow the call unless the body refuses it."""
+    """Return the clause for one call: test the low half of an argument, and allow the call unless the body refuses
+    it."""
     inner = [(_LOAD, 0, 0, argument), *body, (_RETURN, 0, 0, _ALLOW)]
     return [(_EQUAL, 0, len(inner), call), *inner]

@@ -28,7 +28,7 @@ _HOP_BY_HOP = ("connection", "keep-alive", "proxy-connection", "proxy-authorizat
 
 
 class Refused(Exception):
-    """An answer instead of a connection: an HTTP status and a line for people to read."""
+    """An answer in place of a connection: an HTTP status and a readable line."""
 
     def __init__(self, status: str, text: str, header: str = "") -> None:
         super().__init__(text)
@@ -79,7 +79,7 @@ class Forwarder:
             head += f"Proxy-Status: {PROXY_NAME}; error=http_request_denied\r\n{refused.header}"
             writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # one side, or the slot, is gone
+            pass  # no error: one side, or the slot, is gone
         finally:
             self._connections.discard(task)
             writer.close()
@@ -151,7 +151,7 @@ class Forwarder:
 
 
 def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
-    """Method, host, port, and the request as it is forwarded (RFC 9112, 3.2). Raises `Refused`."""
+    """Return method, host, port, and the request as it is forwarded (RFC 9112, 3.2). Raises `Refused`."""
     lines = head[:-4].decode("latin-1").split("\r\n")
     try:
         method, target, version = lines[0].split(" ")
@@ -160,7 +160,7 @@ def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
     except ValueError:
         raise Refused("400 Bad Request", "this is not a request to a proxy") from None
     if method != "CONNECT" and absolute.scheme != "http":
-        raise Refused("400 Bad Request", "this is a proxy: ask it for http://host/path, or CONNECT host:port")
+        raise Refused("400 Bad Request", "this is a proxy: request http://host/path, or CONNECT host:port")
     if not host or (method == "CONNECT" and port is None):
         raise Refused("400 Bad Request", "the request names no host and port")
     path = urllib.parse.urlunsplit(("", "", absolute.path or "/", absolute.query, ""))

@@ -99,7 +99,7 @@ def _bpf(command: int, attributes: bytes, what: str) -> int:
 
 
 def _connections(version: int) -> _Code:
-    """r1 is the context; the address is compared in network byte order."""
+    """Return the program that refuses connections. r1 is the context; the address is compared in network byte order."""
     code: _Code = [_instruction(_LOAD, 2, 1, 24), _Jump("allow", 2, _network_order(_DNS_PORT, 2))]
     for number, network in enumerate(_networks(version)):
         code += _compare([_instruction(_LOAD, 2, 1, offset) for offset in _CONTEXT[version]], network, f"next{number}")
@@ -107,7 +107,8 @@ def _connections(version: int) -> _Code:
 
 
 def _packets() -> _Code:
-    """r6 is the packet, which starts with its IP header; parts of it are copied to the stack.
+    """Return the program that refuses packets. r6 is the packet, which starts with its IP header; parts of it are
+    copied to the stack.
 
     A packet whose ports do not follow its header directly does not count as DNS.
     """

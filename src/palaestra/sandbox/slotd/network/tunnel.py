@@ -66,8 +66,8 @@ def is_own(address: Address) -> bool:
 
 
 def share(descriptors: int, tunnels: int) -> int:
-    """Return the most connections of each tunnel, so that none takes the descriptors of the others. A connection takes
-    two, and datagrams take some."""
+    """Return the maximum number of connections of each tunnel, so that no tunnel takes the descriptors of the others. A
+    connection takes two, and datagrams take some."""
     return max(_FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, (descriptors - _KEPT_DESCRIPTORS) // (3 * max(1, tunnels))))
 
 
@@ -229,7 +229,7 @@ class Tunnel:
             raise
 
     async def _connect(self, address: Address, port: int) -> tuple[StreamReader, StreamWriter]:
-        """Raise OSError."""
+        """Connect to the outside. Raises OSError."""
         failure: OSError = ConnectionRefusedError()
         for host in self._destinations(address, port):
             try:

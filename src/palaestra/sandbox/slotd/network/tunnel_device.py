@@ -51,8 +51,8 @@ def versions() -> list[int]:
 
 
 def make(root: str, wanted: Sequence[int]) -> list[int]:
-    """Make the device in the network namespace of this process: its descriptor, then a listening socket per version on
-    which the tunnel terminates connections. Raises OSError."""
+    """Make the device in the network namespace of this process. Returns its descriptor, then a listening socket per
+    version on which the tunnel terminates connections. Raises OSError."""
     fds = [_open(root)]
     fcntl.ioctl(fds[0], _TUNSETIFF, struct.pack("16sH22x", _NAME, _IFF_TUN | _IFF_NO_PI))
     for version in wanted:
