@@ -52,7 +52,7 @@ MOST_UNSENT = 500
 """The most unsent messages of one chat; beyond it, further turns of the chat wait."""
 STOP_PATIENCE_S = 10.0
 MOST_SHOWN = 2000
-"""The most characters of a command that a chat is shown when asked to approve it."""
+"""The maximum number of characters of a command that a chat is shown when asked to approve it."""
 
 _CODE_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"

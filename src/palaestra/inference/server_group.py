@@ -125,7 +125,7 @@ class ServerGroup(ChatServer):
         return all(server.token_exact for server in self.servers)
 
     def managed_server(self, **options: JSON) -> ManagedChat:
-        """Token-exact chat for one rollout: `tokenizer=`, `tool_call_parser=` or `tool_parser=`, `history=`.
+        """Return token-exact chat for one rollout: `tokenizer=`, `tool_call_parser=` or `tool_parser=`, `history=`.
 
         Raises `NotImplementedError` for servers that only chat, so that contract environments use chat completions, and
         `ConfigError` for an unusable tokenizer, template or parser.
@@ -150,7 +150,7 @@ ServerManager = ServerGroup
 
 
 def _complete(config: ServerBaseline) -> APIServerConfig:
-    """A baseline has no address; the engine then reports that it is missing."""
+    """Complete a server's settings. A baseline has no address; the engine then reports that it is missing."""
     return config if isinstance(config, APIServerConfig) else APIServerConfig(**config.model_dump(exclude_unset=True))
 
 

@@ -1,4 +1,4 @@
-"""Agent-Lightning's rollouts are played in slots: by its own controller, or by ours.
+"""Plays Agent-Lightning's rollouts in slots, from its own controller or from this module's.
 
     async with Controller("my_env.py", "http://localhost:8080", key) as controller:
         await controller.run()                     # until cancelled
@@ -72,11 +72,11 @@ class Controller:
             try:
                 await self.play_queued()
             except aiohttp.ClientError as error:
-                logger.warning("%s did not give the queued rollouts, and is asked again: %s", self._url, error)
+                logger.warning("%s did not return the queued rollouts; retrying: %s", self._url, error)
             await asyncio.sleep(poll_s)
 
     async def play_queued(self) -> None:
-        """Begin the rollouts that are queued now, as far as there is room. Leaving the block waits until they end."""
+        """Begin the queued rollouts, as far as there is room. Leaving the block waits until they end."""
         if not self._free:
             return
         queued = await _request(self._client, "GET", f"{self._url}/api/rollouts?state_in=queuing&limit={self._free}")
@@ -98,7 +98,7 @@ class Controller:
         except (ConfigError, Dropped, aiohttp.ClientError) as error:
             await self._patch(name, {"state": "failed", "error_message": str(error)})
         except TimeoutError:
-            await self._patch(name, {"state": "failed", "error_message": "the rollout's timeout_seconds are over"})
+            await self._patch(name, {"state": "failed", "error_message": "the rollout exceeded its timeout_seconds"})
         except asyncio.CancelledError:
             await self._patch(name, {"state": "failed", "error_message": "the controller was stopped"})
             raise

@@ -6,7 +6,7 @@ Each row of AReaL's data set has a `task_id`. Its proxy gives every rollout an a
 tokens; the agent's loop, the slots and the sealed grading work as in a run. A rollout without a reward raises
 `Dropped`, which rejects the sample. Proxy mode `inline` only: the run lives in the worker's event loop.
 
-Source: `OpenAIProxyWorkflow` of AReaL 1.0.4. Nothing of AReaL is imported.
+Source: `OpenAIProxyWorkflow` of AReaL 1.0.4. This module does not import AReaL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Agent:
         self._rollout = RolloutFunction(env, **settings)
 
     async def run(self, data: Mapping[str, JSON], **extra_kwargs: Any) -> float:
-        """Return the reward of one rollout of the task `data["task_id"]`. Raises `Dropped` if it has none, and
+        """Play one rollout of the task `data["task_id"]` and return its reward. Raises `Dropped` if it has none, and
         `ConfigError` for an unknown task."""
         base_url = extra_kwargs.get("base_url")
         if not base_url:

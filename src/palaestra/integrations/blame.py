@@ -1,4 +1,4 @@
-"""How each trainer is told that a rollout is not the policy's fault, so that it drops the sample.
+"""Documents how each trainer learns that a rollout is not the policy's fault, so that the trainer drops the sample.
 
 An unscored rollout (`Unscored`) never becomes a reward. The adapters in this folder follow this table; for other
 trainers it shows what your own adapter has to do.
@@ -25,7 +25,8 @@ DROPPED: Mapping[str, str] = {
     "verifiers": "the trace has an error",
     "verl": "the response mask is all zeros, which `adv_estimator=grpo_scored` leaves out",
 }
-"""How each trainer is told that a rollout is not the policy's fault. No trainer gets a reward for it."""
+"""Maps each trainer to how it learns that a rollout is not the policy's fault. No trainer gets a reward for such a
+rollout."""
 
 
 class Dropped(InfraError):

@@ -33,7 +33,7 @@ from palaestra import JSON, ConfigError, Message, RolloutFunction, Trajectory, U
 from palaestra.integrations.turns import TurnTokens, sampled_turns
 
 KEPT_ANSWERS = 1024
-"""How many of the newest rollouts `/verify` knows."""
+"""The number of newest rollouts that `/verify` knows."""
 
 
 class EnvironmentAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
@@ -64,7 +64,7 @@ class EnvironmentVerifyResponse(BaseVerifyResponse):  # type: ignore[misc]
 
 
 class RolloutReference(BaseModel):
-    """The rollout that `/verify` is about."""
+    """Names the rollout to verify."""
 
     model_config = ConfigDict(extra="allow")
     rollout_id: str

@@ -68,7 +68,8 @@ class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[m
 
 
 class PlayedSession(ResourceSession):  # type: ignore[misc]
-    """One rollout. `failure` is why it could not begin; such a rollout has neither tool results nor a reward."""
+    """One rollout. `failure` is the reason why the rollout could not begin; such a rollout has neither tool results nor
+    a reward."""
 
     def __init__(self, play: SyncPlay | None, tools: list[Tool], failure: InfraError | None = None) -> None:
         self._play, self._tools, self._failure = play, tools, failure
@@ -81,8 +82,8 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
         return list(self._tools)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Return the text that a model would read, errors of the call included; `error` is set only if the rollout has
-        ended."""
+        """Call a tool. Returns the text that a model would read, including errors of the call; `error` is set only if
+        the rollout has ended."""
         if self._play is None:
             return ToolResult(error=str(self._failure), done=True)
         try:

@@ -45,7 +45,7 @@ class EnvironmentFlow:
         self._rollout = RolloutFunction(env, **settings)
 
     async def arun(self, task: Any, config: AgentConfig) -> Episode:
-        """Return one rollout, with its reward. Raises `Dropped` if it has none."""
+        """Play one rollout and return it with its reward. Raises `Dropped` if it has none."""
         row = getattr(task, "metadata", None) or task
         result = await self._rollout(_task_id(row), config.base_url, model=config.model)
         reward = reward_of(result)
@@ -71,12 +71,12 @@ class EnvironmentRuntime:
         self._rollout = RolloutFunction(env, **settings)
 
     def initialize(self) -> None:
-        """Nothing to do: the run starts with the first task."""
+        """Do nothing: the run starts with the first task."""
 
     async def execute_tasks(
         self, submissions: Sequence[TaskSubmission], timeout: float | None = None
     ) -> list[RemoteTaskResult]:
-        """Play all tasks concurrently; one result each, in their order."""
+        """Play all tasks concurrently. Returns one result for each, in their order."""
         return await asyncio.gather(*(self._execute(each, timeout) for each in submissions))
 
     async def _execute(self, submission: TaskSubmission, timeout: float | None) -> RemoteTaskResult:
@@ -97,7 +97,7 @@ class EnvironmentRuntime:
         return made
 
     def shutdown(self) -> None:
-        """Nothing to do; `aclose` ends the run."""
+        """Do nothing; `aclose` ends the run."""
 
     async def aclose(self) -> None:
         """End the run."""

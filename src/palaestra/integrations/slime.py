@@ -7,7 +7,7 @@ Each row of slime's data set has `task_id` in its metadata (`--metadata-key`). A
 In fully asynchronous training slime queues their group again. Otherwise set `--dynamic-sampling-filter-path
 palaestra.integrations.slime.keep_scored`: slime then leaves the group out and draws another.
 
-Source: `slime.rollout.sglang_rollout` and `Sample` of August 2026. Nothing of slime is imported.
+Source: `slime.rollout.sglang_rollout` and `Sample` of August 2026. This module does not import slime.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Generate = Callable[[Any, Any, Mapping[str, JSON]], Awaitable[Any]]
 def custom_generate(env: object, **settings: Any) -> Generate:
     """Return a function for `--custom-generate-function-path`. `settings` are those of `palaestra.RolloutFunction`; the
     tokenizer is slime's `--hf-checkpoint`, and temperature, `top_p`, `top_k` and the longest reply are those that slime
-    asks for. Training and evaluation are separate runs."""
+    requests. Training and evaluation are separate runs."""
     rollouts: dict[str, RolloutFunction] = {}
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, JSON]) -> Any:
-        """Return one rollout of the sample's task. Raises `ConfigError` for a sample without `task_id`."""
+        """Play one rollout of the sample's task. Raises `ConfigError` for a sample without `task_id`."""
         task = (sample.metadata or {}).get("task_id")
         if not task:
             raise ConfigError("the sample's metadata has no task_id: set --metadata-key to the column with it")
@@ -52,7 +52,7 @@ def custom_generate(env: object, **settings: Any) -> Generate:
 
 
 def keep_scored(args: Any, samples: Iterable[Any], **_: Any) -> bool:
-    """Return a function for `--dynamic-sampling-filter-path`: whether every rollout of a group has a reward."""
+    """Return whether every rollout of a group has a reward; for `--dynamic-sampling-filter-path`."""
     return all(sample.reward is not None for sample in _flat(samples))
 
 

@@ -10,7 +10,7 @@ With `RolloutStrategy` our agent loop runs and the cookbook's policy samples: re
 exact tokens and sealed grading work as in a run, and an unscored rollout is a `RolloutError`, never a reward. With the
 cookbook's own strategies, its loop steps the environments of `EnvGroupBuilder`.
 
-`sandbox_factory` is what `tinker_cookbook.recipes.harbor_rl` asks for in place of Modal; each sandbox is a slot.
+`sandbox_factory` replaces Modal in `tinker_cookbook.recipes.harbor_rl`; each sandbox is a slot.
 
 Source: `rl/types.py`, `rl/rollout_strategy.py` and `sandbox.py` of tinker-cookbook 0.6.1, which must be installed.
 """
@@ -89,7 +89,7 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
         return group
 
     async def cleanup(self) -> None:
-        """End the rollouts that the cookbook has not stepped to their end."""
+        """End the rollouts that the cookbook did not finish."""
         while self._envs:
             await self._envs.pop().aclose()
 

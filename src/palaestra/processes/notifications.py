@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MATCH_EVERY_S, MAX_MATCHES = 15.0, 8
 MAX_REPORTED_CHARS = 2000
-"""The most characters of output in one event."""
+"""The maximum number of characters of output in one event."""
 
 MAX_NOTIFICATIONS = 256
 

@@ -22,23 +22,23 @@ from palaestra.processes import process_output
 from palaestra.sandbox.slot import Process, ProcessStatus
 
 MAX_OUTPUT_CHARS = 200_000
-"""How many bytes at the end of the output `log` shows. Slots keep at least as many."""
+"""The number of bytes at the end of the output that `log` shows. Slots keep at least as many."""
 
 FINISHED_TTL_SECONDS = 1800
-"""How long the session of an ended process is kept."""
+"""Seconds for which the session of an ended process is kept."""
 
 MAX_PROCESSES = 64
-"""How many processes of one task may run at a time."""
+"""The maximum number of running processes of one task."""
 
 KILL_GRACE_S = 2.0
-"""The time between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 PREVIEW_CHARS, LISTED_CHARS, WAITED_CHARS = 1000, 200, 2000
 MAX_NEW_BYTES = 20_000
-"""How much output one `poll` with a cursor returns."""
+"""The maximum number of bytes of output that one `poll` with a cursor returns."""
 
 WRITE_PATIENCE_S = 10.0
-"""How long a write waits for the process to read."""
+"""Seconds that a write waits for the process to read."""
 
 FORGOTTEN = "the slot has dropped what it knew of it, to make room for newer processes"
 
@@ -63,7 +63,7 @@ class Watch:
 
 
 class SessionLost(LookupError):
-    """The process of a session cannot be reached any more. The message gives the reason."""
+    """Raised if the process of a session cannot be reached any more. The message gives the reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,7 +115,7 @@ class ProcessSession:
         Raises the slot's errors, and `RuntimeError` on the session's own event loop, where `log` must be awaited
         instead.
         """
-        from palaestra.core.sync_bridge import wait_on  # rarely used
+        from palaestra.core.sync_bridge import wait_on  # imported here, because it is rarely used
 
         if self.process is None or self.loop is None:
             return ""

@@ -92,7 +92,7 @@ def _joined(lines: list[str]) -> str:
 UserFunction: TypeAlias = Callable[..., object]
 
 CONTEXT: Mapping[str, type] = {"sandbox": Slot, "run": ToolRun, "task": Task}
-"""The parameters that a function may have besides the model's arguments, by name or by type."""
+"""The parameters that a function may have in addition to the model's arguments, by name or by type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def tool(
 def declare(
     function: UserFunction, *, name: str | None = None, external: bool = False, **options: Unpack[ToolOptions]
 ) -> TypedTool:
-    """Like `tool`, for a function that may also have the task as a parameter."""
+    """Make a tool as `tool` does, from a function that may also have the task as a parameter."""
     called = name or str(getattr(function, "__name__", "tool"))
     try:
         parameters = inspect.signature(function, eval_str=True).parameters

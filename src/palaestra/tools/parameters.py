@@ -8,20 +8,20 @@ from palaestra.core.types import JSON
 
 
 def text(description: str, first: Mapping[str, JSON] | None = None, **more: JSON) -> dict[str, JSON]:
-    """Return a string."""
+    """Return the schema of a string."""
     return {"type": "string", **(first or {}), "description": description, **more}
 
 
 def choice(description: str, options: list[str], **more: JSON) -> dict[str, JSON]:
-    """Return one of these strings."""
+    """Return the schema of a string that must be one of `options`."""
     return text(description, {"enum": options}, **more)
 
 
 def flag(description: str) -> dict[str, JSON]:
-    """Return a switch that is off by default."""
+    """Return the schema of a switch that is off by default."""
     return {"type": "boolean", "description": description, "default": False}
 
 
 def integer(description: str, first: Mapping[str, JSON] | None = None, **more: JSON) -> dict[str, JSON]:
-    """Return an integer."""
+    """Return the schema of an integer."""
     return {"type": "integer", **(first or {}), "description": description, **more}

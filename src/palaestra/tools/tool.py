@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 StateT = TypeVar("StateT")
 
 MAX_USER_TASK = 500
-"""The most characters of the prompt in `ToolRun.user_task`."""
+"""The maximum number of characters of the prompt in `ToolRun.user_task`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
 advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share have the mean of
-their rewards. Refused: unscored rollouts, groups whose scores are equal, rows that older weights sampled, rows whose
-log-probabilities differ from the trainer's.
+their rewards. These are refused: unscored rollouts, groups whose scores are equal, rows that older weights sampled, and
+rows whose log-probabilities differ from the trainer's.
 """
 
 from __future__ import annotations

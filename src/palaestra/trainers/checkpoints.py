@@ -98,7 +98,7 @@ class TrainingFiles:
         return part
 
     def commit(self, part: Path, state: TrainingState, keep: int) -> None:
-        """Make the checkpoint in `part` valid, and remove older ones, but for the best. Raises `DiskError`."""
+        """Make the checkpoint in `part` valid, and remove older ones except the best. Raises `DiskError`."""
         done = self.checkpoint(state.step)
         try:
             (part / "state.json").write_bytes(msgspec.json.encode(state))

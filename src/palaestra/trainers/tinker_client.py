@@ -41,11 +41,11 @@ STATE = "tinker.json"
 """The file of a checkpoint with the path of the state that the server keeps."""
 
 START_TIMEOUT_S = 180.0
-"""How long a server that is started here may take to load its model."""
+"""Seconds that a server which is started here may take to load its model."""
 
 CHECK_S, GONE_S = 2.0, 10.0
-"""How often a server is tried while an answer takes long, and how long it may be unreachable: the SDK itself waits
-forever for a server that was killed."""
+"""Seconds between checks of a server while an answer takes long, and seconds that it may be unreachable: the SDK itself
+would wait forever for a dead server."""
 
 _LOCAL_KEY = "tml-local"
 _MOST_TOKENS = 4096
@@ -72,7 +72,8 @@ async def answered(answer: Awaitable[T], url: str | None) -> T:
             unreachable_s = unreachable_s + CHECK_S if url is not None and not await _listens(url) else 0.0
             if unreachable_s >= GONE_S:
                 raise TrainerUnavailable(
-                    f"The Tinker server at {url} is gone: start it again with the same folder of states, and resume"
+                    f"The Tinker server at {url} no longer answers: restart it with the same folder of "
+                    "states, and resume"
                 )
         return waiting.result()
     finally:
@@ -245,7 +246,7 @@ class TinkerTrainer:
         try:
             path = str(json.loads((folder / STATE).read_text())["path"])
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"The checkpoint {folder} names no state of a Tinker server: {error!r}") from None
+            raise ConfigError(f"The checkpoint {folder} contains no state of a Tinker server: {error!r}") from None
         try:
             # The model of `open` gives its place back: a state is loaded only into a new model.
             await self._end_session()

@@ -21,7 +21,7 @@ class TrainedRow:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and completion."""
+        """The tokens of the prompt and the completion."""
         return [*self.row.prompt_ids, *self.row.completion_ids]
 
     @property
@@ -31,7 +31,7 @@ class TrainedRow:
 
     @property
     def sampled(self) -> int:
-        """How many tokens are trained."""
+        """The number of trained tokens."""
         return sum(self.row.mask)
 
 
@@ -44,7 +44,7 @@ class Trainer(Protocol):
 
     name: str
     model: str
-    """Identifies the model whose weights are trained: a checkpoint of another one is refused."""
+    """Identifies the model whose weights are trained; checkpoints of other models are refused."""
 
     busy: BusyClock
     """Runs while the engine samples."""

@@ -212,7 +212,7 @@ class Training:
         return [each.result() for each in running]
 
     def _next_task(self) -> Task:
-        """Return the tasks in a random order, drawn again for each pass over them."""
+        """Yield the tasks in a random order, drawn again for each pass over them."""
         passed, place = divmod(self._state.drawn, len(self._train))
         self._state.drawn += 1
         order = list(range(len(self._train)))
@@ -274,7 +274,7 @@ class Training:
 
 
 class _Done(Exception):
-    """The training ends before its last step, for the reason in the text."""
+    """Raised if the training ends before its last step; the text has the reason."""
 
 
 def split_tasks(tasks: Sequence[Task], held_out: int, seed: int) -> tuple[list[Task], list[Task]]:

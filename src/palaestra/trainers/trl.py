@@ -63,7 +63,7 @@ class TrlTrainer:
     name = "trl"
 
     def __init__(self, server: APIServerConfig, config: TrainingConfig, *, rollouts: int, temperature: float) -> None:
-        """`rollouts` is the most that one step trains on, `temperature` their sampling temperature."""
+        """`rollouts` is the maximum number that one step trains on, `temperature` their sampling temperature."""
         self.model = server.model_name
         self.busy = BusyClock()
         self._server = server.model_copy(update={"server_type": "transformers", "history": "append"})
@@ -225,7 +225,7 @@ class TrlTrainer:
             self._trl.train()
         except _End:
             failed: BaseException = TrainerError("the trainer is closed")
-        except BaseException as error:  # every kind of error goes to whoever waits
+        except BaseException as error:  # every kind of error goes to the waiter
             logger.debug("TRL ended", exc_info=True)
             failed = self._failed = error
         else:
@@ -240,7 +240,7 @@ class TrlTrainer:
 
     def _rollout_func(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return the rows of the next step, as many as `prompts`. TRL calls it when the previous step is complete."""
-        trainer.model.eval()  # it samples until the next rows come
+        trainer.model.eval()  # the model samples until the next rows come
         if self._pending is not None:
             self._pending.done.set_result(_numbers(trainer))
         if not self._ready.done():
@@ -302,7 +302,7 @@ class _End(Exception):
 
 
 def _advantage(*, advantage: Sequence[float], **_: object) -> list[float]:
-    """TRL's reward function, which returns the advantages from `_rollout_func`."""
+    """Return the advantages from `_rollout_func`, as TRL's reward function."""
     return list(advantage)
 
 

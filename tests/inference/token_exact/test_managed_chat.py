@@ -377,7 +377,7 @@ def test_a_replys_own_calls_may_be_sent_back() -> None:
 
     wrong = asyncio.run(go())
     assert [row.reason for row in chat.ledger.rows()] == ["start"]
-    with pytest.raises(ConfigError, match="no function with a name"):
+    with pytest.raises(ConfigError, match="tool call without a function name"):
         asyncio.run(chat.chat_completion(messages=wrong, tools=[TERMINAL]))
     check(chat)
 
@@ -420,7 +420,7 @@ def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> Non
         ({"tools": ["f"]}, "A tool is given as 'f'"),
         ({"tools": [{"type": "function"}]}, "A tool is given as"),
         ({"messages": ["hello"]}, "Message 0 is 'hello'"),
-        ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "no function with a name.*'x'"),
+        ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "tool call without a function name.*'x'"),
     ],
 )
 def test_a_request_of_another_shape_is_refused(request_: JSON, complaint: str) -> None:

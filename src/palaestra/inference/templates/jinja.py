@@ -207,7 +207,8 @@ def content_of(message: Mapping[str, JSON]) -> str:
     joined = [text for text in texts if text is not None]
     if content is not None and len(joined) < len(texts):
         raise ConfigError(
-            f"A message ({message.get('role')}) holds more than text: {content!r:.200}. Token-exact chat takes text, "
+            f"A message ({message.get('role')}) contains more than text: {content!r:.200}. Token-exact chat "
+            "takes text, "
             "or a list of parts {'type': 'text', 'text': …}; convert images and data first."
         )
     return "".join(joined)
@@ -230,7 +231,7 @@ def reasoning_of(message: Mapping[str, JSON]) -> str:
 def _template_call(call: Mapping[str, JSON]) -> dict[str, JSON]:
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ConfigError(f"A tool call of an assistant message has no function with a name: {call!r:.200}.")
+        raise ConfigError(f"An assistant message has a tool call without a function name: {call!r:.200}.")
     written = {"name": function["name"], "arguments": _arguments(function.get("arguments"))}
     return {"id": call.get("id", ""), "type": "function", "function": written}
 

@@ -33,7 +33,7 @@ Look: TypeAlias = Callable[[str], Measured]
 """Finds a `Measured` in a whole rendering."""
 
 _MOST_OUTLINES = 4
-"""The most outlines of one form, whose texts lead a template to different questions."""
+"""The maximum number of outlines of one form, whose texts lead a template to different questions."""
 
 _MOST_FORMS = 256
 _MOST_TEXTS = 32
@@ -50,7 +50,7 @@ _ADVERSARIAL = (
 
 
 RenderMessages: TypeAlias = Callable[[Sequence[Message]], str]
-"""Renders messages that are prepared for the template. Raises `ConfigError`."""
+"""Renders messages that were prepared for the template. Raises `ConfigError`."""
 
 
 class Outlines:
@@ -150,7 +150,7 @@ Part: TypeAlias = str | int
 
 
 class Opaque(Exception):
-    """The template does something with a text that an outline cannot repeat."""
+    """Raised if the template does something with a text that an outline cannot repeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class BlankRecording:
     def applied(self, function: Callable[..., JSON], blank: Blank, arguments: tuple[JSON, ...]) -> JSON:
         """Return the answer of `function` for the text: a text becomes a blank, anything else is recorded as asked."""
         if not all(map(_plain, arguments)):
-            raise Opaque("a text meets another")
+            raise Opaque("two texts are combined")
         try:
             answer = function(self.texts[blank.number], *arguments)
         except (LookupError, ValueError) as error:
@@ -238,7 +238,7 @@ class BlankRecording:
             self._made.append(_Made(changed.number, function=function, of=blank.number, arguments=arguments))
             return changed
         if not isinstance(answer, bool | int) and answer is not NotImplemented:
-            raise Opaque("a text is taken apart")
+            raise Opaque("a text is split")
         self._asked.append(_Asked(function, blank.number, arguments, answer))
         return answer
 
@@ -412,7 +412,7 @@ def _watched(name: str, function: Callable[..., JSON]) -> Callable[..., JSON]:
     if name in _PASSING:
         return function
 
-    @functools.wraps(function)  # jinja keeps notes on functions as attributes
+    @functools.wraps(function)  # jinja stores its notes as attributes of functions
     def watched(*given: JSON, **named: JSON) -> JSON:
         if any(isinstance(value, Blank) for value in (*given, *named.values())):
             raise Opaque(name)

@@ -51,13 +51,14 @@ _STAND_IN = "."
 _SHOWN_USER: Message = {"role": "user", "content": _STAND_IN}
 _MAX_HEAD = 4
 _KEPT_OPENINGS, _LONGEST_KEPT = 32, 1 << 20
-"""The most openings kept for the other rollouts of a group, and the longest text of one."""
+"""The maximum number of openings kept for the other rollouts of a group, and the longest text of one."""
 
 _NEVER = -1
 
 _KEPT_RENDERERS = 64
 _LONGEST_OPENING = 32
-"""The most tokens of the tag that opens the thinking with the white space after it: one per byte at most."""
+"""The maximum number of tokens of the tag that opens the thinking with the white space after it: one per byte at
+most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class TurnRenderer:
     def _outlined(
         self, case: Hashable, head: list[Message], reply: Message, new: Sequence[Message], before: str
     ) -> Measured:
-        """As `_compare`, but renders only if no similar step has been rendered."""
+        """Measure as `_compare` does, but render only if no similar step has been rendered."""
         if self._outlines is None:
             self._outlines = Outlines(self._render, functools.partial(self._render, template=traced(self._template)))
         shape = shape_of(reply)

@@ -74,7 +74,7 @@ class _Thread:
 
     def extend(self, messages: Sequence[Message], reply: AssistantMessage) -> None:
         known = len(self.seen)
-        if known:  # the caller's version of the last reply; nearly always it is the same
+        if known:  # the caller's version of the last reply, which is nearly always the same
             theirs = messages[known]
             self.seen.append(self.reply if theirs == self.reply else _copied(theirs))
             self.shown.append(self.reply)
@@ -199,7 +199,7 @@ class ManagedChat(ChatServer):
         return None
 
     def declare(self, reason: SegmentReason | str) -> None:
-        """Give the reason why the next request does not continue a known history (`compaction`, say)."""
+        """Record why the next request does not continue a known history (`compaction`, for example)."""
         self._declared = SegmentReason(reason)
 
     async def completion(
@@ -211,7 +211,7 @@ class ManagedChat(ChatServer):
         in_thread: InThread | None = None,
         **sampling: JSON,
     ) -> TextCompletion:
-        """Return one continuation of a text, which is in the ledger too. `in_thread` encodes it. Raises
+        """Sample one continuation of a text, which is also recorded in the ledger. `in_thread` encodes the text. Raises
         `EngineError`."""
         if self._text is None:
             from palaestra.inference.token_exact.managed_text import ManagedText  # here: few rollouts need it
@@ -251,11 +251,11 @@ class ManagedChat(ChatServer):
         in_thread: InThread | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """Return `n` replies to a conversation; those after the first are segments of their own. `chat_template_kwargs`
-        go to the template, all other settings to the engine. `opens` is the reason to record if the messages neither
-        continue nor repeat a known conversation. `on_delta` gets each reply in pieces as it comes, or all of it if the
-        engine does not stream. `in_thread` renders and encodes. Raises `EngineError`, and `ConfigError` if the template
-        refuses."""
+        """Sample `n` replies to a conversation; each reply after the first is a separate segment.
+        `chat_template_kwargs` go to the template, all other settings to the engine. `opens` is the reason to record if
+        the messages neither continue nor repeat a known conversation. `on_delta` gets each reply in pieces as it comes,
+        or all of it if the engine does not stream. `in_thread` renders and encodes. Raises `EngineError`, and
+        `ConfigError` if the template refuses."""
         if n < 1:
             raise ConfigError(f"n is {n}; a request asks for at least one reply.")
         settings = {**sampling, **(extra_body or {})}
@@ -324,8 +324,8 @@ class ManagedChat(ChatServer):
         opens: SegmentReason | None,
         in_thread: InThread | None,
     ) -> _Reply:
-        """Plan, sample, and only then record: a failed request leaves no trace."""
-        messages = plain_messages(messages)  # a copy: the caller's list may grow while the engine samples
+        """Plan, sample, and only then record the reply, so that a failed request leaves no trace."""
+        messages = plain_messages(messages)  # copied, because the caller's list may grow while the engine samples
         thread = None if self._declared is not None else self._continued(renderer, messages)
         thread = thread or _Thread(renderer)
         thread.busy = True
@@ -369,8 +369,8 @@ class ManagedChat(ChatServer):
     def _plan(
         self, renderer: TurnRenderer, messages: Sequence[Message], thread: _Thread, declared: SegmentReason | None
     ) -> _Plan:
-        """Return the place of the turn in `thread`, which no other request uses meanwhile. Changes nothing here, and
-        may be called in any thread."""
+        """Return the place of the turn in `thread`, which no other request uses in the meantime. Does not change this
+        object, and may be called in any thread."""
         if thread.segment < 0:
             opening = renderer.opening(messages)
             return _Plan(thread, opening.ids, opening.kinds, True, declared)
@@ -407,7 +407,7 @@ class ManagedChat(ChatServer):
         ids = [number for piece in pieces for number in piece.sampled.ids]
         finish_reason = pieces[-1].sampled.finish_reason
         spoken = ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
-        message = self._reader.read(  # before anything is recorded: a parser may raise
+        message = self._reader.read(  # before anything is recorded, because a parser may raise
             self._format.tokenizer.decode(spoken, skip_special_tokens=False),
             thinking=thinking,
             cut=finish_reason == "length",

@@ -55,7 +55,7 @@ class ManagedText:
         opens: SegmentReason,
         in_thread: Callable[[Callable[[], Sequence[int]]], Awaitable[Sequence[int]]],
     ) -> TextCompletion:
-        """Return one continuation. `opens` is the reason of a segment that begins; `in_thread` encodes the text. Raises
+        """Sample one continuation. `opens` is the reason if a segment begins; `in_thread` encodes the text. Raises
         `EngineError`."""
         known = self._continued(prompt)
         fresh = prompt if known is None else prompt[len(known.text) :]

@@ -60,14 +60,14 @@ _BITS = 6.0
 """How many bits a forger must guess right, if the tests that earn the reward have enough variants."""
 
 _MOST_VARIANTS = 8
-"""The most variants per round of a test that earns the reward; one of them is right."""
+"""The maximum number of variants per round of a test that earns the reward; one of them is right."""
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 3
 _MOST_PARAMETERS = 3
 """The most parameter sets that are controlled of a test that does not earn the reward."""
 
 _MOST_SITES = 6
-"""The most assertions of a test that are tried on the reference solution."""
+"""The maximum number of assertions of a test that are tried on the reference solution."""
 
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
 _SOFT = ("sys._getframe", "sys.settrace", "sys.setprofile", "code.__new__", "ctypes.", "object.__setattr__", "changed ")

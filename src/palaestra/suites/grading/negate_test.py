@@ -20,7 +20,7 @@ from typing import TypeGuard
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MOST_ALTERNATIVES = 3
-"""The most values that a site offers besides the right one."""
+"""The maximum number of values that a site offers besides the right one."""
 
 _OPPOSITE: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,

@@ -22,7 +22,7 @@ from palaestra.suites.swe.swe_row import RowKind, SweRow
 
 _DATE = "2000-01-01T00:00:00+0000"
 _PATCH_BYTES = 100_000
-"""The most bytes of an agent's patch that are recorded."""
+"""The maximum number of bytes of an agent's patch that are recorded."""
 _IDENTITY = {
     "GIT_AUTHOR_NAME": "Palaestra",
     "GIT_AUTHOR_EMAIL": "palaestra@localhost",

@@ -41,7 +41,7 @@ from palaestra.suites.terminal_bench.verifier_files import install, place_tests,
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 STDOUT = f"{VERIFIER_LOGS}/test-stdout.txt"
 OUTPUT_BYTES = 20_000
-"""The most bytes of a verifier's output that are recorded."""
+"""The maximum number of bytes of a verifier's output that are recorded."""
 
 _MAX_REWARD_BYTES = 1 << 20
 _FAILED = frozenset({Status.FAILED, Status.ERROR})

@@ -122,7 +122,7 @@ def show(
 
 def _element(line: str) -> PageElement:
     match = _LINE.match(line)
-    if match is None:  # unknown syntax is shown as it is
+    if match is None:  # unknown syntax is shown unchanged
         return PageElement((len(line) - len(line.lstrip())) // 2, "", text=line.strip())
     quote = "''" if match["quoted"] else ""
     marks = re.findall(r"\[([^\]]*)\]", match["marks"])

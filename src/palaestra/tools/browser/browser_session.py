@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 MAX_TABS = 8
 NEW_TAB_S = 0.15
-"""How long to wait for a click or key to open a new tab. The next reply reports a later tab."""
+"""Seconds to wait for a click or key to open a new tab. The next reply reports a later tab."""
 SETTLE_S = 5.0
-"""How long a page may load before the reply shows it as it is."""
+"""Seconds that a page may load before the reply shows it as it is."""
 ANSWER_S = 3.0
-"""How long a page may take to answer a trivial script before it is replaced."""
+"""Seconds that a page may take to answer a trivial script before it is replaced."""
 HANG_S = 10.0
-"""How long after its own time limit an answer may arrive before the page counts as hung."""
+"""Seconds after its own time limit at which a missing answer makes the page count as hung."""
 
 MOST_ENTRIES, MOST_NOTES = 200, 20
 LONGEST_ENTRY = 2000
@@ -378,7 +378,7 @@ def _led(asked: str, got: str) -> str:
 
 
 def _explained(message: str) -> str:
-    """Playwright's message in one line, with the obstacle from its log."""
+    """Return Playwright's message in one line, with the obstacle from its log."""
     lines = message.strip().splitlines()
     what = re.sub(r"^\w+\.\w+: ", "", lines[0]) if lines else "the browser could not do it"
     hindrance = [line.strip(" -") for line in lines[1:] if _HINDRANCE.search(line)]

@@ -65,7 +65,8 @@ def absent(executable: str | None = None) -> str | None:
 
 @functools.cache
 def problem(executable: str | None = None) -> str | None:
-    """Return the reason why no browser starts here, and the remedy, or None. Tries it once per process."""
+    """Return the reason why no browser starts here, and the remedy, or None. The result is computed once per
+    process."""
     if importlib.util.find_spec("playwright") is None:
         return f"install the extra `browser`: {install_command('browser')}"
     from playwright.async_api import Page
@@ -87,7 +88,7 @@ def _candidates(executable: str | None) -> list[str]:
     if executable is not None:
         return [executable]
     installed = [path for name in _NAMES if (path := shutil.which(name, path=_PATH))]
-    with contextlib.suppress(RuntimeError):  # a user without a home
+    with contextlib.suppress(RuntimeError):  # the user may have no home
         cache = Path.home() / ".cache" / "ms-playwright"
         installed += [str(path) for pattern in _DOWNLOADED for path in sorted(cache.glob(pattern), reverse=True)]
     return list(dict.fromkeys(installed))
@@ -95,7 +96,8 @@ def _candidates(executable: str | None) -> list[str]:
 
 @functools.cache
 def _probe(path: str) -> str | None:
-    """Start it with an empty page. Returns its error, or None if it works; a Chromium that hangs gets a second try."""
+    """Start a Chromium with an empty page. Returns its error, or None if it works; a Chromium that hangs gets a second
+    try."""
     said = _tried(path)
     return _tried(path) if said == _SILENT else said
 

@@ -21,11 +21,12 @@ def main(uid: int, home: str, program: str, arguments: list[str]) -> None:
     if uid != os.getuid():
         for argument in arguments:
             if argument.startswith(_PROFILE):
-                os.chown(argument.removeprefix(_PROFILE), uid, uid)  # created for this start, and empty
+                os.chown(argument.removeprefix(_PROFILE), uid, uid)  # created for this start, and still empty
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user clears it
+    # set again, because the change of user clears it
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     environment = {"HOME": home, "TMPDIR": home, "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}

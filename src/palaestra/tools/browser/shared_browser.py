@@ -199,7 +199,7 @@ class SharedBrowser:
 
 
 def _unwanted(making: asyncio.Future[BrowserContext]) -> None:
-    """Close a context whose caller was cancelled meanwhile."""
+    """Close a context whose caller was cancelled in the meantime."""
     if not making.cancelled() and making.exception() is None:
         closing = asyncio.ensure_future(making.result().close())
         closing.add_done_callback(lambda done: done.cancelled() or done.exception())

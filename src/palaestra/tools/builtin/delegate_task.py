@@ -15,7 +15,7 @@ from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_TASKS = 3
-"""How many sub-agents one call may start; they work concurrently."""
+"""The maximum number of sub-agents that one call may start; they work concurrently."""
 
 
 @dataclass(frozen=True, slots=True)

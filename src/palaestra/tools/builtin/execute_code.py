@@ -34,7 +34,7 @@ from palaestra.tools.runtime.inner_calls import InnerCalls
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolReply, ToolRun, ToolSchema
 
 MAX_CALLS = 50
-"""How many calls one program may make."""
+"""The maximum number of calls that one program may make."""
 
 FOLDER = "/tmp/execute_code"  # noqa: S108 - a path inside the slot, which nobody else shares
 NOT_FROM_PROGRAMS = frozenset({"execute_code", "delegate_task", "clarify"})

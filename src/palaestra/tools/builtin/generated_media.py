@@ -117,7 +117,7 @@ async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: Too
     )
     size = settings.image_sizes[arguments.get("aspect_ratio") or "landscape"]
     request: dict[str, JSON] = {"model": settings.image_model, "prompt": arguments["prompt"], "n": 1, "size": size}
-    if not settings.image_model.startswith("gpt-image"):  # gpt-image always replies so
+    if not settings.image_model.startswith("gpt-image"):  # gpt-image always replies in this form
         request["response_format"] = "b64_json"
     reply = await server.post("images/generations", request)
     try:

@@ -60,7 +60,7 @@ def simple_names(glob: str | None) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _compiled(glob: str) -> list[list[re.Pattern[str] | None]]:
-    """For each alternative, one pattern per path component; None stands for any number of directories."""
+    """Return, for each alternative, one pattern per path component; None stands for any number of directories."""
     if len(glob) > _MAX_CHARS:
         raise ToolMistake(f"The glob has {len(glob)} characters; {_MAX_CHARS} are the most")
     try:

@@ -22,7 +22,7 @@ from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
-"""The most characters of each file: both are read in full at the start of every session."""
+"""The maximum number of characters of each file: both are read in full at the start of every session."""
 _BETWEEN = "\n§\n"
 
 SCHEMA = ToolSchema(
@@ -72,7 +72,8 @@ class Notes:
             return self._write(target, notes)
 
     def replace(self, target: str, old_text: str, content: str) -> list[str]:
-        """Replace the one note with `old_text` in it; remove it if `content` is a note already. Returns all notes."""
+        """Replace the only note that contains `old_text`; remove it if `content` is already a note. Returns all
+        notes."""
         with self._changing(target) as notes:
             place = _place(notes, old_text)
             others = [*notes[:place], *notes[place + 1 :]]
@@ -80,7 +81,7 @@ class Notes:
             return self._write(target, notes)
 
     def remove(self, target: str, old_text: str) -> list[str]:
-        """Remove the one note with `old_text` in it. Returns all notes."""
+        """Remove the only note that contains `old_text`. Returns all notes."""
         with self._changing(target) as notes:
             del notes[_place(notes, old_text)]
             return self._write(target, notes)
@@ -92,7 +93,7 @@ class Notes:
 
     @contextlib.contextmanager
     def _changing(self, target: str) -> Iterator[list[str]]:
-        """The notes, locked against other writers during the block."""
+        """Yield the notes, locked against other writers during the block."""
         path = self._path(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(f".{path.name}.lock").open("w") as lock:

@@ -144,8 +144,8 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
 
 
 async def _computed(size: int, function: Callable[[], T]) -> T:
-    """Return the result of a function on texts of `size` characters. For long texts it runs in a thread, so other
-    rollouts do not wait, and is abandoned when the call is cancelled."""
+    """Compute a function on texts of `size` characters. For long texts it runs in a thread, so that other rollouts do
+    not wait, and is abandoned when the call is cancelled."""
     return function() if size <= _SHORT_CHARS else await in_own_thread(function)
 
 
@@ -169,8 +169,9 @@ async def _write_all(slot: Slot, edits: list[FileEdit]) -> None:
     try:
         for edit in sorted(
             edits, key=lambda edit: edit.after is None
-        ):  # removals last: they are the most likely to succeed
-            if begun and await _content(slot, edit.path) != edit.before:  # a link to a file that was just written
+        ):  # removals come last, because they are the most likely to succeed
+            # the path may be a link to a file that was just written
+            if begun and await _content(slot, edit.path) != edit.before:
                 raise ToolMistake(
                     f"{edit.path} is one file with another of the patch. Name it once; nothing was changed"
                 )

@@ -39,9 +39,9 @@ from palaestra.tools.training.training_process import (
 )
 
 COMMAND_S = 120.0
-"""How long a command that lists or shows environments may take."""
+"""Seconds that a command which lists or shows environments may take."""
 TEST_S = 600.0
-"""How long the test of one model may take."""
+"""Seconds that the test of one model may take."""
 HISTORY = 10
 """The number of steps in a training's results."""
 

@@ -28,7 +28,7 @@ MAX_LINE_CHARS = 500
 MAX_SEARCH_S = 60.0
 _NAMES_AT_ONCE = 1000
 MAX_LISTING_BYTES = 16 << 20
-"""The most output of a search; a search with more must be narrowed."""
+"""The maximum output of a search in bytes; a search with more must be narrowed."""
 _MAX_PATTERN_CHARS = 10_000
 RIPGREP_PATHS = ("/usr/bin/rg", "/usr/local/bin/rg", "/bin/rg")
 _GIVEN_UP = re.compile(r"^grep: ([^\0\n]+): exceeded PCRE's [a-z ]+limit$", re.MULTILINE)
@@ -71,7 +71,7 @@ SCHEMA = ToolSchema(
 
 
 async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Return one page of results, `total_count` of all, and a `hint` on how to continue if there are more."""
+    """Search; returns one page of results, `total_count` of all, and a `hint` on how to continue if there are more."""
     slot = await run.slot()
     path = await in_full(slot, arguments.get("path", ".") or ".")
     if any("\0" in text for text in (path, arguments["pattern"], arguments.get("file_glob", ""))):
@@ -166,7 +166,7 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
     else:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
     result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
-    if given_up := _GIVEN_UP.search(result.output):  # then the files after this one are missing too
+    if given_up := _GIVEN_UP.search(result.output):  # the files after this one are missing too
         raise ToolMistake(
             f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was given up. Use a simpler "
             "one: a repeated group that holds a repetition, such as (a+)+, is what takes them."

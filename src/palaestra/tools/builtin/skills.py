@@ -31,7 +31,7 @@ from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, Too
 
 DOCUMENT = "SKILL.md"
 MAX_BYTES = 256 << 10
-"""The most bytes of one file of a skill."""
+"""The maximum number of bytes of one file of a skill."""
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _MAX_NAME, _MAX_DESCRIPTION = 64, 1024
 _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---[ \t]*(?:\r?\n|\Z)", re.DOTALL)

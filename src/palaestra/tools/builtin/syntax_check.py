@@ -19,9 +19,10 @@ import yaml
 MAX_CHECKED_CHARS = 128 << 10
 """Longer files are not checked, because parsing blocks the event loop (at worst about 1 ms per kilobyte)."""
 _MAX_DEPTH = 100
-"""The deepest nesting of a YAML file that is checked: the cost of a token grows with the depth."""
+"""The maximum nesting of a YAML file that is checked: the cost of a token grows with the depth."""
 _MAX_DOTS = 1000
-"""The most dots in a line of a TOML file that is checked: a key of very many parts takes minutes to parse."""
+"""The maximum number of dots in a line of a TOML file that is checked: a key of very many parts takes minutes to
+parse."""
 
 
 def check_syntax(path: str, text: str) -> str | None:

@@ -22,10 +22,10 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 1.0, 600.0
 MAX_OUTPUT_CHARS = 50_000
-"""The most output in a reply, head and tail together."""
+"""The maximum number of characters of output in a reply, head and tail together."""
 HEAD_CHARS = 20_000
 MAX_KEPT_BYTES = 2 << 20
-"""The most output that is captured; if it exceeds the reply, it is written to a file in the slot."""
+"""The maximum number of bytes of output that are captured; output beyond the reply is written to a file in the slot."""
 MAX_COMMAND_BYTES = (128 << 10) - 1
 """The longest argument of a program on Linux."""
 SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which nobody else shares
@@ -220,14 +220,14 @@ def cut(text: str, total: str) -> str:
 
 
 async def _spill(slot: Slot, text: str) -> str | None:
-    """Write the whole output into the slot, under a name derived from its content (D2). None if that fails."""
+    """Write the whole output into the slot, under a name derived from its content (D2). Returns None if that fails."""
     data = text.encode("utf-8", "replace")
     path = f"{SPILL_DIR}/{hashlib.sha256(data).hexdigest()[:12]}.txt"
     try:
         await slot.write_bytes(path, data)
     except InfraError:
         raise
-    except OSError:  # a full or read-only file system
+    except OSError:  # the file system may be full or read-only
         return None
     return path
 

@@ -28,7 +28,8 @@ PATH_PARAMETER: Mapping[str, JSON] = parameters.text(f"Path of the file, absolut
 _SNIFFED_BYTES = 8192
 _SHOWN_CHARS = 100
 _MOST_COMPARED = 500
-"""The most names of a directory that are compared with a missing one, because that blocks the event loop."""
+"""The maximum number of names of a directory that are compared with a missing one, because that blocks the event
+loop."""
 _BOM = "\ufeff"
 
 

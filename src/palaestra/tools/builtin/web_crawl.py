@@ -34,9 +34,9 @@ PAGE_CHARS = 3_000
 TIME_S = 60.0
 AGENT = "Palaestra"
 AT_ONCE = 4
-"""Pages of one site that are read concurrently."""
+"""The number of pages of one site that are read concurrently."""
 MAX_LINKS = 1000
-"""The most links of one page that are considered."""
+"""The maximum number of links of one page that are considered."""
 MAX_ROBOTS_BYTES = 500 << 10
 _WORD = re.compile(r"\w+")
 

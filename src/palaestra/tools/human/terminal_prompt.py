@@ -83,7 +83,7 @@ class TerminalPerson:
                             if (answer := understood(line.strip())) is not None:
                                 return answer
                 except TimeoutError:
-                    termios.tcflush(terminal, termios.TCIFLUSH)  # no later reader gets half an answer
+                    termios.tcflush(terminal, termios.TCIFLUSH)  # so that no later reader gets half an answer
                     os.write(terminal, f"\nNo answer in {self._timeout_s:g} s.\n".encode())
             return refused  # also after a hang-up
 

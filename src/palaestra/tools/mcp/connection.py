@@ -101,7 +101,7 @@ _SESSION_GONE = "Session terminated"
 
 
 class NotCarriedOut(ToolServerUnavailable):
-    """The session had ended before the server took the call, so it may be sent again."""
+    """Raised if the session had ended before the server took the call, so that the call may be sent again."""
 
 
 class Connection:
@@ -207,13 +207,13 @@ class Connection:
         if task is None or task is asyncio.current_task():
             return
         if not self._ready.done():
-            task.cancel()  # still in its handshake
+            task.cancel()  # the task is still in its handshake
         try:
             await asyncio.wait([task], timeout=_CLOSE_S)
             if not task.done():
                 task.cancel()
                 logger.warning("MCP server '%s' did not end in %g s", self.name, _CLOSE_S)
-        finally:  # also if cancelled: the session then ends by itself
+        finally:  # even if cancelled: the session then ends by itself
             self._stderr.close()
 
     def _session(self) -> Client:
@@ -304,7 +304,7 @@ class Connection:
 
 
 class ServerSaid(ValueError):
-    """The server answered a call with an error, which the model reads."""
+    """Raised if the server answered a call with an error, which the model reads."""
 
 
 async def _need_extra(name: str) -> None:

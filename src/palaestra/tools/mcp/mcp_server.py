@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TOOLSET_PREFIX = "mcp-"
 _MOST_NAME = 64
-"""The most characters of a tool's name that model servers accept."""
+"""The maximum number of characters of a tool's name that model servers accept."""
 
 
 def toolset_of(server: str) -> str:
@@ -40,7 +40,7 @@ def toolset_of(server: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tool as the server names it. `again`: it may be called twice with no further effect."""
+    """A tool as the server names it. `again` is true if a second call has no further effect."""
 
     name: str
     again: bool

@@ -48,7 +48,7 @@ _SPECIAL: tuple[IPNetwork, ...] = tuple(
 
 
 class PrivateAddress(PermissionError):
-    """The address of a host must not be reached."""
+    """Raised if the address of a host must not be reached."""
 
 
 class AddressPolicy:

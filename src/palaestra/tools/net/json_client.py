@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TRY_TIMEOUT_S = 30.0
 TIMEOUT_S = 120.0
-"""Limits of one attempt, and of one request with all its attempts."""
+"""Limits in seconds of one attempt, and of one request with all its attempts."""
 MAX_REPLY_BYTES = 16 << 20
 RETRY = RetryPolicy(attempts=5, first_s=0.5, longest_s=30.0)
 _SHOWN_CHARS = 300
@@ -53,15 +53,15 @@ class JsonServer:
     rng: random.Random | None = None
 
     async def get(self, path: str, query: Mapping[str, str]) -> JSON:
-        """Return the JSON reply to a GET. Raises as `post` does."""
+        """Send a GET and return its JSON reply. Raises as `post` does."""
         return await self._ask("GET", (URL(self.base_url) / path.lstrip("/")).with_query(query), None)
 
     async def post(self, path: str, payload: JSON) -> JSON:
-        """Return the JSON reply to a POST. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+        """Send a POST and return its JSON reply. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
         return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def post_for_bytes(self, path: str, payload: JSON) -> bytes:
-        """Return the unparsed reply to a POST. Raises as `post` does."""
+        """Send a POST and return the unparsed reply. Raises as `post` does."""
         return await self._ask_for_bytes("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:

@@ -10,11 +10,11 @@ from typing import Literal, TypeAlias
 Opcode: TypeAlias = tuple[Literal["replace", "delete", "insert", "equal"], int, int, int, int]
 
 MAX_DIFF_CHARS = 20_000
-"""The most characters of a diff in a reply."""
+"""The maximum number of characters of a diff in a reply."""
 _MAX_EXACT_LINES, _MAX_COMPARED_LINES = 1_000, 50_000
-"""The most lines (of both texts) of a changed part for an exact comparison, and for any comparison."""
+"""The maximum number of lines (of both texts) of a changed part for an exact comparison, and for any comparison."""
 _MAX_LOOKED_AT = 5_000_000
-"""The most pairs of equal lines that the comparison examines; the rest counts as replaced."""
+"""The maximum number of pairs of equal lines that the comparison examines; the rest counts as replaced."""
 _MOSTLY_SAME = 0.75
 _CONTEXT = 3
 
@@ -95,7 +95,8 @@ class _Trimmed(difflib.SequenceMatcher[str]):
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
     ) -> difflib.Match:
-        """Finds nothing more after `_MAX_LOOKED_AT` pairs, because frequent lines would take hours."""
+        """Find the longest match. After `_MAX_LOOKED_AT` pairs, find no more, because frequent lines would take
+        hours."""
         self._left -= self._pairs[-1 if ahi is None else ahi] - self._pairs[alo]
         if self._left < 0:
             return difflib.Match(alo, blo, 0)

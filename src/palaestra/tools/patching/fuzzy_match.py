@@ -21,11 +21,11 @@ from palaestra.tools.patching.lines import Reindent, carriage_return, nearest, p
 BLOCK_SIMILARITY = 0.8
 """The least similarity of the inner lines of a block if only its first and last line match exactly."""
 _MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
-"""The most lines, and the most pairs of characters, of such blocks that are compared."""
+"""The maximum number of lines, and of pairs of characters, of such blocks that are compared."""
 _MAX_LINES_LOOKED_AT = 2_000_000
-"""The most lines, of all places together, whose indentation is compared."""
+"""The maximum number of lines, in all places together, whose indentation is compared."""
 _MOST_NAMED = 10
-"""The most places that an `Ambiguous` error names."""
+"""The maximum number of places that an `Ambiguous` error names."""
 
 
 class NoMatch(ValueError):
@@ -91,7 +91,7 @@ def _found(text: str, wanted: str, step: int) -> Iterator[int]:
 
 
 def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
-    """Finds whole lines that are equal after `same`. With `reindent`, the new text gets the file's indentation."""
+    """Find whole lines that are equal after `same`. With `reindent`, the new text gets the file's indentation."""
 
     def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
         wanted, ends_line = _split(old)
@@ -104,7 +104,7 @@ def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
 
 
 def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
-    """Finds the same lines at another depth: equal without their common indentation."""
+    """Find the same lines at another depth: equal without their common indentation."""
     wanted, ends_line = _split(old)
     dedented = _dedent(wanted)
     keys = [line.strip() for line in wanted]
@@ -113,7 +113,7 @@ def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpa
 
 
 def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Removes superfluous blank lines before or after the text, from both old and new."""
+    """Find the text after removing superfluous blank lines before or after it, from both old and new."""
     begins, ends = old.startswith("\n"), old.endswith("\n")
     if not (begins or ends):
         return ()
@@ -121,7 +121,7 @@ def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpa
 
 
 def _line_numbers(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Finds whole lines that were copied with the `12|` prefixes of read_file."""
+    """Find whole lines that were copied with the `12|` prefixes of read_file."""
     bare_old, bare_new = _without_numbers(old), _without_numbers(new)
     if bare_old is None or not bare_old.strip():
         return ()
@@ -139,13 +139,13 @@ def _of_lines(
 
 
 def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Finds text that was escaped once too often, as `\\n` for a line end. Unescapes both texts."""
+    """Find text that was escaped once too often, as `\n` for a line end. Unescapes both texts."""
     bare = _unescape(old)
     return _exact(text, bare, _unescape(new), apart) if bare != old and bare.strip() else ()
 
 
 def _block_anchor(text: str, old: str, new: str, apart: bool) -> list[EditSpan]:
-    """Finds blocks of the same length whose first and last line match and whose other lines are nearly equal."""
+    """Find blocks of the same length whose first and last line match and whose other lines are nearly equal."""
     wanted, ends_line = _split(old)
     if len(wanted) < 3:
         return []
@@ -297,4 +297,4 @@ STRATEGIES: tuple[tuple[str, Strategy], ...] = (
     ("escapes", _escapes),
     ("block_anchor", _block_anchor),
 )
-"""From exact to loose. All but the last only accept differences in form."""
+"""The strategies from exact to loose. All but the last accept only differences in form."""

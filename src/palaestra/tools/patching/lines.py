@@ -30,7 +30,7 @@ def places(lines: Sequence[str], wanted: Sequence[str], start: int = 0) -> list[
 
 
 def _falls(wanted: Sequence[str]) -> list[int]:
-    """For each prefix of `wanted`, the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of `wanted`, the length of its longest proper prefix that is also its suffix."""
     falls, matched = [0] * len(wanted), 0
     for index in range(1, len(wanted)):
         while matched and wanted[index] != wanted[matched]:

@@ -107,7 +107,7 @@ def _usable(name: str) -> bool:
 
 
 class BrokenChannel(Exception):
-    """Something that is not a frame arrived; the message names it."""
+    """Raised if data that is not a frame arrived; the message describes it."""
 
 
 class ProgramChannel:
@@ -137,7 +137,7 @@ class ProgramChannel:
                     self._request, self._too_long = bytearray(), False
             try:
                 await self._process.write(b"%d\n" % len(reply) + reply)
-            except BrokenPipeError:  # something in the slot killed it; its remaining output is still read
+            except BrokenPipeError:  # a process in the slot killed the program; its remaining output is still read
                 continue
         return None
 

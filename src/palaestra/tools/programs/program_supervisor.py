@@ -97,7 +97,7 @@ class ChildProgram:
                 sources.remove(asking)
 
     def _print(self, host: Host) -> bool:
-        """Send the content of the pipe, up to its capacity. False at its end."""
+        """Send the content of the pipe, up to its capacity. Returns False at its end."""
         for _ in range(64):
             try:
                 data = os.read(self.output, FRAME_BYTES)
@@ -111,7 +111,7 @@ class ChildProgram:
         return True
 
     def _ask(self, host: Host) -> bool:
-        """Send one request to the host and its reply back. False if the program has closed its end."""
+        """Send one request to the host and its reply back. Returns False if the program has closed its end."""
         try:
             length = self._exactly(4)
             if length is None:

@@ -211,7 +211,8 @@ def get_tool_definitions(
     *,
     strict: bool = False,
 ) -> list[dict[str, JSON]]:
-    """OpenAI definitions of the chosen tools. Their names are logged unless `quiet_mode`. Raises `ConfigError`."""
+    """Return the OpenAI definitions of the chosen tools. Their names are logged unless `quiet_mode`. Raises
+    `ConfigError`."""
     registry = build_tool_registry(enabled_toolsets, disabled_toolsets, strict=strict)
     if not quiet_mode:
         logger.info("%d tools: %s", len(registry.list_tools()), ", ".join(registry.list_tools()))

@@ -149,6 +149,7 @@ class ToolRegistry:
 
 
 def schema_hash(schemas: Sequence[Mapping[str, JSON]]) -> str:
-    """SHA-256 (hex) of tool definitions in their order; the order of keys inside a schema does not matter."""
+    """Return the SHA-256 (hex) of tool definitions in their order; the order of keys inside a schema does not
+    matter."""
     text = json.dumps(list(schemas), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

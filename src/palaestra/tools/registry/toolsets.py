@@ -112,7 +112,7 @@ def resolve_toolsets(
     """Return the tool names of the enabled toolsets (None: all except those on request) without those of the disabled
     ones, each once, in table order. Raises `ConfigError` for an unknown toolset, with the nearest name."""
     chosen: set[str] = set()
-    if enabled is None:  # only their own tools, because included toolsets have entries of their own
+    if enabled is None:  # only their own tools, because included toolsets have their own entries
         chosen.update(*(toolset.tools for toolset in toolsets.values() if not toolset.on_request))
     else:
         chosen.update(*(_members(name, toolsets) for name in _known(enabled, toolsets)))

@@ -294,7 +294,7 @@ class TrajectoryTools:
         """Return the trajectory's slot, acquired if it has none yet."""
         if self.slot is None:
             slot = await self._executor.lease(self._trajectory_id)
-            if self._released:  # it was released while this call waited for a slot
+            if self._released:  # the trajectory was released while this call waited for a slot
                 await self._executor.source.release(slot)
                 self._check()
             self.slot = slot

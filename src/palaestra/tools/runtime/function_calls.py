@@ -220,7 +220,7 @@ class ToolSession:
             await self._servers.for_call(name)
             try:
                 return (await self._executor.trajectory(task_id).call(name, arguments)).text
-            except ImageError as error:  # the task's override names an image that is not here
+            except ImageError as error:  # the task's override names an image that is not on this machine
                 return ToolOutcome.refused(str(error), output="", exit_code=-1).text
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
@@ -239,7 +239,7 @@ class ToolSession:
                     self._slots.take_up(slot)
                     self._executor.trajectory(slot.trajectory_id).slot = slot
                     with self._in_use(slot.trajectory_id):
-                        pass  # its idle time begins now
+                        pass  # the idle time of the task begins now
             return self._recovered or 0
 
     def _in_use(self, task_id: str) -> AbstractContextManager[None]:
@@ -252,7 +252,7 @@ class ToolSession:
         await self._end_task(task_id)
 
     async def end_task(self, task_id: str) -> None:
-        """The async form of `release`, on the session's loop."""
+        """Release a task's slot, on the session's loop; the async form of `release`."""
         await self._release(task_id)
 
     async def _end_task(self, task_id: str) -> None:

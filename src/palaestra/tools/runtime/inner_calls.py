@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from palaestra.core.types import JSON
 
 KEPT_CHARS = 20_000
-"""The most characters that are kept of one call's arguments, and of one reply."""
+"""The maximum number of characters that are kept of one call's arguments, and of one reply."""
 
 
 @dataclass(frozen=True, slots=True)

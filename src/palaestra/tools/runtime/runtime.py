@@ -158,11 +158,11 @@ class ToolRuntime(ToolRun):
             return ToolOutcome.refused(f"The tool did not answer within {timeout_s:g} s.")
 
     async def handle(self, name: str, args: Mapping[str, JSON], task_id: str | None = None) -> str:
-        """`call` in the form of the contract's `tool_handler`: returns the text that the model reads."""
+        """Make a call in the form of the contract's `tool_handler`: returns the text that the model reads."""
         return (await self.call(name, args)).text
 
     def _limited(self, timeout_s: float) -> ToolRun:
-        """This runtime with another time limit. It shares the slot and all state."""
+        """Return this runtime with another time limit. It shares the slot and all state."""
         limited = copy.copy(self)
         limited.timeout_s = timeout_s
         return limited

@@ -43,7 +43,7 @@ _POLL_S = 0.1
 _LOCK_FD = 3
 """The descriptor that holds the lock in the training's process."""
 _LOG_BYTES = 2000
-"""The most bytes of the log's end in an error."""
+"""The maximum number of bytes of the log's end in an error."""
 
 STARTING, RUNNING, COMPLETED, FAILED = "starting", "running", "completed", "failed"
 STOPPED, INTERRUPTED = "stopped", "interrupted"

@@ -31,15 +31,15 @@ from palaestra.trainers.trainer import TrainedRow, Trainer
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often the API is asked for a batch."""
+"""Seconds between requests for a batch."""
 
 PATIENCE_S = 600.0
-"""How long the API may be silent before the training ends."""
+"""Seconds that the API may be silent before the training ends."""
 
 
 class BatchTrainer:
-    """Trains with `trainer`, which is open. `folder` is for its files, `sequences` the size of a batch. `run` returns
-    after the last step."""
+    """Trains with the open `trainer`. `folder` holds its files, `sequences` the size of a batch. `run` returns after
+    the last step."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class BatchTrainer:
             wrong = [each for each in wrong if not 0 <= each < count]
             if wrong:
                 field = f"batch[{number}].tokens"
-                message = f"{field} have the id {wrong[0]}, and model '{self.trainer.model}' has {count} tokens"
+                message = f"{field} contain the id {wrong[0]}, but model '{self.trainer.model}' has only {count} tokens"
                 raise RequestRefusal(422, message, field=field)
 
     def _received(self, step: int) -> list[ScoredData] | None:
@@ -164,7 +164,7 @@ class BatchTrainer:
         if batch.rows:
             numbers = await self.trainer.step(batch.rows, version)
         else:
-            self._note(f"step {version}: nothing of the batch can be trained: {dict(batch.refused)}")
+            self._note(f"step {version}: no row of the batch can be trained: {dict(batch.refused)}")
         if not math.isfinite(numbers["loss"]):
             raise TrainerError(f"step {version}: the loss is {numbers['loss']}: resume with a lower learning_rate")
         state.step += 1
@@ -179,7 +179,8 @@ class BatchTrainer:
     async def _asked(
         self, method: str, path: str, payload: Mapping[str, object] | None = None
     ) -> dict[str, object] | None:
-        """Return the answer, or None if it reports no success. A silent API is asked again for up to `PATIENCE_S`."""
+        """Send a request. Returns the answer, or None if it reports no success. If the API is silent, the request is
+        repeated for up to `PATIENCE_S`."""
         until = self._clock.monotonic() + PATIENCE_S
         while True:
             try:
@@ -234,7 +235,7 @@ def _row(
 ) -> ExportedRow | None:
     """Return a sequence as a row; None if no token of it is trained."""
     start = next((place for place, mask in enumerate(masks) if mask != UNTRAINED), None)
-    if not start:  # without a prompt, nothing predicts the first token
+    if not start:  # without a prompt, no token predicts the first one
         return None
     on = [int(mask != UNTRAINED) for mask in masks[start:]]
     return ExportedRow(

@@ -31,10 +31,11 @@ PACKED_BYTES = 1024
 """Bodies of at least this many bytes are sent with gzip, as the original environments do."""
 
 LEAVE_S = 5.0
-"""How long the end of a run, even an interrupted one, may wait to disconnect."""
+"""Seconds that the end of a run, even an interrupted one, may wait to disconnect."""
 
 WATCH_FIRST_S, WATCH_S = 0.005, 0.1
-"""Seconds between status requests to an original server, which keeps nothing: right after a delivery, and at most."""
+"""Seconds between status requests to an original server, which stores no groups: right after a delivery, and at
+most."""
 
 _OTHER_PROGRAM = frozenset({401, 403, 404, 405})
 """Answers to a registration that a trajectory server never gives."""
@@ -63,7 +64,7 @@ class ServerAnswer:
 
     @property
     def detail(self) -> str:
-        """The reason, for a message."""
+        """The reason for a failure, for a message."""
         detail = self.body.get("detail") if isinstance(self.body, dict) else self.body
         return f"HTTP {self.status}: {str(detail)[:500]}"
 
@@ -258,10 +259,10 @@ class TrainerConnection:
         return standing
 
     async def forget(self, standing: Standing) -> None:
-        """Record that the server does not know us, so `standing` is no longer valid."""
+        """Record that the server does not know this environment, so that `standing` is no longer valid."""
         if self.current is standing:
             self.current, self._before = None, standing
-            self._note("the trainer's server does not know this environment any more: registering again")
+            self._note("the trainer's server no longer knows this environment: registering again")
             async with self.changed:
                 self.changed.notify_all()
 
@@ -271,7 +272,8 @@ class TrainerConnection:
             raise error
 
     async def beat(self) -> None:
-        """Request the status repeatedly. This shows the server that we are alive, and shows us its queues and steps."""
+        """Request the status repeatedly, which shows the server that the environment is alive, and reports its queues
+        and steps."""
         while not self.finished:
             await self._ask_patiently()
             await self._clock.sleep(self._settings.heartbeat_s)

@@ -18,7 +18,7 @@ import msgspec
 from palaestra.trainers.atropos.wire import EnvRegistration, EnvStatus, Registration, RequestRefusal, ScoredData
 
 MIN_ENV_WEIGHT = 0.01
-"""The least share of the work reported to an environment, so that none starves."""
+"""The minimum share of the work reported to an environment, so that no environment starves."""
 
 SILENT_S = 120.0
 """After this many seconds without a request, an environment no longer counts for weights and allocations."""
@@ -29,7 +29,7 @@ class ServerEvent(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults
 
 
 class TrainerRegistered(ServerEvent, tag="trainer"):
-    """A trainer registered."""
+    """A trainer has registered."""
 
     registration: Registration
 
@@ -226,7 +226,7 @@ class Exchange:
         """Return the receipt of a group; None if its delivery was accepted before. Raises `RequestRefusal`: 404, 422,
         429 or 503."""
         if self.trainer is None:
-            raise RequestRefusal(503, "no trainer has registered, so this group would go to none", retry_s=5.0)
+            raise RequestRefusal(503, "no trainer has registered, so no trainer would get this group", retry_s=5.0)
         if data.delivery_id is not None and data.delivery_id in self._deliveries:
             return None
         if data.env_id is not None:

@@ -34,13 +34,15 @@ from palaestra.trainers.atropos.groups import Deliveries, UnsavedGroups
 logger = logging.getLogger(__name__)
 
 CONCURRENT_DELIVERIES = 4
-"""Enough to fill a network link, few enough to hold in memory compressed."""
+"""The maximum number of concurrent deliveries: enough to fill a network link, few enough to hold in memory
+compressed."""
 
 BACK_OFF = RetryPolicy(first_s=0.25, longest_s=5.0)
 
 
 class Feed:
-    """Use it through `feeding`. `admit` allows a group to begin; `offer` takes it when it is finished."""
+    """Sends an environment's groups to a trainer; use it through `feeding`. `admit` allows a group to begin; `offer`
+    takes it when it is finished."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Feed:
         self._unsent = 0
 
     async def admit(self) -> bool:
-        """Wait until one more group may begin; False if the trainer needs no more."""
+        """Wait until one more group may begin. Returns False if the trainer needs no more."""
         connection = self.connection
         await connection.standing()
         async with connection.changed:
@@ -144,7 +146,7 @@ class Feed:
         await self._done(sent=sent)
 
     async def _send(self, delivery_id: str, line: dict[str, JSON]) -> bool:
-        """Try until the server has the group (True) or refuses it for good (False)."""
+        """Retry until the server has the group (returns True) or refuses it permanently (returns False)."""
         failures = 0
         while True:
             standing = await self.connection.standing()
@@ -190,7 +192,8 @@ class Feed:
         return answer, taken
 
     async def _may_give(self, standing: Standing) -> bool:
-        """Wait for room in an original server; False if it has forgotten us meanwhile."""
+        """Wait for room in an original server. Returns False if the server has forgotten the environment in the
+        meantime."""
         connection = self.connection
         async with connection.changed:
             await connection.changed.wait_for(
@@ -199,7 +202,7 @@ class Feed:
         return connection.current is standing and await connection.ask(standing)
 
     async def _arrived(self, line: dict[str, JSON]) -> bool:
-        """After a lost answer, whether the server's last group is this one."""
+        """Return whether the server's last group is this one, after a lost answer."""
         try:
             answer = await self._client.ask("GET", "/latest_example")
         except TrainerUnavailable:
@@ -232,7 +235,8 @@ async def feeding(
     note: Callable[[str], None] = logger.info,
     clock: Clock | None = None,
 ) -> AsyncIterator[Feed]:
-    """A registered feed; at the end everything offered has been sent, and the environment has disconnected.
+    """Yield a registered feed. At the end of the block, all offered groups have been sent, and the environment has
+    disconnected.
 
     Raises `TrainerUnavailable` and `TrainerRefused`, alone or in a group with the error that ended the work.
     """

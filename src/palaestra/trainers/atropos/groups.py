@@ -87,8 +87,7 @@ class Deliveries:
         return len(self._done)
 
     def add(self, delivery_id: str) -> None:
-        """Record that the trainer's server has this group. Raises `DiskError`, and then leaves no part of the
-        record."""
+        """Record that the trainer's server has this group. Raises `DiskError` and then leaves no part of the record."""
         self._done.add(delivery_id)
         self._file.append(msgspec.json.encode({"delivery_id": delivery_id}) + b"\n")
 

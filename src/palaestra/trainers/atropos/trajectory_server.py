@@ -36,7 +36,8 @@ from palaestra.trainers.atropos.wire import (
 STORE_SCHEMA = "palaestra.trajectories/1"
 
 MOST_REQUEST_BYTES = 512 << 20
-"""The most bytes of one unpacked request body: sixteen rollouts of a hundred thousand tokens take a tenth of it."""
+"""The maximum number of bytes of one unpacked request body: sixteen rollouts of a hundred thousand tokens take a tenth
+of it."""
 
 NO_EXAMPLE: dict[str, JSON] = {
     name: []
@@ -241,7 +242,7 @@ def _json(body: bytes) -> web.Response:
 @web.middleware
 async def _only_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     if request.body_exists and request.content_type != "application/json":
-        detail = f"a body of type {request.content_type} is not taken: send application/json"
+        detail = f"a body of type {request.content_type} is not accepted: send application/json"
         return web.json_response({"detail": detail, "field": None}, status=415)
     return await handler(request)
 

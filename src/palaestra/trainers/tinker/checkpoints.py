@@ -71,7 +71,7 @@ class CheckpointPath:
         parts = path.removeprefix("tinker://").split("/")
         well_formed = path.startswith("tinker://") and len(parts) == 3 and parts[1] in ("weights", "sampler_weights")
         if not well_formed or not _RUN.fullmatch(parts[0]):
-            raise UserError(f"{path!r} is not a checkpoint: give tinker://RUN/weights/NAME or …/sampler_weights/NAME.")
+            raise UserError(f"{path!r} is not a checkpoint: use tinker://RUN/weights/NAME or …/sampler_weights/NAME.")
         return cls(parts[0], parts[1], checked_name(parts[2]))  # type: ignore[arg-type]
 
 
@@ -268,7 +268,7 @@ def _own_names(saved: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> 
 
 
 def _expiry(ttl_s: float | None) -> float | None:
-    """When a checkpoint expires. Raises `UserError` for a time that no calendar has."""
+    """Return when a checkpoint expires. Raises `UserError` for a time that no calendar has."""
     if ttl_s is not None and ttl_s > MOST_TTL_S:
         raise UserError(f"ttl_seconds is {ttl_s:g}; it must be at most {MOST_TTL_S:g}, or null.")
     return None if ttl_s is None else time.time() + ttl_s

@@ -21,10 +21,10 @@ KEPT_S, UNFETCHED_S = 60.0, 3600.0
 """Seconds that an answer is kept after it was fetched, and if nobody fetches it."""
 
 MOST_WAITING = 8192
-"""The most requests without an answer."""
+"""The maximum number of requests without an answer."""
 
 MOST_BYTES = 1 << 30
-"""The most bytes of kept answers and of requests that wait or are being read."""
+"""The maximum number of bytes of kept answers and of requests that wait or are being read."""
 
 
 class Busy(Exception):
@@ -84,7 +84,7 @@ class Futures:
             self._held += len(raw) - size
             size = len(raw)
             pending = submit(raw)
-            if pending.answer is None and not pending.size:  # not a repeated request
+            if pending.answer is None and not pending.size:  # this is not a repeated request
                 pending.size, size = size, 0
         finally:
             self._held -= size

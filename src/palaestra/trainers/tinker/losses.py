@@ -26,8 +26,8 @@ _CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 @dataclass(frozen=True, slots=True)
 class LossKind:
-    """A loss: its per-position function, the inputs that a datum needs besides `target_tokens`, those that it may have,
-    and the settings with their defaults."""
+    """A loss: its per-position function, the inputs that a datum needs in addition to `target_tokens`, its optional
+    inputs, and the settings with their defaults."""
 
     positions: Loss
     needs: frozenset[str] = frozenset({"logprobs", "advantages"})

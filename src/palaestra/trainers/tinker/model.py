@@ -36,7 +36,7 @@ LORA_ALPHA = 32
 """The scale of adapters is this over their rank, as in Tinker (thinkingmachines.ai/blog/lora)."""
 
 MOST_LOGITS = 1 << 27
-"""The most logits of one forward pass: 512 MiB in float32. More tokens are computed in several passes."""
+"""The maximum number of logits of one forward pass: 512 MiB in float32. More tokens are computed in several passes."""
 
 DEFAULT_WINDOW_TOKENS = 4096
 
@@ -210,8 +210,8 @@ class TrainedModel:
     def _pass(
         self, rows: Sequence[Row], loss: str, config: Mapping[str, float], backward: bool
     ) -> tuple[list[torch.Tensor], float]:
-        """Return one forward pass over all `rows`, and backward. Returns their log-probabilities and the sum of the
-        losses."""
+        """Run one forward pass over all `rows`, and backward if requested. Returns their log-probabilities and the sum
+        of the losses."""
         import torch
 
         found: list[torch.Tensor] = []
@@ -243,7 +243,7 @@ class TrainedModel:
             norm = float(torch.nn.utils.clip_grad_norm_(tensors, limit))
             if not math.isfinite(norm):
                 self.drop_gradients()
-                raise UserError(f"The gradient's norm is {norm}: the step was not taken, and the gradient is dropped.")
+                raise UserError(f"The gradient's norm is {norm}: the step was not taken, and the gradient was dropped.")
             self._adamw(adam).step()
             size = float(torch.nn.utils.get_total_norm([tensor.detach() for tensor in tensors]))
         self.drop_gradients()
@@ -279,7 +279,7 @@ class TrainedModel:
         return {name: tensor.detach() for name, tensor in self.trained().items()}
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """AdamW's tensors as `KIND.NAME`; empty before the first step."""
+        """Return AdamW's tensors as `KIND.NAME`; empty before the first step."""
         if self._optimizer is None:
             return {}
         return {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOST_ROWS = 64
-"""The most sequences in one batch."""
+"""The maximum number of sequences in one batch."""
 
 _TAIL_TOKENS = 8
 """Tokens before a stop text that are decoded with it, because one character may take several tokens."""
@@ -64,7 +64,7 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One request: `count` continuations of `prompt`. `stops` are texts that end a reply, besides the ids of
+    """One request: `count` continuations of `prompt`. `stops` are texts that end a reply, in addition to the ids of
     `sampling`."""
 
     prompt: Sequence[int]
@@ -112,7 +112,7 @@ class Sampler:
                 answer.cancel()
 
     async def score(self, scoring: Scoring) -> ScoredTokens:
-        """Return scores of given tokens, computed together with those of other callers."""
+        """Score given tokens, computed together with those of other callers."""
         answer: asyncio.Future[ScoredTokens] = asyncio.get_running_loop().create_future()
         self._waiting.append((scoring, answer))
         if self._scoring is None or self._scoring.done():
@@ -154,7 +154,7 @@ class Sampler:
 
 
 def _scored(logits_tv: torch.Tensor, scoring: Scoring) -> ScoredTokens:
-    """Position t of a sequence is scored by the logits at t - 1."""
+    """Score the tokens. Position t of a sequence is scored by the logits at t - 1."""
     import torch
 
     length = len(scoring.ids)
@@ -214,7 +214,8 @@ def _draws(logprobs_tv: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, t
 
 
 def _stop_texts(stops: Sequence[str], tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """Return whether the sampled ids now contain one of the texts. Only their end is decoded each time."""
+    """Return a function that reports whether the sampled ids now contain one of the texts. It decodes only their end
+    each time."""
     tail = max(len(stop.encode()) for stop in stops) + _TAIL_TOKENS
 
     def ended(ids: Sequence[int]) -> bool:

@@ -34,7 +34,7 @@ from palaestra.trainers.tinker.wire import read_batch
 log = logging.getLogger(__name__)
 
 MOST_REQUEST_BYTES = 256 << 20
-"""The most bytes of one request body: the SDK splits batches at 5 MB."""
+"""The maximum number of bytes of one request body: the SDK splits batches at 5 MB."""
 
 POLL_S = 25.0
 """Seconds that a request for a result waits; the SDK gives up after 45."""
@@ -118,7 +118,7 @@ class TinkerServer:
         return web.json_response({"sample_cancel_enabled": True})
 
     async def _telemetry(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "accepted"})  # and discarded
+        return web.json_response({"status": "accepted"})  # discarded
 
     async def _capabilities(self, request: web.Request) -> web.Response:
         base = self.service.base

@@ -56,17 +56,17 @@ SILENT_S = 30.0
 was killed cannot end its session."""
 
 MOST_RECORDED_TOKENS = 1 << 24
-"""The most tokens of sequences recorded for `stable_reinforce`; beyond it, the oldest are forgotten."""
+"""The maximum number of tokens of sequences recorded for `stable_reinforce`; beyond it, the oldest are forgotten."""
 
 RECORDED_S = 86_400.0
 """Seconds after which a recorded sequence is forgotten, counted from its last use."""
 
 MOST_ROWS_WAITING = 16_384
-"""The most sequences that are being sampled or wait for it."""
+"""The maximum number of sequences that are being sampled or wait for it."""
 
 
 class NotFound(Exception):
-    """The session, model, sampler or request is not on this server (any more)."""
+    """The session, model, sampler or request is not on this server, or no longer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +87,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class ModelTraining:
-    """One model and the queue of its requests. `failed` says that a batch since the last step was refused."""
+    """One model and the queue of its requests. `failed` is true if a batch since the last step was refused."""
 
     model_id: str
     session_id: str
@@ -184,7 +184,7 @@ class TinkerService:
         return found
 
     def end_session(self, session_id: str) -> None:
-        """Stop its work, and free its models and weights; saved checkpoints stay. Idempotent."""
+        """Stop the session's work, and free its models and weights; saved checkpoints stay. Idempotent."""
         session = self.sessions.pop(session_id, None)
         if session is None:
             return
@@ -310,7 +310,7 @@ class TinkerService:
             raise UserError(f"This server does not have the model '{name}'; it has '{self.base.name}'.")
 
     def training(self, model_id: str) -> ModelTraining:
-        """Raise `NotFound`."""
+        """Return a model in training. Raises `NotFound`."""
         found = self.trainings.get(model_id)
         if found is None:
             raise NotFound(
@@ -425,7 +425,7 @@ class TinkerService:
         return self.submit(request.model_id, request.seq_id, run)
 
     def load(self, request: types.LoadWeightsRequest) -> PendingRequest:
-        """Also creates a model from a checkpoint, for a request with a session instead of a model."""
+        """Load a checkpoint. For a request with a session instead of a model, create a model from it."""
         if request.session_id is not None:
             return self.create_from_checkpoint(request)
         model_id = request.model_id or ""
@@ -485,7 +485,7 @@ class TinkerService:
     # Sampling
 
     def create_sampling(self, request: types.CreateSamplingSessionRequest) -> SamplingSession:
-        """Raise `UserError` if the weights are not here."""
+        """Create a sampling session. Raises `UserError` if the weights are not here."""
         session = self.session(request.session_id)
         sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id in self.sampling:
@@ -510,7 +510,7 @@ class TinkerService:
         return sampling
 
     def sampling_session(self, sampler_id: str) -> SamplingSession:
-        """Raise `NotFound`."""
+        """Return a sampling session. Raises `NotFound`."""
         found = self.sampling.get(sampler_id)
         if found is None:
             raise NotFound(f"There is no sampler {sampler_id}: its session has ended, or the server was restarted.")
@@ -518,7 +518,7 @@ class TinkerService:
         return found
 
     def sample(self, request: types.SampleRequest) -> PendingRequest:
-        """Raise `NotFound` and `Busy`; a request that cannot work fails through its future."""
+        """Sample. Raises `NotFound` and `Busy`; a request that cannot work fails through its future."""
         if request.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling client first.")
         sampling = self.sampling_session(request.sampling_session_id)

@@ -30,7 +30,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 
 MOST_SAMPLES = 4096
-"""The most samples of one sampling request."""
+"""The maximum number of samples of one sampling request."""
 
 MOST_TOP = 128
 """The most top tokens, targets or alternatives per position."""
@@ -69,7 +69,7 @@ def read_batch(body: bytes) -> DatumBatch:
         if value.WhichOneof("value") == "number":
             config[name] = value.number
         elif name not in config:
-            config[name] = math.nan  # a text, which no loss accepts: `rows` refuses it
+            config[name] = math.nan  # the value is a text, which no loss accepts, so `rows` refuses it
     return DatumBatch(message.model_id, message.seq_id, message.loss_fn, config, message.forward_only, message.data)
 
 
@@ -140,7 +140,7 @@ def _chunk(chunk: Any) -> list[int]:
 
 
 def _tensor(message: Any, name: str) -> torch.Tensor:
-    """Return dense values, or CSR with zeros elsewhere."""
+    """Return a tensor's dense values; a CSR tensor has zeros elsewhere."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise UserError(f"'{name}' has an unknown number type ({message.dtype}).")
@@ -272,7 +272,7 @@ def read_sampling(sent: types.SampleRequest, base: BaseModel, stop_ids: Sequence
         ("topk_sample_logprobs", sent.topk_sample_logprobs, 0, MOST_TOP),
         ("prompt_alt_tokens_k", sent.prompt_alt_tokens_k, 0, MOST_TOP),
     ):
-        if not least <= value <= most:  # false for NaN too
+        if not least <= value <= most:  # also false for NaN
             raise UserError(f"{name} is {value}; it must be {least:g} to {most:g}.")
     last = sent.prompt_logprobs_last_n
     if last is not None and not 1 <= last < max(2, len(prompt)):
@@ -302,7 +302,8 @@ def read_sampling(sent: types.SampleRequest, base: BaseModel, stop_ids: Sequence
 
 
 def _stops(stop: Any, stop_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[str]]:
-    """None selects the model's own stops. A text, texts or ids replace them; an empty list means no stops."""
+    """Return the stops of a request: ids and texts. None selects the model's own stops, an empty list means no stops,
+    and other values replace the model's."""
     if stop is None:
         return stop_ids, ()
     listed = [stop] if isinstance(stop, str) else list(stop)
