@@ -151,7 +151,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def flip_comparison(scope: Scope) -> Iterator[Proposal]:
-    """`a < b` becomes `a <= b`, `==` becomes `!=`, `in` becomes `not in` and so on."""
+    """Turn `a < b` into `a <= b`, `==` into `!=`, `in` into `not in` and so on."""
     for node in scope.walk():
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             old, new = _COMPARISONS[type(node.ops[0])]
@@ -159,7 +159,7 @@ def flip_comparison(scope: Scope) -> Iterator[Proposal]:
 
 
 def swap_arithmetic(scope: Scope) -> Iterator[Proposal]:
-    """`a + b` becomes `a - b` and so on; never next to a string, where it would only be a type error."""
+    """Turn `a + b` into `a - b` and so on, but not next to a string, where `-` would be a type error."""
     for node in scope.walk():
         if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and not _stringy(node.left, node.right):
             old, new = _ARITHMETIC[type(node.op)]
@@ -167,7 +167,7 @@ def swap_arithmetic(scope: Scope) -> Iterator[Proposal]:
 
 
 def swap_boolean(scope: Scope) -> Iterator[Proposal]:
-    """`a and b` becomes `a or b`, and vice versa."""
+    """Turn `a and b` into `a or b`, and vice versa."""
     for node in scope.walk():
         if isinstance(node, ast.BoolOp) and len(node.values) == 2:
             old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
@@ -175,7 +175,7 @@ def swap_boolean(scope: Scope) -> Iterator[Proposal]:
 
 
 def off_by_one(scope: Scope) -> Iterator[Proposal]:
-    """A small integer is increased by one."""
+    """Add one to a small integer."""
     for node in scope.walk():
         if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= 1000:
             start, end = scope.source.span(node)
@@ -184,7 +184,7 @@ def off_by_one(scope: Scope) -> Iterator[Proposal]:
 
 
 def negate_condition(scope: Scope) -> Iterator[Proposal]:
-    """`if x:` becomes `if not x:`, and vice versa; `flip_comparison` handles comparisons."""
+    """Turn `if x:` into `if not x:`, and vice versa. `flip_comparison` handles comparisons."""
     for node in scope.walk():
         if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(node.test, ast.Compare):
             start, end = scope.source.span(node.test)
@@ -195,7 +195,7 @@ def negate_condition(scope: Scope) -> Iterator[Proposal]:
 
 
 def swap_arguments(scope: Scope) -> Iterator[Proposal]:
-    """Yield the first two positional arguments of a call change places."""
+    """Swap the first two positional arguments of a call."""
     for node in scope.walk():
         if not isinstance(node, ast.Call) or len(node.args) < 2:
             continue
@@ -209,8 +209,7 @@ def swap_arguments(scope: Scope) -> Iterator[Proposal]:
 
 
 def change_default(scope: Scope) -> Iterator[Proposal]:
-    """Yield the default of a parameter changes: True and None become False, a number grows by one, a string becomes
-    empty."""
+    """Change the default of a parameter: True and None become False, a number grows by one, a string becomes empty."""
     arguments = scope.node.args
     for node in (*arguments.defaults, *(default for default in arguments.kw_defaults if default is not None)):
         if isinstance(node, ast.Constant) and (new := _other_default(node.value)) is not None:
@@ -219,7 +218,7 @@ def change_default(scope: Scope) -> Iterator[Proposal]:
 
 
 def wrong_name(scope: Scope) -> Iterator[Proposal]:
-    """A read of a parameter becomes a read of the next parameter of the signature."""
+    """Read the next parameter of the signature in place of a parameter."""
     arguments = scope.node.args
     names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     names = [name for name in names if name not in ("self", "cls")]
@@ -230,7 +229,7 @@ def wrong_name(scope: Scope) -> Iterator[Proposal]:
 
 
 def drop_branch(scope: Scope) -> Iterator[Proposal]:
-    """Yield the `else` or last `elif` of an `if` is removed."""
+    """Remove the `else` or last `elif` of an `if`."""
     for node in scope.walk():
         if isinstance(node, ast.If) and node.orelse and not _is_elif_chain(node):
             start, end = scope.source.span(node.body[-1])[1], scope.source.span(node.orelse[-1])[1]
@@ -238,7 +237,7 @@ def drop_branch(scope: Scope) -> Iterator[Proposal]:
 
 
 def fix_condition(scope: Scope) -> Iterator[Proposal]:
-    """Yield the condition of an `if` without an `else` becomes always true or always false."""
+    """Make the condition of an `if` without an `else` always true or always false."""
     for node in scope.walk():
         if isinstance(node, ast.If) and not node.orelse and not isinstance(node.test, ast.Constant):
             start, end = scope.source.span(node.test)
@@ -247,7 +246,7 @@ def fix_condition(scope: Scope) -> Iterator[Proposal]:
 
 
 def remove_statement(scope: Scope) -> Iterator[Proposal]:
-    """A call, or an assignment to an existing name or element, is removed or becomes `pass`."""
+    """Remove a call or an assignment to an existing name or element, or replace it by `pass`."""
     for body in _bodies(scope):
         for statement in body:
             if isinstance(statement, ast.AugAssign) or _is_call(statement) or _rebinds(statement, scope):
@@ -260,7 +259,7 @@ def remove_statement(scope: Scope) -> Iterator[Proposal]:
 
 
 def return_early(scope: Scope) -> Iterator[Proposal]:
-    """`return x` becomes `return None`."""
+    """Turn `return x` into `return None`."""
     for node in scope.walk():
         if isinstance(node, ast.Return) and node.value is not None:
             start, end = scope.source.span(node.value)
@@ -269,7 +268,7 @@ def return_early(scope: Scope) -> Iterator[Proposal]:
 
 
 def break_loop(scope: Scope) -> Iterator[Proposal]:
-    """`continue` becomes `break`, and vice versa."""
+    """Turn `continue` into `break`, and vice versa."""
     for node in scope.walk():
         if isinstance(node, ast.Continue | ast.Break):
             start, end = scope.source.span(node)
