@@ -159,7 +159,7 @@ class HermesAgentLoop:
         self._output_bytes += used.output_bytes
 
     def resize_tool_pool(self, size: int) -> None:
-        """Does nothing: tools are coroutines and need no threads. Kept for callers of the thread-based loop."""
+        """Do nothing: tools are coroutines and need no threads. Kept for callers of the thread-based loop."""
 
     async def _within_time(self, result: AgentResult) -> _End:
         """Converse within the wall-clock budget. Infrastructure failures become outcomes."""

@@ -453,7 +453,7 @@ class Gateway:
         conversation, session.conversation = session.conversation, None
         if conversation is not None:
             if self.chat.lasting and conversation.record.settings.get("sandbox"):
-                await conversation.slot()  # that of an earlier gateway, which ends with the conversation
+                await conversation.slot()  # takes over an earlier gateway's sandbox, which `close` ends
             await conversation.close()
 
     async def _sweep(self) -> None:

@@ -337,7 +337,7 @@ class SlotSandbox:
         await self.cleanup()
 
     async def send_heartbeat(self, timeout: int = 30) -> None:
-        """Nothing to do: a slot needs no heartbeat."""
+        """Do nothing: a slot needs no heartbeat."""
 
     async def run_command(
         self, command: str, workdir: str | None = None, timeout: int = 60, max_output_bytes: int | None = None

@@ -315,7 +315,7 @@ def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
 
 @contextmanager
 def _sampling_model(trainer: GRPOTrainer) -> Iterator[Any]:
-    """The trained model, ready to sample: gathered whole, and without dropout."""
+    """Give the block the trained model, gathered whole and without dropout, so that it can sample."""
     from trl.models import unwrap_model_for_generation
 
     training = trainer.model.training

@@ -46,10 +46,10 @@ class _ServerClient(TokenChat):
     """verl's client of its model servers as a model server of ours."""
 
     async def start(self) -> None:
-        """Nothing to do: the servers already run."""
+        """Do nothing: the servers already run."""
 
     async def aclose(self) -> None:
-        """Nothing to do: the servers end with the training."""
+        """Do nothing: the servers end with the training."""
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         client, wanted, name = _ASKED.get()

@@ -52,7 +52,8 @@ class ModalToolBackend(SlotPool):
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """Like `SlotPool.acquire`, from the sandboxes of a profile. Raises `ConfigError` for an unknown one."""
+        """Acquire a slot, as `SlotPool.acquire` does, in a sandbox of a profile. Raises `ConfigError` for an unknown
+        profile."""
         if profile is None or profile == self.profile.name:
             return await super().acquire(
                 trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted

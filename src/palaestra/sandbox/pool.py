@@ -208,8 +208,8 @@ class SlotPool:
         self._free = self._places
 
     async def stop(self, purge_job: bool = False, *, purge: bool = False) -> None:
-        """The same as `aclose`. `purge_job`, or `purge`, also removes a job from Nomad's list; every slot ends in any
-        case."""
+        """Do the same as `aclose`. `purge_job`, or `purge`, also removes a job from Nomad's list; every slot ends in
+        any case."""
         if (purge_job or purge) and hasattr(self.backend, "purge"):
             self.backend.purge = True
         await self.aclose()

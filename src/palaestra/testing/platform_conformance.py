@@ -47,7 +47,7 @@ class PlatformConformance(ABC):
 
     @abstractmethod
     async def person_sends(self, text: str) -> None:
-        """A person writes to the bot. The messages and the bot's answers form one chat."""
+        """Send a text to the bot as a person. The messages and the bot's answers form one chat."""
 
     @abstractmethod
     async def person_sees(self) -> list[str]:
@@ -59,7 +59,7 @@ class PlatformConformance(ABC):
         pytest.skip("the platform's tests do not say how a person sees files")
 
     async def person_sends_file(self, file: Attachment, text: str) -> None:
-        """A person sends a file, with a text if the platform supports one."""
+        """Send a file as a person, with a text if the platform supports one."""
         pytest.skip("the platform's tests do not say how a person sends files")
 
     async def break_connection(self) -> None:

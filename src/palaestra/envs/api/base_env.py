@@ -232,7 +232,7 @@ class BaseEnv(ABC):
         return f"item-{number}"
 
     def as_environment(self) -> EvaluatedEnvironment:
-        """This instance, adapted to the runner."""
+        """Return this instance as the environment that the runner uses."""
         return adapted(self, "class_environment.CollectedEnvironment")
 
     # Methods for subclasses to call

@@ -234,7 +234,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """The kept rollouts that have a text and a score; a subclass may keep other data."""
+        """Return the kept rollouts that have a text and a score; a subclass may keep other data."""
         kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
         pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
         return [

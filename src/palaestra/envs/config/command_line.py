@@ -188,8 +188,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         environ: Mapping[str, str] | None = None,
         dotenv: Mapping[str, str] | None = None,
     ) -> Parsed[EnvT_co, ServerT_co]:
-        """Like `parse`, for the arguments of a Python call: names of settings, those of `ARGUMENTS`, `policy`, `resume`
-        and `config` (YAML files). An argument that is None is not set. Raises `ConfigError`."""
+        """Do what `parse` does, for the arguments of a Python call: names of settings, those of `ARGUMENTS`, `policy`,
+        `resume` and `config` (YAML files). An argument that is None is not set. Raises `ConfigError`."""
         given = _Given(source=ARGUMENT)
         for written, value in arguments.items():
             if value is None:

@@ -65,7 +65,7 @@ class MetricsFile:
             logger.warning("metrics are missing in %s: %s", self.path, error)
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:
-        """Does nothing: the journal has every rollout."""
+        """Do nothing: the journal has every rollout."""
 
     def close(self) -> None:
         self._file.close()

@@ -40,8 +40,8 @@ from palaestra.inference.ledger.records import (
 from palaestra.inference.tokenizers import Tokenizer
 
 LONG_PROMPT = 2048
-"""Segments with at least this many ids keep their JSON. It takes more memory than the ids, and shorter ones are encoded
-within 0.03 ms."""
+"""Segments with at least this many ids keep their JSON, which takes more memory than the ids. Shorter segments are
+encoded within 0.03 ms."""
 
 
 @dataclass(frozen=True, slots=True)

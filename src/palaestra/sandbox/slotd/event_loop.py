@@ -76,7 +76,7 @@ class EpollLoop:
         self._watched[fd] = call
 
     def watch_soon(self, fd: int, call: Callback) -> None:
-        """Like `watch`; a subclass may begin later, for output that is read at the command's end anyway."""
+        """Do what `watch` does. A subclass may begin later, for output that is read at the command's end anyway."""
         self.watch(fd, call)
 
     def watches(self, fd: int) -> bool:

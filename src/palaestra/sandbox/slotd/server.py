@@ -104,7 +104,8 @@ class SlotServer:
         }  # fmt: skip
 
     def _stop(self) -> None:
-        """The client is gone. Everything ends with this process, which is pid 1 of all that it started."""
+        """End the loop: the client is gone. Everything ends with this process, which is pid 1 of all that it
+        started."""
         self.loop.running = False
 
     # Frames
@@ -227,7 +228,7 @@ class SlotServer:
             socket.send_fds(client, [frames.HANDOVER.pack(slot.epoch, place.owner)], fds)
 
     def _on_lost(self, frame: Frame, slot: ServerSlot) -> None:
-        """A slot died without having been ended: while it was made, or later."""
+        """Handle the death of a slot that no request has ended, while it was made or later."""
         if slot.was_made:
             self._connection.send(FrameKind.LOST, 0, {"slot": slot.name, "epoch": slot.epoch})
         else:
@@ -356,7 +357,7 @@ class SlotServer:
 
     @contextlib.contextmanager
     def _at(self, slot: ServerSlot, path: str, writing: bool = False) -> Iterator[Place]:
-        """The place of a path of a slot; errors name the path as the slot sees it."""
+        """Give the block the place of a path of a slot. Errors name the path as the slot sees it."""
         place = self._locate(slot, path, writing)
         try:
             yield place

@@ -167,7 +167,7 @@ class ServerSlot:
         self._bury()
 
     def _bury(self) -> None:
-        """The init is dead. The slot is dead once the processes that the init has left are dead."""
+        """Handle the death of the init. The slot is dead once the processes that the init has left are dead."""
         if not self._init.gone():
             self._loop.later(_GONE_EVERY_S, self._bury)
             return

@@ -76,7 +76,7 @@ class Download:
         open_requests[number] = self
 
     def on_frame(self, frame: Frame) -> None:
-        """The client has taken some bytes, or cancels."""
+        """Handle a frame of the client, which has taken some bytes or cancels."""
         if frame.kind is FrameKind.CREDIT:
             self._credit += frame.fields["bytes"]
             self.pump()
@@ -144,7 +144,7 @@ class Upload:
         uploads.add(self)
 
     def on_frame(self, frame: Frame) -> None:
-        """The next piece, or the end. After an error the client's remaining frames are ignored."""
+        """Handle the next piece of the file, or its end. After an error the client's remaining frames are ignored."""
         if frame.kind is FrameKind.DATA:
             try:
                 self._writing.add(frame.data)
@@ -162,7 +162,7 @@ class Upload:
             self._connection.send(FrameKind.RESULT, self._number)
 
     def lose(self, slot: str) -> None:
-        """The slot has ended: drop the file, since the slot's files may belong to a snapshot now."""
+        """Drop the file because the slot has ended: its files may belong to a snapshot now."""
         self._forget()
         self._writing.discard()
         lost = {"error": "lost", "message": f"{slot} ended while a file was written to it"}

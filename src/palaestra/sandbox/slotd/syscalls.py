@@ -91,7 +91,7 @@ def prctl(option: int, *arguments: int) -> int:
 
 
 def set_name(name: str) -> None:
-    """The name that `ps` shows for this thread, at most 15 bytes."""
+    """Set the name that `ps` shows for this thread, at most 15 bytes."""
     buffer = ctypes.create_string_buffer(name.encode()[:15])
     check(_libc.prctl(PR_SET_NAME, buffer, 0, 0, 0), "prctl name")
 

@@ -110,7 +110,7 @@ class SnapshotStore:
 
     @contextlib.asynccontextmanager
     async def new(self) -> AsyncIterator[Path]:
-        """A locked folder to fill; removed at the end unless `keep` has taken it."""
+        """Give the block a locked folder to fill, and remove it at the end unless `keep` has taken it."""
         path, lock = self._held_folder()
         try:
             (path / "layers").mkdir(mode=0o755)

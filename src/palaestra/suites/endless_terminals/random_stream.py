@@ -57,7 +57,7 @@ class Stream:
         return self.sample(values, len(values))
 
     def chance(self, percent: int) -> bool:
-        """True in `percent` of a hundred draws."""
+        """Return True in `percent` of a hundred draws."""
         return self.below(100) < percent
 
 

@@ -91,7 +91,7 @@ class UserSlot(Slot):
         spill: bool = True,
         stderr: bool = False,
     ) -> ExecutionResult:
-        """`Slot.execute` as the user."""
+        """Call `Slot.execute` as the user."""
         return await self._slot.execute(
             self._argv(command),
             cwd=cwd,
@@ -118,7 +118,7 @@ class UserSlot(Slot):
         stdin: bool = True,
         terminal: TerminalSize | None = None,
     ) -> Process:
-        """`Slot.spawn` as the user."""
+        """Call `Slot.spawn` as the user."""
         argv, variables = self._argv(command), self._env(env)
         return await self._slot.spawn(argv, cwd=cwd, env=variables, stdin=stdin, terminal=terminal)
 
@@ -127,7 +127,7 @@ class UserSlot(Slot):
 
     @contextlib.asynccontextmanager
     async def fork(self) -> AsyncIterator[Slot]:
-        """`Slot.fork`; the fork has the same user."""
+        """Call `Slot.fork`; the fork has the same user."""
         async with self._slot.fork() as fork:
             yield UserSlot(fork, self._user, self._home)
 
@@ -157,7 +157,7 @@ class UserSlot(Slot):
         await self._do(["ln", "-sfn", "--", target, path], path)
 
     async def upload(self, local: Path, path: str) -> int:
-        """`Slot.upload`; the files then belong to the user."""
+        """Call `Slot.upload`; the files then belong to the user."""
         count = await self._slot.upload(local, path)
         name, _, group = self._user.partition(":")
         await self._slot.execute(["chown", "-R", f"{name}:{group}" if group else name, path], timeout_s=_FILE_S)

@@ -377,7 +377,7 @@ class SweEnvironment(ContractEnvironment):
 
     @asynccontextmanager
     async def _fork(self, view: GradedView, work: ResolvedRow, shown: Shown) -> AsyncIterator[Slot]:
-        """A fresh fork of the graded work, or of the code `shown` in its place."""
+        """Give the block a fresh fork of the graded work, or of the code `shown` in its place."""
         async with view.slot.fork() as fork:
             if shown is not Shown.WORK:
                 solved = shown is Shown.RIGHT

@@ -352,7 +352,8 @@ def _unquote(name: str) -> str:
 
 
 def _quote(name: str) -> str:
-    """Git's C-style quoting, for names with a control character, a quote, a backslash or a non-ASCII byte."""
+    """Return a name in Git's C-style quoting, for names with a control character, a quote, a backslash or a non-ASCII
+    byte."""
     data = name.encode("utf-8", "surrogateescape")
     if all(32 <= byte < 127 and byte not in b'"\\' for byte in data):
         return name

@@ -350,7 +350,7 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
 
 @asynccontextmanager
 async def _prepared(rollout: Rollout, grading: Grading) -> AsyncIterator[Slot]:
-    """A slot with the prepared workspace."""
+    """Give the block a slot with the prepared workspace."""
     slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, rollout.snapshot)
     try:
         yield slot

@@ -162,8 +162,8 @@ class _Again:
 
     @asynccontextmanager
     async def _look(self, *, ends_well: bool = False, all_tests: bool = False) -> AsyncIterator[Slot]:
-        """A slot for one more run, which may end without a verdict. Raises `GraderError` if the run times out, since a
-        slow machine is not a sign of tampering."""
+        """Give the block a slot for one more run, which may end without a verdict. Raises `GraderError` if the run
+        times out, since a slow machine is not a sign of tampering."""
         setup = self.setup
         library_path = setup.env.get("LD_LIBRARY_PATH")
         async with self.views() as fork:

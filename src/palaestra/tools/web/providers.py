@@ -217,7 +217,7 @@ _APIS: Mapping[str, tuple[Callable[[JsonServer], Any], str, Callable[[str], dict
 
 @dataclass(frozen=True, slots=True)
 class ProviderChoice:
-    """A provider by name, or the reason why none can be used."""
+    """The provider with a name, or the reason why none can be used."""
 
     name: str = ""
     missing: str | None = None

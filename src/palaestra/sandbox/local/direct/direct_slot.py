@@ -349,7 +349,7 @@ class AsyncioLoop(EpollLoop):
         super().watch(fd, call)
 
     def watch_soon(self, fd: int, call: Callable[[], object]) -> None:
-        """Like `watch`, but register the descriptor only if it is still open after a moment."""
+        """Do what `watch` does, but register the descriptor only if it is still open after a moment."""
         if self.watches(fd):
             super().watch(fd, call)
             return

@@ -44,7 +44,7 @@ class LayerStore(Counted):
     fd: int | None = None
 
     def __init__(self, place: str, size_bytes: int, owner: int) -> None:
-        """`place` is its mount point, on kernels that need one."""
+        """Take `place` as the mount point of the store, on kernels that need one."""
         options = f"size={size_bytes},nr_inodes={most_inodes(size_bytes)},mode=755,uid={owner},gid={owner}"
         if _can_detach():
             self.fd = _high(syscalls.detached_tmpfs(options))

@@ -231,7 +231,7 @@ class NamespaceInit:
         return True
 
     def gone(self) -> bool:
-        """Whether the init is gone. Always True: the kernel reports the init's death after that of all others in its
+        """Return True: the kernel reports the init's death after that of all others in its
         namespace."""
         self._give_back()
         return True

@@ -101,7 +101,7 @@ class InitReport(NamedTuple):
 
 
 def env_block(variables: Mapping[str, str]) -> EnvBlock:
-    """Raise ValueError for invalid variables: a NUL, a lone surrogate, an empty name."""
+    """Return variables as they are sent. Raises ValueError for a NUL, a lone surrogate or an empty name."""
     text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
     if text.count(b"\0") != len(variables):
         raise ValueError("a variable cannot hold a NUL character")
@@ -144,7 +144,7 @@ def decode_order(data: bytes) -> tuple[Order, int, int]:
 
 
 def decode_spawn(data: bytes) -> Spawn:
-    """Return the inverse of `encode_spawn`."""
+    """Decode an order that `encode_spawn` made."""
     _, flags, places, command, arguments, variables = _ORDER.unpack_from(data)
     start = _ORDER.size + 2 * places
     pairs = list(zip(data[_ORDER.size : start : 2], data[_ORDER.size + 1 : start : 2], strict=True))
@@ -161,7 +161,7 @@ def encode_report(report: InitReport) -> bytes:
 
 
 def decode_report(data: bytes) -> InitReport:
-    """Return the inverse of `encode_report`."""
+    """Decode a datagram that `encode_report` made."""
     kind, flag, _, command, value, _, cpu_us, rss = _REPORT.unpack_from(data)
     text = data[_REPORT.size :].decode(errors="replace") if len(data) > _REPORT.size else ""
     return _new(InitReport, (_KINDS[kind], command, value, bool(flag), cpu_us / 1e6, rss, text))

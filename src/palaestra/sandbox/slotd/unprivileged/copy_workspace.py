@@ -25,12 +25,13 @@ _MAX_DIRECTORY_BYTES = 3600  # of a path; deeper directories could not be named 
 
 
 def duplicate(source: str, target: str) -> None:
-    """The same tree again at the new directory `target`. Both share the files, so neither may be written afterwards."""
+    """Make the same tree again at the new directory `target`. Both share the files, so neither may be written
+    afterwards."""
     _copy(source, target, lambda old, new: os.link(old, new, follow_symlinks=False), owner=-1)
 
 
 def copy_for(uid: int, source: str, target: str) -> None:
-    """A copy of a tree in the directory `target` that belongs to a user; -1 is the caller."""
+    """Copy a tree into the directory `target` and give it to a user; -1 is the caller."""
     first: dict[int, str] = {}
 
     def copy_one(old: str, new: str) -> None:

@@ -106,8 +106,8 @@ def _read(pid: int) -> tuple[bool, int, int]:
 
 
 def kill_orphans(spare: set[int]) -> int:
-    """Without users: kill all inherited processes except `spare` and their descendants; returns how many still live.
-    Ignores processes that became another user, which is possible only on `none` (sudo)."""
+    """Kill, where slots have no users of their own, all inherited processes except `spare` and their descendants;
+    returns how many still live. Ignores processes that became another user, which is possible only on `none` (sudo)."""
     table = [process for process in process_tree.processes() if process.pid not in spare]
     kept = {process.pid for pid in spare for process in process_tree.descendants(pid, table)}
     living = 0
