@@ -100,9 +100,9 @@ class OpenConversation(Protocol):
 
 
 class ChatService:
-    """The shared part of conversations. They use `server` unless they name another one; slots come from `backend`
-    (None: this machine) or from `pool`. The file `checkpoint` hands background processes over to the next service. The
-    caller closes `store`. Raises `ConfigError` for unusable settings of a server."""
+    """The shared part of conversations. A conversation uses `server` unless it names another one; slots come from
+    `backend` (None: this machine) or from `pool`. The file `checkpoint` hands background processes over to the next
+    service. The caller closes `store`. Raises `ConfigError` for unusable settings of a server."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""`palaestra serve`: run servers. This module has those of trainers and models; `serve_tools.py` those of tools and
-slots."""
+"""`palaestra serve`: run servers. This module has the servers of trainers and models, `serve_tools.py` those of
+tools and slots."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def _serve_model(
     type=click.IntRange(min=1),
     default=16,
     show_default=True,
-    help="Maximum number of sampler weights in memory. Those saved by name are loaded again when needed.",
+    help="Maximum number of sampler weights in memory. Weights that were saved by name are loaded again when needed.",
 )
 @click.option("--seed", type=int, help="The seed of requests without one. Equal seeds give equal samples.")
 @token_file

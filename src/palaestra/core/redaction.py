@@ -22,7 +22,7 @@ _STRONG = (
 )
 """Names whose values are secrets of any length."""
 _NAMES = rf"(?:[a-z0-9]+[-_])*(?:auth|authorization|key|sig|signature)|{_STRONG}"
-"""These names, and names whose values are secrets if they are long."""
+"""The names in `_STRONG`, and names whose values are secrets if they are long."""
 _PLAIN = r"(?:(?=[^\s\"'<>]*\d)(?=[^\s\"'<>]*[A-Za-z])[^\s\"'<>,;)\]}`-][^\s\"'<>,;)\]}`]{5,})"
 """A word with letters and digits. After a name and a blank only such a word is hidden, as most words there are not
 secrets."""

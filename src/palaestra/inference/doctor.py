@@ -115,7 +115,7 @@ async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncItera
 
 
 async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck:
-    """Request the likeliest token, then declare it the one that ends the turn, and check that it is in the reply."""
+    """Request the likeliest token, then make it a stop token, and check that the next reply contains it."""
     likeliest = {"temperature": 0.0, "max_tokens": 1}
     try:
         first = (await engine.generate(prompt, likeliest)).ids

@@ -207,8 +207,8 @@ class ProcessRegistry:
         return sum(await asyncio.gather(*(kill(session) for session in self._of(task_id))))
 
     async def recover_from_checkpoint(self, slots: Iterable[Slot]) -> int:
-        """Add the sessions of the checkpoint. Those without their process in `slots` are lost; returns how many are
-        not.
+        """Add the sessions of the checkpoint. A session whose process is not in `slots` is lost. Returns the
+        number of the others.
 
         Raises `ConfigError` if the file is not a valid checkpoint.
         """
@@ -284,7 +284,8 @@ class ProcessRegistry:
         return not_found(session_id) if session is None else await _reply(session, action)
 
     async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
-        """Update the sessions' status and return them. Those of an ended slot are lost; with `task_id` that raises."""
+        """Update the sessions' status and return them. Sessions of an ended slot are lost; with `task_id` that
+        raises."""
         sessions = [session for session in self._of(task_id) if session_key in (None, session.session_key)]
 
         async def refresh(session: ProcessSession) -> None:

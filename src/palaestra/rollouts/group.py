@@ -420,8 +420,8 @@ class GroupRun:
                 trajectory = rollout.trajectory()
 
     def _retries(self, trajectory: Trajectory, tried: int) -> bool:
-        """Return whether the attempt is retried. It may use the rollout's retries, or one of the group's replacements,
-        of which a whole group has as many as rollouts."""
+        """Return whether the attempt is retried: with a retry of the rollout, or with one of the group's replacements.
+        A group that must be whole has as many replacements as rollouts."""
         if trajectory.scored:
             return False
         if tried < self.run_context.settings.infra_retries and trajectory.blame in RETRIED:

@@ -1,7 +1,7 @@
 """Ends a run early without losing anything: after too many infrastructure failures, at a cost limit or on a signal.
 
-After a limit is reached, no new group and no new rollout starts. Those in flight finish, unless the run is drained
-for too long or every further turn would exceed the cost. The run can be resumed. Single rollouts that hang are ended
+After a limit is reached, no new group and no new rollout starts. Rollouts in flight finish, unless draining takes
+too long or every further turn would exceed the cost. The run can be resumed. Single rollouts that hang are ended
 by `watchdog.py`.
 """
 

@@ -391,7 +391,8 @@ class Rollout:
         return self._tools
 
     def bind_tools(self, sandbox: Callable[[], Awaitable[Slot]], user_task: str) -> ToolRuntime:
-        """Return the group's tools, bound to another view of the slot. They are closed when the agent has ended."""
+        """Return the group's tools, bound to another view of the slot. The rollout closes them when the agent has
+        ended."""
         tools = self._runtime(sandbox, user_task)
         self._bound_tools.append(tools)
         return tools

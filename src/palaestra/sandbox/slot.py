@@ -383,7 +383,7 @@ class Slot(Protocol):
     async def arguments(self, pid: int) -> Sequence[str] | None:
         """Return the arguments of a live process by its number in the slot, from the kernel; otherwise None.
 
-        A process that is just being started has none yet. This and `ask` use no program or file of the slot.
+        A process that is just being started has none yet. `arguments` and `ask` use no program or file of the slot.
         """
 
     async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:

@@ -268,8 +268,8 @@ def _assistant_side(trajectory: _Trajectory, path: Path) -> list[RecordedReply]:
 
 
 def recorded_turns(said: Sequence[AssistantMessage], turns: Sequence[JSON]) -> list[RecordedReply]:
-    """Return the assistant's messages with the finish reasons and token counts of `turns`; those of the prompt have
-    none."""
+    """Return the assistant's messages with the finish reasons and token counts of `turns`. Messages of
+    the prompt have none."""
     examples = len(said) - len(turns)
     known = [_Turn()] * examples + list(turns) if examples >= 0 else [_Turn()] * len(said)
     return [
@@ -284,7 +284,7 @@ _NEEDS_FILE: Mapping[str, Callable[[Path], Policy]] = {"patch": PatchPolicy, "re
 
 
 class ScriptedEngine(ServerEngine):
-    """Plays a policy: `policy`, or if that is None, the one that the config's `model_name` names."""
+    """Plays `policy` or, if that is None, the policy that the config's `model_name` names."""
 
     def __init__(self, config: APIServerConfig, policy: Policy | None = None) -> None:
         self.config = config

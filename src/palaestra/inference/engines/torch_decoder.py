@@ -162,7 +162,7 @@ def sample(
     """Return `ids[B]` and `logprobs[B]` from `logits[B, V]` and the random numbers `chances[B]` in [0, 1).
 
     The log-probabilities are the model's own, at temperature 1 and before `top_k` and `top_p`; for requests with
-    `processed_logprobs`, those of the sampled distribution.
+    `processed_logprobs`, they are those of the distribution that was sampled.
     """
     import torch
 

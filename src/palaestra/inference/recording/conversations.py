@@ -451,7 +451,7 @@ class Conversations:
         return -(-len(msgspec.json.encode([messages, request.tools])) // 4)
 
     def recorded(self) -> RecordedCalls:
-        """Return all calls so far, classified by the rule of training."""
+        """Return all calls so far, divided into those that training uses and others."""
         lines = [line for line in self._lines.values() if line.calls]
         trained = [line for line in lines if line.tools]
         if not trained and lines:

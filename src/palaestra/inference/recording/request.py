@@ -97,7 +97,7 @@ _SAMPLING = AGENTS_OWN | {
     *("repetition_penalty", "chat_template_kwargs", "stop_token_ids", "min_tokens"),
 }
 """The sampling settings that are checked. All but `AGENTS_OWN` come from the run, because training assumes that every
-token was sampled with its settings. Those of a request have no effect and are reported as ignored."""
+token was sampled with the run's settings. Such settings in a request have no effect and are reported as ignored."""
 
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),

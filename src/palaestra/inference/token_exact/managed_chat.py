@@ -129,8 +129,8 @@ def _calls(message: Message) -> list[tuple[JSON, JSON]]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The place of the next turn, with its new prompt tokens `delta[D]`. It continues `thread` or, if it `begins`,
-    opens a segment, with the `reason` if that is already known."""
+    """The place of the next turn, with its new prompt tokens `delta[D]`. The turn continues `thread` or, if it
+    `begins`, opens a segment, with the `reason` if it is already known."""
 
     thread: _Thread
     delta: array[int]
@@ -292,8 +292,8 @@ class ManagedChat(ChatServer):
         return len(self._format.renderer(tools, None).opening(plain_messages(messages)).ids)
 
     def get_state(self) -> dict[str, JSON]:
-        """Return the contract's record: the `ledger` and its `nodes`, one per segment in order, those of other
-        conversations first. No node is part of another, so a trainer takes them all."""
+        """Return the contract's record: the `ledger` and its `nodes`, one per segment in order, with the
+        segments of other conversations first. No node is part of another, so a trainer takes them all."""
         return {"nodes": self.ledger.nodes(self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(

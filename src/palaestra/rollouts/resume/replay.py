@@ -152,7 +152,7 @@ class Comparison:
         self._end(recorded, replayed)
 
     def _all_differences(self, recorded: Trajectory, replayed: Trajectory) -> Iterator[Difference]:
-        """Yield all differences, those of sub-agents first, since the agent that started them got its answer later."""
+        """Yield all differences. Sub-agents come first, since the agent that started them got its answer later."""
         name, now = recorded.rollout_id, {each.number: each.messages for each in replayed.every_subagent()}
         for each in recorded.every_subagent():
             for difference in self._differences(name, each.messages, now.get(each.number, [])):

@@ -80,8 +80,8 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
 
 
 def require_read(names: str, settings: Iterable[str]) -> None:
-    """Raise `ConfigError` for a setting that none of the backends in `names` reads. Those of other packages may read
-    any."""
+    """Raise `ConfigError` for a setting that none of the backends in `names` reads. A backend of
+    another package may read any."""
     used = {name.removesuffix("_direct") for name in backend_words(names)}
     if not used <= {name.removesuffix("_direct") for name in BUILTIN}:
         return

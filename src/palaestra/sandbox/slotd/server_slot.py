@@ -70,7 +70,7 @@ class ServerSlot:
         self, environment: EnvBlock, shelf: Shelf, send: SendFrame, open_requests: dict[int, OpenRequest],
         numbers: Iterator[int],
     ) -> None:  # fmt: skip
-        """Fork the init. Raises OSError; then nothing was started."""
+        """Fork the init. If this raises OSError, nothing was started."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.pid = self._init.fork(theirs)

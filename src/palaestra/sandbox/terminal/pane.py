@@ -1,7 +1,7 @@
 """The contract's `tmux` calls in one slot: typing into a shell's terminal and reading its screen.
 
-`palaestra.tools.builtin.tmux` is the model's tool. This one answers existing clients of a slot server's port, without
-an emulator of screens if none is installed there.
+`palaestra.tools.builtin.tmux` is the model's tool. This module answers existing clients of a slot server's port, and
+works without an emulator of screens if none is installed there.
 """
 
 from __future__ import annotations

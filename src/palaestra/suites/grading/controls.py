@@ -373,7 +373,7 @@ class Controls:
 
 
 class TaskControls:
-    """The controls of an environment's tasks. Those of a task are made once, when its first work passes."""
+    """The controls of an environment's tasks. The controls of a task are made once, when its first work passes."""
 
     def __init__(self) -> None:
         self._made: dict[str, Controls] = {}

@@ -139,7 +139,7 @@ _folder = click.option("--dir", "folder", default=ROOTS, show_default=True, help
 @_folder
 @click.option("--include", multiple=True, metavar="PACKAGE", help="A further package. May be given again.")
 @click.option("--mirror", default="", metavar="URL", help="Where the packages come from. Default: the release's own.")
-@click.option("--keyring", default="", metavar="FILE", help="The keyring. Default: the file in the release's keyring package.")
+@click.option("--keyring", default="", metavar="FILE", help="The keyring. Default: from the release's package.")
 @click.option("--insecure", is_flag=True, help="Do not verify signatures.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("release", metavar="RELEASE")

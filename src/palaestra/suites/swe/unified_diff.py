@@ -80,7 +80,7 @@ class FileDiff:
     old_mode: str | None = None
     new_mode: str | None = None
     binary: tuple[BinaryChange, ...] = ()
-    """The change of a binary file, and the one that undoes it if the diff has it."""
+    """The change of a binary file, and its reverse if the diff has it."""
 
     @property
     def path(self) -> str:

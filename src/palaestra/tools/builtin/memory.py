@@ -51,7 +51,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 class Notes:
     """The notes of one folder, which the first write creates; None: nothing may be kept.
 
-    Methods block while they read or write a small file. They raise `OSError`, and `ToolMistake` with the current notes.
+    Methods block while they read or write a small file, and raise `OSError`, or `ToolMistake` with the current notes.
     """
 
     folder: Path | None = None

@@ -35,7 +35,7 @@ class TrainerRegistered(ServerEvent, tag="trainer"):
 
 
 class TrainerStarted(ServerEvent, tag="start"):
-    """The trainer requested its first batch: environments may register from now on."""
+    """The trainer has requested its first batch, so environments may register from now on."""
 
 
 class EnvRegistered(ServerEvent, tag="env"):

@@ -141,7 +141,7 @@ class _InputReader:
             raise unsupported(param, f"Input items of type {kind!r} are not supported by this endpoint.")
 
     def finish(self) -> None:
-        """Write the texts of the assistant. They are joined once: an agent may send a million of them."""
+        """Write the texts of the assistant. All are joined at once: an agent may send a million pieces."""
         for place, texts in self._texts.items():
             self._messages[place]["content"] = "".join(texts)
 

@@ -200,7 +200,7 @@ class ShellProcess:
         return self._control, self._status, self._output, self._input.fd, self._command.fd, *running
 
     def _start(self) -> None:
-        """Raise OSError and ValueError; then nothing was started."""
+        """Start the shell. If this raises OSError or ValueError, nothing was started."""
         self._process = next(self._numbers)
         stdin, command, report, errors = self._dialect.places
         places = [(0, 0), (1, 1), (2, 2), (3, stdin), (4, command), (5, report), (1, errors)]

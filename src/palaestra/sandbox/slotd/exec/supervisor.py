@@ -106,7 +106,8 @@ class Supervisor:
             self.refuse(frame.request)
 
     def _start(self, number: int, spec: CommandSpec) -> None:
-        """Raise ValueError for words that no system call takes, and OSError; then nothing was started."""
+        """Start a command. Raises ValueError for words that no system call takes, and OSError; nothing was started
+        then."""
         stdin = pipes.memory_file(spec.stdin) if spec.stdin else -1
         verdict = child_verdict = errors = child_errors = -1
         output = (-1, -1)

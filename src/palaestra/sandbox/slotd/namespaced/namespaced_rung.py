@@ -377,7 +377,7 @@ class DiskStore(LayerStore):
             os.close(tree)
 
     def unlimit(self) -> None:
-        """Raise OSError, because limits are lifted only to write."""
+        """Raise OSError: limits are lifted only before a write, and this layer is never written."""
         raise OSError(30, "a snapshot on disk cannot be cut; seal a slot that starts from it, and cut that")
 
     def drop_files(self) -> None:

@@ -49,7 +49,7 @@ def is_real_root() -> bool:
 
 
 class RangeNamespaces:
-    """The user namespaces of one server's slots. Those of ended slots are used again, since their counts are zero."""
+    """The user namespaces of one server's slots. The namespace of an ended slot is used again: its counts are zero."""
 
     def __init__(self) -> None:
         self._makers = itertools.count(_MAKERS_START + random.randrange(_MAKERS))

@@ -1,8 +1,8 @@
 """Keeps slots that share the host's network from cloud metadata addresses.
 
 The kernel runs programs for the sockets of a control group (bpf(2), bpf-cgroup): one refuses packets to these
-addresses, and four refuse to connect, so that a program gets an error and not silence. They end with the group. Port 53
-stays open: on some clouds the same address is the resolver.
+addresses, and four refuse to connect, so that a program gets an error and not silence. The kernel's programs end with
+the group. Port 53 stays open: on some clouds the same address is the resolver.
 
 Needs root and a control group of version 2, with or without controllers. Slots without network cannot reach these
 addresses, and the proxy refuses them to slots with a list of hosts (`allowlist.py`).
