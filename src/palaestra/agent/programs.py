@@ -69,7 +69,8 @@ class AgentProgram(Protocol):
     def name(self) -> str: ...
 
     async def install(self) -> Sequence[Mount]:
-        """Install it on this machine, if necessary, and return the folders that slots need. Raises `ConfigError`."""
+        """Install the agent on this machine if necessary, and return the folders that slots need. Raises
+        `ConfigError`."""
 
     def launch(self, assignment: AgentAssignment) -> Launch: ...
 

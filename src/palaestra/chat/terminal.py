@@ -668,8 +668,8 @@ class Screen:
 
 
 class MarkdownStream:
-    """Styles Markdown as it arrives, letter by letter: headings, bold, code, fences, and diffs in fences. Written text
-    is never changed."""
+    """Styles Markdown as it arrives, letter by letter: headings, bold, code, fences, and diffs in fences. Text
+    that is already on the screen is never changed."""
 
     def __init__(self) -> None:
         self._line = ""

@@ -1,4 +1,4 @@
-"""When to retry a request, and how long to wait before. Pure: time comes from a clock.
+"""When to retry a request, and how long to wait before. The functions do no I/O; time comes from a clock.
 
 Invariant: only transient failures are retried (rate limits, server errors, connection failures), never a refusal.
 """

@@ -43,7 +43,7 @@ _ASKED: ContextVar[tuple[Any, Mapping[str, Any], str]] = ContextVar("verl_asked"
 
 
 class _ServerClient(TokenChat):
-    """verl's client of its model servers as a model server of ours."""
+    """Uses verl's client of its model servers as a model server of a run."""
 
     async def start(self) -> None:
         """Do nothing: the servers already run."""

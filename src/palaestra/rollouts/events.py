@@ -50,8 +50,8 @@ class RunResumed(JournalEvent, tag="resume", kw_only=True):
 class GroupStarted(JournalEvent, tag="group", kw_only=True):
     """A group with its tools and preparation, and without trajectories.
 
-    A later event of the same group replaces this one, so a resumed run can continue the group. The group's finished
-    rollouts stay until they finish again.
+    A later event of the same group replaces this one, so a resumed run can continue the group. A finished rollout of
+    the group counts until the resumed run has a new one in its place.
     """
 
     group: Group

@@ -162,7 +162,7 @@ def read_timings(run: Path) -> dict[str, float]:
     """Return the seconds that each task took, by id, from a run's folder or journal: preparation plus slowest rollout,
     in the slowest group.
 
-    Discarded attempts count; unreadable lines do not. Raises `ConfigError` for a missing run.
+    Discarded attempts count, unreadable lines do not. Raises `ConfigError` for a missing run.
     """
     prepared: dict[str, float] = {}
     seconds: dict[str, float] = {}

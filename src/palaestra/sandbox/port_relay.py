@@ -5,9 +5,9 @@
 This file is not imported: its text runs on the slot's own Python, 3.7 or newer. It reaches the host by its standard
 input and output, so a slot without a network can use it. `port_forward.py` is the host's end.
 
-Frames in both directions: kind, connection, length (`!cII`), then the payload. `p` the port, once; `o` a connection was
-accepted; `d` data; `c` one side is closed; `a` the host has taken `length` bytes, without a payload. At most WINDOW
-bytes are sent before the host has taken them, since it keeps only the end of a process's output.
+Frames in both directions: kind, connection, length (`!cII`), then the payload. The kinds: `p` is the port, sent once;
+`o`, a connection was accepted; `d`, data; `c`, one side is closed; `a`, the host has taken `length` bytes (no payload).
+At most WINDOW bytes are sent before the host has taken them, since it keeps only the end of a process's output.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _BEGINS = re.compile("<tool_call>|<think>")
 _ENDS_OR_BEGINS = re.compile("</?tool_call>")
 _JSON = json.JSONDecoder()
 _LONGEST_WORD = 16
-"""More characters than any JSON escape or literal: an incomplete text fails at most this far before its end."""
+"""More characters than any JSON escape or literal has: an incomplete text fails at most this far before its end."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ def choice(description: str, options: list[str], **more: JSON) -> dict[str, JSON
 
 
 def flag(description: str) -> dict[str, JSON]:
-    """Return the schema of a switch that is off by default."""
+    """Return the schema of a boolean that is false by default."""
     return {"type": "boolean", "description": description, "default": False}
 
 

@@ -186,8 +186,8 @@ class HermesAgentBaseEnv(BaseEnv):
         return True
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Roll out an item and score it. Returns its row, and items to draw next. For `super()` in a class that
-        collects, and for `evaluate`.
+        """Roll out an item and score it. Returns the row of the rollout, and items to draw next. A class that
+        collects calls it by `super()`, and `evaluate` may call it.
 
         In a class that collects, raises `RolloutFailed` if the rollout has no score; in `evaluate`, the row is then
         None.

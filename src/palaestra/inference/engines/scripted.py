@@ -366,7 +366,8 @@ POLICIES = ("oracle", "noop", *_NEEDS_FILE)
 
 
 def policy_named(model_name: str, replay_file: str | None = None) -> Policy:
-    """Return `oracle`, `noop`, `patch:FILE`, `replay:FILE`, or `replay` with a separate file. Raises `ConfigError`."""
+    """Return the policy `oracle`, `noop`, `patch:FILE` or `replay:FILE`, or `replay` with a separate file. Raises
+    `ConfigError`."""
     name, _, file = model_name.partition(":")
     if model_name == "oracle":
         return OraclePolicy()

@@ -131,7 +131,7 @@ def _texts(ready: Sequence[Message]) -> Iterator[str]:
 
 
 def _written(ready: Sequence[Message], texts: Iterable[str]) -> list[Message]:
-    """Return the messages with other texts, in the order of `_texts`."""
+    """Return the messages with `texts` in place of their own, in the order of `_texts`."""
     reply, *after = ready
     left = iter(texts)
     if "tool_calls" in reply:

@@ -73,8 +73,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class TurnStep:
-    """The tokens after the last sampled one: `ids[D]`; `rewrites` describes how the template changes history, if it
-    does."""
+    """`ids[D]` are the tokens after the last sampled one. `rewrites` describes how the template changes history, if
+    it does."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]

@@ -443,8 +443,8 @@ def _age_s(place: Place) -> float:
 
 
 async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """Return the exit status of a command of this machine, and the end of its output; 127 if there is no such
-    program."""
+    """Run a command on this machine and return its exit status (127 if there is no such program) and the end of
+    its output."""
     try:
         done = await run_process(command, timeout_s=timeout_s)
     except FileNotFoundError:

@@ -266,7 +266,7 @@ class ServerBackend(StartedBackend):
             await self._running().call("forget", {"layers": list(layers)})
 
     def stats(self) -> Mapping[str, JSON]:
-        """Return the present counts."""
+        """Return the current counts."""
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
 
     async def _living(self) -> SlotClient:

@@ -61,7 +61,8 @@ class ImageStore:
         self._asking: dict[str, asyncio.Lock] = {}
 
     async def directory(self, image: str) -> str:
-        """Return the root file system of an image: itself if it is one, otherwise unpacked. Raises `ImageError`."""
+        """Return the root file system of an image: the image itself if it is a root directory, otherwise the unpacked
+        image. Raises `ImageError`."""
         path = os.path.realpath(image)
         if not image or path == "/":
             raise ImageError(

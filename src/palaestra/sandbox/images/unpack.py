@@ -150,7 +150,7 @@ def _layer(file: IO[bytes], path: str) -> Iterator[tarfile.TarFile]:
 
 
 def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
-    """Return the entry for this machine, or the only one."""
+    """Return the entry of the index for this machine, or the only entry."""
     entries: list[dict[str, JSON]] = index["manifests"]
     wanted = _MACHINES.get(platform.machine(), platform.machine())
     fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]

@@ -308,7 +308,7 @@ def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tu
 
 
 def _make_folders(root: int, path: str, owner: int) -> int:
-    """Return a handle of a directory, made with its parents if it is missing."""
+    """Open a directory and return its descriptor. Makes the directory and its parents if they are missing."""
     try:
         return _open_folder(root, path)
     except FileNotFoundError:

@@ -86,7 +86,7 @@ def of_directory(path: str) -> JSON:
 
 @functools.cache
 def of_machine() -> JSON:
-    """Return the fingerprint of the things on which programs compiled for this machine depend."""
+    """Return the kernel and processor, on which programs compiled for this machine depend."""
     cpu: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

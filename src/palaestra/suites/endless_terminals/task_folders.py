@@ -53,8 +53,8 @@ _SETUP_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class FolderTask:
-    """One task of a folder. `image` None means the default root, unless `recipe` builds one. `setup` is empty for a
-    ready image."""
+    """One task of a folder. `image` None means the default root, unless `recipe` builds one. `setup` is empty if the
+    image needs no set-up."""
 
     id: str
     prompt: str

@@ -31,9 +31,9 @@ from palaestra.suites.grading.rewritten_tests import TAMPERED, RewrittenTests, T
 from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut
 
 RunTexts = Callable[[Mapping[str, str], Collection[str]], Awaitable[TestRun]]
-"""Runs test files given by path and text in a workspace where no test has run.
+"""Runs test files, given by path and text, in a workspace where no test has run.
 
-It may leave out parametrized tests whose ending (`[...]`) is not in the second argument.
+The function may leave out parametrized tests whose ending (`[...]`) is not in the second argument.
 """
 
 

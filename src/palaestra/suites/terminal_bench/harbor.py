@@ -238,7 +238,7 @@ def _check_step(section: TypedFields) -> None:
 
 
 def _min_reward(section: TypedFields) -> Mapping[str, float]:
-    """Return the minimum of each reward for the next step to begin; a number without a name is for `reward`."""
+    """Return the least value of each reward with which the next step begins. A bare number is the least `reward`."""
     value = section.values.get("min_reward")
     values = {} if value is None else value if isinstance(value, Mapping) else {"reward": value}
     for name, least in values.items():

@@ -51,7 +51,7 @@ class PageElement:
 
     @property
     def usable(self) -> bool:
-        """Whether its role or a hand-shaped pointer marks it as an element to operate."""
+        """Whether the element's role or a hand-shaped pointer shows that a user can operate it."""
         return self.role in USABLE or "cursor=pointer" in self.marks
 
 

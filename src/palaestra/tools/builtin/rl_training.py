@@ -105,7 +105,7 @@ class Setup:
 
 
 def rl_tools(settings: ToolSettings, command: Sequence[str] = TRAIN) -> tuple[Tool, ...]:
-    """Return the tools with these settings. `command` takes the arguments of `palaestra train`."""
+    """Return the tools that train with these settings. `command` takes the arguments of `palaestra train`."""
     functions: dict[str, Callable[..., Awaitable[ToolReply]]] = {
         "rl_list_environments": _list_environments,
         "rl_select_environment": _select,

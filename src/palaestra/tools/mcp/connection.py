@@ -1,4 +1,4 @@
-"""One session with an MCP server: opened, used by concurrent calls, closed. The only user of the package `mcp`.
+"""One session with an MCP server, which concurrent calls use. Only this module uses the package `mcp`.
 
 A server that is a command runs on this machine, outside every slot, with the rights of this process;
 `core/io/supervised_command.py` ends it with this process, and `StderrTail` keeps the end of its stderr.

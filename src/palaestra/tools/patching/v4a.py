@@ -33,7 +33,7 @@ _MOVE_FILE, _MOVE_TO = "*** Move File: ", "*** Move to: "
 
 
 class PatchError(ValueError):
-    """The patch cannot be read or does not fit. No part of it was applied."""
+    """The patch cannot be read or does not fit the files. No part of the patch was applied."""
 
 
 @dataclass(slots=True)

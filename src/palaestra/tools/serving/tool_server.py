@@ -75,7 +75,7 @@ class ToolServer:
         await self._shared.aclose()
 
     async def execute(self, request: ToolServerExecuteRequest) -> ToolServerResultPayload:
-        """Run one call. Mistakes and failures of a tool are results.
+        """Run one call. A mistake or failure of the tool is returned as a result.
 
         Raises `RequestRefused` for a tool that is not served, and `InfraError`.
         """

@@ -126,7 +126,7 @@ class ToolServerLink:
         return ToolServerUnavailable(text) if status >= 500 else ToolServerRefused(text)
 
     async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
-        """Return the body of the reply with status 200. Raises an error about `name` for another status."""
+        """Return the body of the reply with status 200. For another status it raises an error that names `name`."""
         import aiohttp  # imported here because most runs have no tool server
 
         assert self._address is not None

@@ -24,7 +24,7 @@ MAX_MEMORY_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """The text of a page. `note` is set if it is all text instead of the main text."""
+    """The text of a page. `note` is set if `text` is all text of the page, not only the main text."""
 
     title: str
     text: str

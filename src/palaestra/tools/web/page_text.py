@@ -37,7 +37,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Fetcher:
-    """Reads pages from this machine. `lane` limits concurrent reads."""
+    """Reads pages from this machine. `lane` limits the concurrent reads."""
 
     policy: AddressPolicy
     lane: asyncio.Semaphore

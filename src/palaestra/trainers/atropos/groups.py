@@ -98,8 +98,9 @@ class Deliveries:
 
 @dataclass(slots=True)
 class GivenGroup:
-    """A group that the server accepted and that, as far as known, waits there. `number` is its place among all given
-    groups; `waited`: it was seen waiting."""
+    """A group that the server accepted and has not used as far as this process knows. `number` is its place among all
+    given groups; `waited` is True once the group was seen
+    waiting."""
 
     number: int
     delivery_id: str

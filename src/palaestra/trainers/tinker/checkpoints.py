@@ -59,7 +59,7 @@ class Checkpoint(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """Where a checkpoint belongs: the parts of `tinker://RUN/KIND/NAME`."""
+    """The parts of a checkpoint's address `tinker://RUN/KIND/NAME`."""
 
     run: str
     kind: Kind

@@ -113,7 +113,7 @@ LOSSES: dict[str, LossKind] = {
         settings={"clip_high_threshold": 2.0},
     ),
 }
-"""The losses by the names of the API. `custom` is not among them: the SDK computes custom losses itself, from `forward`
+"""The losses by the names of the API. `custom` is missing because the SDK computes custom losses itself, from `forward`
 and a weighted `cross_entropy`."""
 
 

@@ -157,7 +157,7 @@ def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
 
 
 def _name_in(text: str) -> str:
-    """Return the name in a broken object, or the empty string: only to report to the model which call it was."""
+    """Return the name in a broken object, or the empty string. It serves only to tell the model which call is meant."""
     try:
         name = decode_members(text).get("name")
     except Malformed:

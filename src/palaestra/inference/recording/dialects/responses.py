@@ -118,7 +118,8 @@ class ResponsesDialect:
 
 
 class _InputReader:
-    """Appends items of input to messages. Consecutive assistant items form one message, because a reply has several."""
+    """Appends items of input to messages. Consecutive assistant items form one message, because one reply may have
+    several items."""
 
     def __init__(self, messages: list[Message], features: Collection[str]) -> None:
         self._messages, self._features = messages, features

@@ -13,7 +13,7 @@ import trackio
 
 
 class TrackioClient:
-    """One run, without system metrics of the machine."""
+    """One run of Trackio, which records no system metrics of the machine."""
 
     def __init__(self, label: Mapping[str, Any]) -> None:
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}

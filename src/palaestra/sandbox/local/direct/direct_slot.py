@@ -236,7 +236,8 @@ class DirectSlot(Requests):
         self.root = -1
 
     def _has_file(self, fields: Fields) -> bool:
-        """Return whether a file call may be served here. If not, the server's request lets a frozen slot continue."""
+        """Return whether a file call may be served here. If not, the server serves the call, and first lets a frozen
+        slot continue."""
         frozen, self._frozen = self._frozen, False
         return not frozen and self.root >= 0 and type(fields["path"]) is str
 

@@ -241,7 +241,8 @@ class Spill:
         self.size = 0  # how much of the stream the file holds
 
     def add(self, data: bytes, before: Capture) -> None:
-        """Take the next piece. `before` does not have it yet, and holds the whole stream until the file is opened."""
+        """Take the next piece of the stream. `before` does not have the piece yet; until the file is opened, it holds
+        all earlier pieces."""
         if self._over or before.total + len(data) <= self._limit:
             return
         if self.path is None:

@@ -67,7 +67,7 @@ def note() -> Noted:
 
 
 def moment(noted: Noted) -> Moment:
-    """Return a noted moment in the kernel's units."""
+    """Convert a noted moment to the kernel's units."""
     seconds, load = noted
     return ticks(seconds), int(load.rpartition(b" ")[2])
 

@@ -172,7 +172,8 @@ class Supervisor:
     # Children
 
     def spawn(self, child: Child, spawn: Spawn, fds: Sequence[int]) -> None:
-        """Start a child; it gets its reports until it is dropped. Raises ValueError for invalid words."""
+        """Start a child, which gets the init's reports about it until it is dropped. Raises ValueError for invalid
+        words."""
         self._order(init_messages.encode_spawn(*spawn), fds)
         self._children[spawn.command] = child
 

@@ -30,7 +30,8 @@ _MAX_PATH_BYTES = 4096  # the longest path that the kernel takes, with the zero 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The paths of a root that a view shows: all under `only`, without `without`. Resolved, without a leading slash."""
+    """The paths of a root that a view shows: all under `only`, without `without`. The paths are resolved and have no
+    leading slash."""
 
     only: tuple[str, ...]
     without: tuple[str, ...]
