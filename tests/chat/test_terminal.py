@@ -165,7 +165,7 @@ def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
             ("/fork", "with 1 turn\\b"), ("/resume boats", "is this conversation"), ("/background", "no background"),
             ("/undo 3", "takes nothing after it"), ("/undo", "undone"), ("/stop", "no turn runs"),
             ("/stop all", "use /stop or"), ("/stop processes", "ended 0 background"),
-            ("/sandbox now", "write /sandbox"), ("/model ecko", "does not list"), ("/model echo", "echo"),
+            ("/sandbox now", "/sandbox write"), ("/model ecko", "does not list"), ("/model echo", "echo"),
             ("/nonsense", "no command"), ("/help", "/background"),
         ):  # fmt: skip
             child.send(f"{typed}\r")

@@ -38,7 +38,7 @@ def test_attacks_are_not_played_without_isolation(
     monkeypatch.chdir(tmp_path)
     Path("my_env.py").write_text(ENV)
     assert main(["env", "check", "my_env.py", "--only", "git-log-all", "--env.isolation", "none"]) == 2
-    assert "isolation none" in capsys.readouterr().err
+    assert "isolation level none" in capsys.readouterr().err
 
 
 @pytest.mark.slots

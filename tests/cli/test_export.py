@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(tmp_path: Path, capsys: 
     ("argv", "message"),
     [
         (["--to", "sharegtp"], "Did you mean sharegpt?"),
-        ([], "--to, and one of atropos, openai"),
+        ([], "--to and one of atropos, openai"),
         (["--to", "openai", "--out", "/proc/nowhere/x"], "cannot write /proc/nowhere/x"),
         (["--to", ":Name"], "cannot load the export format :Name: Empty module name"),
         (["--to", "pathlib:PurePath"], "pathlib:PurePath is not an export format: it lacks ending, everything, export"),

@@ -156,7 +156,7 @@ def test_what_cannot_be_played_says_why(folder: Path, capsys: pytest.CaptureFixt
     assert palaestra("replay", run, "--environment", "moved_env.py", "--tasks", "1") == 0
     (folder / "other_env.py").write_text(scripts.COUNT_LINES)
     assert palaestra("replay", run, "--environment", "other_env.py") == 2
-    assert "the run was one of 'noisy', and other_env.py is 'count_lines'" in capsys.readouterr().err
+    assert "the run is of 'noisy', but other_env.py is 'count_lines'" in capsys.readouterr().err
     (folder / "moved_env.py").write_text(NOISY.replace("task-{i}", "other-{i}"))
     assert palaestra("replay", run, "--environment", "moved_env.py") == 2
     assert "the environment's tasks changed" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_a_resumed_run_reports_a_setting_that_differs(caplog: pytest.LogCaptureF
     assert len(open_run().groups) == 2
     caplog.clear()
     assert main(["resume", "last"]) == 0
-    assert "another setting" not in caplog.text, "the latest settings count"
+    assert "changed setting" not in caplog.text, "the latest settings count"
     assert main(["resume", "last", "--tasks", "1", "--concurrency", "2"]) == 0
     assert "tasks was -1, is 1" in caplog.text
     assert "concurrency was 1, is 2" in caplog.text

@@ -37,7 +37,7 @@ def test_a_source_without_a_usable_row_is_one_message(
     Path("bad.csv").write_text("colour\nred\n")
     wanted = {
         "absent.jsonl": "there is no data set absent.jsonl",
-        "empty.jsonl": "no task",
+        "empty.jsonl": "no usable task",
         "bad.csv": "1 left out",
     }
     for source, message in wanted.items():
@@ -131,7 +131,7 @@ def test_an_item_that_is_no_task_is_named_and_the_others_run(
         ("item-2", Blame.TASK, 0),
     ]
     assert [len(group.scored) for group in groups] == [1, 0, 0, 1]
-    assert "item 1 is no task: KeyError: 'prompt' (uneven_env.py, line 20)" in groups[1].error
+    assert "item 1 cannot be a task: KeyError: 'prompt' (uneven_env.py, line 20)" in groups[1].error
     assert "format_prompt gave None" in groups[2].error
     assert "4 groups (2 failed)" in capsys.readouterr().err
 

@@ -59,7 +59,7 @@ def test_columns_under_other_names(tmp_path: Path) -> None:
         ("t.jsonl", '{"id": 1}\n{torn\n[1]\n{"id": 2}\n', ["not JSON: Expecting property name", "not an object: list"]),
         ("t.jsonl", f'{{"id": 1}}\n{"[" * 100_000}\n{{"id": 2}}\n', ["not JSON: maximum recursion depth"]),
         ("t.json", '[{"id": 1}, 3, {"id": 2}]', ["not an object: int"]),
-        ("t.csv", "id,x\n1,2\n1\n1,2,3\n3,4\n", ["line 3 of t.csv has not the 2 fields", "line 4 of t.csv"]),
+        ("t.csv", "id,x\n1,2\n1\n1,2,3\n3,4\n", ["line 3 of t.csv does not have the 2 fields", "line 4 of t.csv"]),
     ],
 )
 def test_a_bad_row_is_an_error_and_the_rest_goes_on(tmp_path: Path, name: str, text: str, messages: list[str]) -> None:

@@ -129,7 +129,7 @@ def test_an_extended_run_is_replayed_whole(capsys: pytest.CaptureFixture[str]) -
     assert palaestra("replay", str(run.journal.parent), "--environment", "plain_env.py") == 1, (
         "what it was is not what it would give now"
     )
-    assert "no task has its number now" in capsys.readouterr().out
+    assert "no task has this number any more" in capsys.readouterr().out
 
 
 def test_a_damaged_last_line_costs_that_line_however_often_the_run_goes_on() -> None:

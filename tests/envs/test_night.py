@@ -178,7 +178,7 @@ def test_what_a_part_without_prices_used_counts_by_those_of_the_next(tmp_path: P
     told = subprocess.run(
         [sys.executable, "-m", "palaestra", "status", str(run)], capture_output=True, text=True, check=True
     )
-    assert f"and that of {status.unpriced_tokens:,} tokens without a price" in told.stdout
+    assert f"plus the cost of {status.unpriced_tokens:,} tokens without a price" in told.stdout
 
 
 def test_others_see_a_live_run(tmp_path: Path) -> None:

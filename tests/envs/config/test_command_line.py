@@ -198,7 +198,7 @@ def test_environment_variables_name_the_server() -> None:
         (["process", "--polcy", "oracle"], "unknown flag --polcy. Did you mean --policy?"),
         (["process", "--env.max_item=3"], "Did you mean --env.max_items?"),
         (["proces"], "unknown command 'proces': process, evaluate or serve. Did you mean process?"),
-        ([], "say what to do: process, evaluate or serve."),
+        ([], "no command was given: process, evaluate or serve."),
         (["process", "stray"], "unexpected word 'stray'"),
         (["process", "--group", "2", "3"], "--group: takes one value, got 2: 2 3"),
         (["process", "--group"], "--group: needs a value (int)"),

@@ -252,7 +252,7 @@ def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) 
     assert said.count("is not sent: its shortest rollout has") == 1
     assert "the trainer takes 64. Offer fewer tools (--env.enabled_toolsets)" in said
     assert "0 groups delivered" in said
-    assert "2 had nothing but rollouts that are too long" in said
+    assert "2 had only rollouts that are too long" in said
 
 
 def new_output(root: Path) -> RunOutput:
