@@ -216,7 +216,7 @@ def test_a_workspace_that_cannot_be_prepared_any_more_is_no_equal_run(
 def test_an_environment_that_asks_the_model_itself_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = record(folder, COLLECTING)
     assert palaestra("replay", run, *HERE) == 2
-    assert "collecting collects its rollouts itself" in capsys.readouterr().err
+    assert "collecting collects its rollouts in its own collect_ method" in capsys.readouterr().err
 
 
 def test_runs_without_the_records_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

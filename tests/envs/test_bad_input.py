@@ -37,7 +37,7 @@ def test_a_source_without_a_usable_row_is_one_message(
     Path("bad.csv").write_text("colour\nred\n")
     wanted = {
         "absent.jsonl": "there is no data set absent.jsonl",
-        "empty.jsonl": "no usable task",
+        "empty.jsonl": "no task",
         "bad.csv": "1 left out",
     }
     for source, message in wanted.items():

@@ -84,7 +84,7 @@ class ListedEnv(HermesAgentBaseEnv):
             logger.warning("left out: %d more unusable items", len(self.left_out) - MOST_SHOWN)
         if not self.items:
             said = f"; {len(self.left_out)} left out, for the reasons above" if self.left_out else ""
-            raise ConfigError(f"{self.source} has no usable task among the chosen ones{said}")
+            raise ConfigError(f"{self.source} has no task that can be used among the chosen ones{said}")
 
     @property
     def source(self) -> str:

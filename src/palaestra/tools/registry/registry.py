@@ -54,7 +54,7 @@ class ToolRegistry:
             self._arguments[tool.name] = arguments
 
     def with_tools(self, tools: Iterable[Tool] | None = None, *, replayed: bool | None = None) -> ToolRegistry:
-        """Return a copy, with other `tools` if given."""
+        """Return a copy of the registry, with `tools` in place of its own if they are given."""
         return ToolRegistry(
             self._tools.values() if tools is None else tools,
             self.missing,

@@ -181,7 +181,7 @@ class DirectSlot(Requests):
         return False
 
     async def read(self, op: str, fields: Fields) -> bytes:
-        """Read a file in this process; otherwise see `Requests.read`."""
+        """Read a file in this process if possible; otherwise request it from the server, as `Requests.read` does."""
         if op == "read" and self._has_file(fields):
             try:
                 path = files.absolute(fields["path"])

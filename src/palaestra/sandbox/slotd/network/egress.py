@@ -41,8 +41,8 @@ class EgressGates:
         self._pid = self._process = -1
 
     def open(self, slot: ServerSlot, allow: list[str] | None) -> None:
-        """Open a slot's proxy port, or without a list its network device. Raises OSError if its network cannot be
-        entered."""
+        """Open a slot's proxy port or, if the slot has no list of hosts, its network device. Raises OSError if its
+        network cannot be entered."""
         name = slot.name
         message: Fields = {"slot": name, "ports": self.ports}
         if allow is None:

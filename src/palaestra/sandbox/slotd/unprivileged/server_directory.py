@@ -87,7 +87,7 @@ def workspace_link() -> bool:
 
 
 def _make_passable(path: str) -> None:
-    """Make a directory through which users of slots pass to their own. Raises FileExistsError."""
+    """Make a directory that users of slots may pass through to reach their own directories. Raises FileExistsError."""
     os.mkdir(path, 0o711)
     os.chmod(path, 0o711)  # noqa: S103
 
