@@ -111,8 +111,9 @@ def test_process_does_not_evaluate_for_a_setting_of_the_script_alone() -> None:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(("handling", "most"), [("STOP_TRAIN", 0), ("LIMIT_TRAIN", 1), ("NONE", 2)])
+@pytest.mark.parametrize(("handling", "most"), [("STOP_TRAIN", 0), ("LIMIT_TRAIN", 1), ("NONE", 3)])
 def test_how_much_goes_on_during_an_evaluation(handling: str, most: int) -> None:
+    """Two groups roll out at a time, and one more has begun that waits for a place."""
     Path("words_env.py").write_text(CLASS.replace("WORKERS", "2"))
     flags = ["--env.steps_per_eval", "3", "--env.eval_handling", handling, "--env.total_steps", "9"]
     assert main(["run", "words_env.py", "--policy", "oracle", *flags]) == 0

@@ -148,7 +148,7 @@ class _Replay:
         for number in sorted(set(self.recording.numbers) - self._played):
             left_out = self.recording.numbered(number) if number < limit else None
             if left_out is not None:
-                end = OtherEnd(left_out.group_id, "played", "whole", "no task has its number now")
+                end = OtherEnd(left_out.group_id, "played", "whole", "no task has this number any more")
                 self.comparison.other_ends.append(end)
         return self.comparison
 

@@ -305,7 +305,7 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
             try:
                 copy = GroupsFile(Path(config.data_path_to_save_groups), env=env, model=model, messages=keeps)
             except DiskError as error:
-                why = str(error).partition(". What was written")[0]
+                why = str(error).partition(". Earlier data")[0]
                 raise ConfigError(f"{why} (--out, data_path_to_save_groups)") from None
         opened.pop_all()
     settings |= {"groups_file": str((copy or groups).path.resolve()), "run_folder": str(folder.path.resolve())}
