@@ -275,19 +275,17 @@ class GroupRun:
             raise failure
 
     async def _roll_out_each(self, indices: Iterable[int]) -> None:
+        places = None if self.env.collects_groups else self._places
         async with asyncio.TaskGroup() as rollouts:
             for index in indices:
                 played = self._played.pop(index, None)
-                ending = self._roll_out_placed(index) if played is None else self._record_played(played)
-                rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
-
-    async def _roll_out_placed(self, index: int) -> None:
-        if self._places is None or self.env.collects_groups:
-            await self._roll_out_one(index)
-            return
-        async with self._places:
-            self._unused_places -= 1
-            await self._roll_out_one(index)
+                if places is not None:
+                    await places.acquire()
+                    self._unused_places -= 1
+                ending = self._roll_out_one(index) if played is None else self._record_played(played)
+                task = rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
+                if places is not None:
+                    task.add_done_callback(places.release)
 
     async def _roll_out_tree(self, indices: Sequence[int], branches: range) -> None:
         """Roll out the roots, and then the branches, which continue them."""

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -60,10 +61,12 @@ class Places:
         self._open -= rollouts
         self._freed.set()
 
-    async def __aenter__(self) -> None:
+    async def acquire(self) -> None:
+        """Wait for the place of one rollout of a group that has begun."""
         await self._running.acquire()
 
-    async def __aexit__(self, *exc: object) -> None:
+    def release(self, rollout: asyncio.Future[Any]) -> None:
+        """Free the place of a rollout that has ended."""
         self._running.release()
         self.free(1)
 

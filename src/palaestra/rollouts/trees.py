@@ -25,7 +25,7 @@ from palaestra.core.errors import ConfigError, InfraError, SandboxError
 from palaestra.core.types import Message
 from palaestra.inference.ledger.records import LedgerRecord, unpacked_logprobs
 from palaestra.rollouts.events import TurnTaken
-from palaestra.rollouts.grading.links import SCRATCH
+from palaestra.rollouts.grading.tampering import SCRATCH
 from palaestra.rollouts.records import Fork, Trajectory
 from palaestra.rollouts.resume.recorded_turns import RecordedTurns
 from palaestra.rollouts.resume.state import CutOff, taken_until

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError
-from palaestra.rollouts.grading.links import SCRATCH, detach_links
-from palaestra.rollouts.grading.tampering import CACHE, Rule, is_below, library_directories, link, names_in
+from palaestra.rollouts.grading.tampering import CACHE, SCRATCH, Rule, is_below, library_directories, link, names_in
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.registry.build import unrestricted
@@ -56,8 +55,8 @@ class Grading:
         self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
-        self._detached: list[Change] = []
-        """The changes that a default view shows, whose links may have to be replaced."""
+        self._seen: list[Change] = []
+        """The changes that a default view shows."""
         self.left_out: tuple[str, ...] = ()
         """Changed paths that the check does not see, at most `MOST_LEFT_OUT`."""
         self._tools: list[ToolRuntime] = []
@@ -174,7 +173,10 @@ class Grading:
                         await link(self._slot, self._libraries)
                     if self._carried:
                         await self._restore_scratch(self._slot)
-                    await detach_links(self._slot, self.rollout.task, self._detached)
+                    if _may_have_links(self._seen):
+                        from palaestra.rollouts.grading.links import detach_links  # most work has none
+
+                        await detach_links(self._slot, self.rollout.task, self._seen)
                     await _start_somewhere(self._slot)
                 return self._slot
 
@@ -247,7 +249,7 @@ class Grading:
             view = await self.view(task.paths, programs=task.programs)
             seen = [each for each in await self.changes() if _is_seen(each, view.only)]
             seen = [each for each in seen if not is_below(each.path, view.without)]
-            self._detached = [replace(each, path=each.path.removeprefix(CARRIED)) for each in seen]
+            self._seen = [replace(each, path=each.path.removeprefix(CARRIED)) for each in seen]
         if view == View():
             return sealed
         narrowed = await self.pool.view(sealed, view)
@@ -290,6 +292,11 @@ def _is_seen(change: Change, only: Sequence[str]) -> bool:
     """Return whether a change is below one of these paths, or is a directory above one and does not replace it."""
     above = change.kind == "dir" and not change.opaque and any(is_below(path, [change.path]) for path in only)
     return above or is_below(change.path, only)
+
+
+def _may_have_links(changes: Sequence[Change]) -> bool:
+    """Whether changed files include symbolic links, or may be hard links to each other."""
+    return any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1
 
 
 async def _start_somewhere(slot: Slot) -> None:

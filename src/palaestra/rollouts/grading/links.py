@@ -17,10 +17,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from palaestra.core.types import Task
+from palaestra.rollouts.grading.tampering import SCRATCH
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot
-
-SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
-"""Writable places outside of the layers of a slot."""
 
 _NAME = re.compile(r"[\w.+@%-]+")
 _ABOUT_LINKS = re.compile(r"\b(?:sym|hard)?links?\b|\blinked\b|\bln\b|\bsymbolic", re.IGNORECASE)

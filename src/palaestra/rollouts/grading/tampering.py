@@ -27,6 +27,9 @@ from palaestra.sandbox.slot import Change, Slot
 CACHE = "/etc/ld.so.cache"
 """The cache in which the loader of the GNU C library looks up a name first."""
 
+SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
+"""Writable places outside of the layers of a slot."""
+
 LOADER = re.compile(
     r"/etc/(?:ld\.so\.(?:preload|cache|conf|conf\.d(?:/.*)?)|ld-musl-[^/]*\.path|nsswitch\.conf|ssl/openssl\.cnf"
     r"|perl(?:/.*)?)|.*/gconv/.*",
