@@ -127,8 +127,9 @@ def command(
         model, rest = _model(words)
         if trainer not in (None, "tinker") or resume is not None or rest:
             raise ConfigError(
-                "--batches-from takes --model, --trainer tinker, --out and the settings of the training, and no "
-                f"environment{f': {rest[0]}' if rest else ''}; the same --out continues a training"
+                "--batches-from cannot be combined with an environment"
+                f"{f' ({rest[0]})' if rest else ''}, --resume or another trainer than tinker. To continue a training "
+                "run, give its --out again"
             )
         config = TrainingConfig(**{"max_difference": 2.0, **settings})
         folder = out or Path("runs/batches")

@@ -207,7 +207,10 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
     for arguments in (_PLAIN_ARGUMENTS, ARGUMENTS):
         text = _written(renderer, template, tokenizer, arguments)
         if text is None:
-            return not_applicable(ROUND_TRIP, "the template does not write a reply after the prompt for one")
+            return not_applicable(
+                ROUND_TRIP,
+                "no reply follows the template's generation prompt, or no stop token ends it",
+            )
         written[text] = arguments
     try:
         chosen = get_parser(parser)

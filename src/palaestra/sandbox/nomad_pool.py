@@ -1,4 +1,4 @@
-"""The contract's name of a pool whose slots are in Nomad."""
+"""`NomadToolBackend`, the contract's class for a pool whose slots run on Nomad."""
 
 from __future__ import annotations
 

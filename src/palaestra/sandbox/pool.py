@@ -143,7 +143,7 @@ class _Holding:
 class SlotPool:
     """Implements `SlotSource`. `async with` starts the backend and ends it with every slot.
 
-    `backend` defaults to the one that the config is for: this machine's, at the best isolation level, or nomad.
+    `backend` defaults to Nomad if `config` has a field of Nomad, else to this machine at the best isolation level.
     `memory` gives the bytes that are available on this machine. Raises `ConfigError` for settings of another backend.
     """
 

@@ -62,7 +62,7 @@ async def run(
     `env` is a function environment, also called with its arguments, a class environment, or text that `palaestra run`
     takes: a name, a file, `file.py:name`. The agent is a scripted `policy` ("oracle", "noop", "patch:FILE",
     "replay:RUN"), the `model` at `base_url`, or a `server`: an `APIServerConfig`, an engine that the run starts and
-    closes (`TransformersEngine`), or several. At most `tasks` groups of `group_size` rollouts are run; With `evaluate`,
+    closes (`TransformersEngine`), or several. At most `tasks` groups of `group_size` rollouts are run. With `evaluate`,
     held-out tasks are run and pass@k is computed. `settings` are further settings of the environment, its own
     parameters and those of the server (`concurrency`, `max_agent_turns`, `api_key`, …).
 

@@ -141,9 +141,9 @@ def command(
       palaestra tasks build terminal --tasks 50 --level 3 --area git --area text --out git.jsonl
 
     Areas: files, text, logs, tables, formats, archives, permissions, processes, git, databases and scripts. A task of
-    level k combines k kinds of work. Equal seeds give equal bytes. Each task is checked in slots before it is written:
-    its initial state is right, an oracle gets the full score, and doing nothing or merely creating the files gets
-    none. No network is used.
+    level k combines k kinds of work. The same options and seed give the same file. Each task is checked in slots
+    before it is written: its initial state is right, an oracle gets the full score, and doing nothing or merely
+    creating the files gets none. No network is used.
     """
     selection = TaskSelection(seed, levels, families, areas)
 

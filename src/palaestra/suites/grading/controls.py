@@ -194,8 +194,8 @@ class Controls:
             raise ControlsTimedOut("the reference solution did not end its rewritten tests in time")
 
     def _trial(self, certain: bool) -> RewrittenTests:
-        """Return every test once unchanged, and falsified at one site each. `certain` omits sites that may never
-        end."""
+        """Return one unchanged copy of every test, and one for each sampled site that is falsified only there.
+        `certain` omits sites that may never end."""
         chosen: dict[TestPlace, list[Mapping[int, Falsification]]] = {}
         for place, test in self._tests.items():
             sites = [(number, site) for number, site in enumerate(test.sites) if site.certain or not certain]
@@ -373,7 +373,7 @@ class Controls:
 
 
 class TaskControls:
-    """The controls of an environment's tasks. The controls of a task are made once, when its first work passes."""
+    """The controls of an environment's tasks. Each task's controls are made once, when work first passes its tests."""
 
     def __init__(self) -> None:
         self._made: dict[str, Controls] = {}

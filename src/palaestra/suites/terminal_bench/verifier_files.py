@@ -296,9 +296,9 @@ async def _shadowing(
 ) -> set[str]:
     """The agent's new files below these directories that have the place of a module of the image.
 
-    Interpreters differ in where they look, so the rule is theirs in common: a module is found by its path below a
-    directory of the search path. A file is a shadow if a directory of the image has a file of the same path, or a
-    package of the same name with a file of the same name.
+    Interpreters search for modules in different places. This function uses the rule that they share: a module is
+    found by its path below a directory of the search path. A file is a shadow if a directory of the image has a file
+    of the same path, or a package of the same name with a file of the same name.
     """
     places: dict[str, set[str]] = {}
     for change in changes:

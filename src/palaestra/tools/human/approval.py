@@ -50,7 +50,7 @@ _DANGERS: Sequence[tuple[str, str]] = (
     ("deletes what a search finds", r"\bfind\b[^;|&\n]{0,300}\s-(?:delete\b|exec(?:dir)?\s+(?:\S*/)?rm\b)"),
     ("writes to a device or makes a file system", _START + r"(?:mkfs\S*|wipefs|fdisk|parted)\b|\bof=/dev/(?!null\b)"),
     ("writes to a device or makes a file system", r">\s*/dev/(?:sd|nvme|hd|vd|mmcblk|disk)"),
-    ("changes permissions or owners of everything below", _START + r"(?:chmod|chown|chgrp)\s+(?:\S+\s+){0,20}?-\S*R"),
+    ("changes permissions or owners recursively", _START + r"(?:chmod|chown|chgrp)\s+(?:\S+\s+){0,20}?-\S*R"),
     ("acts as root", _START + r"(?:sudo|doas|su)\b"),
     ("stops the machine or its services", _START + r"(?:shutdown|reboot|halt|poweroff|init\s+[06])\b"),
     ("stops the machine or its services", _START + r"systemctl\s+(?:\S+\s+){0,20}?(?:stop|disable|mask|kill)\b"),

@@ -73,7 +73,7 @@ class Reindent:
 
     @classmethod
     def between(cls, written: Sequence[str], real: Sequence[str]) -> Reindent:
-        """Build the map from pairs of corresponding lines; the first pair with an indentation decides."""
+        """Build the map from pairs of corresponding lines. For each indentation, the first pair that has it decides."""
         mapping: dict[str, str] = {}
         for model_line, file_line in zip(written, real, strict=True):
             if model_line.strip() and file_line.strip():

@@ -181,8 +181,8 @@ TASK_TOOLS: ContextVar[TaskTools | None] = ContextVar("task_tools", default=None
 
 
 def tools_of_task(task_id: str | None) -> TaskTools | None:
-    """Return the tools of the current rollout if `task_id` is None or its task, else None: then the task has its own
-    slot."""
+    """Return the tools of the current rollout if `task_id` is None or names its task. Otherwise return None, because
+    another task has its own slot."""
     found = TASK_TOOLS.get()
     return found if found is not None and task_id in (None, found.task_id) else None
 

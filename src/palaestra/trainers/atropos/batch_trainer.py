@@ -63,7 +63,7 @@ class BatchTrainer:
         self._clock = clock or SystemClock()
 
     async def run(self) -> TrainingState:
-        """Train to the last step. Raises `TrainerError` if the API is gone, `ConfigError` and `DiskError`."""
+        """Train to the last step. Raises `ConfigError`, `DiskError`, or `TrainerError` if the API is gone."""
         self._files = TrainingFiles(self._folder)
         self._batches = self._folder / "batches"
         with writing(self._batches):

@@ -96,8 +96,8 @@ new id, and its groups join those of its former process."""
 
 
 class Exchange:
-    """The state of a trajectory server. `most_groups` and `most_bytes` limit how much may wait; clock readings are the
-    caller's."""
+    """The state of a trajectory server. `most_groups` and `most_bytes` limit the queue. Callers pass the time to
+    the methods that need it."""
 
     def __init__(self, *, most_groups: int = 10_000, most_bytes: int = 2 << 30) -> None:
         self.most_groups = most_groups
@@ -347,7 +347,8 @@ def _counts_from(registration: Registration) -> tuple[int, int]:
 
 
 def exact(sizes: Sequence[int], target: int) -> list[int] | None:
-    """Return places of `sizes` (each at least 1), in order, that sum to `target`; None if no choice does.
+    """Return the indices of entries of `sizes` (each at least 1), in order, that sum to `target`; None if no choice
+    does.
 
     It considers as few as possible, and of several choices takes the one with the oldest entries. Bit `s` of
     `reached[n]` is set if some of the first n sizes sum to s.
@@ -372,7 +373,8 @@ def _walk_back(sizes: Sequence[int], reached: Sequence[int], left: int) -> list[
 
 
 def combined(sizes: Sequence[int], unit: int) -> list[int] | None:
-    """Return places of `sizes` that sum to `unit`, else to its smallest possible multiple; None if there is none.
+    """Return the indices of entries of `sizes` that sum to `unit` or, if none do, to its smallest possible multiple;
+    None if no entries sum to a multiple.
 
     Among any `unit` sizes, some sum to a multiple of it, so fewer than `unit` ever have to wait.
     """

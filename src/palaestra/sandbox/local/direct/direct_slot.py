@@ -1,6 +1,6 @@
 """Serves a slot's commands, shells and small files without the slot server, which saves two process wake-ups.
 
-At the level `full` the server and its client are root of the same machine. For each slot the server hands over a
+At the level `full`, the server and its client run as root on the same machine. For each slot the server hands over a
 descriptor of its root and a line to its init, and the client then acts like the server, with the same code
 (`slotd/exec`, `slotd/files.py`). The server makes, freezes and ends the slot. It also serves other requests and those
 that fail here (a missing file, no free descriptor in this process), so that errors read the same.

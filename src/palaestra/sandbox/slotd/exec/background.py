@@ -69,7 +69,7 @@ class BackgroundProcesses:
             else:
                 process = self._processes.get(fields["process"])
                 if process is None:
-                    raise OSError(errno.ESRCH, "no such process of this slot; it may have been forgotten after its end")
+                    raise OSError(errno.ESRCH, "no such process in this slot; the record of an ended one may be gone")
                 if op == "dismiss":
                     del self._processes[process.name]
                 _OPERATIONS[op](process, frame.request, fields, frame.data)

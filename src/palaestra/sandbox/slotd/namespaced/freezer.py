@@ -26,8 +26,8 @@ _GONE = {b"Z", b"X"}
 
 
 def freeze(init: int) -> Generator[None, None, list[int]]:
-    """Stop all descendants of a slot's init, as a job; returns the pids for `thaw`. Raises `CannotMake` after letting
-    all continue."""
+    """Stop all descendants of a slot's init, as a job; returns the pids for `thaw`. If they do not stop in time, lets
+    those that stopped continue and raises `CannotMake`."""
     stopped: list[int] = []
     asleep: set[int] | None = None
     deadline = time.monotonic() + PATIENCE_S

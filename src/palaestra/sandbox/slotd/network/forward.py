@@ -171,7 +171,7 @@ def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
 
 
 async def copy(reader: StreamReader, writer: StreamWriter, patience_s: float | None) -> None:
-    """Copy until the end. Raises OSError, and TimeoutError if no data arrives for a time."""
+    """Copy until the end. Raises OSError, and TimeoutError if no data arrives for `patience_s` seconds."""
     while True:
         async with asyncio.timeout(patience_s):
             data = await reader.read(_PIECE_BYTES)

@@ -39,7 +39,7 @@ MINIMUM, SCOPED = 2, 6
 
 
 def version() -> int:
-    """Return the interface version of this kernel; 0 without Landlock, or if a container forbids it."""
+    """Return the Landlock ABI version of this kernel; 0 if Landlock is missing or a container blocks it."""
     return max(0, syscalls.raw(_CREATE, None, 0, _VERSION))
 
 
