@@ -67,7 +67,7 @@ def test_a_training_resumes_with_no_server_that_the_folder_names(
     assert palaestra("train", "--resume", run) == 2
     said = capsys.readouterr().err
     assert "was not recorded here" in said
-    assert "name the model to train" in said
+    assert "specify the model to train" in said
 
 
 @pytest.mark.slots

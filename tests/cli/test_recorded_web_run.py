@@ -194,7 +194,7 @@ def test_a_recording_that_is_not_there_is_an_error_before_the_run(
     assert palaestra("run", "birds_env.py", *flags) == 2
     assert "needs world_file" in capsys.readouterr().err
     assert palaestra("run", "birds_env.py", *flags, "--env.world_file", "none.jsonl") == 2
-    assert "none.jsonl is not there" in capsys.readouterr().err
+    assert "none.jsonl does not exist" in capsys.readouterr().err
     assert not (folder / "runs").exists()
 
 

@@ -44,7 +44,7 @@ def test_it_lies_among_the_others_and_takes_nobodys_place(
     listed = json.loads(capsys.readouterr().out.partition("\n")[2])[0]
     assert (listed["name"], listed["summary"][:6]) == ("words", "Words:")
     assert said("env", "new", "words_env.py") == 2
-    assert "environments/words_env.py is there already" in capsys.readouterr().err
+    assert "environments/words_env.py already exists" in capsys.readouterr().err
     assert said("env", "new", "My-Words") == 2
 
 

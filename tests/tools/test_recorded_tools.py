@@ -164,7 +164,7 @@ def test_a_world_that_cannot_be_is_refused(tmp_path: Path) -> None:
         ("replays", tmp_path, r"one of record, live, replay, fill\. Did you mean replay"),
         ("replay", None, "needs a recording"),
         ("fill", None, "needs a recording"),
-        ("replay", tmp_path, "is not there"),
+        ("replay", tmp_path, "does not exist"),
     ):
         with pytest.raises(ConfigError, match=says):
             open_world(mode, path)

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -78,7 +78,8 @@ class GroupRun:
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._places = places
-        self._unused_places = run.settings.group_size
+        self.reserved = run.settings.group_size
+        """How many of the group's places are not free again; at least one until the runner has passed the group on."""
         self._preparing = asyncio.Lock()
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
@@ -108,8 +109,6 @@ class GroupRun:
         finally:
             if self._snapshot is not None:
                 await asyncio.shield(run.workspaces.pool.forget(self._snapshot))
-            if self._places is not None:
-                self._places.free(self._unused_places)
         run.events.emit(GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error))
         await run.events.journal.commit()
         await self.env.ended(self.task, group)
@@ -281,11 +280,16 @@ class GroupRun:
                 played = self._played.pop(index, None)
                 if places is not None:
                     await places.acquire()
-                    self._unused_places -= 1
                 ending = self._roll_out_one(index) if played is None else self._record_played(played)
                 task = rollouts.create_task(ending, name=f"{self.group.group_id}/{index}")
                 if places is not None:
-                    task.add_done_callback(places.release)
+                    task.add_done_callback(partial(self._free_place, places))
+
+    def _free_place(self, places: Places, rollout: asyncio.Future[Any]) -> None:
+        places.release()
+        if self.reserved > 1:
+            self.reserved -= 1
+            places.free(1)
 
     async def _roll_out_tree(self, indices: Sequence[int], branches: range) -> None:
         """Roll out the roots, and then the branches, which continue them."""

@@ -152,10 +152,12 @@ class Runner:
         run = GroupRun(self.env, context, number, task, places)
         try:
             group = await run.run()
+            self._hand_on(group)
         finally:
             if run.begun:  # otherwise the earlier part's group still counts
                 self._finished_before.pop(number, None)
-        self._hand_on(group)
+            if places is not None:
+                places.free(run.reserved)
         self._watch_engine(group)
         return group
 

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -57,7 +56,7 @@ class Places:
         self._open += rollouts
 
     def free(self, rollouts: int) -> None:
-        """Give back what `reserve` got, as rollouts end."""
+        """Let a further group begin in place of so many rollouts that have ended."""
         self._open -= rollouts
         self._freed.set()
 
@@ -65,10 +64,9 @@ class Places:
         """Wait for the place of one rollout of a group that has begun."""
         await self._running.acquire()
 
-    def release(self, rollout: asyncio.Future[Any]) -> None:
-        """Free the place of a rollout that has ended."""
+    def release(self) -> None:
+        """Let another rollout run."""
         self._running.release()
-        self.free(1)
 
 
 async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) -> AsyncIterator[Numbered]:
