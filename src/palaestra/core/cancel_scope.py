@@ -1,4 +1,4 @@
-"""Blocks of code that another task can end, such as the work in progress of an owner that is closed."""
+"""Lets another task end blocks of code in progress, for example when the owner of the work is closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Ending:
-    """Blocks of one owner, on one loop, that another task can end. `end` returns when every block in progress has
+    """The blocks of one owner, on one event loop, that another task can end. `end` returns when all of them have
     ended."""
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Ending:
 
     @asynccontextmanager
     async def block(self, error: Exception) -> AsyncIterator[None]:
-        """Raise `error` when another task ends the block, after its code was cancelled and has cleaned up."""
+        """Run the block. If another task ends it, its code is cancelled and cleans up, and then `error` is raised."""
         ended, limit = asyncio.Event(), asyncio.timeout(None)
         try:
             async with limit:

@@ -1,4 +1,4 @@
-"""Clocks that are passed in, so that tests never sleep, and time that is not charged to a rollout.
+"""Injected clocks, so that tests never sleep, and a way to exclude time from the clocks of rollouts.
 
 Code that waits for its turn or for a failing service stops the clocks of its rollouts. A context variable holds these
 clocks, because a transport or a pool knows nothing of rollouts.
@@ -38,13 +38,13 @@ class SystemClock:
 
 
 StoppedClock = Callable[[], AbstractContextManager[None]]
-"""Makes a block in which a clock stands still. Blocks of several tasks may overlap."""
+"""Creates a context manager that stops a clock for its block. Blocks of several tasks may overlap."""
 
 _clocks: ContextVar[tuple[StoppedClock, ...]] = ContextVar("clocks", default=())
 
 
 class ChargedTo:
-    """In the block, code and the tasks that it starts stop this clock during uncharged time."""
+    """While the block runs, uncharged time of its code, and of the tasks that it starts, stops this clock."""
 
     __slots__ = ("_before", "_standing")
 
@@ -61,7 +61,7 @@ class ChargedTo:
 
 @contextmanager
 def uncharged() -> Iterator[None]:
-    """In the block, the clocks of the surrounding code stand still."""
+    """While the block runs, stop the clocks to which the surrounding code is charged."""
     with ExitStack() as stack:
         for standing in _clocks.get():
             stack.enter_context(standing())

@@ -45,7 +45,8 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: JSON, info: ValidationInfo) -> JSON:
-        """Reject a boolean: YAML reads an unquoted yes, no, on or off as one, and Python would take it for 1 or 0."""
+        """Reject a boolean: YAML reads an unquoted yes, no, on or off as a boolean, which Python would take for 1 or
+        0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ConfigError("must be a number")
@@ -154,8 +155,8 @@ def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[Mod
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message, ` Did you mean NAME?`, for the closest of `known`, or an empty string. Flags are
-    compared by their last part, because all of them begin alike."""
+    """Return ` Did you mean NAME?` for the closest of `known`, to append to a message, or an empty string. Flags are
+    compared by their last part, because they share the first one."""
     if word.startswith("--"):
         flags = {_last_part(flag): flag for flag in known}
         near = difflib.get_close_matches(_last_part(word), flags, n=1, cutoff=0.7)
@@ -201,7 +202,7 @@ def _explain(
 
 
 def _short(name: str, value: JSON) -> str:
-    """Return the value for a message: short, and never a secret."""
+    """Return the value for a message, shortened, or hidden if it is a secret."""
     text = "(hidden)" if is_secret(name) else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -233,8 +234,8 @@ _SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
 
 def flags_as_typed(message: str, argv: Sequence[str]) -> str:
-    """Return a message with settings named by the flags of `argv`; others by short flags, unless `argv` has long
-    ones."""
+    """Return the message with settings named by the flags in `argv`. Other settings are named by short flags, unless
+    `argv` has long flags."""
     typed = {word.partition("=")[0] for word in argv}
     long = any(_SETTING.fullmatch(word) for word in typed)
 
@@ -250,7 +251,7 @@ _FLAG = re.compile(r"--(?:(?:env|openai)\.(?=\w)|(?=policy\b))")
 
 @contextmanager
 def python_names() -> Iterator[None]:
-    """Name arguments in an error in place of the flags of the same settings, for Python callers."""
+    """In the block, make errors name the arguments of a Python call instead of the flags for the same settings."""
     try:
         yield
     except PalaestraError as error:
@@ -264,7 +265,8 @@ def is_secret(name: str) -> bool:
 
 
 def read_yaml(text: str) -> JSON:
-    """Return the one YAML document of a text, as plain data. Raises `ValueError` for any other text."""
+    """Parse a text that holds exactly one YAML document, and return plain data. Raises `ValueError` for any other
+    text."""
     import yaml  # imported here, because most runs read no YAML
 
     try:

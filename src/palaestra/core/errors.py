@@ -148,8 +148,8 @@ class PlatformError(InfraError):
 
 
 class PlatformUnavailable(PlatformError, ConnectionError):
-    """The platform does not answer or limits the rate; a later try can succeed. `retry_after_s` is the wait that it
-    asks for."""
+    """The platform does not answer or limits the rate; a later try can succeed. `retry_after_s` is the wait that the
+    platform requests."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

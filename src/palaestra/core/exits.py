@@ -1,4 +1,4 @@
-"""Exit codes and messages for failures at the end of a process. A bug is a traceback and never looks expected.
+"""Exit codes and messages for failures at the end of a process. A bug prints a traceback, unlike an expected failure.
 
 0 done                       3 finished with more unscored rollouts than allowed, or paused
 1 failed, or a bug           4 the model server is unreachable or refused
@@ -123,7 +123,7 @@ def _logged() -> Iterator[None]:
 
 
 def read_failure(error: BaseException) -> ProcessFailure | None:
-    """Return the failure that `error` means to a user, or None for a bug. In a group of errors, one bug makes it a
+    """Return the failure to report for `error`, or None for a bug. A group of errors that contains a bug counts as a
     bug."""
     found = list(leaves(error))
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
@@ -163,7 +163,7 @@ def _write_error(line: str) -> None:
 
 
 def told_to_stop() -> asyncio.Event:
-    """Return an event that is set when the process gets SIGINT or SIGTERM. It is for servers that run at the command
+    """Return an event that is set when the process gets SIGINT or SIGTERM. For servers that are started on the command
     line."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -94,7 +94,7 @@ def remember(secret: str | None) -> None:
 
 
 def remember_named(values: Mapping[str, str]) -> None:
-    """Call `remember` for the values whose names are those of secrets, such as headers and variables."""
+    """Call `remember` for the values, of headers or variables for example, whose names mark them as secrets."""
     for name, value in values.items():
         if _NAME.fullmatch(name):
             remember(value.rpartition(" ")[2])
@@ -107,7 +107,7 @@ def _forms(secret: str) -> list[str]:
         return [rf"(?<![\w./-]){re.escape(secret)}(?![\w/-]|\.\w)"]
     data = secret.encode("utf-8", "surrogateescape")
     found = [secret, quote(data, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1], data.hex()]
-    for skipped, before in ((0, 0), (2, 1), (3, 2)):  # it may begin at any byte of a group of three
+    for skipped, before in ((0, 0), (2, 1), (3, 2)):  # the secret may begin at any byte of a group of three
         for altchars in (b"+/", b"-_"):
             text = base64.b64encode(bytes(before) + data, altchars).decode()
             found.append(text[skipped : (before + len(data)) * 8 // 6])

@@ -1,4 +1,5 @@
-"""When to retry a request, and how long to wait before. The functions do no I/O; time comes from a clock.
+"""Decides when to retry a request, and how long to wait before each try. The functions do no I/O; time comes from a
+clock.
 
 Invariant: only transient failures are retried (rate limits, server errors, connection failures), never a refusal.
 """
@@ -35,7 +36,7 @@ class RetryPolicy:
         backoff_s = min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * rng.uniform(0.5, 1.0)
         if asked_s is None:
             return backoff_s
-        return min(self.longest_s, asked_s) + self.first_s * rng.random()  # spread clients with the same time
+        return min(self.longest_s, asked_s) + self.first_s * rng.random()  # so that not all clients retry together
 
 
 AT_START = RetryPolicy(attempts=4, first_s=0.25, longest_s=2.0)
@@ -61,8 +62,9 @@ def retry_after_s(header: str | None, now: float) -> float | None:
 
 
 class TransientFailure(Exception):
-    """A failure that may pass. `problem` is raised in the end if it does not; `asked_s` is the wait that the server
-    requested, `waited_s` how long the try waited for its turn, which does not count against the time for all tries."""
+    """A failure that may be temporary. `problem` is raised if no try succeeds. `asked_s` is the wait that the server
+    requested. `waited_s` is how long the try waited for its turn; this time does not count towards the limit for all
+    tries."""
 
     def __init__(self, problem: Exception, asked_s: float | None = None, waited_s: float = 0.0) -> None:
         super().__init__(str(problem))
@@ -83,7 +85,7 @@ async def persist(
     """Return the result of `send`, retried while it raises `TransientFailure`, within `timeout_s` for all tries
     together.
 
-    From the first failure on the time is `uncharged`: the service causes the wait. `send` gets the number of the try
+    After the first failure, time is `uncharged`, because the service causes the wait. `send` gets the number of the try
     (from 1) and the seconds left; `again` is called before each wait. Raises the last problem.
     """
     started_s, tries = clock.monotonic(), 1

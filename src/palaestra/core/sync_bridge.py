@@ -118,7 +118,7 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
 
 
 def wait_on(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]], twin: str) -> T:
-    """Call `wait_for_sync` for work of that loop, also from a bridged function that runs on another loop."""
+    """Call `wait_for_sync` for work that belongs to `loop`, even from a bridged function that runs on another loop."""
     here = running_loop()
 
     async def done() -> T:

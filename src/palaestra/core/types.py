@@ -50,7 +50,7 @@ class Blame(StrEnum):
 
 
 class Network(StrEnum):
-    """The network of a slot. `OFF` is an empty network namespace: not even the host's loopback."""
+    """The network of a slot. `OFF` is an empty network namespace, without even the host's loopback."""
 
     OFF = "off"
     ON = "on"
@@ -154,10 +154,10 @@ class Task:
     leaves the choice to the environment.
 
     `recipe` declares that the prepared workspace depends only on image, files, setup, the environment's hooks, the task
-    and this text (a version); runs on this machine then share it. With None, every run prepares it.
+    and this text (a version); runs on this machine then share the workspace. With None, every run prepares its own.
 
     A check sees the agent's changes in the workspace, in `/var/tmp` and below `paths`; it sees the rest of the root as
-    prepared. A task that installs programs has `/` in `paths`. `programs` names programs and their settings that the
+    prepared. A task that installs programs needs `/` in `paths`. `programs` names programs and their settings that the
     agent may add or replace; a check uses the prepared versions of all others.
 
     `floor` is the highest score without doing the work, which `palaestra env check` enforces. `data`, `solution` and

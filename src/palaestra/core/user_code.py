@@ -97,7 +97,8 @@ async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -
 
 
 def call_hook(kind: type[PalaestraError], hook: Callable[[], T], doing: str) -> T:
-    """Call a hook that is a plain function, with the errors of `run_hook`. It needs no task: it cannot wait."""
+    """Call a hook that is a plain function; errors are converted as in `run_hook`. Such a hook cannot wait, so it needs
+    no task."""
     try:
         return hook()
     except ConfigError as error:
@@ -121,7 +122,7 @@ def _raise_as(kind: type[PalaestraError], error: ConfigError | ForeignError, doi
 
 
 async def _cancelled(own: asyncio.Future[T], patience_s: float) -> None:
-    """Cancel the task until it has ended."""
+    """Cancel the task, repeatedly if necessary, until it has ended."""
     own.cancel()
     await asyncio.wait((own,), timeout=patience_s)
     while not own.done():
@@ -160,8 +161,8 @@ async def called(hook: Callable[..., object], *args: object) -> JSON:
 
 
 def place(error: BaseException) -> str:
-    """Return the line of the author's code that an error came from, as ` (my_env.py, line 12)`; empty if none took
-    part."""
+    """Return the line of the author's code that an error came from, as ` (my_env.py, line 12)`; empty if none of that
+    code was involved."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
@@ -215,7 +216,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 def score_of(answer: JSON, said: str) -> Score:
-    """Return the result of a score hook as a `Score`. Raises `GraderError` that begins with `said`."""
+    """Return the result of a score hook as a `Score`. Raises `GraderError` with a message that begins with `said`."""
     match answer:
         case Score():
             return answer

@@ -37,7 +37,7 @@ def not_written(path: Path, error: OSError) -> DiskError:
 
 
 def private(path: str, flags: int) -> int:
-    """Return an opener for `open`: a new file is for its owner alone."""
+    """Open a file, as the `opener` of `open`. Only the owner can read and write a new file."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 

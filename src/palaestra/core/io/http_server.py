@@ -37,7 +37,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only programs of this machine reach a server that listens there."""
+    """Return whether only programs on this machine can reach a server that listens on `host`."""
     if host.lower() == "localhost":
         return True
     try:
@@ -47,11 +47,11 @@ def is_loopback(host: str) -> bool:
 
 
 def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | None:
-    """Return the status and the reason why the sender of these headers may not call; None if it may.
+    """Return the status and the reason for refusing the sender of these headers; None if the sender may call.
 
-    With a token, it must be sent as `Authorization: Bearer TOKEN`. Without one, programs may call but web pages may
-    not: otherwise any site open in a browser on this machine could. A page is recognised by its origin, by the
-    browser's `Sec-Fetch-Site`, or by a host name that is not the loopback's.
+    If the server has a token, callers must send it as `Authorization: Bearer TOKEN`. Without a token, programs may call
+    but web pages may not; otherwise any site that is open in a browser on this machine could call the server. A page is
+    recognised by its origin, by the browser's `Sec-Fetch-Site`, or by a host name that is not the loopback's.
     """
     if token:
         scheme, _, given = headers.get("Authorization", "").partition(" ")
@@ -79,9 +79,9 @@ def guard(
     error: Callable[[int, str], web.Response] | None = None,
 ) -> Any:
     """The middleware that refuses callers by `refusal` and reads the bodies of the others. On `open_paths` it refuses
-    only requests with a body. Callers that `refusal` names cannot keep their connection.
-    `key_header` is a second header that may carry the token, for clients that send it there. `error` makes the response
-    from the status and the reason, for protocols with their own error format."""
+    only requests with a body. The connections of callers that `refusal` rejects are closed. `key_header` is a second
+    header that may carry the token, for clients that send it there. `error` makes the response from the status and the
+    reason, for protocols with their own error format."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -130,10 +130,10 @@ async def listening(
     shutdown_s: float = 2.0,
     handler_cancellation: bool = False,
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the URL, without a path. Port 0 takes a free one. A handler instead of an
-    application gets every request directly.
+    """Serve while the block runs; yields the URL, without a path. Port 0 selects a free port. A handler that is passed
+    instead of an application gets every request directly.
 
-    `token` is the one that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
+    `token` is the token that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
     seconds to finish. `handler_cancellation` cancels the handler of a client that disconnects. Raises `ConfigError` if
     the port cannot be opened, and for a host beyond the loopback without a token.
     """

@@ -3,7 +3,7 @@
     [project.entry-points."palaestra.environments"]
     my_words = "my_package.words:MyWordsEnv"
 
-A package that cannot be loaded breaks nothing else.
+A package that cannot be loaded does not affect the others.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -I -S supervised_command.py PARENT_PID COMMAND [ARGUMENT …]
 
-Standard library only: it runs by its path, in a process between the caller and the command. Input and output are the
-command's. Invariant: when this process ends by itself, no descendant of it lives; if it is killed, the kernel ends the
-command. A descendant outside the command's process group survives only if caller, supervisor and command are all
-killed.
+This file uses only the standard library, because it is run by its path, as a process between the caller and the
+command. The command inherits standard input and output. Invariant: when this process ends by itself, no descendant of
+it lives; if it is killed, the kernel ends the command. A descendant outside the command's process group survives only
+if caller, supervisor and command are all killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if child == 0:
         _become(libc, argv[1:])
     for descriptor in (0, 1):
-        os.close(descriptor)  # only the command holds them, so that this process sees it end
+        os.close(descriptor)  # then only the command holds them, and the caller sees end of file when it closes them
     status = None
     while status is None:
         if signal.sigwait(signals) == signal.SIGCHLD:
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def _become(libc: ctypes.CDLL, command: list[str]) -> None:
-    """Become the command, to be killed with this process."""
+    """Replace this forked process by the command. The kernel kills the command when the supervisor ends."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, set())
     try:

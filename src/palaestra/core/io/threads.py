@@ -1,7 +1,8 @@
-"""User functions called in threads: they may take any time, or never return. Our own blocking work uses
+"""Calls user functions in threads, because they may take any time or never return. Palaestra's own blocking work uses
 `asyncio.to_thread`.
 
-Such a function blocks neither the loop nor the process: cancelled calls free their place, and no thread is joined.
+Such a call blocks neither the event loop nor the end of the process: cancelled calls free their place, and no thread is
+joined.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CANCEL_S = 60.0
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 _idle: list[OneThread] = []
-os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of them
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has none of these threads
 
 
 async def in_own_thread(function: Callable[[], T]) -> T:
@@ -113,7 +114,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine to its end, also where another event loop runs in this thread, as in a notebook."""
+    """Run the coroutine to its end, even if an event loop already runs in this thread, as in a notebook."""
     if running_loop() is None:
         return asyncio.run(work)
     thread = LoopThread("palaestra")
