@@ -55,7 +55,7 @@ class AgentConfig:
 
     temperature: float = 0.7
     max_tokens: int | None = 4096
-    """The limit of one reply; None leaves it to the server."""
+    """The maximum number of tokens in one reply; None leaves the limit to the server."""
     max_steps: int = 50
     """The maximum number of model calls."""
     system_prompt: str | None = None
@@ -63,14 +63,14 @@ class AgentConfig:
     tool_delay_s: float = 0.0
     """Seconds from the end of one tool call to the start of the next; if set, calls never run concurrently."""
     working_dir: str | None = None
-    """The directory of commands that set none; None: the workspace."""
+    """The directory for commands that do not set one; None means the workspace."""
 
 
 class AtroposAgent:
     """One agent. `run` may be called again after it returned, but not while it runs.
 
     `execute_tool` runs one call and returns its result; it raises `InfraError` for an infrastructure failure. Tokens
-    are the server's, as it sampled them: `tokenizer` is accepted and not used. `on_loop` gets every loop before it
+    come from the server, as it sampled them; `tokenizer` is accepted but not used. `on_loop` gets every loop before it
     starts, for `Subagents`. Raises `ConfigError` for tools without `execute_tool`.
     """
 
@@ -107,7 +107,7 @@ class AtroposAgent:
         self._called = False
 
     async def run(self, task: str, initial_messages: Sequence[Message] | None = None) -> AgentResult:
-        """Work on a task until a reply calls no tool. `initial_messages` come before it.
+        """Work on a task until a reply calls no tool. `initial_messages` precede the task in the conversation.
 
         Failures of the server or the sandbox are outcomes of the result; cancellation and bugs are raised.
         """

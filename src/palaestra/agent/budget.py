@@ -1,7 +1,7 @@
 """The limits of one rollout: ceilings for turns, tokens, output and cost, and a wall clock that ends a conversation.
 
-The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The client sets the
-timeout of a request, the tool that of a command.
+The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The timeout of a request is
+set by the client, and that of a command by the tool.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """A rollout's use so far. Tokens are summed over its model calls, each of which reads the whole conversation;
-    `output_bytes` counts the tool results as the model reads them."""
+    """The amounts that a rollout has used so far. Tokens are summed over its model calls, each of which reads the whole
+    conversation; `output_bytes` counts the tool results as the model reads them."""
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -74,8 +74,8 @@ class Budget:
         return ""
 
     def left(self, used: Used, shares: int) -> Budget:
-        """Return the remaining budget divided into equal shares. Time is not divided: it passes for all of them
-        together."""
+        """Return the remaining budget divided into equal shares. Time is not divided, because the shares are used
+        concurrently."""
 
         def share(most: int | None, gone: int) -> int | None:
             return None if most is None else max(0, most - gone) // shares

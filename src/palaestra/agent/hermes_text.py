@@ -77,8 +77,8 @@ class HermesText(ChatServer):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """Return one reply, with the calls parsed from its text. `tools` only types arguments; the prompt must describe
-        them.
+        """Return one reply, with the calls parsed from its text. `tools` is used only to convert arguments to their
+        types; the prompt must describe the tools.
 
         Raises the inner server's errors, and `EngineReplyError` for a reply without a message.
         """
@@ -126,7 +126,8 @@ class HermesText(ChatServer):
         return plain
 
     def _observation(self, message: Message) -> str:
-        """Return the element for a tool message, created once: every turn shows the whole history."""
+        """Return the `<tool_response>` element for a tool message. Elements are cached, because every turn shows the
+        whole history."""
         text = str(message.get("content") or "")
         if text not in self._observed:
             self._observed[text] = observation(text)
@@ -227,8 +228,8 @@ def result_text(success: bool, output: str, error: str, metadata: Mapping[str, J
 
 
 def result_from(text: str) -> ToolResult:
-    """Return the result in a tool message; the loop's own refusals are failures. It has no id, which would only cost
-    tokens: the order assigns results to calls."""
+    """Return the result in a tool message; the loop's own refusals are failures. The result has no id, which would only
+    cost tokens, because results are matched to calls by their order."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

@@ -40,8 +40,8 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """Return the default handler: the package's tools in the task's own slot, or the tools of the rollout of that
-    name."""
+    """Run a call, as the default handler: with the tools of the rollout that `task_id` names, or else with the
+    package's tools in a slot of the task's own."""
     if (found := tools_of_task(task_id)) is not None:
         return await found.tools().handle(name, arguments)
     from palaestra.tools.runtime.function_calls import handle_function_call_async  # imports the sandbox
@@ -115,7 +115,7 @@ class HermesAgentLoop:
         `self.result` is still complete.
 
         `after` is the result of an earlier part of the conversation. Budgets of tokens and cost include that part;
-        `max_turns` and budgets of time and output cover only this one.
+        `max_turns` and budgets of time and output cover only the new part.
         """
         result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
         if after is not None:

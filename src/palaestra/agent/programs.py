@@ -38,7 +38,7 @@ MODEL = "policy"
 TOOL_SERVER = "environment"
 """The name of the MCP server with the environment's tools."""
 TOOL_S = 3600
-"""How long agents wait for a tool. Tools end their own calls earlier."""
+"""Seconds that agents wait for a tool. Tools end their own calls earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,8 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
 
 
 def _mounts(folder: Path, interpreter: Path) -> list[Mount]:
-    """Return the folders that slots need: the agent's folder, and its interpreter's unless that is the system's."""
+    """Return the folders that slots need: the agent's folder, and its interpreter's folder unless it belongs to the
+    system."""
     mounts = [Mount(str(folder), str(folder))]
     if interpreter.parent not in (Path("/"), Path("/usr"), Path("/usr/local")):
         needed = (interpreter, interpreter.with_name("lib"))  # not the parent folder, which may be a user's home

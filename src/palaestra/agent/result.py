@@ -102,8 +102,8 @@ class AgentResult:
     """The result of a conversation of either kind of agent. After a `HermesAgentLoop`, `messages` is the list passed to
     `run`, extended in place; after an `AtroposAgent` it has the text turns, and `steps` and `answer` are set.
 
-    `outcome` is the reason why it ended; after a failure, `error` is its text and `blame` its cause. Every exit of the
-    loop, cancellation included, leaves a complete result.
+    `outcome` is the reason why the conversation ended; after a failure, `error` is the failure's text and `blame` its
+    cause. Every exit of the loop, cancellation included, leaves a complete result.
     """
 
     messages: list[Message]
@@ -148,7 +148,7 @@ class AgentResult:
     def trajectory_data(self) -> JSON:
         """The last row of exact tokens (`tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`), or None.
 
-        A rollout whose history was rewritten has several rows: `managed_state["nodes"]` holds all.
+        A rollout whose history was rewritten has several rows; `managed_state["nodes"]` holds all of them.
         """
         nodes = (self.managed_state or {}).get("nodes")
         return nodes[-1] if nodes else None

@@ -1,12 +1,12 @@
 """Sub-agents: further conversations of a rollout on the same agent loop. Each does one piece of work and reports.
 
 A sub-agent has its own messages, tool state and limits, and shares the slot, the background processes, the engine and
-the budget of the rollout. With a token-exact engine its tokens go into a segment of the rollout's ledger (T2), so they
-are trained exactly once (T3).
+the budget of the rollout. With a token-exact engine, the tokens of a sub-agent go into a segment of the rollout's
+ledger (T2), so they are trained exactly once (T3).
 
 The tool is `tools/builtin/delegate_task.py`. Invariants: a sub-agent never outlives the call that started it; an
-infrastructure failure in one fails the rollout and is never shown to the model (R1); the rollout's result has its
-record, however it ends (A3).
+infrastructure failure in a sub-agent fails the rollout and is never shown to the model (R1); the rollout's result
+contains the record of every sub-agent, however the sub-agent ends (A3).
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ class LoopAgent:
 class Subagents:
     """The sub-agents of one agent, with its `loop` and `tools`. `on_progress` is called after each of their turns.
 
-    `agent` creates them; None: the loop itself. `depth` is the number of agents above them. `numbers` counts from 1
-    over the whole rollout. `wall_s` limits each in seconds if no clock of an agent above does.
+    `agent` creates the sub-agents; with None, the loop does. `depth` is the number of agents above them. `numbers`
+    counts from 1 over the whole rollout. `wall_s` limits each sub-agent in seconds, unless the clock of an agent above
+    already does.
     """
 
     loop: HermesAgentLoop
@@ -141,7 +142,7 @@ class Subagents:
     wall_s: float | None = None
 
     def offer(self) -> None:
-        """Connect the agent's `delegate_task` to them, if it has that tool."""
+        """Connect the agent's `delegate_task` to these sub-agents, if the agent has that tool."""
         if self.tools.registry.get(_NAME) is not None:
             self.tools.share(Delegation(self.work))
 

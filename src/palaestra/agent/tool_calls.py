@@ -116,7 +116,7 @@ class ToolCalls:
 
     def _batches(self, answers: Sequence[CallAnswer]) -> Iterator[list[CallAnswer]]:
         """Yield the calls in batches: adjacent parallel-safe calls form one; every other call runs alone. Refused calls
-        split no batch."""
+        do not split a batch."""
         together: list[CallAnswer] = []
         for answer in answers:
             if answer.checked is None or answer.outcome is not None:
