@@ -1,9 +1,9 @@
 """`palaestra acp`: the conversations of `palaestra chat` for editors, over the Agent Client Protocol on stdio.
 
-Source of the protocol: agentclientprotocol.com, version 1, with the package `agent-client-protocol` as its wire. A
-session is a stored conversation, and its folder (`cwd`) a shared folder (`workdir.py`): the agent works on a copy, and
-with `--write ask` the editor asks the person before changes are written back. Only the MCP servers of the settings are
-started, not those that an editor names.
+Source of the protocol: agentclientprotocol.com, version 1. The package `agent-client-protocol` implements the
+transport. A session is a stored conversation, and its folder (`cwd`) a shared folder (`workdir.py`): the agent works on
+a copy, and with `--write ask` the editor asks the person before changes are written back. Only the MCP servers of the
+settings are started, not those that an editor names.
 """
 
 from __future__ import annotations

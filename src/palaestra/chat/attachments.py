@@ -16,12 +16,12 @@ _NAMED = re.compile(r"(?:^|(?<=\s))@(?:\"([^\"]+)\"|(\S+))")
 
 
 def named_files(text: str) -> list[Path]:
-    """Return the files that `@name` in a text names and that exist."""
+    """Return the existing files that a text names with `@name`."""
     return [path for path in _named(text) if path.is_file()]
 
 
 def missing_files(text: str) -> list[Path]:
-    """Return the paths of `@name` in a text that are not files, although they have a suffix or a folder."""
+    """Return the paths that a text names with `@name` and that have a suffix or a folder, but are not files."""
     return [path for path in _named(text) if not path.is_file() and (path.suffix or len(path.parts) > 1)]
 
 

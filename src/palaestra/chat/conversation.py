@@ -6,11 +6,11 @@
 
 `Conversation.begin` makes a new conversation, `Conversation.open` opens a stored one. Invariants:
 
-- Every message is stored when it exists, every tool call before it begins and after it ended (`store.py`).
+- Every message is stored as soon as it exists, every tool call before it begins and after it has ended (`store.py`).
 - A turn of a killed process stays open. Opening the conversation again closes its tool calls: a finished call keeps its
   result; one that began and did not finish is reported as *outcome unknown*, to the model as a tool result and to the
   person as a notice, and is never repeated automatically. `resume` continues the turn.
-- A message with a known `message_id` gets its stored answer, and the model is not asked.
+- A message with a known `message_id` gets its stored answer, without a model call.
 - When no turn runs, the history ends with a message of the assistant, and every call in it has a result.
 - With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
 """
@@ -194,7 +194,7 @@ class Conversation:
 
     @property
     def busy(self) -> bool:
-        """Whether a turn runs."""
+        """Whether a turn is running."""
         return self._busy.locked()
 
     @property
@@ -255,7 +255,7 @@ class Conversation:
         return True
 
     async def undo(self) -> JSON:
-        """Take the last turn out of the history; returns its message, or None. Files stay as they are."""
+        """Remove the last turn from the history; returns its message, or None. Files are not changed."""
         async with self._busy:
             turns = [turn for turn in self.turns() if turn.kind == "message"]
             if not turns:
@@ -295,7 +295,7 @@ class Conversation:
         return taken
 
     async def compact(self) -> str:
-        """Replace the history by a summary that the model writes; returns it. Raises `EngineError`."""
+        """Replace the history with a summary that the model writes; returns the summary. Raises `EngineError`."""
         async with self._busy:
             if len(self.turns()) < 2:
                 raise ConfigError("the conversation is too short to be compacted")
@@ -323,8 +323,8 @@ class Conversation:
         self._server, self._session = server, None
 
     async def use_model(self, model: str) -> bool:
-        """Use another model of the service's server, also when the conversation is resumed. Returns whether the server
-        lists it; False if the server has no list. Raises `ConfigError` for a model that is not in its list."""
+        """Use another model of the service's server, also when the conversation is resumed. Returns True if the server
+        lists the model, and False if the server has no list. Raises `ConfigError` if the list lacks the model."""
         server = self._service.server_for(model)
         listed = await self._service.models()
         if listed and model not in listed:

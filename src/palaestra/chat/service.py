@@ -61,10 +61,10 @@ class ChatSettings:
     """The settings of the conversations of a service.
 
     `max_turns` limits the model calls for one message, `budget` is for one message, `context_tokens` the size of the
-    model's window (None: unknown). `spec` describes the slots, and `prepare` fills a new one. `tools` are added to
-    every toolset's, `provided` replace built-in tools of the same name; `build_tools` replaces `build_tool_registry`.
-    `memory` is the folder of the `memory` tool's notes. `shared` are objects that tools find by their type
-    (`ToolRun.state`).
+    model's window (None: unknown). `spec` describes the slots, and `prepare` fills a new one. `tools` are added to the
+    tools of every toolset; `provided` replace built-in tools of the same name; `build_tools` replaces
+    `build_tool_registry`. `memory` is the folder of the `memory` tool's notes. `shared` are objects that tools find by
+    their type (`ToolRun.state`).
     """
 
     system_prompt: str | None = SYSTEM_PROMPT
@@ -169,8 +169,8 @@ class ChatService:
         )
 
     async def engine(self, server: Server | Sequence[Server]) -> ServerGroup:
-        """Return the started client of a model server. Raises `EngineError` if it does not answer, and tries again
-        later."""
+        """Return the started client of a model server. Raises `EngineError` if the server does not answer; the next
+        call tries again."""
         for known, group, starting in self._groups:  # noqa: B007
             if known == server:
                 break

@@ -1,11 +1,11 @@
 """`ConversationStore`: the conversations of one user of this machine, in one SQLite file, with full-text search.
 
-It is the authoritative record of a conversation: every message is stored when it exists, and every side effect (a tool
-call, a message that a gateway sends) before it begins and after it ends. So the process may be killed at any moment:
-the next one finds an open turn, knows which calls had begun, and answers no message twice (`message_id`).
+It is the authoritative record of a conversation: every message is stored as soon as it exists, and every side effect (a
+tool call, a message that a gateway sends) before it begins and after it ends. So the process may be killed at any
+moment: the next process finds an open turn, knows which calls had begun, and answers no message twice (`message_id`).
 
 The file is in WAL mode with `synchronous=NORMAL`: nothing is lost when the process dies; a power failure may lose the
-last writes. Several processes may use it. Methods block for some ten microseconds and belong to the thread that made
+last writes. Several processes may use it. Methods block for about ten microseconds and belong to the thread that made
 the store, except `search`.
 
 `undo`, `fork` and compaction delete nothing: turns only change their state, and the history leaves some of them out.
@@ -281,7 +281,7 @@ class ConversationStore:
             self._touch(turn.conversation, now)
 
     def undo_turn(self, turn: StoredTurn) -> None:
-        """Take a turn out of the history. Its message may be sent again."""
+        """Remove a turn from the history. Its message may be sent again."""
         with self._writing():
             self._db.execute("UPDATE turns SET state = 'undone', message_id = NULL WHERE id = ?", (turn.row,))
 

@@ -76,7 +76,7 @@ _PROMPT = "› "
 
 
 def run_terminal(which: Callable[[Mapping[str, str]], Which], own: Mapping[str, str], words: Sequence[str]) -> int:
-    """Talk until the person ends it; returns the exit code. Raises `ConfigError` without a terminal."""
+    """Run the chat until the person ends it; returns the exit code. Raises `ConfigError` without a terminal."""
     if any(word in ("--help-all", "--show-config") for word in words):
         from palaestra.chat.config import read_options
 

@@ -66,7 +66,8 @@ class FolderChange:
 
 @dataclass(slots=True)
 class WorkFolder:
-    """The folder `root`. Raises `ConfigError` if it is not one, or too large when it is copied."""
+    """The folder `root`. Raises `ConfigError` if it is not a folder; copying it raises `ConfigError` if it is too
+    large."""
 
     root: Path
     _copied: dict[str, str] = field(default_factory=dict)
@@ -88,8 +89,8 @@ class WorkFolder:
         self._listed = await self._list(slot)
 
     async def changes(self, slot: Slot) -> list[FolderChange]:
-        """Return the files of the sandbox that differ from the folder, by path. Raises `SandboxError` if they are more
-        than may be written back."""
+        """Return the files of the sandbox that differ from the folder, by path. Raises `SandboxError` if there are more
+        changes than may be written back."""
         now = await self._list(slot)
         paths = [path for path in sorted(set(now) | set(self._listed)) if now.get(path) != self._listed.get(path)]
         room = MAX_BYTES
