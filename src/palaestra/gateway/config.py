@@ -71,7 +71,8 @@ class ModelPrices(Settings):
 
 
 class UserLimits(Settings):
-    """The limits of one person. A person over a limit is told when the next message will be accepted."""
+    """The limits of one person. A person who exceeds a limit gets a reply with the time when the next message will be
+    accepted."""
 
     messages_per_hour: int = setting(120, "Maximum messages of one person per hour; 0: no limit.", ge=0)
     cost_per_day: float = setting(0.0, "Maximum cost of one person's turns in 24 hours, in dollars; 0: no limit.", ge=0)
@@ -132,7 +133,7 @@ class GatewayConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, JSON] | None) -> GatewayConfig:
-        """Read the configuration from a mapping; a missing key, and one whose value is None, has its default. Raises
+        """Read the configuration from a mapping; a key that is missing or None gets its default. Raises
         `ConfigError`."""
         return cls(**_without_none(dict(values or {})))
 
@@ -140,11 +141,11 @@ class GatewayConfig(Settings):
         return self.recorded()
 
     def reset_policy(self, platform: str, chat_type: ChatType) -> SessionResetPolicy:
-        """Return the policy of a chat: its platform's, or its type's, or the default."""
+        """Return the policy for a chat: the one for its platform, else the one for its type, else the default."""
         return self.reset_by_platform.get(platform) or self.reset_by_type.get(chat_type) or self.default_reset_policy
 
     def home_channel(self, platform: str = "") -> ChatAddress | None:
-        """Return the platform's home channel, or the first of any."""
+        """Return the platform's home channel, or else the first home channel of any platform."""
         own = self.platforms.get(platform)
         for name, each in ([(platform, own)] if own is not None else []) + list(self.platforms.items()):
             if each.enabled and each.home_channel is not None:

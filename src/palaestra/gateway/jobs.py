@@ -1,10 +1,10 @@
 """The tool `cronjob`, and the jobs that it schedules: prompts that run as turns of the chat that created them.
 
-Jobs are rows of the mailbox. When a job is due, one transaction adds its message to the incoming messages and stores
+Jobs are rows in the mailbox. When a job is due, one transaction adds its message to the incoming messages and stores
 its next time; from then on it is a message like any other. So a run begins exactly once, even if the gateway is killed
-or its clock changes, and its turn is answered like that of a person. Invariant: a run that was due while the gateway
-was down, or while the job's earlier run was unfinished, is reported to the chat and skipped, unless it is at most
-`LATE_S` late. Of several missed runs, at most one runs.
+or its clock changes, and its turn is answered like a person's. Invariant: a run that was due while the gateway was
+down, or while the job's earlier run was unfinished, is reported to the chat and skipped, unless it is at most `LATE_S`
+late. Of several missed runs, at most one runs.
 """
 
 from __future__ import annotations

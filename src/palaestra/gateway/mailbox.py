@@ -1,8 +1,8 @@
 """The mailbox: every incoming and every outgoing message, in one SQLite file of the gateway's folder.
 
-Invariants: a message is on the disk before the platform is told that it arrived; one transaction stores its answers and
+Invariants: a message is on the disk before it is acknowledged to the platform; one transaction stores its answers and
 marks it as answered; an outgoing message leaves the file only when the platform has it. So a gateway that is killed at
-any moment loses no message, and starts no second turn for one.
+any moment loses no message, and starts only one turn for each.
 
 All calls run in one thread, which commits concurrent calls together.
 """
@@ -83,7 +83,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """An outgoing message in the file. With `started`, an earlier gateway was killed while it was being sent."""
+    """An outgoing message in the file. With `started`, an earlier gateway was killed while it sent the message."""
 
     id: int
     message: Outgoing
@@ -92,7 +92,8 @@ class Unsent:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The outcome of taking a message: its `row` if it was taken; for `limited`, when the next one is taken."""
+    """The outcome of taking a message: its `row` if it was taken; for `limited`, in `until`, when the next one will be
+    taken."""
 
     decision: Decision
     row: int = 0
@@ -101,7 +102,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """A session: its present conversation, its address, and its last use, in seconds since the epoch."""
+    """A session: its current conversation, its address, and its last use, in seconds since the epoch."""
 
     key: str
     conversation: str
@@ -253,7 +254,7 @@ class Mailbox:
     # Messages that go out
 
     async def post(self, messages: Sequence[Outgoing], now: float) -> None:
-        """Add messages to send. One whose key is known is not added again."""
+        """Add messages to send. A message whose key is already stored is not added again."""
         await self.do(lambda connection: add_outgoing(connection, messages, now))
 
     async def chats_to_send_to(self) -> list[ChatAddress]:
@@ -280,8 +281,8 @@ class Mailbox:
         )
 
     async def end_send(self, unsent: Unsent, state: Literal["sent", "refused"], note: str = "") -> Unsent | None:
-        """Record the end of a message: it is sent, or refused with the reason. The text of a refused one is kept.
-        Returns the next one for its chat."""
+        """Record that a message was sent, or that the platform refused it for the reason `note`. The text of a refused
+        message is kept. Returns the next one for its chat."""
         query = (
             "update outgoing set state = ?, note = ?, body = case when ? = 'sent' then null else body end where id = ?"
         )
@@ -474,7 +475,7 @@ def add_incoming(
     connection: sqlite3.Connection, message: Incoming, session_key: str, now: float, *, done: bool = False
 ) -> int:
     """Add a message that came in, in the transaction of `Mailbox.do`; returns its row. Raises `sqlite3.IntegrityError`
-    for a message that is there already."""
+    for a message that is already stored."""
     address = message.address
     row = connection.execute(
         "insert into incoming (platform, chat_id, message_id, session_key, user_id, body, received_at, done)"
@@ -488,7 +489,8 @@ def add_incoming(
 
 
 def add_outgoing(connection: sqlite3.Connection, messages: Sequence[Outgoing], now: float) -> None:
-    """Add messages to send, in the transaction of `Mailbox.do`. One whose key is known is not added again."""
+    """Add messages to send, in the transaction of `Mailbox.do`. A message whose key is already stored is not added
+    again."""
     for message in messages:
         connection.execute(
             "insert or ignore into outgoing (key, platform, chat, body, state, created_at)"

@@ -3,8 +3,8 @@
 A platform that does not answer is tried again, at most every minute, for as long as the gateway runs; the messages stay
 in the mailbox. A message that the platform refuses is kept there with the reason and reported to the home channel.
 
-A gateway that is killed between sending a message and recording it sends it again. With a platform that takes keys
-(`Limits.idempotent`) people see it once; with others the second one begins with `SENT_AGAIN`.
+A gateway that is killed between sending a message and recording it sends it again. On a platform that takes keys
+(`PlatformLimits.idempotent`), people see it once; on others, the second copy begins with `SENT_AGAIN`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Start: TypeAlias = Callable[[Coroutine[None, None, None], str], None]
 
 
 class Outbox:
-    """Sends messages of `mailbox` in tasks that `start` starts. `on_refused` gets what a platform refuses, with the
-    reason."""
+    """Sends messages of `mailbox` in tasks that `start` starts. `on_refused` gets each message that a platform refuses,
+    with the reason."""
 
     def __init__(
         self, mailbox: Mailbox, platforms: Mapping[str, Platform], on_refused: OnRefused, start: Start, clock: Clock

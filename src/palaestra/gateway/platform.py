@@ -7,9 +7,9 @@ checks:
   `PlatformUnavailable` if the server does not answer.
 - Each message is handed to `deliver` with the platform's own id. `deliver` returns when the message is on the disk;
   only then does the platform acknowledge it. A message that comes twice has the same id, chat and thread both times.
-- Sending raises `PlatformUnavailable` if a later try can succeed, also after the token was withdrawn, and
-  `PlatformRefused` if none can. `key` names the
-  message: if the platform's API takes such a key (`PlatformLimits.idempotent`), two sends with one key are one.
+- Sending raises `PlatformUnavailable` if a later try can succeed, even after the token was withdrawn, and
+  `PlatformRefused` if none can. `key` names the message: if the platform's API takes such a key
+  (`PlatformLimits.idempotent`), two sends with the same key deliver one message.
 - `stop` is idempotent. Nothing is delivered after it returns.
 - Where possible, the server stores how far a bot has read, as acknowledged messages or data of its account. A platform
   whose server cannot do that stores it in the gateway's mailbox (`KeepsNotes`).
@@ -123,7 +123,7 @@ class Platform(Protocol):
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        """Send a file of at most `limits.max_file_bytes`, an image so that it is shown. Returns the message's id."""
+        """Send a file of at most `limits.max_file_bytes`; chats display an image. Returns the message's id."""
         ...
 
     async def stream_text(self, message: Incoming, text: str) -> None:

@@ -4,7 +4,7 @@ It builds on the mailbox (every message is on the disk before it counts) and on 
 journal answers each message once). Messages of one session are answered in their order; sessions do not wait for each
 other. Invariants: a message gets an answer or a refusal that says why, even if the gateway is killed meanwhile; `/stop`
 and the answer to a question reach only the session of the chat they were written in; a failure of one session or
-platform leaves the others alone.
+platform does not affect the others.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 @dataclass(slots=True)
 class _Session:
     """A session of this process. `used_at` is monotonic seconds, None before its first message here. `approval`
-    and `question` wait for a person; `approval_code` and `question_code` name what they wait for. `unanswered`: the
-    turn asked an earlier question that nobody has answered, so a text may be the answer to that one."""
+    and `question` wait for a person; `approval_code` and `question_code` name what they wait for. `unanswered` means
+    that the turn asked an earlier question without getting an answer, so a text may be the answer to that question."""
 
     key: str
     address: ChatAddress
@@ -396,7 +396,7 @@ class Gateway:
     # Sessions
 
     async def _begin(self, session: _Session, waiting: Waiting) -> list[str]:
-        """Open the conversation of a message, a new one if the reset policy says so, and record that it is used.
+        """Open the conversation of a message, or a new one if the reset policy requires it, and record that it is used.
         Returns notes for the chat."""
         notes: list[str] = []
         now, monotonic = self._clock.wall(), self._clock.monotonic()
@@ -457,7 +457,8 @@ class Gateway:
             await conversation.close()
 
     async def _sweep(self) -> None:
-        """End sessions whose policy says so, even when nobody writes, and close conversations that need nothing."""
+        """End sessions whose policy requires it, even without a new message, and close conversations that need
+        nothing."""
         while True:
             await self._clock.sleep(SWEEP_EVERY_S)
             for session in list(self._sessions.values()):
@@ -663,8 +664,8 @@ class Gateway:
     # Notices
 
     async def notify(self, text: str, address: ChatAddress | None = None, *, answers: str | None = None) -> None:
-        """Send a notice to a chat, or to the home channel; without one, to the log. `answers` is the id of the message
-        that the text answers, if it answers one."""
+        """Send a notice to a chat, or to the home channel; without a home channel, write it to the log. `answers` is
+        the id of the message that the text answers, if it answers one."""
         to = address or self.config.home_channel()
         platform = None if to is None else self.platforms.get(to.platform)
         if to is None or platform is None:

@@ -28,7 +28,7 @@ class SessionResetPolicy(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, JSON] | None) -> SessionResetPolicy:
-        """Read it from a mapping; a missing key, and one whose value is None, has its default. Raises `ConfigError`."""
+        """Read the policy from a mapping; a key that is missing or None gets its default. Raises `ConfigError`."""
         return cls(**{name: value for name, value in (values or {}).items() if value is not None})
 
     def to_dict(self) -> dict[str, JSON]:

@@ -3,10 +3,10 @@
 Settings: `token` is the bot's. It needs no privileged intents. In servers the bot takes messages that mention it or
 reply to it, and answers as a reply; a thread is a chat of its own.
 
-Discord has no acknowledgements. So the mailbox keeps the last message up to which all are taken (`_POSITION`), and the
-direct channels, which Discord does not list to a bot. After each connection that does not resume the last one, the
-history after that message is read; the mailbox recognises messages that it has by their ids. The first direct message
-that a person ever writes to the bot is lost if the gateway is down at the time.
+Discord has no acknowledgements. So the mailbox stores the id of the last message up to which the gateway has taken
+every message (`_POSITION`), and the direct channels, which Discord does not list for a bot. After each connection that
+does not resume the last one, the history after that message is read; the mailbox recognises messages that it has by
+their ids. The first direct message that a person ever writes to the bot is lost if the gateway is down at the time.
 
 Format: https://docs.discord.com/developers/events/gateway and /resources/message
 """
@@ -41,7 +41,7 @@ _POSITION, _DIRECT = "position", "direct "
 _OVERLAP = 10_000 << 22
 """Ten seconds as a difference of ids, which begin with a time: messages of channels may come out of order."""
 _WRITE_EVERY_S = 60.0
-"""Seconds between writes of the position while all messages are for others."""
+"""Seconds between writes of the position while no message is for the bot."""
 _MOST_WAITING = 1000
 """The maximum number of messages queued for delivery; further ones are read from the history later."""
 _MOST_BYTES = 20 << 20
@@ -260,7 +260,8 @@ class Discord:
         await self._advance(message.id, now=incoming is not None)
 
     async def _keep_direct(self) -> None:
-        """Note the direct channels before their messages: without the note, they could not be read again later."""
+        """Store the direct channels before their messages are taken: a channel that is not stored could not be read
+        again later."""
         for channel in list(self._direct):
             if f"{_DIRECT}{channel}" not in self._kept:
                 await self._keep(f"{_DIRECT}{channel}", "")

@@ -12,8 +12,8 @@ A request with an `Idempotency-Key` that was sent before gets the answer of the 
 `tools`, `temperature` and other settings of a request have no effect. A person whose program disconnects keeps the
 session: the turn continues, and its answer is part of the conversation.
 
-The token is the platform's `token`; whoever has it may use the agent, so there is no allow-list. Settings in `extra`:
-`host` (127.0.0.1), `port` (8643) and `model`, the name to offer (palaestra).
+The token is the platform's `token`. Any program that has it may use the agent, so there is no allow-list. Settings in
+`extra`: `host` (127.0.0.1), `port` (8643) and `model`, the name to offer (palaestra).
 
 Format: https://platform.openai.com/docs/api-reference/chat
 """
@@ -48,8 +48,8 @@ _KEEP_ALIVE_S = 15.0
 
 @dataclass(slots=True)
 class _Request:
-    """A request that waits for its answer. `parts` are pieces as they come, then None. Once `answered`, it takes no
-    more."""
+    """A request that waits for its answer. `parts` are pieces as they come, then None. Once `answered`, it accepts no
+    more pieces."""
 
     parts: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
     texts: list[str] = field(default_factory=list)
