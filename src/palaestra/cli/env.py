@@ -34,7 +34,7 @@ _PLAIN = ("oracle", "noop")
 """The policies of a check that are not cheats."""
 
 _TRAINED_WITH = ("group_size", "max_agent_turns", "max_token_length", "max_num_workers", "seed")
-"""Common settings that users tune for a training."""
+"""Common settings that users tune for a training run."""
 
 _NAMED = 5
 """The maximum number of failed policies that the last line of a check names."""
@@ -158,7 +158,7 @@ def _example_config(name: str) -> str:
 
 def _about(reference: str) -> dict[str, JSON]:
     """Return what `env show` prints: the environment's name, form and docstring, its own settings, common settings with
-    other defaults, the settings of a training on it (`training`, and `rollouts` for those shared with runs), and the
+    other defaults, the settings for training on it (`training`, and `rollouts` for those shared with runs), and the
     settings without effect with their reasons."""
     from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields
@@ -300,8 +300,8 @@ def check(
 
 
 def _show_proof(proof: Proof, *, everything: bool) -> None:
-    """Print one line if all policies scored as they must; otherwise the reference solution, doing nothing, and what
-    failed."""
+    """Print one line if all policies scored as required; otherwise print the results of the reference solution and of
+    doing nothing, and the failures."""
     failed = [line for line in proof.lines if not line.ok]
     if failed or everything:
         _print_results(proof, [each for each in proof.lines if everything or each.policy in _PLAIN or not each.ok])

@@ -76,7 +76,7 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
 
 
 def settings_of(recording: Recording, form: Form) -> dict[str, JSON]:
-    """The recorded settings that a resumed run takes. Somebody else's run decides only `PORTABLE_SETTINGS`, and no
+    """The recorded settings that apply to a resumed run. Another person's run decides only `PORTABLE_SETTINGS`, and no
     server."""
     from palaestra.envs.run.origin import is_ours
     from palaestra.envs.run.replay_run import decides

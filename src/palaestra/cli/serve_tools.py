@@ -324,10 +324,10 @@ def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> 
 
 
 async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
-    """Return the tools of the toolsets, or, without toolsets, all that work here and `_ON_REQUEST`; then the tools that
-    only the tool server has.
+    """Return the tools of the toolsets, or, without toolsets, all tools that work here and those of `_ON_REQUEST`;
+    then the tools that only the tool server has.
 
-    Without toolsets, the registry keeps why each missing tool is missing, so that a call of it gets the reason.
+    Without toolsets, the registry records why each missing tool is missing, so that a call to it returns the reason.
     """
     from palaestra.cli.tools import tool_settings
     from palaestra.tools.registry.build import RunConditions, build_tool_registry, builtin_tools

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add one option per setting of a training. An option that is left out is None, so that a resumed training keeps
-    its own value."""
+    """Add one option per setting of a training run. An option that is left out is None, so that a resumed training run
+    keeps its own value."""
     for name, kind in reversed(_OPTIONS.items()):
         command = click.option(name, type=kind, hidden=True)(command)
     return command
@@ -242,7 +242,7 @@ def _check(form: Any, environment: str) -> None:
 
 
 def _recorded(run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The form, the recorded settings and the training's own of a run to resume."""
+    """Return the environment's form of a run to resume, the recorded settings of the run, and those of its training."""
     from palaestra.cli.resume import settings_of
     from palaestra.envs.run.replay_run import recorded_form
     from palaestra.rollouts.journal.reader import open_recording
