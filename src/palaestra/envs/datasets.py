@@ -1,4 +1,5 @@
-"""Rows of a data set: a local JSONL, JSON, CSV or Parquet file, a folder of them, or a data set of the hub by its name.
+"""Reads the rows of a data set: a local JSONL, JSON, CSV or Parquet file, a folder of such files, or a data set on the
+hub.
 
 Rows are read one by one, so a data set need not fit in memory; only a `.json` file is read whole. A bad row becomes an
 error in its place; the other rows are still read.
@@ -33,8 +34,8 @@ def read_rows(
     NAME: COLUMN.
 
     A path is a file, or a folder whose files are read in the order of their names; if some of them are named after the
-    split, only those. Any other source is a data set of the hub, the only source that needs the network. Raises
-    `ConfigError` if the source cannot be read.
+    split, only those are read. Any other source is the name of a data set on the hub, the only source that needs the
+    network. Raises `ConfigError` if the source cannot be read.
     """
     for number, row in enumerate(_read(source, split), 1):
         if isinstance(row, str):
@@ -44,7 +45,7 @@ def read_rows(
 
 
 def is_local(source: str | Path) -> bool:
-    """Return whether the source is meant as a path rather than as a name of the hub."""
+    """Return whether the source is meant as a path rather than as the name of a data set on the hub."""
     path = local_path(source)
     return path.exists() or path.suffix.lower() in SUFFIXES or str(source).startswith(("/", "./", "../", "~"))
 

@@ -1,4 +1,4 @@
-"""Ports a script of the contract: rewrites its imports, and lists code that cannot start or that nothing calls here.
+"""Ports a script for the contract: rewrites its imports, and lists code that cannot start or that nothing calls here.
 
 The file is read, never run. All text except the imports stays the same, byte for byte. The names of this package are
 looked up in its own classes, so the lists cannot become outdated.

@@ -61,10 +61,10 @@ class ItemRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A rollout for the base classes' `collect_trajectory` to play. A field that is None has the value of the settings
-    or of the group.
+    """A rollout for the base classes' `collect_trajectory` to play. A field that is None takes its value from the
+    settings or from the group.
 
-    If `hooks` is False, the set-up and verification hooks are skipped, and `compute_reward` scores.
+    If `hooks` is False, the set-up and verification hooks are skipped, and `compute_reward` computes the score.
     """
 
     item: Item
@@ -265,8 +265,9 @@ class BaseEnv(ABC):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the token-exact servers, else the one that `tokenizer_name` names, else None. It is loaded
-        on first use. Raises `ConfigError` if it cannot be loaded; a failed load is not repeated."""
+        """The tokenizer of the token-exact servers. If they have none, the tokenizer that `tokenizer_name` names, or
+        None if it names none. It is loaded on first use. Raises `ConfigError` if it cannot be loaded; a failed load is
+        not repeated."""
         servers = getattr(self._own_server or self._server, "servers", ())
         own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
         if own is not None:
@@ -311,7 +312,7 @@ class BaseEnv(ABC):
         del self.rollouts_for_wandb[: -config.num_rollouts_to_keep]
 
     def _shown(self, scored_data: Mapping[str, JSON], index: int) -> str:
-        """Return one rollout as text: its messages, else its tokens."""
+        """Return one rollout as text: its messages, or its tokens if it has no messages."""
         messages = scored_data.get("messages") or []
         if index < len(messages):
             return self._format_trajectory_for_display(messages[index])
@@ -399,7 +400,7 @@ def scored_item(trajectory: Trajectory) -> ScoredDataItem:
 
 
 def collects(cls: type[BaseEnv]) -> bool:
-    """Return whether a class has its own way of collecting rollouts, which the runner then calls."""
+    """Return whether a class has its own method for collecting rollouts, which the runner then calls."""
     return collects_groups(cls) or not COLLECTING.isdisjoint(own_names(cls))
 
 

@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def in_rollout(rollout: Rollout) -> Iterator[None]:
-    """In the block, run code of a class that may run the agent itself. Tool calls under the rollout's name, or under no
+    """In the block, the code of a class may run the agent itself. Tool calls under the rollout's name, or without a
     name, run in the rollout's slot."""
     tools = TaskTools(rollout.rollout_id, lambda: rollout.tools, asyncio.get_running_loop())
     with assigned(CURRENT, rollout), assigned(TASK_TOOLS, tools):

@@ -217,7 +217,7 @@ class ContractEnvironment(CollectedEnvironment):
         return await self._converse(rollout, rollout.opening() if opening is None else opening)
 
     async def _converse(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
-        """Run the agent loop, or the class's own."""
+        """Run the agent loop, or the class's own loop."""
         hook: Callable[..., object] = self.inner._run_agent_loop
         if not self._own_loop:
             return await rollout.run_agent(messages)

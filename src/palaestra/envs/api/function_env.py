@@ -1,5 +1,5 @@
-"""One run of a function environment: its tasks, tools, preparation and score. `function_form.py` has the
-declaration."""
+"""One run of a function environment: its tasks, tools, preparation and score. `function_form.py` has the declaration of
+the environment."""
 
 from __future__ import annotations
 

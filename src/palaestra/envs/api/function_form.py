@@ -50,7 +50,8 @@ _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "s
 
 
 class FunctionEnvConfig(HeldOutConfig):
-    """Settings of a function environment: those of every agent environment, with each task once and no network."""
+    """Settings of a function environment: those of every agent environment. By default, each task is rolled out once,
+    without a network."""
 
     group_size: int = setting(1, "Rollouts per task.", ge=1)
     total_steps: int = setting(-1, "Maximum groups to process; -1 means every task once.", ge=-1)
@@ -68,7 +69,7 @@ class Hook:
 
 
 def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
-    """Take a function as a hook. Raises `ConfigError` for an unknown parameter."""
+    """Make a hook from a function. Raises `ConfigError` for an unknown parameter."""
     if not callable(function):
         raise ConfigError(f"a {kind} hook must be a function, not {function!r:.100}")
     wants = []
@@ -93,8 +94,8 @@ class ScoreHook:
 
 
 class FunctionForm:
-    """The result of `@environment`: It collects the hooks and builds the environment of a run. `command` is the default
-    of the command line; `reference` is where the environment was loaded from."""
+    """The result of `@environment`, which collects the hooks and builds the environment of a run. `command` is the
+    default of the command line; `reference` is where the environment was loaded from."""
 
     command = "process"
     reference = ""
@@ -113,8 +114,8 @@ class FunctionForm:
         self.__doc__ = source.__doc__
 
     def __call__(self, *args: JSON, **named: JSON) -> FunctionForm:
-        """Return the environment with arguments for its function, as in `count_lines(n=3)`; both share their hooks.
-        Raises `ConfigError` for arguments that do not fit."""
+        """Return the environment with arguments for its function, as in `count_lines(n=3)`. The two environments share
+        their hooks. Raises `ConfigError` for arguments that do not fit."""
         try:
             bound = inspect.signature(self.source).bind(*args, **named)
         except TypeError as error:
@@ -128,8 +129,8 @@ class FunctionForm:
     @overload
     def score(self, *, weight: float) -> Callable[[F], F]: ...
     def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
-        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all. Raises
-        `ConfigError` for a negative weight."""
+        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all scores.
+        Raises `ConfigError` for a negative weight."""
         if number(weight) is None or not 0 <= weight < math.inf:
             raise ConfigError(
                 f"environment {self.name}: a score's weight must be a number from 0 up, not {weight!r:.100}"
@@ -248,7 +249,7 @@ def environment(
 def environment(
     source: TaskSource | None = None, *, name: str | None = None, toolsets: Sequence[str] = ("default",)
 ) -> FunctionForm | Callable[[TaskSource], FunctionForm]:
-    """Make an environment of a function that yields tasks."""
+    """Make an environment from a function that yields tasks."""
 
     def make(given: TaskSource) -> FunctionForm:
         return FunctionForm(given, name=name, toolsets=toolsets)

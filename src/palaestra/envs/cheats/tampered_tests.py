@@ -187,7 +187,7 @@ while read -r f; do
   VALUE
 done < /tmp/prompted 2>/dev/null
 """
-"""Shell that writes VALUE, with another end in each run, to everything that the task may mean as a file."""
+"""Shell code that writes VALUE, with a different ending in each run, to everything that the task may mean as a file."""
 
 _PLAUSIBLE = """\
 v=$(cat /tmp/value); v=${v:-true}

@@ -74,7 +74,7 @@ def extra_body(config: HermesAgentEnvConfig) -> dict[str, JSON] | None:
 
 
 def budget(config: HermesAgentEnvConfig) -> Budget:
-    """Return the limits of one rollout. Its turns are limited by `max_agent_turns`, with an outcome of its own."""
+    """Return the limits of one rollout, except that on its turns: `max_agent_turns` has an outcome of its own."""
     return Budget(
         tokens=config.max_rollout_tokens,
         completion_tokens=config.max_rollout_completion_tokens,
@@ -197,8 +197,7 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
 
 
 def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
-    """Return the contract's name for `make_pool`: it returns the slots of a run with this configuration, not yet
-    started.
+    """Return the slots of a run with this configuration, not yet started. This is the contract's name for `make_pool`.
 
     Raises `ConfigError` if no run can start with it.
     """

@@ -487,8 +487,8 @@ def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
 
 
 def check_general_flags(argv: Sequence[str]) -> None:
-    """Raise `ConfigError` for a misspelt flag of those that every environment has. This needs no environment, which may
-    take long to load."""
+    """Raise `ConfigError` if one of the flags that every environment has is misspelt. The check does not load the
+    environment, because that may take long."""
     general, written = GENERAL_FLAGS, {word.partition("=")[0] for word in argv if _is_flag(word)}
     if not written.isdisjoint(("--help", "-h", "--help-all")):
         return
@@ -498,8 +498,8 @@ def check_general_flags(argv: Sequence[str]) -> None:
 
 
 def _nearest_flag(written: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown flag: our flag for the name that other programs use, or the nearest
-    flag."""
+    """Return the suggestion that ends a message about an unknown flag: our flag for a name that other programs use, or
+    else the nearest flag."""
     meant = _OTHER_WORDS.get(written)
     return f" Did you mean {meant}?" if meant is not None else nearest(written, known)
 

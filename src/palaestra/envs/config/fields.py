@@ -521,5 +521,5 @@ class HeldOutConfig(HermesAgentEnvConfig):
         return int.from_bytes(digest[:8], "big") < self.held_out * 2**64
 
     def serves(self, task_id: str, *, evaluating: bool) -> bool:
-        """Return whether `evaluate`, or else the other commands, take the task."""
+        """Return whether `evaluate` takes the task, or, if not `evaluating`, whether the other commands do."""
         return self.held_out == 0 or self.is_held_out(task_id) == evaluating

@@ -1,7 +1,7 @@
 """Settings from YAML files, `.env` files and environment variables, as layers to merge, and the parsing of values.
 
-A word is read by the type of its field, so a text field can hold `5`, `true` or `-x`. `palaestra.core.config.merge`
-validates ranges and required keys. An unknown key is an error.
+A word is parsed according to the type of its field, so a text field can hold `5`, `true` or `-x`.
+`palaestra.core.config.merge` validates ranges and required keys. An unknown key is an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CONTRACT_VARIABLES = {
 """Names that existing scripts and job files export for the model server."""
 
 _OPENAI_VARIABLES = {"OPENAI_API_KEY": "api_key", "OPENAI_BASE_URL": "base_url"}
-"""The variables of OpenAI's own client. As there, they only fill in values that nothing else sets."""
+"""The variables of OpenAI's own client. As in that client, they only fill in values that nothing else sets."""
 
 _SLOT_VARIABLES = {
     "TERMINAL_ENV": "terminal_backend",
@@ -205,8 +205,8 @@ def _value(match: re.Match[str]) -> str:
 def read_environ(
     environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
 ) -> ConfigLayer:
-    """Return the layer of `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's; For `env`, it includes the API
-    keys of web providers. `where` names the source. Raises `ConfigError`."""
+    """Return the layer of the `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's variables. For `env`, it
+    includes the API keys of web providers. `where` names the source. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:

@@ -24,7 +24,7 @@ from palaestra.inference.config import APIServerConfig, ServerBaseline
 
 
 def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Run an environment as its script's command line says. Reports failures and returns the exit code."""
+    """Run an environment as its script's command line specifies. Reports failures and returns the exit code."""
     with Program(sys.argv[1:] if argv is None else argv) as program:
         program.exit_code = run_command(form, program.words, prog=prog)
     return program.exit_code
@@ -39,8 +39,8 @@ def run_command(
     recorded: Mapping[str, JSON] | None = None,
     folder: Path | None = None,
 ) -> int:
-    """Run an environment as `argv` says, with `command` if it names none, and return the exit code. The settings of a
-    `recorded` run apply unless `argv` sets others. A new run is stored in `folder`, if one is given."""
+    """Run an environment as `argv` specifies, with `command` if `argv` names no command, and return the exit code. The
+    settings of a `recorded` run apply unless `argv` sets others. A new run is stored in `folder`, if one is given."""
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
         line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command, argv=argv)

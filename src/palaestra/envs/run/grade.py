@@ -2,7 +2,7 @@
 rollouts.
 
 The run kept each rollout's sealed workspace (`save_workspaces`). The workspace is graded as in the run: in a fresh
-sandbox, with the agent's changes over the prepared workspace, but by the environment's present code. Nothing is
+sandbox, with the agent's changes over the prepared workspace, but with the environment's current code. Nothing is
 written.
 """
 

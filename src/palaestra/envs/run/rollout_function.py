@@ -6,7 +6,7 @@
             case Scored(reward=reward): …
             case Unscored(blame=blame): …          # not the policy's fault: drop the sample
 
-Adapters for trainers use it (`integrations/`); `integrations/blame.py` lists how each trainer is told to drop a sample.
+Adapters for trainers use it (`integrations/`); `integrations/blame.py` lists how to make each trainer drop a sample.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class RolloutFunction:
     async def __call__(
         self, task: str | Task, base_url: str, api_key: str = "", *, model: str = "policy"
     ) -> Scored | Unscored:
-        """Play one rollout with the model at `base_url`. Raises `ConfigError` for an unknown task, and what starting a
-        run raises."""
+        """Play one rollout with the model at `base_url`. Raises `ConfigError` for an unknown task, and any error that
+        starting a run can raise."""
         await self._open()
         async with self._engine.at(base_url, api_key, model):
             (group,) = await self._session.roll_out(task, group_size=1)

@@ -111,9 +111,9 @@ async def run(
 ) -> RunReport:
     """Run to the end and report the paths of the files. Nothing is written before model server, slots and environment
     work. The run gets a new folder below `root`, or is kept in `folder`. `subscribers` get the run's events; `gate` is
-    asked before each task and may wait. `drive` decides what the runner rolls out; without it, all tasks in order.
-    `engines` replace those of the configured servers. `resumed_by` is the command that resumes the run, without the
-    folder."""
+    awaited before each task and may wait. `drive` decides which tasks the runner rolls out; without it, all tasks are
+    rolled out in order. `engines` replace those of the configured servers. `resumed_by` is the command that resumes the
+    run, without the folder."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -209,7 +209,7 @@ async def run(
 
 
 def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
-    """Return the agent of a run that is a program in the slot."""
+    """Return the program that is the agent of a run and runs in the slot."""
     from palaestra.agent.programs import program_named  # most runs have the agent loop
     from palaestra.rollouts.program_agent import ProgramAgent
 
@@ -488,8 +488,8 @@ class CommandRun:
         return await (runner.run() if self.drive is None else self.drive(runner))
 
     def _make_evaluations(self, serving: Serving | None) -> PeriodicEvaluation | None:
-        """Return the evaluations during the run, or None. `serve` evaluates as its settings say; `process` only if a
-        user set `steps_per_eval`."""
+        """Return the evaluations during the run, or None. `serve` evaluates as configured; `process` evaluates only if
+        a user set `steps_per_eval`."""
         config, user_set = self.parsed.env_config, self.parsed.sources.get("env.steps_per_eval", DEFAULT) not in UNSAID
         if config.steps_per_eval == 0 or (serving is None and not user_set):
             return None
@@ -623,7 +623,7 @@ def _hours(hours: float) -> str:
 
 
 def _files(output: RunOutput) -> list[str]:
-    """Return the files of a run, one a line."""
+    """Return one line of text for each file of a run."""
     places = {"groups": output.groups.path, "report": output.folder.report}
     if output.copy is not None:
         places["copy"] = output.copy.path
@@ -632,8 +632,8 @@ def _files(output: RunOutput) -> list[str]:
 
 
 def _suspects(totals: Totals) -> Iterator[str]:
-    """Yield name the rollouts whose work interfered with its check, those that may need live grading, and the tasks
-    whose tests have no control."""
+    """Yield lines that name the rollouts whose work interfered with its check, those that may need live grading, and
+    the tasks whose tests have no control."""
     for what, names in (
         ("rollouts tampered with their check, scored 0", totals.tampered),
         (

@@ -1,9 +1,9 @@
 """The folder of a run, and the files made from its journal.
 
 The folder holds the journal, the settings, `metrics.jsonl`, the groups (`groups.jsonl`, in the Atropos shape), the
-report and, if tools reached outside, `world.jsonl`. A configured path gets a copy of the groups and of the report,
-numbered rather than overwritten. A run that never began leaves no folder, and a run without groups leaves no groups
-file.
+report and, if tools reached outside, `world.jsonl`. A configured path gets a copy of the groups and of the report;
+existing files are not overwritten, because a copy gets a number instead. A run that never began leaves no folder, and a
+run without groups leaves no groups file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RunFolder:
     path: Path
     run_id: str
     made: tuple[Path, ...] = ()
-    """Parent folders that were made for it."""
+    """Parent folders that were made for the run's folder."""
 
     @property
     def journal(self) -> Path:
@@ -268,7 +268,7 @@ class RunOutput:
 
 
 def _charts(path: Path) -> list[Chart]:
-    """Return the curves of a training; empty for other runs."""
+    """Return the curves of a training run; empty for other runs."""
     if not (path / "training").is_dir():
         return []
     from palaestra.trainers.charts import training_charts  # imported here, because most runs train nothing

@@ -1,7 +1,8 @@
 """Trains a model on an environment: `palaestra train`, and `palaestra.train` for Python programs.
 
-A training is a run (`envs.run.run.run`) that `trainers.training.Training` drives, with the trainer's engine in place of
-a model server. Its folder also has `training/`, with the settings, the metrics of each step, and the checkpoints.
+A training run is a run (`envs.run.run.run`) that `trainers.training.Training` drives, with the trainer's engine in
+place of a model server. Its folder also has `training/`, with the settings, the metrics of each step, and the
+checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """The run of a training and how the training ended."""
+    """A training run, and how the training ended."""
 
     run: RunReport
     result: TrainingResult
