@@ -29,7 +29,8 @@ class JournalEvent(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="
 
 
 class RunStarted(JournalEvent, tag="run", kw_only=True, omit_defaults=False):
-    """The first line: the environment and its configuration. Its defaults are written too, so it has its schema."""
+    """The first line: the environment and its configuration. Its defaults are written too, so the line names its
+    schema."""
 
     schema: str = JOURNAL_SCHEMA
     run_id: str

@@ -63,8 +63,9 @@ SETUP_TIMEOUT_S = 600.0
 
 
 class GroupRun:
-    """Runs one group to its end. Its rollouts take `places` if given; for a group that its environment collects they
-    are held to its end, since the environment decides how many rollouts it plays and which wait for which."""
+    """Runs one group to its end. Its rollouts take `places` if given. For a group that its environment collects, the
+    places are held until the group ends, because the environment decides how many rollouts it plays and which of them
+    wait for others."""
 
     def __init__(
         self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None = None

@@ -529,7 +529,8 @@ class Rollout:
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
         """Write the messages that a turn added (None: the opening ones). Await the result, if there is one.
 
-        Raises `CannotResume` if others are recorded in their place, and `CutShort` if no further turn may follow.
+        Raises `CannotResume` if other messages are recorded in their place, and `CutShort` if no further turn may
+        follow.
         """
         self.stages.sign_of_life()
         taken = self._log.match(turn, messages)

@@ -49,7 +49,7 @@ class Places:
         self._freed = asyncio.Event()
 
     async def reserve(self, rollouts: int) -> None:
-        """Wait until a group of so many rollouts may begin."""
+        """Wait until a group with this number of rollouts may begin."""
         while self._open + rollouts > self._most:
             self._freed.clear()
             await self._freed.wait()

@@ -76,9 +76,9 @@ class RunSettings:
 class AgentSettings:
     """How the agent of a rollout is run. `max_tokens` is per reply; `tool_timeout_s` is a command's default limit.
 
-    `memory` and `sessions` are folders for the tools `memory` and `session_search`. None refuses these tools; with a
-    folder, each rollout can read notes of earlier ones, so rollouts cannot be compared. With `freeze`, slots are frozen
-    while the model thinks.
+    `memory` and `sessions` are folders for the tools `memory` and `session_search`. With None, these tools are refused.
+    With a folder, each rollout can read the notes of earlier ones, so rollouts cannot be compared. With `freeze`, slots
+    are frozen while the model thinks.
     """
 
     max_turns: int = 30

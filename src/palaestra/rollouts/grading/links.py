@@ -1,10 +1,10 @@
-"""Separates files that a check writes from files of the work that links of the agent equate with them.
+"""Separates the files that a check writes from files of the work that the agent has linked to them.
 
 A check often writes what it expects to a file of its own and compares the work with it. If one of the two is a link to
 the other, the work equals whatever the check wrote. So before a check, each link of the agent between a file that the
-task's messages name and one that they do not name is replaced by a copy of what it leads to, or removed if that is
-missing or not a file or directory. A named file with hard links becomes a copy. A link that the messages name stays if
-they speak of links.
+task's messages name and a file that they do not name is replaced by a copy of its target, or removed if the target is
+missing or is neither a file nor a directory. A named file with hard links becomes a copy. A link that the messages name
+stays if the messages mention links.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.
@@ -51,7 +51,7 @@ _AT_ONCE = 200
 
 @dataclass(frozen=True, slots=True)
 class NamedFiles:
-    """The names in the messages of a task, and whether these speak of links."""
+    """The names in the messages of a task, and whether the messages mention links."""
 
     names: frozenset[str]
     about_links: bool
@@ -80,7 +80,7 @@ class NamedFiles:
 
     def _has(self, path: str) -> bool:
         """Whether the messages name a file. A word without a dot counts only for files directly in a place where an
-        answer belongs, because installed packages have links that are called as their programs are."""
+        answer belongs, because installed packages have links with the same names as their programs."""
         folder, _, base = path.rstrip("/").rpartition("/")
         return base in self.names and ("." in base or folder in ("", WORKSPACE, *SCRATCH))
 

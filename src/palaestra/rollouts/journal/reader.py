@@ -240,8 +240,9 @@ def journal_of(run: str | Path) -> Path:
 
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
-    """Return the folder of a run: a path, `last`, `last:2` for the one before, the name of a batch, or the beginning or
-    end of an id. Raises `ConfigError` if no run or several match, and for a folder with FIFOs or devices."""
+    """Return the folder of a run: a path, `last`, `last:2` for the run before the last, the name of a batch, or the
+    beginning or end of an id. Raises `ConfigError` if no run or several match, and for a folder with FIFOs or
+    devices."""
     text = str(run)
     if Path(text).exists():
         return _of_files(Path(text))

@@ -217,8 +217,8 @@ def taken_until(events: Sequence[TurnTaken], turn: int) -> list[TurnTaken]:
 
 
 def _in_the_middle(event: TurnTaken) -> bool:
-    """Return whether a turn was cut off during a call. The marker is searched in the text, as some agents write calls
-    so."""
+    """Return whether a turn was cut off during a call. The code searches for the marker in the text, because some
+    agents write calls as text."""
     return any(_NOT_FINISHED in str(message.get("content")) for message in event.messages)
 
 

@@ -20,7 +20,7 @@ Shown: TypeAlias = Sequence[tuple[str, float]]
 @dataclass(frozen=True, slots=True)
 class RunLabel:
     """The names under which a run is filed. A resumed run keeps its `run_id`. `group` is a larger unit, such as the
-    training that the run feeds."""
+    training run that this run feeds."""
 
     project: str
     name: str
