@@ -11,11 +11,11 @@
 
 The annotations become the JSON schema and the validation. The text before the docstring's sections becomes the
 tool's description, and its `Args:` (in Google's style) describe the parameters. Text and mappings that the function
-returns are the reply as they are; anything else becomes `{"result": …}`. The model reads a `ToolError("…")` that it
+returns become the reply unchanged; anything else becomes `{"result": …}`. The model reads a `ToolError("…")` that it
 raises.
 
 A parameter of type `Slot` gets the rollout's sandbox, one of type `ToolRun` the context of the running tool; the model
-sees neither. Parameters named `sandbox` and `run` without an annotation do the same. Plain functions run in a thread.
+sees neither. Parameters named `sandbox` and `run` get them even without an annotation. Plain functions run in a thread.
 
 Invariant: a function that cannot be described to a model is refused by name when it is declared.
 """
@@ -97,7 +97,7 @@ CONTEXT: Mapping[str, type] = {"sandbox": Slot, "run": ToolRun, "task": Task}
 
 @dataclass(frozen=True, slots=True)
 class TypedTool(Tool):
-    """A tool made of a typed function. Calling it calls the function."""
+    """A tool made from a typed function. Calling it calls the function."""
 
     function: UserFunction
     schema: ToolSchema = field()
@@ -169,7 +169,7 @@ def tool(
     external: bool = False,
     **options: Unpack[ToolOptions],
 ) -> TypedTool | Callable[[UserFunction], TypedTool]:
-    """Make a tool of a typed function; `name` replaces the function's.
+    """Make a tool from a typed function; `name` replaces the function's name.
 
     An `external` tool needs no slot, and runs at a tool server if there is one. Raises `ConfigError` for a function
     without docstring or annotations, or with types that have no JSON schema, and for an `external` one with a sandbox.

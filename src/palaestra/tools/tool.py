@@ -306,7 +306,7 @@ async def given_arguments(arguments: Mapping[str, JSON], run: ToolRun, /) -> JSO
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool(Tool):
-    """A tool made of a schema and a function."""
+    """A tool made from a schema and a function."""
 
     schema: ToolSchema = field()  # without field(), the base class's attributes would be defaults
     run: ToolFunction = field()

@@ -1,8 +1,8 @@
 """Shows a page as text: its accessibility tree, with a reference like @e5 for each element. No I/O.
 
 The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per element, whose references restart in
-every document. `Numbers` replaces them with numbers that are unique in a rollout, so an outdated reference is
-recognised and never points to another element.
+every document. `Numbers` replaces these references with numbers that are unique in a rollout, so an outdated reference
+is recognised and never points to another element.
 
 Invariant: the full form has every line of the source; a compact or cut form gives the number of missing lines.
 """

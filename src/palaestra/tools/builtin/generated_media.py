@@ -1,8 +1,8 @@
 """The tools `image_generate` and `text_to_speech`: a model server makes a file, which is written into the slot.
 
 Any server with OpenAI's images or speech API works. The request and the write are two steps: the request is a separate
-external call, so it is recorded with the file's bytes, and a replay writes the same file without a request. The hash of
-its bytes names a new file. Invariant: only bytes that begin with an image signature are written as an image.
+external call, so it is recorded with the file's bytes, and a replay writes the same file without a request. A new file
+is named after the hash of its bytes. Invariant: only bytes that begin with an image signature are written as an image.
 
 Formats: https://platform.openai.com/docs/api-reference/images/create and …/audio/createSpeech
 """

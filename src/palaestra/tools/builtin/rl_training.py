@@ -1,10 +1,10 @@
-"""The ten `rl_*` tools: an agent chooses an environment, then configures, starts, watches and stops a training.
+"""The ten `rl_*` tools: an agent chooses an environment, then configures, starts, watches and stops a training run.
 
-Names, arguments and reply keys are the contract's. A training is a separate process, `palaestra train`
+Names, arguments and reply keys are the contract's. A training run is a separate process, `palaestra train`
 (`tools/training/`), with the trainers of this package. The settings, not the agent, choose model, trainer and folder.
 
-Invariant: its conversation, environment and settings identify a start. So a resumed rollout that repeats a call
-starts no second training, and a start with the settings of a stopped training continues it.
+Invariant: a training run is identified by its conversation, environment and settings. So a resumed rollout that repeats
+a call starts no second run, and a start with the settings of a stopped run continues that run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COMMAND_S = 120.0
 TEST_S = 600.0
 """Seconds that the test of one model may take."""
 HISTORY = 10
-"""The number of steps in a training's results."""
+"""The number of steps in the results of a training run."""
 
 _RUN = {"run_id": parameters.text("The ID of the training run, from rl_start_training or rl_list_runs.")}
 
@@ -87,18 +87,18 @@ _SELECTION = "rl_selection"
 
 @dataclass(slots=True)
 class Setup:
-    """The choices of a conversation, and the trainings that it has started."""
+    """The choices of a conversation, and the training runs that it has started."""
 
     environment: str = ""
     reference: str = ""
     rows: dict[str, dict[str, JSON]] = field(default_factory=dict)
-    """The settings of a training by name: `value`, `about`, and `training` unless they are the environment's."""
+    """The settings of a training run by name: `value`, `about`, and `training` unless they are the environment's."""
     edits: dict[str, JSON] = field(default_factory=dict)
     looked: dict[str, float] = field(default_factory=dict)
     started: list[TrainingProcess] = field(default_factory=list)
 
     async def aclose(self) -> None:
-        """Stop the trainings that must not outlive the conversation."""
+        """Stop the training runs that must not outlive the conversation."""
         async with asyncio.TaskGroup() as group:
             for each in self.started:
                 group.create_task(each.stop(INTERRUPTED))
@@ -422,7 +422,7 @@ def _training(settings: ToolSettings, arguments: Mapping[str, JSON]) -> Training
 
 
 def _locked(settings: ToolSettings, setup: Setup) -> dict[str, JSON]:
-    """Return the locked settings of a training on the chosen environment, with their values."""
+    """Return the locked settings for training on the chosen environment, with their values."""
     return {
         name: setup.rows[name]["value"] if value is None else value
         for name, value in settings.rl_locked.items()

@@ -1,10 +1,10 @@
 """The `search_files` tool: lines that match a pattern, or files by name.
 
 ripgrep or GNU grep searches inside the slot, with options that make both give the same results. Commands are argv,
-never shell text. Both search regular files below a directory, hidden and ignored ones too, follow no symlinks, skip
-`.git` and files with NUL bytes, and treat bytes as text: ASCII patterns match bytewise, others as UTF-8. The results
-differ for a NUL byte after the first 32 KiB (ripgrep stops there), and for the few constructs that only one of Rust's
-regex and PCRE supports, where ripgrep itself falls back to PCRE.
+never shell text. Both search regular files below a directory, including hidden and ignored ones, do not follow
+symlinks, skip `.git` and files with NUL bytes, and treat bytes as text: ASCII patterns match bytewise, others as UTF-8.
+The results differ for a NUL byte after the first 32 KiB (ripgrep stops there), and for the few constructs that only one
+of Rust's regex and PCRE supports, where ripgrep itself falls back to PCRE.
 
 Invariant: results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
 """

@@ -5,8 +5,8 @@ decide which links are followed first. Links are followed within the host. Pages
 an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
 
 Invariants: a reply is bounded, and reports cuts and omissions. Equal sites give equal pages in the same order
-unless time runs out, which is reported. Pages fewer links away from the first come first, and of equally distant ones
-those whose links have most of the wanted words.
+unless time runs out, which is reported. Pages that are fewer links away from the first page come first; among equally
+distant pages, those whose links contain the most wanted words come first.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ def read_servers(path: Path) -> dict[str, JSON]:
 def servers_of(
     told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
 ) -> dict[str, MCPServerConfig]:
-    """Return the servers in a file, or in its content, with their variables. Raises `ConfigError`, also if one is not
-    set."""
+    """Return the servers in a file, or in its content, with their variables. Raises `ConfigError`, also if a variable
+    is not set."""
     written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
     servers = configured(written)
     checked_names(servers)

@@ -37,7 +37,7 @@ _SPECIAL: tuple[IPNetwork, ...] = tuple(
     for text in (
         "192.0.0.0/24",  # protocol assignments
         "192.88.99.0/24",  # relays of 6to4
-        "64:ff9b:1::/48",  # NAT64 of one's own network, which reaches its private addresses
+        "64:ff9b:1::/48",  # NAT64 inside a private network, which reaches its private addresses
         "2001::/23",  # protocol assignments, Teredo among them
         "2001:db8::/32",
         "2002::/16",  # 6to4

@@ -95,7 +95,7 @@ class _Trimmed(difflib.SequenceMatcher[str]):
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
     ) -> difflib.Match:
-        """Find the longest match. After `_MAX_LOOKED_AT` pairs, find no more, because frequent lines would take
+        """Find the longest match. After `_MAX_LOOKED_AT` pairs the search stops, because frequent lines would take
         hours."""
         self._left -= self._pairs[-1 if ahi is None else ahi] - self._pairs[alo]
         if self._left < 0:

@@ -81,8 +81,8 @@ class Reindent:
         return cls(mapping)
 
     def apply(self, text: str) -> str:
-        """Return the text with every line's indentation translated. One deeper than a known one keeps the
-        difference."""
+        """Return the text with every line's indentation translated. An indentation that is deeper than a known one
+        keeps the difference."""
         return "\n".join(self._line(line) for line in text.split("\n"))
 
     def _line(self, line: str) -> str:
@@ -95,7 +95,8 @@ class Reindent:
         return self._shallower(indent) + line[len(indent) :]
 
     def _shallower(self, indent: str) -> str:
-        """Translate an indentation less deep than any known one: the file's is shallower by the same amount."""
+        """Translate an indentation that is less deep than any known one: the file's indentation is shallower by the
+        same amount."""
         nearest = min((seen for seen in self.mapping if seen.startswith(indent)), key=len, default=None)
         if nearest is None:
             return indent

@@ -64,7 +64,8 @@ class ToolExecutorConfig(BaseModel):
     require_stateful_sandbox: bool = False
     """The same as `require_sandbox`, because stateful shells run in the same slots."""
     tool_server_url: str | None = None
-    """The address of the `palaestra serve tools` for external tools; None or `inprocess`: this process runs them."""
+    """The address of the `palaestra serve tools` server for external tools. With None or `inprocess`, this process runs
+    them."""
     tool_server_token: str | None = None
     """The bearer token of that server."""
 
@@ -93,10 +94,11 @@ class ExecutorStats:
 class ToolExecutor:
     """Binds tool calls to trajectories' slots. An async context manager; `close` returns every slot.
 
-    `backend` (or `pool`, the same) hands out the slots, made from `spec` with the configured network. `shared` are
-    objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of `delegate_task`
-    and are closed with the executor. `world` records or replays tools with `touches_world` (`open_world`); its owner
-    closes it. A released trajectory that returns is recorded as `NAME#2`. Tools may be added to `registry` later.
+    `backend` (or `pool`, another name for it) hands out the slots, made from `spec` with the configured network.
+    `shared` are objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of
+    `delegate_task` and are closed with the executor. `world` records or replays tools with `touches_world`
+    (`open_world`); its owner closes it. A released trajectory that returns is recorded as `NAME#2`. Tools may be added
+    to `registry` later.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class ToolSessionConfig(ToolExecutorConfig):
     checkpoint_path: Path | None = None
     """A file with which the next session finds the background processes, if the backend keeps slots."""
     mcp: str | Path | dict[str, JSON] | None = None
-    """MCP servers: a file, or its content. The first call of one of its tools starts a server."""
+    """MCP servers: a file, or its content. A server starts with the first call of one of its tools."""
     variables: dict[str, str] = Field(default_factory=dict, repr=False, exclude=True)
     """Values of `${NAME}` in `mcp`."""
 
@@ -132,7 +132,7 @@ class ToolSession:
     async def handle_async(
         self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
     ) -> str:
-        """Return the async form of `handle`. Cancelling it kills the command."""
+        """The async form of `handle`. Cancelling it kills the command."""
         return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
 
     def definitions(
@@ -336,8 +336,8 @@ _choosing = threading.Lock()
 
 
 def default_session() -> ToolSession:
-    """Return the process's session: the one of `use_session`, else a plain one. It is closed when the interpreter
-    exits."""
+    """Return the process's session: the one that `use_session` set, or else a default one. It is closed when the
+    interpreter exits."""
     global _own
     with _choosing:
         if _own is None:
@@ -375,7 +375,7 @@ async def handle_function_call_async(
     task_id: str | None = None,
     user_task: str | None = None,
 ) -> str:
-    """Return the async form of `handle_function_call`; `HermesAgentLoop` calls it by default."""
+    """The async form of `handle_function_call`; `HermesAgentLoop` calls it by default."""
     if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
         return await found.tools().handle(function_name, function_args)
     return await default_session().handle_async(function_name, function_args, task_id, user_task)

@@ -1,1 +1,1 @@
-"""Trainings that agents start: each is a `palaestra train` process with its own folder."""
+"""Training runs that agents start: each is a `palaestra train` process with its own folder."""

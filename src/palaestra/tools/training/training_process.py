@@ -1,4 +1,4 @@
-"""One training that an agent started: a folder, and a separate `palaestra train` process that works in it.
+"""One training run that an agent started: a folder, and a separate `palaestra train` process that works in it.
 
     request.json   the environment, the owner, the settings, and the process of the training
     config.yaml    the environment's settings, for --config
@@ -7,7 +7,7 @@
     lock           held (flock(2)) as long as the training runs, so that any process can check
     ended          the reason if it was ended on request: stopped or interrupted
 
-Invariant: at most one process trains in a folder. A training outlives its starter, unless the starter stops it.
+Invariant: at most one process trains in a folder. A training run outlives its starter, unless the starter stops it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ REQUEST_SCHEMA = "palaestra.rl-run/1"
 TRAIN = (sys.executable, "-m", "palaestra", "train")
 
 READY_S = 60.0
-"""How long `start` waits until the training is ready; to load a large model or check an environment takes longer."""
+"""Seconds that `start` waits until training is ready. Loading a large model or checking an environment takes longer."""
 STOP_S = 60.0
-"""How long a training may take to finish its rollouts after SIGTERM before it is killed."""
+"""Seconds that training may take to finish its rollouts after SIGTERM before it is killed."""
 _KILL_S = 10.0
 _POLL_S = 0.1
 _LOCK_FD = 3
@@ -50,7 +50,8 @@ STOPPED, INTERRUPTED = "stopped", "interrupted"
 
 
 class TrainingRequest(msgspec.Struct, kw_only=True):
-    """The request for a training. `flags` are those of `palaestra train`, without the environment and its settings."""
+    """The request for a training run. `flags` are those of `palaestra train`, without the environment and its
+    settings."""
 
     schema: str = REQUEST_SCHEMA
     run_id: str
@@ -67,7 +68,7 @@ class TrainingRequest(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class TrainingProcess:
-    """The training in a folder. Every method reads the folder again, so any process may use it."""
+    """The training run in a folder. Every method reads the folder again, so any process may use it."""
 
     path: Path
 
@@ -123,7 +124,7 @@ class TrainingProcess:
             return FAILED
 
     def result(self) -> dict[str, JSON] | None:
-        """Return the result of a training that ended by itself: `TrainingReport.to_json`."""
+        """Return the result of a training run that ended by itself: `TrainingReport.to_json`."""
         try:
             found = json.loads((self.path / "result.json").read_bytes())
         except (OSError, ValueError):
@@ -164,7 +165,7 @@ class TrainingProcess:
             config = ["--config", str(self.config)] if request.settings else []
             words = [request.reference, "--out", str(self.run), *config, *request.flags]
         request.started = time.time()
-        self._write(request)  # before the process exists, so a kill in between leaves a failed training and no orphan
+        self._write(request)  # before the process exists, so a kill in between leaves a failed run and no orphan
         request.pid = await self._spawn([*command, *words, "--json"])
         self._write(request)
         until = time.monotonic() + READY_S
@@ -213,7 +214,7 @@ class TrainingProcess:
 
 
 def trainings(folder: Path) -> list[TrainingProcess]:
-    """Return the trainings of a folder, the oldest first."""
+    """Return the training runs of a folder, the oldest first."""
     found = [TrainingProcess(path.parent) for path in folder.glob("*/request.json")]
     return sorted(found, key=lambda each: (each.request().created, each.id))
 

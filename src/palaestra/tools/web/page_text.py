@@ -55,7 +55,7 @@ class Fetcher:
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """A provider on the user's own machines. It is not asked for pages that this machine must not reach."""
+    """A provider on the user's own machines. It never gets requests for pages that this machine must not reach."""
 
     pages: PageReader
     policy: AddressPolicy

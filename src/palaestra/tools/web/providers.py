@@ -212,7 +212,7 @@ _APIS: Mapping[str, tuple[Callable[[JsonServer], Any], str, Callable[[str], dict
     "firecrawl": (Firecrawl, "https://api.firecrawl.dev", _bearer),
     "searxng": (Searxng, "", _bearer),
 }
-"""Class, public address and key header of each, in the order in which `auto` tries them."""
+"""The class, public address and key header of each provider, in the order in which `auto` tries them."""
 
 
 @dataclass(frozen=True, slots=True)
