@@ -78,7 +78,7 @@ class ChatServer:
         return self
 
     def declare(self, reason: SegmentReason) -> None:
-        """Record why the next request does not continue the history. A server without a ledger ignores it."""
+        """Record why the next request does not continue the history. A server without a ledger ignores the reason."""
 
     def get_state(self) -> dict[str, JSON] | None:
         """Return the contract's token record with `ledger` and `nodes`; None for a server that only chats."""
@@ -110,7 +110,7 @@ def chat_server(server: object) -> ChatServer:
 
 
 class Engine(Protocol):
-    """Samples replies. It is opened once per run, and every rollout gets its own session."""
+    """Samples replies. An engine is opened once per run, and every rollout gets its own session."""
 
     @property
     def name(self) -> str: ...
@@ -139,7 +139,8 @@ class ServerEngine(ChatServer):
         raise NotImplementedError
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Send one request with these tools if the server might refuse them. Raises `EngineRefused` with the fix."""
+        """Send one request with these tools if the server might refuse the tools. Raises `EngineRefused` with the
+        fix."""
 
     async def aclose(self) -> None:
         raise NotImplementedError

@@ -68,7 +68,7 @@ def not_applicable(name: str, found: str, way_out: str = "") -> DoctorCheck:
 @dataclass(slots=True)
 class Diagnosis:
     """All checks, in the order of their dependencies. `server` is the kind of server. `refusal` is set if the server
-    could not be reached or refused; the other checks are then not applicable."""
+    could not be reached or refused the request; the other checks are then not applicable."""
 
     target: str
     server: str = ""
@@ -202,7 +202,8 @@ def _prefix(renderer: TurnRenderer) -> DoctorCheck:
 
 
 def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, parser: str) -> DoctorCheck:
-    """Check that the parser reads calls in the template's form, which the model has learned."""
+    """Check that the parser can read calls in the form that the template writes, because the model has learned that
+    form."""
     written = {}
     for arguments in (_PLAIN_ARGUMENTS, ARGUMENTS):
         text = _written(renderer, template, tokenizer, arguments)
@@ -342,7 +343,7 @@ class _Examination:
         return models
 
     async def _kind(self, engine: OpenAIEngine, models: list[ListedModel]) -> str:
-        """Detect the server kind by its list of models, else by a path that only one kind serves."""
+        """Detect the kind of server from its list of models, or else by requesting a path that only one kind serves."""
         kind = server_kind(models)
         if kind != "other":
             return kind

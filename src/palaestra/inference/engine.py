@@ -40,8 +40,8 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages as dicts. Environments append a reply's message or calls to their next request, as our
-    objects or as a vendor client's."""
+    """Return the messages as dicts. Environments append a reply's message or calls to their next request, either as
+    Palaestra's objects or as those of a vendor's client."""
     return [_plain_message(message) for message in messages]
 
 
@@ -138,8 +138,8 @@ class TextCompletion(Record, kw_only=True):
 class Sampled:
     """The tokens that an engine sampled after a prompt: `ids[N]` and the engine's own `logprobs[N]` (natural log).
 
-    `finish_reason` is `stop`, `length` or `abort`; after `abort` (usually a weight update) the ids are those sampled so
-    far. Engines differ in whether the token that ended a `stop` is among the ids.
+    `finish_reason` is `stop`, `length` or `abort`; after `abort` (usually because of a weight update), the ids are
+    those sampled so far. Engines differ in whether the ids include the stop token after a `stop`.
     """
 
     ids: Sequence[int]

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Server: TypeAlias = ServerBaseline | ServerEngine
-"""The settings of a model server, or an engine that a program made itself, which is started and closed like others."""
+"""The settings of a model server, or an engine that a program made itself, which is started and closed like a
+configured one."""
 
 ENGINES: Mapping[str, str] = {
     "openai": "palaestra.inference.engines.openai:OpenAIEngine",
@@ -68,7 +69,7 @@ class ServerGroup(ChatServer):
         return ", ".join(dict.fromkeys(server.name for server in self.servers))
 
     async def start(self) -> None:
-        """Start all servers; the first failure closes all and is raised."""
+        """Start all servers. The first failure closes all of them and is raised."""
         try:
             async with asyncio.TaskGroup() as group:
                 for server in self.servers:

@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     `all_special_ids`, and a length."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> Sequence[int]:
-        """Token ids of the text. Special tokens in it get their own ids."""
+        """Return the token ids of the text. Special tokens in the text get their own ids."""
         ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -73,7 +73,7 @@ class FastTokenizer:
         self.stop_ids = tuple(dict.fromkeys([*stop_ids, *([] if own is None else [own])]))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of the text. Lone surrogates, which tool output can hold, become question marks."""
+        """Return the token ids of the text. Lone surrogates, which tool output can hold, become question marks."""
         try:
             return self._encoded(text, add_special_tokens)
         except TypeError:  # the library's error for text that UTF-8 cannot encode

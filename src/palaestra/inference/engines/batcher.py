@@ -1,8 +1,8 @@
-"""Concurrent requests to one model, sampled in one batch by the thread that owns it, and their sampling settings.
+"""Samples concurrent requests to one model in one batch, in the thread that owns the model.
 
-New requests join between two tokens; finished and cancelled ones leave. After an idle time the first request waits
-`WINDOW_S` for others. Invariants: every request is answered exactly once, even if the model fails, the weights change
-or the thread ends; an unsupported sampling setting is refused, never ignored.
+New requests join between two tokens; finished and cancelled ones leave. After an idle period, the first request waits
+`WINDOW_S` seconds for others. Invariants: every request is answered exactly once, even if the model fails, the weights
+change or the thread ends; an unsupported sampling setting is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Batcher:
         most: int,
         ended: Callable[[Sequence[int]], bool] | None = None,
     ) -> Future[Sampled]:
-        """Request up to `most` tokens. Sampling stops early when `ended` returns true for the tokens so far. Cancelling
-        the future cancels the request."""
+        """Request up to `most` tokens. Sampling stops early when `ended` returns True for the tokens sampled so far.
+        Cancelling the future cancels the request."""
         request = _Request(prompt, sampling, most, Future(), ended)
         self._send(request)
         return request.answer
@@ -149,7 +149,8 @@ class Batcher:
         self._drain(EngineUnavailable("The engine was closed before the request was answered."))
 
     def _receive(self, decoder: TorchDecoder) -> bool:
-        """Take all messages; wait only if there is no other work. Returns False at the end."""
+        """Take all messages from the queue; wait only if there is no other work. Returns False once the thread must
+        end."""
         idle = not self._rows and not self._waiting
         try:
             message = self._inbox.get(block=idle)

@@ -18,9 +18,9 @@ SampleFunction: TypeAlias = Callable[[list[int], int | None, Collection[int]], A
 
 
 class FunctionEngine(TokenChat):
-    """Samples with a function. `model` names the model and its tokenizer (a folder, or OWNER/NAME of the hub) unless
-    `settings`, those of `APIServerConfig`, name another. The function sets the temperature and similar settings
-    itself."""
+    """Samples with a function. `model` names the model and its tokenizer (a folder, or OWNER/NAME on the hub) unless
+    `settings`, which are those of `APIServerConfig`, name another. The function sets the temperature and similar
+    settings itself."""
 
     def __init__(self, sample: SampleFunction, *, model: str, **settings: JSON) -> None:
         super().__init__(APIServerConfig(**{"model_name": model, "history": "append", **settings}))

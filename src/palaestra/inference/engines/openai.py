@@ -44,7 +44,7 @@ R = TypeVar("R", ChatCompletion, TextCompletion)
 
 
 class OpenAIEngine(ServerEngine):
-    """One chat completions server. All rollouts share it: a conversation's whole state is its messages."""
+    """One chat completions server. All rollouts share it, because a conversation's whole state is its messages."""
 
     features = frozenset({"images", "response_format", "tool_choice", "on_delta"})
 

@@ -15,8 +15,9 @@ serves all requests."""
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings. `max_tokens` None: up to the model's window. `temperature` 0 takes the likeliest token.
-    `processed_logprobs`: report log-probabilities after temperature, `top_k` and `top_p` instead of the model's own."""
+    """Sampling settings. With `max_tokens` None, the limit is the model's window. `temperature` 0 takes the likeliest
+    token. `processed_logprobs`: report log-probabilities after temperature, `top_k` and `top_p` instead of the model's
+    own."""
 
     max_tokens: int | None = None
     temperature: float = 1.0

@@ -160,9 +160,9 @@ class PatchPolicy(Policy):
 class ReplayPolicy(Policy):
     """Plays the assistant's side of recorded trajectories, selected by task id and index.
 
-    A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run, also named
-    by the run's folder, its groups file or an export in it. Other lines and a torn last line are ignored. If two
-    trajectories have the same task id and index, the later one is used.
+    A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run, which may
+    also be given by the run's folder, its groups file or an export in that folder. Other lines and a torn last line are
+    ignored. If two trajectories have the same task id and index, the later one is used.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Engines that continue token ids: their base `TokenChat`, and the servers over HTTP, SGLang and vLLM.
 
-An unusable tokenizer, template or parser is an error at the start; so is a tokenizer that differs from the server's, if
-the server has `/tokenize`.
+An unusable tokenizer, template or parser raises an error when the engine starts. So does a tokenizer that differs from
+the server's, if the server has `/tokenize`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class TokenChat(ServerEngine):
-    """The chat side of one token engine; subclasses sample in `generate`. `tokenizer` None loads the configured one on
-    first use."""
+    """The chat side of one token engine; subclasses sample in `generate`. With `tokenizer` None, the configured
+    tokenizer is loaded on first use."""
 
     token_exact = True
 
@@ -144,12 +144,12 @@ def template_text(named: str | None) -> str | None:
 T = TypeVar("T")
 
 PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
-"""Text that two different tokenizers are unlikely to encode alike."""
+"""Text that two different tokenizers are unlikely to encode in the same way."""
 
 
 class TokenServer(TokenChat):
-    """One model server that continues token ids. Subclasses implement its wire in `generate`, whose `sampling` may have
-    `on_ids` (`OnIds`): the reply is streamed then, and the result is the same."""
+    """One model server that continues token ids. Subclasses implement the server's wire format in `generate`. If its
+    `sampling` has `on_ids` (`OnIds`), the reply is streamed; the result is the same."""
 
     features = frozenset({"on_delta", "on_ids"})
 
@@ -330,7 +330,8 @@ class VLLMEngine(TokenServer):
 
     Wire sources: vLLM's `CompletionRequest` and `CompletionResponseChoice` (`return_token_ids` since 0.10.2; older
     servers spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4. Servers
-    without `/v1/completions` get requests in the second shape. vLLM does not report which policy sampled.
+    without `/v1/completions` get requests in the second shape. vLLM does not report which policy version sampled the
+    tokens.
     """
 
     _stock: bool | None = None

@@ -1,4 +1,5 @@
-"""Continues several token sequences at once with a `transformers` model: one batch, a key-value cache, left padding.
+"""Continues several token sequences concurrently with a `transformers` model: one batch, a key-value cache, left
+padding.
 
 A row's numbers do not depend on its neighbours beyond rounding, because padding is never attended to and each row has
 its own random generator. The token is found by inverting the cumulative distribution at a number from Python's
@@ -26,8 +27,9 @@ _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """Return the model of a folder, or of a name, ready to sample. Blocks. `device` None takes the first GPU, if any.
-    Raises `ConfigError` without the extra, without such a model, or for layers that cannot be batched here."""
+    """Return the model of a folder, or of a name, ready to sample. Blocks. With `device` None, the model uses the first
+    GPU, if there is one. Raises `ConfigError` without the extra, without such a model, or for layers that cannot be
+    batched here."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -63,7 +65,8 @@ class TorchDecoder:
         self._unread: torch.Tensor | None = None
 
     def admit(self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> None:
-        """Read the new prompts in one pass, equal ones once, and append their caches to the existing ones."""
+        """Read the new prompts in one pass, each distinct prompt only once, and append their caches to the existing
+        ones."""
         import torch
 
         self._advance()
@@ -87,7 +90,7 @@ class TorchDecoder:
         self._rngs += [random.Random(each.seed) for each in sampling]
 
     def step(self) -> list[tuple[int, float]]:
-        """Sample one token for every row: (id, log-probability). Every row costs as much as the longest."""
+        """Sample one token for every row: (id, log-probability). Every row costs as much as the longest row."""
         import torch
 
         self._advance()

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from palaestra.inference.engines.torch_decoder import TorchDecoder
 
 MOST_ROWS = 64
-"""The maximum number of requests in one batch, even if the config allows more in flight: beyond it, steps only take
-longer."""
+"""The maximum number of requests in one batch, even if the config allows more in flight. With more rows, steps would
+only take longer."""
 
 DEFAULT_WINDOW_TOKENS = 4096
 """The window of a model whose config has none."""
 
 
 class TransformersEngine(TokenChat):
-    """The engine of one model. `make` builds the model inside the engine's thread; None loads the config's
-    `model_name`. `seed` seeds the requests without a seed of their own."""
+    """The engine of one model. `make` builds the model inside the engine's thread; with None, the engine loads the
+    config's `model_name`. `seed` seeds the requests without a seed of their own."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""The chat completions wire: replies to our records, with the quirks of servers, and a server's list of models.
+"""Decodes replies in the chat completions format into records, despite the quirks of servers, and lists of models.
 
-A reply of the expected shape is decoded straight into records, any other one piece by piece; malformed arguments pass
+A reply of the expected shape is decoded straight into records, any other reply piece by piece; malformed arguments pass
 through as text. Sources: the OpenAI chat completions reference; the quirks of vLLM, SGLang, llama.cpp, Ollama and
 proxies in front of them.
 """
@@ -146,7 +146,7 @@ def plainer_history(messages: Sequence[Message], server_said: str) -> list[Messa
     """Return the history without the parts that a strict server refused, or None if nothing can be removed.
 
     Some chat templates parse every call's arguments, so one malformed call would end its rollout as a server failure:
-    such text is wrapped in a JSON object. Our own fields that the server's error names are removed.
+    such text is wrapped in a JSON object. Palaestra's own fields are removed if the server's error names them.
     """
     drop = "reasoning_content" if "reasoning_content" in server_said else None
     plain = [_plainer(message, drop) for message in messages]

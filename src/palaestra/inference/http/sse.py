@@ -40,7 +40,7 @@ DeltaHook: TypeAlias = Callable[[Delta], None]
 
 
 class EventStreamReader:
-    """Reads the replies to one request and its retries; all but the last were incomplete."""
+    """Reads the replies to one request and its retries; all replies but the last were incomplete."""
 
     def __init__(self, source: str, hook: DeltaHook | None = None) -> None:
         self._source = source
@@ -184,7 +184,7 @@ class _Completion:
 
     @property
     def ended(self) -> bool:
-        """Whether every choice has a finish reason: some servers send nothing after that."""
+        """Whether every choice has a finish reason. Some servers send nothing after the last finish reason."""
         return bool(self._choices) and all(choice.finish_reason for choice in self._choices.values())
 
     def take(self, chunk: dict[str, JSON]) -> list[Delta]:

@@ -24,7 +24,7 @@ void."""
 
 
 class TokenEvents(Protocol):
-    """The events of one reply. `ended`: the last event has arrived."""
+    """The events of one reply. `ended` is true once the last event has arrived."""
 
     ended: bool
 
@@ -92,7 +92,7 @@ class VLLMEvents:
 
 
 class TokenStreamReader:
-    """Reads the replies to one request and its retries; all but the last were incomplete."""
+    """Reads the replies to one request and its retries; all replies but the last were incomplete."""
 
     def __init__(self, source: str, kind: Callable[[], TokenEvents], on_ids: OnIds) -> None:
         self._source, self._kind, self._on_ids = source, kind, on_ids

@@ -1,7 +1,7 @@
 """The HTTP client: JSON requests to a model server, pooled, limited and retried, with errors that name the fix.
 
-Retries happen only here; each lane limits its requests in flight, and the rest wait in order; errors name address,
-status and model, and never a credential.
+Retries happen only here. Each lane limits its requests in flight, and the rest wait in order. Errors name the address,
+status and model, but never a credential.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Transport:
         return response.body
 
     def refusal(self, url: URL, status: int, body: bytes) -> EngineRefused:
-        """Return the error for a status that a retry cannot change, counted as a failure."""
+        """Return the error for a status that a retry cannot change, and count it as a failure."""
         self.failures += 1
         return refused(url, status, body, self.model)
 
@@ -159,7 +159,7 @@ class Transport:
         timeout_s: float | None = None,
         read: Reader | None = None,
     ) -> Response:
-        """Send until there is a reply that a retry would not change. Raises `EngineUnavailable`."""
+        """Send the request until there is a reply that a retry would not change. Raises `EngineUnavailable`."""
         whole_s, policy, tried = timeout_s or self.timeout_s, retry or self.retry, 0
 
         async def send(tries: int, left_s: float) -> Response:
@@ -202,7 +202,7 @@ class Transport:
         self._reported_at, self._unreported = now, 0
 
     async def _take_turn(self, lane: str) -> float:
-        """Take a place in the lane, to be released; return the seconds waited. Raises `ConfigError`."""
+        """Take a place in the lane, which the caller must release; return the seconds waited. Raises `ConfigError`."""
         if lane not in self._lanes:
             raise ConfigError(f"Unknown split '{lane}'; available: {', '.join(self._lanes)}.")
         asked_s = self._clock.monotonic()

@@ -1,4 +1,4 @@
-"""The growing ledger of one rollout: it appends turns, returns rows and makes prompts.
+"""The growing ledger of one rollout, which appends turns, returns rows and makes prompts.
 
 Invariants: appended tokens never change (T1); every trained token was sampled, with the engine's own log-probability
 (T3, T4); a turn is appended whole or not at all, at a cost that grows with its new tokens only.
@@ -40,20 +40,20 @@ from palaestra.inference.ledger.records import (
 from palaestra.inference.tokenizers import Tokenizer
 
 LONG_PROMPT = 2048
-"""Segments with at least this many ids keep their JSON, which takes more memory than the ids. Shorter segments are
-encoded within 0.03 ms."""
+"""Segments with at least this many ids keep their JSON, which takes more memory than the ids. Shorter segments need no
+stored JSON, because encoding them takes less than 0.03 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One answer of the engine, and the CRC-32 of the ids it was given (`sent_checksum`)."""
+    """One answer of the engine, and the CRC-32 of the ids that the engine received (`sent_checksum`)."""
 
     sampled: Sampled
     sent: int
 
 
 def pieces_of(turn: SampledTurn) -> list[Piece]:
-    """Return a recorded model call as the engine's answers. All but the last were aborted."""
+    """Return a recorded model call as the engine's answers. All answers but the last were aborted."""
     ends = ["abort"] * (len(turn.pieces) - 1) + [turn.finish_reason]
     return [
         Piece(Sampled(unpacked_ids(piece.ids), unpacked_logprobs(piece.logprobs), end, piece.version), piece.sent)
@@ -119,8 +119,8 @@ class _Segment:
         )
 
     def continued(self, shared: int) -> _Segment:
-        """Return the same tokens, with everything up to the end of turn `shared` as part of the first later prompt. The
-        later turns are numbered from 1. It is empty if there is no later turn."""
+        """Return a segment with the same tokens, in which everything up to the end of turn `shared` is part of the
+        first later prompt. The later turns are numbered from 1. The segment is empty if there is no later turn."""
         found = _Segment(self.reason, self.branch, finish_reason=self.finish_reason)
         prompt: array[int] | None = None
         taken = 0
@@ -190,7 +190,7 @@ class Prompt(Sequence[int]):
 
 
 def sent_checksum(ids: array[int], before: int = 0) -> int:
-    """Return the CRC-32 of the ids that an engine is given; `before` is that of the preceding ids."""
+    """Return the CRC-32 of the ids that an engine receives; `before` is the CRC-32 of the preceding ids."""
     return zlib.crc32(packed(ids), before)
 
 
@@ -323,7 +323,8 @@ class Ledger:
 
     def forked(self, shared: int) -> Ledger:
         """Return the ledger of a rollout that continues another one after its first `shared` turns, as a finished
-        ledger. The other ledger trains their tokens, so they are part of a prompt here. Segments keep their numbers."""
+        ledger. The other ledger trains the tokens of these turns, so the tokens are part of a prompt here. Segments
+        keep their numbers."""
         found = Ledger(self.stop_ids)
         found._segments = [segment.continued(shared) for segment in self._segments]
         found.turns = [
@@ -336,8 +337,8 @@ class Ledger:
         return _places(self._in_order())
 
     def _in_order(self) -> list[LedgerTurn]:
-        """Return the turns in the record's order: between two of the rollout's own, the other conversations one by
-        one."""
+        """Return the turns in the record's order: between two turns of the rollout's own conversation come those of the
+        other conversations, one conversation after the other."""
         own, keys = 0, {}
         for turn in self.turns:
             branch = self._segments[turn.segment].branch
@@ -353,9 +354,9 @@ def _places(turns: Iterable[LedgerTurn]) -> dict[int, int]:
 class SequenceNode:
     """One row as contract environments read it (`managed.get_state()["nodes"]`), as an object or as a dict.
 
-    `tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`, `metadata`, made when they are first read, because
-    Python lists need ten times the memory. Wire source: `SequenceNode` of atroposlib 0.4: unsampled tokens have mask
-    -100 and log-probability 1.0.
+    Its fields are `tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text` and `metadata`. They are made when they
+    are first read, because Python lists need ten times the memory. Wire source: `SequenceNode` of atroposlib 0.4:
+    unsampled tokens have mask -100 and log-probability 1.0.
     """
 
     def __init__(self, segment: _Segment, number: int, tokenizer: Tokenizer) -> None:

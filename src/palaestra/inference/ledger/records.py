@@ -1,4 +1,4 @@
-"""A ledger on disk, and the training rows made from it. Pure data.
+"""The form of a ledger on disk, and the training rows made from it. No I/O.
 
 A rollout's tokens are in segments, which only grow: every turn appends a prompt span (the tokens added since the last
 sampled one) and one sampled span, or several if the request was aborted and resumed. A rewritten history begins a new
@@ -52,7 +52,7 @@ SEGMENT_REASONS = frozenset(SegmentReason) - {SegmentReason.START, SegmentReason
 class TokenSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens `start` to `stop` of a segment. `turn` counts from 1 over the whole rollout.
 
-    Sampled spans have the policy `version`, `sent` (the CRC-32 of the ids that the engine was given, little-endian
+    Sampled spans have the policy `version`, `sent` (the CRC-32 of the ids that the engine received, little-endian
     int32) and, if they continue an aborted request, `reason` abort_resume. `digest` is the BLAKE2b-64 of everything in
     the segment up to `stop`: kinds, versions, ids and log-probabilities.
     """
@@ -79,7 +79,7 @@ class LedgerTurn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class SampledPiece(msgspec.Struct, frozen=True, array_like=True):
     """The sample of one request: `ids[N]` and `logprobs[N]` as little-endian int32 and float32, the policy `version`,
-    and `sent`, the CRC-32 of the ids that the engine was given."""
+    and `sent`, the CRC-32 of the ids that the engine received."""
 
     ids: bytes
     logprobs: bytes
@@ -89,7 +89,7 @@ class SampledPiece(msgspec.Struct, frozen=True, array_like=True):
 
 class SampledTurn(msgspec.Struct, frozen=True, array_like=True):
     """One recorded model call: its pieces (several if it was aborted) and how it ended. The prompt is rendered again
-    from the messages, and `sent` shows whether it is the same."""
+    from the messages, and `sent` shows whether it is the same prompt."""
 
     finish_reason: str
     pieces: list[SampledPiece]

@@ -197,7 +197,7 @@ class _SegmentCheck:
                     yield self._at("T1", f"the end-of-turn token {last} is doubled", span)
 
     def _hashes(self) -> Iterator[Violation]:
-        """Check that the engine was given the recorded tokens, and that nothing has changed since."""
+        """Check that the engine received the recorded tokens, and that nothing has changed since."""
         hasher, checksum = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
         for span in self.segment.spans:
             part = slice(span.start * ITEM_BYTES, span.stop * ITEM_BYTES)

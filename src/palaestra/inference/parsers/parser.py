@@ -86,8 +86,8 @@ class BrokenCall:
     end: int
 
     def message(self) -> ToolCallMessage:
-        """Return the call for a loop that answers malformed arguments with an error: its arguments are never an
-        object."""
+        """Return the call for a loop that answers malformed arguments with an error. The arguments of the returned call
+        are never a JSON object."""
         arguments = self.text
         try:
             if isinstance(json.loads(arguments), dict):

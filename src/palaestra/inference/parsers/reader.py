@@ -93,7 +93,7 @@ class GrammarParser:
 
 
 class FoundCall(NamedTuple):
-    """A call in markup or Python as far as it was read. `problem` is why it must not run."""
+    """A call in markup or Python, as far as it was read. `problem` is the reason why it must not run."""
 
     name: str
     arguments: dict[str, JSON]

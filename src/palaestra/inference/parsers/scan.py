@@ -113,8 +113,8 @@ def scan_value(text: str, start: int) -> Scan:
 
 
 def scan_brackets(text: str, start: int) -> int:
-    """Return where the brackets that open at `start` are balanced, ignoring quotes; the end of the text if they never
-    are."""
+    """Return the position where the brackets that open at `start` are balanced, ignoring quotes; the end of the text if
+    they are never balanced."""
     depth = 0
     for found in _BRACKET.finditer(text, start):
         depth += 1 if found[0] in "{[(" else -1

@@ -1,12 +1,13 @@
 """Answers, records and finally classifies the conversations of one rollout whose agent calls the recording endpoint.
 
-The calls with one system prompt form two conversations: one with tools and one without. With a token-exact engine its
-tokens are in the rollout's ledger: a call that continues an earlier one continues its tokens, any other opens a segment
-with its reason. Tool calls that the agent sends back are compared as values, and equal ones keep their sampled text.
+The calls with one system prompt form two conversations: one with tools and one without. With a token-exact engine, the
+tokens are in the rollout's ledger: a call that continues an earlier call continues its tokens; any other call opens a
+segment with its reason. Tool calls that the agent sends back are compared as values, and equal ones keep their sampled
+text.
 
-The rule of training: conversations with tools are trained, the first as the rollout's own and others as sub-agents.
-Conversations without tools (titles, summaries) are auxiliary and not trained. If no call had tools, the longest
-conversation is trained alone.
+The rule for training: conversations with tools are trained, the first one as the rollout's own and the others as
+sub-agents. Conversations without tools (titles, summaries) are auxiliary and not trained. If no call had tools, the
+longest conversation is trained alone.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ class Conversations:
     `sampling` has the run's settings, which training assumes; a request may only shorten its replies. `admit` is called
     with 0 before the body of a call is read, and with the number of requested replies before the call itself; it may
     raise `Refusal` (a budget). `answered` is called after each reply, with its conversation. `check_engine` makes a
-    plain request and raises `EngineError` if that fails too: then the agent did not cause the failure of its request
-    (`EngineError.by_request`). An agent never causes rate limits or lost connections.
+    plain request after a failure (`EngineError.by_request`). It raises `EngineError` if the plain request fails too,
+    which means that the agent did not cause the failure. An agent never causes rate limits or lost connections.
 
     `failure` is the engine failure that ends the rollout; `failed` is set with it. `refused` counts the requests
     answered with an error, except for rate limits and requests after the end; `refusal` is the last such error.
@@ -212,7 +213,7 @@ class Conversations:
 
     @property
     def features(self) -> frozenset[str]:
-        """The inputs that the engine accepts besides text and tools."""
+        """The inputs that the engine accepts in addition to text and tools."""
         return self.server.features
 
     async def in_thread(self, function: Callable[[], T]) -> T:

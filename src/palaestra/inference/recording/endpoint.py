@@ -129,7 +129,7 @@ class RecordingEndpoint:
 
     @contextmanager
     def open(self, conversations: Conversations, tools: ToolService | None = None) -> Iterator[RolloutAddress]:
-        """Serve a rollout's conversations, and its tools if it has some, during the block."""
+        """Serve a rollout's conversations, and its tools if there are any, during the block."""
         name = secrets.token_hex(8)
         address = RolloutAddress(f"{self.origin}/rollouts/{name}", secrets.token_urlsafe(32), conversations, tools)
         self._rollouts[name] = address
@@ -166,7 +166,7 @@ class RecordingEndpoint:
         except Refusal as refusal:
             answer = _json(dialect.error(refusal), refusal.status, _error_headers(refusal))
             if refusal.status == 401:
-                answer.force_close()  # the connection belongs to nobody's rollout
+                answer.force_close()  # the connection does not belong to a rollout
             return answer
 
     def _address(self, root: str, name: str, headers: Mapping[str, str]) -> RolloutAddress:
@@ -207,8 +207,8 @@ class _Call:
         return await self._streamed(headers)
 
     async def _streamed(self, headers: Mapping[str, str]) -> web.StreamResponse:
-        """Sampling begins before the headers are sent: an early refusal then has its own status, and a reply that comes
-        whole and soon is sent in one piece."""
+        """Stream the reply. Sampling begins before the headers are sent, so an early refusal has its own status, and a
+        reply that is soon complete is sent in one piece."""
         response = _Events(headers=headers)
         writer = self._dialect.stream(self._asked, self._id, self._created)
         pieces: list[JSON] = []
@@ -262,7 +262,7 @@ class _Events(web.StreamResponse):
 
 
 async def _ended(answering: asyncio.Future[ChatCompletion], news: asyncio.Event) -> bool:
-    """Wait for news of a reply, or for `PING_S`; whether the reply has ended."""
+    """Wait for news of a reply, at most `PING_S` seconds. Returns whether the reply has ended."""
     with suppress(TimeoutError):
         async with asyncio.timeout(PING_S):
             await news.wait()
@@ -271,7 +271,7 @@ async def _ended(answering: asyncio.Future[ChatCompletion], news: asyncio.Event)
 
 
 def _written(writer: ReplyStream, pieces: list[JSON]) -> bytes:
-    """The pieces as events; empties the list. Raises `Refusal`."""
+    """Return the pieces as events, and empty the list. Raises `Refusal`."""
     data = b""
     for delta in pieces:
         if delta.restarted:
@@ -294,7 +294,7 @@ async def _answer_tools(request: web.Request, tools: ToolService, conversations:
 
 
 async def _raw(request: web.Request, most_bytes: int) -> bytes:
-    """The body of a request. Raises `Refusal`."""
+    """Return the body of a request. Raises `Refusal`."""
     body = bytearray()
     late = asyncio.get_running_loop().call_later(BODY_S, request.content.set_exception, TimeoutError())
     try:

@@ -174,7 +174,7 @@ def refuse_fields(body: Mapping[str, JSON], names: Collection[str]) -> None:
 
 
 def choice_count(body: Mapping[str, JSON]) -> int:
-    """Return how many choices OpenAI's field `n` asks for. Raises `Refusal`."""
+    """Return the number of choices that OpenAI's field `n` requests. Raises `Refusal`."""
     n = body.get("n") or 1
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST_CHOICES:
         raise invalid("n", f"n must be a whole number from 1 to {MOST_CHOICES}")
@@ -182,7 +182,7 @@ def choice_count(body: Mapping[str, JSON]) -> int:
 
 
 def wants_usage(body: Mapping[str, JSON]) -> bool:
-    """Return whether OpenAI's field `stream_options` asks for a last chunk with the usage."""
+    """Return whether OpenAI's field `stream_options` requests a last chunk with the usage."""
     options = body.get("stream_options")
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
@@ -193,7 +193,7 @@ def ignored_fields(body: Mapping[str, JSON], known: Collection[str]) -> list[str
 
 
 def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
-    """A list of objects. Raises `Refusal` for anything else."""
+    """Return the value, a list of objects. Raises `Refusal` for anything else."""
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise invalid(param, f"{param} must be a list of objects")
     if len(value) > MOST_ITEMS:

@@ -1,9 +1,9 @@
 """Finds control tokens in text that must stay text, and splits them with a mark.
 
-A control token is a token that ordinary text does not produce: a special one, or another added one in brackets. The
-parts of a text between the marks are encoded one by one, so that no token reaches over a mark. Tokens may lie in each
-other (`[[A]]` and `[A]`) or overlap, so a mark follows the first character of every place where one begins. A
-tokenizer that changes text before it looks for its tokens (case, Unicode forms) is asked for the changed text.
+A control token is a token that ordinary text does not produce: a special token, or another added token in brackets.
+The parts of a text between the marks are encoded one by one, so that no token extends across a mark. Tokens may be
+nested (`[[A]]` and `[A]`) or overlap, so a mark follows the first character of every place where a token begins. Some
+tokenizers change the text (case, Unicode forms) before they look for their tokens; for these, the changed text counts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ControlText:
         self._part = _parts_of(control)
 
     def marked(self, value: JSON, *, own: bool = False) -> JSON:
-        """The value with marks in the control tokens of the texts and names in it. `own`: the model wrote it, so that
-        only special tokens are marked, and those of thinking are not."""
+        """Return the value with marks in the control tokens of its texts and names. With `own`, the model wrote the
+        value: only special tokens are marked, except those of thinking."""
         if isinstance(value, str):
             return (self._own if own else self._any).marked(value.replace(MARK, _REPLACEMENT))
         if isinstance(value, Mapping):
@@ -42,11 +42,12 @@ class ControlText:
         return value
 
     def count(self, text: str) -> int:
-        """How many places of a marked text are control tokens."""
+        """Return the number of places in a marked text where a control token begins."""
         return self._any.count(text)
 
     def parts(self, value: JSON) -> dict[str, str]:
-        """The texts and names in a value that are a control token without its brackets, each with a mark in it."""
+        """Return the texts and names in a value that are control tokens without their brackets, each mapped to the same
+        text with a mark in it."""
         if self._part is None:
             return {}
         found = {text: self._part.sub(_split, text) for text in _texts(value)}
@@ -62,18 +63,18 @@ class _Tokens:
         self._normalized = None if normalize is None else _beginnings({*texts, *map(normalize, texts)})
 
     def marked(self, text: str) -> str:
-        """The text with a mark in each token."""
+        """Return the text with a mark in each token."""
         if self._pattern is None:
             return text
         text = self._pattern.sub(_split, text)
         return text if self._normalized is None else self._halved(text)
 
     def count(self, text: str) -> int:
-        """How many tokens begin in the text."""
+        """Return the number of tokens that begin in the text."""
         return 0 if self._pattern is None else sum(1 for _ in self._pattern.finditer(text))
 
     def _halved(self, text: str) -> str:
-        """The text with marks where changed text has a token."""
+        """Return the text with marks where its changed form contains a token."""
         assert self._normalize is not None
         assert self._normalized is not None
         if not self._normalized.search(self._normalize(text)):
@@ -85,7 +86,7 @@ class _Tokens:
 
 
 def replaced(value: JSON, texts: Mapping[str, str]) -> JSON:
-    """The value with other texts and names in place of some."""
+    """Return the value with the texts and names that `texts` maps replaced."""
     if isinstance(value, str):
         return texts.get(value, value)
     if isinstance(value, Mapping):
@@ -112,7 +113,7 @@ def _texts(value: JSON) -> Iterator[str]:
 
 
 def _control_texts(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:
-    """The texts of all control tokens, and those of the special ones."""
+    """Return the texts of all control tokens, and those of the special tokens."""
     special = set(getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ())
     vocabulary = getattr(tokenizer, "get_added_vocab", None)
     added = getattr(tokenizer, "added_ids", None) or (vocabulary().values() if vocabulary is not None else ())
@@ -122,7 +123,8 @@ def _control_texts(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:
 
 
 def _normalizer(tokenizer: Tokenizer) -> Callable[[str], str] | None:
-    """How a fast tokenizer changes text before it looks for tokens; None if it looks for all in the text as it is."""
+    """Return the function by which a fast tokenizer changes text before it looks for tokens; None if it looks for all
+    tokens in the unchanged text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     if backend is None or normalizer is None:
@@ -134,7 +136,8 @@ def _normalizer(tokenizer: Tokenizer) -> Callable[[str], str] | None:
 
 
 def _beginnings(texts: Collection[str]) -> re.Pattern[str] | None:
-    """Matches the first character of each token, so that tokens in each other are found."""
+    """Return a pattern that matches the first character of each token, so that nested tokens are found; None without
+    tokens."""
     rests: dict[str, list[str]] = {}
     for text in sorted(texts):
         if len(text) > 1:
@@ -144,7 +147,8 @@ def _beginnings(texts: Collection[str]) -> re.Pattern[str] | None:
 
 
 def _parts_of(texts: Collection[str]) -> re.Pattern[str] | None:
-    """Matches tokens whose brackets are missing, in part or wholly, at the beginning or end of a text."""
+    """Return a pattern for tokens whose brackets are missing, partly or completely, at the beginning or end of a
+    text."""
     words: dict[tuple[str, str], list[str]] = {}
     for text in sorted(texts):
         wrapped = _WRAPPED.fullmatch(text)

@@ -156,7 +156,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Where templates look for thinking: Qwen, GLM and DeepSeek; gpt-oss; others."""
+"""The fields in which templates look for thinking: those of Qwen, GLM and DeepSeek; of gpt-oss; of others."""
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 

@@ -33,7 +33,8 @@ Look: TypeAlias = Callable[[str], Measured]
 """Finds a `Measured` in a whole rendering."""
 
 _MOST_OUTLINES = 4
-"""The maximum number of outlines of one form, whose texts lead a template to different questions."""
+"""The maximum number of outlines for one form. A form needs several if a template asks different questions about
+different texts."""
 
 _MOST_FORMS = 256
 _MOST_TEXTS = 32

@@ -133,10 +133,10 @@ RenderTemplate: TypeAlias = Callable[..., str]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The results of probing. `reasoning_field` is the template's field for thinking, None without one; `joined`: the
+    """The results of probing. `reasoning_field` is the template's field for thinking, or None. `joined` is true if the
     template refuses thinking and content together next to a call. `stop_ids` are the tokens with which a model ends its
-    turn. The template writes one of `closers` after a reply, as a part of it, or one of `openers`, which begin the next
-    message, as GLM's do."""
+    turn. After a reply, the template writes one of `closers`, which are part of the reply, or one of `openers`, which
+    begin the next message, as in GLM's templates."""
 
     reasoning_field: str | None
     joined: bool
@@ -216,7 +216,7 @@ def _check_tools(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) ->
 
 
 def _shows(text: str, word: str) -> bool:
-    """Whether a rendering has the word, as it is or as it is written in JSON."""
+    """Return whether a rendering contains the word, unchanged or as it is written in JSON."""
     return any(
         each in text for each in (word, *(tojson(word, ensure_ascii=escaped)[1:-1] for escaped in (False, True)))
     )
@@ -254,8 +254,8 @@ def _tried(render: RenderTemplate, messages: list[Message]) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Ends:
-    """Tokens after a reply: those that close the last message, those `instead` of them before another message, and
-    those that open the next message if nothing closes a reply."""
+    """Tokens after a reply: those that close the last message, those that stand `instead` of them before another
+    message, and those that open the next message if nothing closes a reply."""
 
     closing: list[int] = field(default_factory=list)
     instead: list[int] = field(default_factory=list)

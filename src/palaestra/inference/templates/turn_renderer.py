@@ -1,20 +1,21 @@
-"""The tokens that a new turn adds to a conversation, without re-encoding any sampled token.
+"""Finds the tokens that a new turn adds to a conversation, without re-encoding any sampled token.
 
 The template is rendered with marks in place of the assistant's words (`probe`): once for the prompt of the last reply,
 once for the continued conversation. If the second rendering begins with the first, and still has all the assistant's
 words, history is intact, and the text after the end of the reply is the new turn's. If not, the template rewrites
 history, and the caller decides how to continue.
 
-Rendering a whole conversation costs more with every turn, so the same is measured on a short one: a stand-in for the
-head, every kind of step once, the last reply, the new messages. Both are measured until they have agreed on a longer
-conversation, and again whenever a conversation is twice as long as the last one on which they agreed. If they differ,
-the template depends on more than the kinds of steps, and whole conversations are rendered from then on. The short one
-is rendered only until it has an outline (`outlines`), which is then filled with the texts of later steps of its kind.
+Rendering a whole conversation costs more with every turn, so the same text is measured on a short conversation: a
+stand-in for the head, every kind of step once, the last reply, the new messages. Both conversations are measured until
+they have agreed on a longer conversation, and again whenever a conversation is twice as long as the last one on which
+they agreed. If they differ, the template depends on more than the kinds of steps, and whole conversations are rendered
+from then on. The short conversation is rendered only until it has an outline (`outlines`), which is then filled with
+the texts of later steps of its kind.
 
 Invariants: only text that the template puts after the last sampled token is encoded. A control token in the text of a
-user, a tool or a system prompt, or in the arguments of a call, is encoded as text: a mark is put into it before the
-template is rendered, and the parts between the marks are encoded one by one. In other text of an assistant this holds
-for special tokens only, because its calls and its thinking may be written with control tokens.
+user, a tool or a system prompt, or in the arguments of a call, is encoded as text: a mark is put into the token before
+the template is rendered, and the parts between the marks are encoded one by one. In other text of an assistant, this
+applies only to special tokens, because calls and thinking may be written with control tokens.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ _NEVER = -1
 
 _KEPT_RENDERERS = 64
 _LONGEST_OPENING = 32
-"""The maximum number of tokens of the tag that opens the thinking with the white space after it: one per byte at
-most."""
+"""The maximum number of tokens in the tag that opens the thinking, with the white space after it. A token has at least
+one byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class TurnStep:
-    """`ids[D]` are the tokens after the last sampled one. `rewrites` describes how the template changes history, if
-    it does."""
+    """`ids[D]` are the tokens after the last sampled one. `rewrites` describes how the template changes history; empty
+    if it does not."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -155,7 +156,7 @@ class TurnRenderer:
 
     def step(self, history: History, new: Sequence[Message], last_token: int | None) -> TurnStep:
         """Return the tokens that `new` messages and the prompt for a reply add after `last_token`. Raises `ConfigError`
-        if the template refuses the conversation or shows nothing of it."""
+        if the template refuses the conversation or shows no part of it."""
         latest = step_kind(history.reply, new)
         text, rewrites = self._measure(history, new, latest)
         kinds = with_latest(history.kinds, latest)
@@ -279,14 +280,14 @@ class TurnRenderer:
         return [self._apart(message) for message in ready]
 
     def _apart(self, message: Message) -> Message:
-        """The message with a mark in each control token that is text."""
+        """Return the message with a mark in each control token that must stay text."""
         if message.get("role") != "assistant":
             return {key: self._control.marked(value) for key, value in message.items()}
         return {key: self._control.marked(value, own=key != "tool_calls") for key, value in message.items()}
 
     def _written_tools(self, tools: list[Mapping[str, JSON]]) -> list[WrittenOnce] | None:
-        """The tools, with a mark also in each text that the template completes to a control token: some templates write
-        a name as `<name>`."""
+        """Return the tools, also with a mark in each text that the template completes to a control token: some
+        templates write a name as `<name>`."""
         for text, split in self._control.parts(tools).items():
             apart: list[Mapping[str, JSON]] = replaced(tools, {text: split})
             try:

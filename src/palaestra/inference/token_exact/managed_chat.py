@@ -1,6 +1,6 @@
 """Token-exact chat: messages in, an OpenAI-shaped completion out, and every token of it in a ledger.
 
-Invariants: the engine is given the ledger's own ids and nothing else (T1); a request continues a conversation only if
+Invariants: the engine receives the ledger's own ids and nothing else (T1); a request continues a conversation only if
 every earlier message is unchanged, and a history that the ledger does not hold opens a segment with its reason (T2); a
 turn is in the ledger whole or not at all, so a request that fails or is cancelled leaves no trace.
 
@@ -56,7 +56,7 @@ _NOT_SAMPLING = frozenset({"tool_choice", "parallel_tool_calls", "chat_template_
 """Settings without a meaning for an engine that continues token ids."""
 
 _KEPT_THREADS = 64
-"""How many conversations are compared with a request; one rollout does not alternate between more."""
+"""The maximum number of conversations that are compared with a request. One rollout does not alternate between more."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,8 @@ def _copied(value: V) -> V:
 
 
 def _same_reply(ours: Message, theirs: Message) -> bool:
-    """Return whether a client returned our reply. Clients format it in their own way, some without its thinking."""
+    """Return whether a client sent our reply back. Clients reformat replies in their own way, and some omit the
+    thinking."""
     if theirs.get("role") != "assistant" or content_of(theirs) != ours["content"]:
         return False
     if (thought := reasoning_of(theirs)) and thought != ours.get("reasoning_content"):

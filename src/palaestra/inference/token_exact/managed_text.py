@@ -23,7 +23,7 @@ _KEPT_TEXTS = 64
 
 @dataclass(slots=True)
 class _Text:
-    """A segment and its text so far. `open`: it did not end with a stop token."""
+    """A segment and its text so far. `open` is true if the text did not end with a stop token."""
 
     segment: int
     text: str
@@ -55,8 +55,8 @@ class ManagedText:
         opens: SegmentReason,
         in_thread: Callable[[Callable[[], Sequence[int]]], Awaitable[Sequence[int]]],
     ) -> TextCompletion:
-        """Sample one continuation. `opens` is the reason if a segment begins; `in_thread` encodes the text. Raises
-        `EngineError`."""
+        """Sample one continuation. `opens` is the reason to record if a segment begins; `in_thread` encodes the text.
+        Raises `EngineError`."""
         known = self._continued(prompt)
         fresh = prompt if known is None else prompt[len(known.text) :]
         encode = partial(self._tokenizer.encode, fresh, add_special_tokens=known is None)

@@ -24,10 +24,10 @@ from palaestra.inference.parsers import ToolCallParser, get_parser
 from palaestra.inference.templates.jinja import THINK_CLOSE, THINK_OPEN
 
 MAX_RESUMES = 200
-"""Aborted answers to one request after which the engine counts as unavailable."""
+"""The number of aborted answers to one request after which the engine counts as unavailable."""
 
 LOWEST_LOGPROB = -3.4e38
-"""Below it, the ledger's 32 bits hold minus infinity."""
+"""The lowest log-probability that the ledger accepts: below it, 32 bits hold minus infinity."""
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
@@ -101,7 +101,8 @@ class ReplyReader:
     def read(
         self, text: str, *, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> AssistantMessage:
-        """Return the message. `thinking`: the reply begins inside its thinking. `turn` is part of the ids of calls."""
+        """Return the message. With `thinking`, the reply begins inside its thinking. `turn` is part of the ids of
+        calls."""
         reasoning, content, calls = self._parts(text, thinking, cut, tools, turn)
         return AssistantMessage(
             content=content,
@@ -116,7 +117,7 @@ class ReplyReader:
     def _parts(
         self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> tuple[str | None, str | None, Sequence[JSON]]:
-        """Thinking, content and calls. Without tools, calls stay in the content."""
+        """Return thinking, content and calls. Without tools, calls stay in the content."""
         reasoning, rest = split_thinking(text, thinking)
         if self._parser is None or not (tools or "thinking" in self._accepts):
             return reasoning, rest, ()

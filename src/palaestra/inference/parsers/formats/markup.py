@@ -320,7 +320,7 @@ _GLM_NAME = re.compile(r"[^\s<>{}\[\]()\"',;]+")
 
 
 class Glm47(Grammar):
-    """No line ends between the tags."""
+    """GLM 4.7 writes no line ends between the tags."""
 
     openers = (_GLM_OPEN,)
     newline: ClassVar[str] = ""

@@ -1,8 +1,8 @@
 """OpenAI's responses: `POST /v1/responses`.
 
 Source: the OpenAI API reference (`CreateResponse`, `Response`, `ResponseStreamEvent`). Functions are offered to the
-model as they are, free-form tools as functions with one text, `input`, and those of a namespace as `NAMESPACE__NAME`.
-Tools that OpenAI's servers run are reported as ignored: nothing here runs them.
+model as they are, free-form tools as functions with one text, `input`, and the functions of a namespace as
+`NAMESPACE__NAME`. Tools that OpenAI's servers run are reported as ignored, because nothing here runs them.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class _InputReader:
             raise unsupported(param, f"Input items of type {kind!r} are not supported by this endpoint.")
 
     def finish(self) -> None:
-        """Write the texts of the assistant. All are joined at once: an agent may send a million pieces."""
+        """Write the texts of the assistant. Each message is joined only once, because an agent may send a million
+        pieces."""
         for place, texts in self._texts.items():
             self._messages[place]["content"] = "".join(texts)
 
