@@ -18,7 +18,7 @@ from palaestra.rollouts.events import GroupFinished, Handlers, RolloutEnded, Rol
 from palaestra.rollouts.records import Trajectory
 
 WINDOW = 100
-"""How many of the latest rollouts the failure rate covers."""
+"""The number of latest rollouts that the failure rate covers."""
 
 PAUSED, INTERRUPTED_BY = "paused", "interrupted"
 
@@ -38,7 +38,7 @@ class CutShort(PalaestraError):
 
 
 class RunLimits:
-    """Follows a run and stops it at a limit. `reason` and `message` are empty until then.
+    """Follows a run and stops it at a limit. `reason` and `message` are empty until the run stops.
 
     `counted` has the rollouts of an earlier part of the run, which cost `spent`. They are not counted again.
     """
@@ -106,7 +106,7 @@ class RunLimits:
             raise CutShort(f"stopped between two turns: {self.message}")
 
     def drain(self) -> None:
-        """Stop the run because its user asked for it."""
+        """Stop the run because its user requested it."""
         self._stop(INTERRUPTED_BY, "asked to end", INTERRUPTED)
 
     def _on_tokens(self, event: TokensSpent) -> None:
