@@ -1,4 +1,4 @@
-"""Text from models, commands and data sets, made safe to show on a page or a terminal.
+"""Makes text from models, commands and data sets safe to show on a page or a terminal.
 
 The result holds no escape sequence, no control character but tab and newline, no character that reorders its
 neighbours, and nothing that UTF-8 cannot hold. Colours become names of CSS classes; HTML escaping is left to the

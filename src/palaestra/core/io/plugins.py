@@ -1,4 +1,4 @@
-"""Entry points of installed packages, and their one-line summaries without importing them.
+"""Finds the entry points of installed packages, and reads their one-line summaries without importing them.
 
     [project.entry-points."palaestra.environments"]
     my_words = "my_package.words:MyWordsEnv"

@@ -1,4 +1,4 @@
-"""The arguments of this process as other users of the machine see them in `/proc/PID/cmdline`."""
+"""Hides secrets in the arguments of this process, which other users of the machine can read in `/proc/PID/cmdline`."""
 
 from __future__ import annotations
 
