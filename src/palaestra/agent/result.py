@@ -183,7 +183,7 @@ class AgentResult:
 
 
 ENDED_LOOPS: ContextVar[list[AgentResult] | None] = ContextVar("ended_loops", default=None)
-"""The list to which an agent loop adds its result when it ends; None: no list."""
+"""The list to which an agent loop adds its result when it ends, or None."""
 
 
 @contextmanager
