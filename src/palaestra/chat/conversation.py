@@ -100,8 +100,8 @@ _current_call: ContextVar[str] = ContextVar("current_call", default="")
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """Callbacks to the person. `approve` decides on dangerous commands (None: they run), `answer` answers the questions
-    of `clarify`, and `notice` receives notices at any time, also between turns."""
+    """Callbacks to the person. `approve` decides on dangerous commands (with None, they run), `answer` answers the
+    questions of `clarify`, and `notice` receives notices at any time, also between turns."""
 
     approve: Approve | None = None
     answer: Answer | None = None
@@ -274,8 +274,8 @@ class Conversation:
                 yield event
 
     async def fork(self, turn: int | None = None, people: People | None = None) -> Self:
-        """Return a new conversation with the history up to a turn (None: all), and, if the backend has layers, with a
-        copy of the present files. Raises `ConfigError` for an unknown turn."""
+        """Return a new conversation with the history up to a turn (with None, the whole history) and, if the backend
+        has layers, with a copy of the current files. Raises `ConfigError` for an unknown turn."""
         record = self._store.fork(self.id, turn, title=self.record.title)
         other = self._opened(self._service, record, people or self.people)
         if self._slot is not None:

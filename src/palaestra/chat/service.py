@@ -61,8 +61,8 @@ class ChatSettings:
     """The settings of the conversations of a service.
 
     `max_turns` limits the model calls for one message, `budget` is for one message, `context_tokens` the size of the
-    model's window (None: unknown). `spec` describes the slots, and `prepare` fills a new one. `tools` are added to the
-    tools of every toolset; `provided` replace built-in tools of the same name; `build_tools` replaces
+    model's window (None if it is unknown). `spec` describes the slots, and `prepare` fills a new one. `tools` are added
+    to the tools of every toolset; `provided` replace built-in tools of the same name; `build_tools` replaces
     `build_tool_registry`. `memory` is the folder of the `memory` tool's notes. `shared` are objects that tools find by
     their type (`ToolRun.state`).
     """
@@ -101,8 +101,8 @@ class OpenConversation(Protocol):
 
 class ChatService:
     """The shared part of conversations. A conversation uses `server` unless it names another one; slots come from
-    `backend` (None: this machine) or from `pool`. The file `checkpoint` hands background processes over to the next
-    service. The caller closes `store`. Raises `ConfigError` for unusable settings of a server."""
+    `backend` (with None, from this machine) or from `pool`. The file `checkpoint` hands background processes over to
+    the next service. The caller closes `store`. Raises `ConfigError` for unusable settings of a server."""
 
     def __init__(
         self,

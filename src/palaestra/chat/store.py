@@ -334,7 +334,8 @@ class ConversationStore:
         return [msgspec.json.decode(body) for (body,) in rows]
 
     def fork(self, conversation: str, turn: int | None = None, *, title: str = "") -> ConversationRecord:
-        """Return a new conversation with the history up to a turn (None: all ended ones). Raises `ConfigError`."""
+        """Return a new conversation with the history up to a turn (with None, all ended turns). Raises
+        `ConfigError`."""
         record = self.get(conversation)
         if record is None:
             raise ConfigError(f"no conversation is {conversation!r}")
@@ -361,7 +362,7 @@ class ConversationStore:
     def begin_effect(
         self, turn: StoredTurn, kind: str, key: str, name: str, payload: JSON, *, message: int | None = None
     ) -> Effect:
-        """Record that a side effect begins. `message` is the row of the assistant message that asks for it."""
+        """Record that a side effect begins. `message` is the row of the assistant message that requests it."""
         with self._writing():
             row = self._db.execute(
                 "INSERT INTO effects (turn, message, kind, key, name, payload, state, started_at)"
