@@ -231,7 +231,7 @@ class Jobs:
         return {"success": True, "removed": job.id}
 
     async def _run_now(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        """Run a job once more, in addition to its schedule; its turn follows the turn that asks for it."""
+        """Run a job once more, in addition to its schedule; its turn follows the turn that requests it."""
         job = await self._job(arguments, run)
         deliver, now = await self._deliver(job), self._clock.wall()
 

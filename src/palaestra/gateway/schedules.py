@@ -1,4 +1,5 @@
-"""When a scheduled job runs: after a delay, at intervals, at the times of a cron line, or at one point in time.
+"""Computes when a scheduled job runs: after a delay, at intervals, at the times of a cron line, or at one point in
+time.
 
     30m, 2h, 1d                   once, after that time
     every 30m, every 2h           again and again, counted from the job's creation

@@ -2,9 +2,9 @@
 
 It builds on the mailbox (every message is on the disk before it counts) and on conversations (`palaestra.chat`, whose
 journal answers each message once). Messages of one session are answered in their order; sessions do not wait for each
-other. Invariants: a message gets an answer or a refusal that says why, even if the gateway is killed meanwhile; `/stop`
-and the answer to a question reach only the session of the chat they were written in; a failure of one session or
-platform does not affect the others.
+other. Invariants: a message gets an answer, or a refusal with the reason, even if the gateway is killed meanwhile;
+`/stop` and the answer to a question reach only the session of the chat they were written in; a failure of one session
+or platform does not affect the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a session of the gateway is reset: after hours without a message, or at an hour of the day.
+"""Decides when a session of the gateway is reset: after hours without a message, or at an hour of the day.
 
 Invariant: a session whose background processes run is not reset, for as long as `bg_process_max_age_hours` allows.
 """

@@ -6,7 +6,7 @@ Settings: `token` is the access token of the bot's account; `extra.homeserver` i
 The bot's read position is stored on the homeserver, as account data of its account (`SYNCED`), so that after a restart
 no message is read twice or missed. The first start begins at that moment.
 
-The bot cannot read encrypted rooms. It says so there, and sends nothing else.
+The bot cannot read encrypted rooms. It reports this in the room, and sends nothing else there.
 
 Format: https://spec.matrix.org/latest/client-server-api/
 """
