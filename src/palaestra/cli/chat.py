@@ -95,7 +95,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
 
 def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:
-    """Return the settings of a chat. If the words ask for help or for values, print those and return None."""
+    """Return the settings of a chat. If the words request help or the values, print these and return None."""
     from palaestra.chat.config import read_options
 
     options = read_options(words, program)

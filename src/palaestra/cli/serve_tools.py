@@ -400,7 +400,8 @@ def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
 
 
 def read_token(file: Path | None, variable: str) -> str | None:
-    """Return the token of a server, from the file if there is one, else from the variable. Raises `ConfigError`."""
+    """Return the token of a server, from the file if one is given, otherwise from the environment variable. Raises
+    `ConfigError`."""
     if file is None:
         return sent_secret(os.environ.get(variable), variable)
     try:
