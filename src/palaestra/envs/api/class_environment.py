@@ -419,7 +419,7 @@ class CollectedEnvironment(ClassEnvironment):
 
 def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
     """Return the result of a collected rollout. Its outcome is that of the agent loop with the same messages, or of the
-    only loop; if the class ran no loop, the rollout ended naturally."""
+    only loop that ran. If the class ran no loop, the rollout ended naturally."""
     messages = list(row.get("messages") or ())
     loops = [each for each in ended if each.messages == messages] or (ended if len(ended) == 1 else [])
     if not loops:

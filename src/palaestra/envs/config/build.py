@@ -58,7 +58,8 @@ Before you answer or call a tool, think step by step inside <think> and </think>
 
 
 def system_prompt(config: HermesAgentEnvConfig) -> str | None:
-    """Return the agent's system message. If the settings ask for thinking, the text that requests it comes first."""
+    """Return the agent's system message. If the settings request thinking, the text that asks the model for it comes
+    first."""
     thinking = config.custom_thinking_prompt or (THINKING_PROMPT if config.thinking_mode else None)
     return "\n\n".join(filter(None, (thinking, config.system_prompt))) or None
 

@@ -173,7 +173,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return self._parsed(command, given, env, servers, replaced)
 
     def check_flags(self, argv: Sequence[str]) -> None:
-        """Raise `ConfigError` for an unknown flag of `argv`, unless it asks for help. This does not need the
+        """Raise `ConfigError` for an unknown flag in `argv`, unless `argv` requests help. This check does not need the
         environment's own values."""
         flags = [written for written, _ in self._split(argv)[1]]
         if {"--help", "-h", "--help-all"}.isdisjoint(flags):

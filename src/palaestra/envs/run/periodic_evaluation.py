@@ -30,8 +30,9 @@ EVALUATIONS = "evaluations"
 
 
 class PeriodicEvaluation:
-    """The evaluations of one run. `workers` and `eval_workers` are groups in flight, of the run and of an evaluation;
-    `step` gives the trainer's step (None: the number of finished groups); `log` takes metrics."""
+    """The evaluations of one run. `workers` and `eval_workers` are the numbers of groups in flight, in the run and in
+    an evaluation. `step` returns the trainer's step; with None, the number of finished groups counts. `log` takes
+    metrics."""
 
     def __init__(
         self,

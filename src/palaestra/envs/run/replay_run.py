@@ -252,8 +252,8 @@ class OfflinePool(SlotPool):
 
 
 def recorded_form(recording: Recording, given: str | None) -> Form:
-    """Return the environment that the caller names, else the recorded one. Raises `ConfigError` for a file that only
-    the record names, unless this user recorded it here."""
+    """Return the environment that the caller names, or otherwise the recorded one. Raises `ConfigError` for a file that
+    only the record names, unless this user recorded the run here."""
     recorded = str(recording.meta.config.get("environment") or "")
     if given is None and not recorded:
         raise ConfigError(

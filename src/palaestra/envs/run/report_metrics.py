@@ -179,7 +179,7 @@ class Reporting:
 
 
 def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
-    """Return the services that the user asked for: `use_wandb` counts only if it was set."""
+    """Return the services that the user requested: `use_wandb` counts only if the user set it."""
     wandb = config.use_wandb and sources.get("env.use_wandb", DEFAULT) != DEFAULT
     return ["wandb"] * wandb + ["trackio"] * config.use_trackio
 
@@ -187,8 +187,8 @@ def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
 async def make_reporting(
     parsed: Parsed[BaseEnvConfig, APIServerConfig], output: RunOutput, note: Callable[[str], None]
 ) -> Reporting:
-    """Return the run's trackers: `metrics.jsonl` and the services that were asked for. `note` gets a line for each
-    tracker that is not installed."""
+    """Return the run's trackers: `metrics.jsonl` and the requested services. `note` gets a line for each tracker that
+    is not installed."""
     config, folder = parsed.env_config, output.folder
     reporting = Reporting(
         [MetricsFile(folder.metrics)],

@@ -533,7 +533,8 @@ class CommandRun:
         return totals
 
     def _timings(self) -> Mapping[str, float]:
-        """Return how long tasks took in the run that the settings name, else in the earlier parts of this run."""
+        """Return the seconds that tasks took in the run that the settings name, or otherwise in the earlier parts of
+        this run."""
         named = self.parsed.env_config.timings_from
         if named is not None:
             return read_timings(Path(named))
