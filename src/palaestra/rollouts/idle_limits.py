@@ -1,4 +1,5 @@
-"""How long each stage of a rollout may go without a sign of life. A separate module, so that settings load fast."""
+"""Limits how long each stage of a rollout may go without a sign of life. This is a separate module so that settings
+load fast."""
 
 from __future__ import annotations
 

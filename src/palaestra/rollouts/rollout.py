@@ -527,7 +527,8 @@ class Rollout:
             Subagents(loop, bound, self.stages.sign_of_life, numbers=self._subagent_numbers, agent=agent).offer()
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
-        """Write the messages that a turn added (None: the opening ones). Await the result, if there is one.
+        """Write the messages that a turn added or, if `turn` is None, the opening messages. Await the result, if there
+        is one.
 
         Raises `CannotResume` if other messages are recorded in their place, and `CutShort` if no further turn may
         follow.

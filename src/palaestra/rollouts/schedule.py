@@ -1,5 +1,5 @@
-"""How many rollouts run at a time, and the order in which tasks start: that of the data set, or slow ones first if
-earlier timings are known.
+"""Decides how many rollouts run at a time, and the order in which tasks start: that of the data set, or slow tasks
+first if earlier timings are known.
 
 If the longest task starts last, the run waits for it while everything else is idle. A task keeps its number, and so its
 ids, its random choices and its place in every file. The order depends only on the tasks and the timings.
@@ -31,7 +31,8 @@ Numbered = tuple[int, Task]
 
 
 def groups_ahead(concurrency: int) -> int:
-    """How many groups are prepared before there is a place for their rollouts; none if groups run one by one."""
+    """Return the number of groups that are prepared before there is a place for their rollouts; 0 if groups run one by
+    one."""
     return 0 if concurrency == 1 else -(-concurrency // 8)
 
 

@@ -82,7 +82,8 @@ class TurnLog:
         return completion
 
     def match(self, turn: Turn | None, messages: list[Message]) -> TakenTurn:
-        """Return the turn that was just taken (None: the opening messages), and whether it is a recorded one.
+        """Return the turn that was just taken, and whether it is a recorded one. If `turn` is None, these are the
+        opening messages.
 
         Raises `CannotResume` if another turn is recorded in its place.
         """

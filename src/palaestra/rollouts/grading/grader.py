@@ -1,8 +1,8 @@
 """The view of the agent's work on which a score is computed.
 
-By default it is sealed (invariant R2): all processes of the agent are dead, its changes are an immutable layer, and the
-check runs in a fresh slot over a part of that layer: the workspace and the paths that the task declares, without the
-changes there that would decide any check (`tampering.py`). Everything else is as prepared. A task with
+By default the work is sealed (invariant R2): all processes of the agent are dead, its changes are an immutable layer,
+and the check runs in a fresh slot over a part of that layer: the workspace and the paths that the task declares,
+without the changes there that would decide any check (`tampering.py`). Everything else is as prepared. A task with
 `grading="live"`, for work that is a running service, is checked in the agent's own slot.
 """
 
@@ -289,7 +289,8 @@ class Grading:
 
 
 def _is_seen(change: Change, only: Sequence[str]) -> bool:
-    """Return whether a change is below one of these paths, or is a directory above one and does not replace it."""
+    """Return whether a change is below one of these paths, or is a directory above one of them that the change does not
+    replace."""
     above = change.kind == "dir" and not change.opaque and any(is_below(path, [change.path]) for path in only)
     return above or is_below(change.path, only)
 

@@ -174,7 +174,8 @@ def recording_at(path: Path) -> Path:
 
 
 def recording_in(path: Path) -> Path:
-    """Return the path for a new recording: `path` if it is a file or has a suffix, else a file in the folder `path`."""
+    """Return the path for a new recording: `path` if it is a file or has a suffix, otherwise a file in the folder
+    `path`."""
     return path if path.is_file() or (path.suffix and not path.is_dir()) else path / WORLD_NAME
 
 

@@ -179,7 +179,8 @@ class RecordedTurns:
         raise self.fail(Mismatch.OBSERVATION, f"{was!r} was recorded and is {now!r} now")
 
     def match_turn(self, turn: Turn | None, messages: Sequence[Message], sampled: Sequence[SampledTurn]) -> bool:
-        """Return whether the turn just taken (None: the opening messages) is a recorded one.
+        """Return whether the turn that was just taken is a recorded one. If `turn` is None, these are the opening
+        messages.
 
         Raises `CannotResume` if another turn is recorded in its place.
         """
