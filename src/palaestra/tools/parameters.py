@@ -1,4 +1,5 @@
-"""JSON schemas of parameters. Models see the order of keys: `first` come before the description, others after it."""
+"""JSON schemas of parameters. Models see the keys in order: those of `first` come before the description, the others
+after it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = Fals
 
 
 def simple_names(glob: str | None) -> list[str]:
-    """Return the alternatives of a glob if every search backend interprets all of them in the same way, else none.
+    """Return the alternatives of a glob if every search backend interprets all of them in the same way, otherwise an
+    empty list.
 
     Backends may use them to skip files early; `name_filter` filters the result in any case.
     """

@@ -49,7 +49,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes of one folder, which the first write creates; None: nothing may be kept.
+    """The notes in one folder, which the first write creates. With None, nothing may be kept.
 
     Methods block while they read or write a small file, and raise `OSError`, or `ToolMistake` with the current notes.
     """

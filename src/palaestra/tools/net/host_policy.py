@@ -89,7 +89,8 @@ class AddressPolicy:
 
 
 def _carried(address: IPAddress) -> IPAddress:
-    """Return the IPv4 address that an IPv6 address carries, which is then the target, else the address itself."""
+    """Return the IPv4 address that an IPv6 address contains, because that is the real target; otherwise, return the
+    address itself."""
     if isinstance(address, IPv4Address):
         return address
     if address in allowlist.TRANSLATED:

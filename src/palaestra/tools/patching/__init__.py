@@ -1,1 +1,1 @@
-"""Edits text exactly where a model meant it, or not at all. Pure functions: nothing here touches a file."""
+"""Edits text exactly at the place that a model meant, or not at all. Pure functions: nothing here touches a file."""

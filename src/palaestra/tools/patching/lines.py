@@ -110,5 +110,6 @@ def indent_of(line: str) -> str:
 
 
 def carriage_return(real: Sequence[str]) -> str:
-    """Return a carriage return if each of these lines ends with one, else nothing: files may have mixed line ends."""
+    """Return a carriage return if all of these lines end with one, otherwise an empty string, because files may have
+    mixed line ends."""
     return "\r" if real and all(line.endswith("\r") for line in real) else ""

@@ -270,7 +270,8 @@ def _first(found: Sequence[int], start: int) -> int | None:
 
 
 def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
-    """Return the lines that match the anchor: equal ones, else equal except for white space, else beginning with it."""
+    """Return the indices of the lines that equal the anchor. If there are none, return those of lines that equal it
+    except for white space, and otherwise those of lines that begin with it."""
     bare = anchor.strip()
     tests: tuple[Callable[[str], bool], ...] = (
         lambda line: line == anchor,

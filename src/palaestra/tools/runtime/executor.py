@@ -153,8 +153,8 @@ class ToolExecutor:
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
         """Run one call in the trajectory's slot. Cancelling it kills the command. Raises `InfraError`.
 
-        The time limit is `timeout_s`, else the call's own `timeout`, within 1 to 600 seconds. Commands and external
-        tools end with it; other tools read it (`run.timeout_s`).
+        The time limit is `timeout_s`, or otherwise the call's own `timeout`, limited to 1 to 600 seconds. Commands and
+        external tools end with it; other tools read it (`run.timeout_s`).
         """
         started = time.monotonic()
         self.stats.total_requests += 1

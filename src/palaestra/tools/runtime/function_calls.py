@@ -61,7 +61,7 @@ class ToolSessionConfig(ToolExecutorConfig):
 
     idle_s: float | None = None
     """Seconds from a task's last call to the end of its slot, unless a background process of the task still runs. Later
-    calls raise `StaleLease` until the task is released. None: slots stay."""
+    calls raise `StaleLease` until the task is released. With None, slots stay."""
     checkpoint_path: Path | None = None
     """A file with which the next session finds the background processes, if the backend keeps slots."""
     mcp: str | Path | dict[str, JSON] | None = None
