@@ -19,8 +19,8 @@ _SERVER: ContextVar[ServerEngine | None] = ContextVar("addressed_server", defaul
 
 
 class AddressedEngine(ServerEngine):
-    """Passes each rollout on to the server of its address. `make` creates the client of one address; `token_exact` says
-    whether it continues token ids. `settings` are the `APIServerConfig` settings that all addresses share."""
+    """Passes each rollout on to the server of its address. `make` creates the client of one address; `token_exact` is
+    true if the clients continue token ids. `settings` are the `APIServerConfig` settings that all addresses share."""
 
     def __init__(
         self, make: Callable[[APIServerConfig], ServerEngine], settings: Mapping[str, JSON], *, token_exact: bool

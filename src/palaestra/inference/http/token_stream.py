@@ -19,8 +19,8 @@ from palaestra.inference.http.sse import events
 from palaestra.inference.http.transport import NOT_JSON, encode_json, raise_failed_within, server_says
 
 OnIds: TypeAlias = Callable[[Sequence[int] | None], None]
-"""Called with new token ids as they come, on the event loop. None: the request is repeated, and earlier ids are
-void."""
+"""Called with new token ids as they come, on the event loop. None means that the request is repeated and earlier ids
+are void."""
 
 
 class TokenEvents(Protocol):

@@ -225,7 +225,8 @@ class Ledger:
         return len(self._segments) - 1
 
     def prompt(self, segment: int | None, delta: Sequence[int]) -> Prompt:
-        """Return the ids for the engine: the segment so far (None: not open yet), followed by `delta`."""
+        """Return the ids for the engine: those of the segment so far (none if `segment` is None, not open yet),
+        followed by `delta`."""
         known = _Segment(SegmentReason.START) if segment is None else self._segments[segment]
         return Prompt(known, array("i", delta))
 

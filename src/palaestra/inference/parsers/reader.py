@@ -202,8 +202,8 @@ class OutputReader:
         self._calls += 1
 
     def _id(self, given: str, name: str, content: str) -> str:
-        """Return the model's own id if it is valid, else one from the content and its place, so that equal outputs have
-        equal ids."""
+        """Return the model's own id if it is valid, otherwise an id made from the content and the place of the call, so
+        that equal outputs have equal ids."""
         if given and given not in self._ids and (not self._grammar.short_ids or _SHORT_ID.fullmatch(given)):
             self._ids.add(given)
             return given

@@ -82,8 +82,8 @@ _BRACKET = re.compile(r"[{}\[\]()]")
 
 
 class Scan(NamedTuple):
-    """The end of a value if it is `complete`, else the position at which it stops being JSON, perhaps the end of the
-    text."""
+    """The end of a value if it is `complete`, otherwise the position at which it stops being JSON, which may be the end
+    of the text."""
 
     end: int
     complete: bool

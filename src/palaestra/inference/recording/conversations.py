@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """The limits of one rollout at its endpoint: concurrent calls, and tokens of one reply (None: the engine's
+    """The limits of one rollout at its endpoint: concurrent calls, and tokens of one reply (with None, the engine's
     limit)."""
 
     concurrent: int = 32

@@ -87,7 +87,7 @@ class LlamaJson(Grammar):
 
 
 def _is_call(text: str, complete: bool) -> bool:
-    """Return whether a bare object asks for a call; anything else is text, not a mistake."""
+    """Return whether a bare object requests a call; anything else is text, not a mistake."""
     named = _NAMED.match(text[:_NAMED_CHARS]) is not None
     if not complete:
         return named
