@@ -134,7 +134,8 @@ def redacted(text: str, *known: str | None) -> str:
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a program without secrets; the one after a flag such as `--api-key` is a secret."""
+    """Return the arguments of a program without secrets. The argument after a flag such as `--api-key` counts as a
+    secret."""
     shown: list[str] = []
     for index, argument in enumerate(arguments):
         follows = index > 0 and _FLAG.fullmatch(arguments[index - 1]) and not argument.startswith("-")

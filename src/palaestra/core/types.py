@@ -135,7 +135,8 @@ class ToolStep:
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Plain text in a reference solution: it ends the agent's turn in an environment that may ask more."""
+    """Plain text in a reference solution. It ends the agent's turn in an environment that may then send another
+    message."""
 
     text: str
 

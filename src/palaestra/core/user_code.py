@@ -65,7 +65,7 @@ async def foreign(
 
     own.add_done_callback(tell)
     try:
-        await over  # not the task itself: it would be cancelled with this one, and could continue
+        await over  # not the task itself, which would be cancelled with this one and could continue
     except asyncio.CancelledError:
         await _cancelled(own, patience_s)
         raise
@@ -193,7 +193,7 @@ def is_loaded(module_name: str) -> bool:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a Python file; modules next to it can be imported, too. Raises `ConfigError`."""
+    """Import a Python file. Modules next to the file can be imported, too. Raises `ConfigError`."""
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, n=1)
