@@ -785,7 +785,7 @@ def preview(name: str, arguments: Mapping[str, JSON]) -> str:
 
 
 def _with_notes(content: JSON, notes: Sequence[str]) -> JSON:
-    """Return a user's message, preceded by notes on what has happened since the last one."""
+    """Return a user's message, preceded by notes on the events since the user's last message."""
     if not notes:
         return content
     text = "\n".join(f"[{note}]" for note in notes)

@@ -222,7 +222,7 @@ class ChatService:
         return self._lasting is not None
 
     def model_name(self, server: Server | Sequence[Server] | None = None) -> str:
-        """Return the model of a server, as far as it is known."""
+        """Return the name of a server's model, as far as it is known."""
         server = self.server if server is None else server
         for known, group, _ in self._groups:
             if known == server:

@@ -463,7 +463,7 @@ class ConversationStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Open a transaction; a nested one is part of the outer one."""
+        """Open a transaction. A nested transaction is part of the outer one."""
         if self._db.in_transaction:
             yield
             return

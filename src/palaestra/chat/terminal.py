@@ -566,7 +566,7 @@ class Screen:
             self._at_start = text.endswith("\n")
 
     def end_line(self) -> None:
-        """Begin a new line unless the cursor is at the start of one."""
+        """Begin a new line unless the cursor is at the start of a line."""
         if not self._at_start:
             self.write(f"{PLAIN}\n")
 
