@@ -422,7 +422,7 @@ class Gateway:
         return notes
 
     async def _reset_reason(self, session: _Session, row: SessionRow) -> str | None:
-        """Return why the session is to be reset, or None."""
+        """Return why the session must be reset, or None."""
         policy = self.config.reset_policy(row.address.platform, row.address.chat_type)
         now = self._clock.wall()
         idle_s = now - row.last_used if session.used_at is None else self._clock.monotonic() - session.used_at

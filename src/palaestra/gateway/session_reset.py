@@ -35,7 +35,7 @@ class SessionResetPolicy(Settings):
         return self.recorded()
 
     def reason(self, idle_s: float, now: datetime) -> Literal["daily", "idle"] | None:
-        """Return why a session that was used `idle_s` ago is to be reset, or None.
+        """Return why a session that was last used `idle_s` seconds ago must be reset, or None.
 
         `now` has the time zone that `at_hour` counts in. `idle_s` must come from a monotonic clock if one has run since
         then, so that a change of the wall clock resets nothing.

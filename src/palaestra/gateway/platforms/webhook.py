@@ -12,7 +12,8 @@ that as the bearer token:
     {"key": "…", "chat_id": "room", "thread_id": "", "text": "echo", "file": null, "answers": "42", "last": true}
 
 `answers` is the message that it answers (null for a notice) and `last` whether nothing more follows for it. Every
-status below 300 means that the answer arrived; 408, 425, 429 and 5xx are tried again; others count as refusals.
+status below 300 means that the answer arrived; 408, 425, 429 and 5xx are tried again; all other statuses count as
+refusals.
 
 Settings in `extra`: `reply_url` (required), `host` (127.0.0.1) and `port` (8642).
 """
