@@ -137,7 +137,7 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
 
 
 def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool) -> bool:
-    """Check each backend in turn and print the findings. Returns whether all work."""
+    """Check each backend in turn and print the findings. Returns whether all of them work."""
     from palaestra.core.config import ConfigLayer, merge
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import DOTENV, read_dotenv, read_environ, read_words

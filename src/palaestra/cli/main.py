@@ -1,7 +1,8 @@
 """The `palaestra` command itself: the table of subcommands, help, version, suggestions.
 
-Each subcommand is the `command` of its own module, which is imported only when used, so that `palaestra --help` stays
-fast. Invariant: for an unknown word, the program suggests the nearest known one and exits with code 2.
+Each subcommand is the `command` of its own module, which is imported only when the subcommand is used, so that
+`palaestra --help` stays fast. Invariant: for an unknown word, the program suggests the nearest known one and exits with
+code 2.
 """
 
 from __future__ import annotations
