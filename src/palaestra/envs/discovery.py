@@ -83,7 +83,7 @@ def _summary(path: Path) -> str:
 
 
 def load_environment(reference: str, start: Path) -> Form:
-    """Load the environment that `reference` names. Raises `ConfigError`, which lists the known ones."""
+    """Load the environment that `reference` names. Raises `ConfigError` with a list of the known environments."""
     path, _, name = reference.partition(":")
     if path.endswith(".py") or "/" in path:
         return _pick(Path(path), name)
@@ -118,7 +118,7 @@ def form_of(environment: object, reference: str = "") -> Form:
 
 
 def _pick(path: Path, name: str) -> Form:
-    """Return the environment of this name in a file, or its only one."""
+    """Return the environment of this name in a file, or the file's only environment."""
     found = {key: value for key, value in vars(load_file(path)).items() if _is_environment(value)}
     if name and name not in found:
         raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
@@ -130,7 +130,7 @@ def _pick(path: Path, name: str) -> Form:
 
 
 def _is_environment(value: object) -> bool:
-    """Return whether it is a function environment, or a runnable class environment, defined here or imported."""
+    """Return whether a value is a function environment, or a runnable class environment, defined here or imported."""
     if isinstance(value, FunctionForm):
         return True
     return _is_class_environment(value) and not inspect.isabstract(value)

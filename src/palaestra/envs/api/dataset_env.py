@@ -1,6 +1,6 @@
 """`ListedEnv`: a class environment whose items are known before the run, such as those of a data set.
 
-A subclass loads the items. Unusable ones are left out and reported by name; the others are drawn in order, repeatedly.
+A subclass loads the items. Unusable items are left out and reported by name; the others are drawn in order, repeatedly.
 `evaluate` rolls out each held-out item `group_size` times, and logs rates with their intervals.
 """
 

@@ -78,7 +78,7 @@ class CheatPolicy(Policy):
 
 
 class PolicyRuns:
-    """Plays policies on tasks of an open environment, each as a group of its own."""
+    """Plays policies on tasks of an open environment. Each policy plays each task as a separate group."""
 
     def __init__(self, environment: Environment, workspaces: Workspaces, events: EventStream) -> None:
         self._environment = environment

@@ -505,8 +505,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
 
 class HeldOutConfig(HermesAgentEnvConfig):
-    """Settings of environments whose tasks have fixed ids. The id and the seed alone decide whether a task is held out,
-    on any machine and whatever else is in the data set."""
+    """Settings of environments whose tasks have fixed ids. Only the id and the seed decide whether a task is held out,
+    on every machine, independently of the rest of the data set."""
 
     held_out: float = setting(
         0.0,

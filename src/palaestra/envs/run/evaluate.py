@@ -47,7 +47,7 @@ class EvaluatedEnvironment(Environment):
         """Report the maximum number of tokens per rollout that the trainer's server accepts."""
 
     async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
-        """Roll out for a command, `process` or `serve`. An environment may run code of its own around it."""
+        """Roll out for a command, `process` or `serve`. An environment may run its own code around the rollouts."""
         return await roll_out()
 
     def evaluated_tasks(self) -> AsyncIterator[Task] | None:

@@ -49,8 +49,8 @@ class Unscored:
 
 
 class RolloutFunction:
-    """Plays rollouts of `env`, each with a model of its own. All rollouts are one run. It starts with `async with`, or
-    with the first rollout, and ends with the block or `aclose`.
+    """Plays rollouts of `env`, each with a model of its own. All rollouts belong to one run. The run starts with
+    `async with` or with the first rollout, and ends with the block or `aclose`.
 
     `agent` is a program in the slot (`--agent`), or None for the agent loop. `server_type` is the protocol of the
     addresses: `openai` for any chat server, `vllm` or `sglang` for exact tokens. `settings` are those of

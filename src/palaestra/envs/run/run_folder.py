@@ -138,7 +138,8 @@ def _plain(name: str) -> str:
 
 
 def resumed_folder(run: Path) -> RunFolder:
-    """Return the folder of a run to resume, named as in `find_run`. Raises `ConfigError` if it is not one."""
+    """Return the folder of a run to resume, named as in `find_run`. Raises `ConfigError` for another folder, and for
+    one that holds links."""
     path = find_run(run)
     folder = RunFolder(path, path.name)
     if not folder.journal.is_file():
