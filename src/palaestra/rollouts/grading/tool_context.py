@@ -41,7 +41,7 @@ def _sync(
 
     @functools.wraps(twin)
     def wait(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.session is not None and not is_bridged():  # its loop is in a thread of its own, so this may block
+        if self.session is not None and not is_bridged():  # the session's loop is in another thread, so this may block
             return self.session.post(twin(self, *args, **kwargs)).result()
         return wait_for_sync(twin(self, *args, **kwargs), loop=self.loop, twin=f"ToolContext.{twin.__name__}")
 

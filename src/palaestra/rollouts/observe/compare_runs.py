@@ -193,7 +193,7 @@ def _undecided(
     unpaired: Sequence[str],
     asked_otherwise: Sequence[str],
 ) -> str:
-    """Return the reason why neither run can be called better; empty if one can."""
+    """Return the reason why neither run can be called better; empty if one of them can."""
     if unpaired:
         return f"a reward in one run only: {plural(len(unpaired), 'task')}"
     if first.scored * other.planned != other.scored * first.planned:

@@ -2,7 +2,8 @@
 recorded reply is found. The run's policy (`recording_policy.py`) answers the call.
 
 Invariants: the key of a call depends only on the call and on the rollout's earlier calls, so a rollout that repeats its
-calls gets the same answers, whatever else runs. Equal calls have equal keys, however their arguments are written.
+calls gets the same answers, independently of other rollouts. Equal calls have equal keys, however their arguments are
+written.
 """
 
 from __future__ import annotations

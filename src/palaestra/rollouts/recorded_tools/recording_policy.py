@@ -106,7 +106,7 @@ def record(call: RecordedCall, outcome: ToolOutcome, writer: Writer) -> None:
 def replaying(recording: Reader | None, path: Path, *, strict: bool) -> Policy:
     """Return replies only from the recording at `path`; `recording` is None if the file does not exist.
 
-    A missing reply gives the model an error or, with `strict`, ends the rollout.
+    If a reply is missing, the model gets an error or, with `strict`, the rollout ends.
     """
 
     async def reply(call: RecordedCall, ask: Ask) -> ToolOutcome:

@@ -1,4 +1,4 @@
-"""Replay of a recorded run: `Playback` gives the recorded replies, `Comparison` compares the observations.
+"""Parts of the replay of a recorded run: `Playback` gives the recorded replies, `Comparison` compares the observations.
 
 The usual runner replays a run with the environment's tools and slots. The agent gives its recorded replies, word for
 word, whatever it observes, so the compared observations always answer the same calls.

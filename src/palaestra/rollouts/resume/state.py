@@ -115,7 +115,7 @@ class EarlierWork:
 
 
 def read_finished(path: Path) -> EarlierWork:
-    """Read a journal. Raises `ConfigError` if it does not begin with a run or lacks lines."""
+    """Read a journal. Raises `ConfigError` if the journal does not begin with a run, or if lines are missing."""
     events = read_journal(path)
     run = next(events, None)
     if run is None:

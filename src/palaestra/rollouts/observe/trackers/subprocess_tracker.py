@@ -113,8 +113,8 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
 
 
 async def _started(service: str, log: Path) -> asyncio.subprocess.Process:
-    """Start the worker in its own session, so that Ctrl-C in the run's terminal reaches only the run. The files of the
-    client are for their owner alone."""
+    """Start the worker in its own session, so that Ctrl-C in the run's terminal reaches only the run. Only their owner
+    can read the files of the client."""
     with open(log, "ab", opener=private) as output:  # noqa: ASYNC230 - a file of a few lines
         return await asyncio.create_subprocess_exec(
             sys.executable,

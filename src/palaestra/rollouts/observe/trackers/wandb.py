@@ -1,7 +1,7 @@
 """The Weights & Biases client of the worker process: metrics as a run's history, rollouts as a table.
 
-Its files are in the run's folder, under `wandb/`; `wandb sync` uploads offline runs. Invariant: it never prompts for a
-key. Without a stored key, it writes offline unless a mode is set.
+Its files are in the run's folder, under `wandb/`; `wandb sync` uploads offline runs. Invariant: the client never
+prompts for a key. Without a stored key, it writes offline unless a mode is set.
 """
 
 from __future__ import annotations
