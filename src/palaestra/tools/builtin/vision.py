@@ -81,7 +81,8 @@ def vision_problem(settings: ToolSettings) -> str | None:
 
 
 async def look(settings: ToolSettings, image: Image, question: str) -> dict[str, JSON]:
-    """Get the model's `analysis` and `usage`. Raises `ToolMistake`, or `ToolUnavailable` if it does not answer."""
+    """Get the model's `analysis` and `usage`. Raises `ToolMistake`, or `ToolUnavailable` if the model does not
+    answer."""
     if (reason := vision_problem(settings)) is not None:
         raise ToolMistake(reason)
     server = model_server(

@@ -102,7 +102,7 @@ class MCPServerConfig(Settings):
 
     @property
     def used(self) -> bool:
-        """Whether the server is to be used."""
+        """Whether the run should use the server."""
         return self.enabled and not self.disabled
 
     def take_variables(self, environ: Mapping[str, str]) -> None:

@@ -236,7 +236,7 @@ def unrestricted(
 def chosen_tools(
     tools: Iterable[Tool], enabled_toolsets: Iterable[str] | None, disabled_toolsets: Iterable[str] | None
 ) -> list[Tool]:
-    """Return the tools in the enabled toolsets (None: all except those on request) that are in no disabled one.
+    """Return the tools in the enabled toolsets (None: all except those on request) that are not in a disabled toolset.
 
     Raises `ConfigError` for an unknown toolset.
     """

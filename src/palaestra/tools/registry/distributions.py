@@ -76,7 +76,8 @@ def find_distribution(name: str) -> Distribution:
 
 
 def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random | None = None) -> list[str]:
-    """Return one draw: each toolset by its own chance; if none is drawn, the likeliest one (the first of equals).
+    """Return one draw: each toolset with its own chance. If no toolset is drawn, return the likeliest one (the first of
+    several).
 
     Without `rng` a draw cannot be repeated. Raises `ConfigError` for an unknown name.
     """
