@@ -140,14 +140,14 @@ class ServerGroup(ChatServer):
         return managed
 
     def _in_turn(self) -> list[ServerEngine]:
-        """Return the servers, beginning with the next one."""
+        """Return the servers, beginning with the one whose turn is next."""
         first = self._sessions % len(self.servers)
         self._sessions += 1
         return self.servers[first:] + self.servers[:first]
 
 
 ServerManager = ServerGroup
-"""The contract's name."""
+"""The contract's name for `ServerGroup`."""
 
 
 def _complete(config: ServerBaseline) -> APIServerConfig:

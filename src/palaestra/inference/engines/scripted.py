@@ -134,7 +134,7 @@ def _steps(task: Task) -> Sequence[ToolStep | Say | str]:
 
 
 class PatchPolicy(Policy):
-    """Applies one unified diff to the workspace. Raises `TaskError` if it does not apply."""
+    """Applies one unified diff to the workspace. Raises `TaskError` if the diff does not apply."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

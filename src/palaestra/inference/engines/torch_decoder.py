@@ -53,7 +53,7 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
 
 
 class TorchDecoder:
-    """One model and the sequences that it continues: its rows, in the order in which they came."""
+    """One model and the sequences that it continues, which are its rows, in the order of their arrival."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

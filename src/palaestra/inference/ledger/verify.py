@@ -62,7 +62,7 @@ class LedgerVerdict:
 
 
 def verify_ledger(record: LedgerRecord, *, forked: bool = False) -> LedgerVerdict:
-    """Check T1 to T4 in one pass over the tokens. `forked`: the rollout continues another one."""
+    """Check T1 to T4 in one pass over the tokens. `forked` is true if the rollout continues another one."""
     violation = next(_violations(record, forked), None)
     return LedgerVerdict(
         segments=len(record.segments),

@@ -1,5 +1,5 @@
-"""Parsers by name, loaded on first use; scripts can register their own. For an unknown name, the error suggests the
-nearest known name."""
+"""Finds parsers by name and loads them on first use; scripts can register their own. For an unknown name, the error
+suggests the nearest known name."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ToolService(Protocol):
     """Answers the messages of an MCP client (`tools.serving.mcp_endpoint.McpTools`)."""
 
     async def answer(self, body: bytes) -> tuple[int, JSON]:
-        """Return the status and the JSON of the reply, None for an empty one."""
+        """Return the status and the JSON of the reply, or None for an empty reply."""
 
 
 @dataclass(frozen=True, slots=True)

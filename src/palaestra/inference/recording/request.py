@@ -1,4 +1,4 @@
-"""The internal form of a request to the recording endpoint, whatever its dialect, and the refusals. No I/O.
+"""The internal form of a request to the recording endpoint in any dialect, and the refusals. No I/O.
 
 Messages and tools are in the shape of OpenAI's chat completions, as everywhere in this package. A field of a request is
 used, refused (`Refusal`), or named in `ModelRequest.ignored`: none is dropped silently.
@@ -279,7 +279,8 @@ def as_object(arguments: str) -> dict[str, JSON]:
 
 
 def freeform_text(call: ToolCallMessage) -> str:
-    """Return the text of a call of a free-form tool: its `input`, or the arguments as they are if they have none."""
+    """Return the text of a call of a free-form tool: its `input`, or the unchanged arguments if they have no
+    `input`."""
     value = as_object(call.function.arguments).get("input")
     return value if isinstance(value, str) else call.function.arguments
 

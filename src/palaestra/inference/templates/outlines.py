@@ -301,7 +301,7 @@ def _recorded(name: str) -> Callable[..., JSON]:
 
 
 def _compared(name: str) -> Callable[..., JSON]:
-    """Return a comparison; with anything but text the answer is always the same."""
+    """Return a comparison. Compared with anything but text, its answer is always the same."""
     recorded = _recorded(name)
     return lambda self, other: recorded(self, other) if isinstance(other, str) else NotImplemented
 

@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def kind(self) -> tuple[bool, bool, int]:
-        """The part that decides how a template continues: one call, or several."""
+        """The features that decide how a template continues: content, thinking, and no call, one call or several."""
         return self.content, self.reasoning, min(len(self.calls), 2)
 
     def marks(self) -> list[str]:

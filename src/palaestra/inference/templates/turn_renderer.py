@@ -52,7 +52,7 @@ _STAND_IN = "."
 _SHOWN_USER: Message = {"role": "user", "content": _STAND_IN}
 _MAX_HEAD = 4
 _KEPT_OPENINGS, _LONGEST_KEPT = 32, 1 << 20
-"""The maximum number of openings kept for the other rollouts of a group, and the longest text of one."""
+"""The maximum number of openings kept for the other rollouts of a group, and the longest text of an opening."""
 
 _NEVER = -1
 

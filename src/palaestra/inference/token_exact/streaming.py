@@ -1,4 +1,4 @@
-"""A reply shown while its tokens come: its text and thinking in pieces, without its tool calls.
+"""Shows a reply while its tokens come: its text and thinking in pieces, without its tool calls.
 
 This is only the display: the reply itself is read from all tokens at its end, and its last piece is the text not shown
 yet.
