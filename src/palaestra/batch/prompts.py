@@ -1,8 +1,8 @@
 """The environment of `palaestra batch`: every row of a file is a prompt, and nothing is graded.
 
 A sample that meets `require` scores 1; a discarded one scores 0, with the reason in its record. Tasks have the numbers
-of their rows, and their ids contain a hash of the row, so a resumed batch detects a changed file, and equal prompts in
-several rows are separate samples.
+of their rows, so equal prompts in several rows are separate samples. The ids of tasks contain a hash of the row, so a
+resumed batch detects a changed file.
 """
 
 from __future__ import annotations

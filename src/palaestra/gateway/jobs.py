@@ -63,9 +63,9 @@ class Job(msgspec.Struct):
 
 
 class Jobs:
-    """The jobs of a gateway. `enqueue` takes a message that is in the mailbox (session key, address, row), `wake` sends
-    the mailbox's messages for a chat, `user_of` names the person of a conversation, and `refusal` returns why a person
-    of a platform may not start a turn now, or the empty string."""
+    """The jobs of a gateway. `enqueue` takes a message that is in the mailbox (session key, address, row). `wake` sends
+    the mailbox's messages for a chat. `user_of` names the person in a conversation. `refusal` returns why a person on a
+    platform may not start a turn now, or the empty string."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ finished group once it is on disk.
 A group does not wait for another one's slowest rollout: it begins when enough rollouts have ended, whichever groups
 they belong to, and a few groups are prepared ahead.
 
-It stops early if it is cancelled (finished groups are kept), if the environment fails to give its next task (groups in
-flight finish), or if the model server fails in every rollout of several groups in a row.
+The runner stops early if it is cancelled (finished groups are kept) or if the environment fails to give its next task
+(groups in flight finish). It also stops if the model server fails in every rollout of several groups in a row.
 """
 
 from __future__ import annotations

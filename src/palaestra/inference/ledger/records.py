@@ -131,9 +131,9 @@ class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     or None.
 
     `source` is `engine` if the ids were sampled, `placeholder` without recorded tokens (such a row trains nothing),
-    `environment` if the environment made the row. A row of a ledger also has its segment's number and reason,
-    `versions` as (start, stop, policy version) of the sampled spans, `spans` that cover it without gaps, and the finish
-    reason of its last turn. Only the first four fields are on disk (`Trajectory.row`).
+    `environment` if the environment made the row. A row of a ledger also has its segment's number and reason, and the
+    finish reason of its last turn. Its `versions` are (start, stop, policy version) of the sampled spans; its `spans`
+    cover the row without gaps. Only the first four fields are on disk (`Trajectory.row`).
     """
 
     tokens: list[int]

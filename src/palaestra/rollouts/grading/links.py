@@ -1,10 +1,10 @@
 """Separates the files that a check writes from files of the work that the agent has linked to them.
 
 A check often writes what it expects to a file of its own and compares the work with it. If one of the two is a link to
-the other, the work equals whatever the check wrote. So before a check, each link of the agent between a file that the
-task's messages name and a file that they do not name is replaced by a copy of its target, or removed if the target is
-missing or is neither a file nor a directory. A named file with hard links becomes a copy. A link that the messages name
-stays if the messages mention links.
+the other, the work equals whatever the check wrote. So before a check, this module looks at the agent's links between a
+file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of its target,
+or removed if the target is missing or is neither a file nor a directory. A named file with hard links becomes a copy. A
+link that the messages name stays if the messages mention links.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.

@@ -2,8 +2,8 @@
 
 Rewards are paired by task, because tasks differ more from each other than two models do on one task. Only tasks with a
 reward in both runs count, each by the mean of its rollouts. The interval is that of `intervals.py`. No winner is named
-if the interval contains 0, or if the runs do not cover the same tasks and the same share of their rollouts, since the
-missing ones may be the hard ones.
+if the interval contains 0. The same holds if the runs do not cover the same tasks and the same share of their rollouts,
+since the missing rollouts may be the hard ones.
 """
 
 from __future__ import annotations

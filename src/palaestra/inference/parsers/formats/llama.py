@@ -6,9 +6,9 @@
              <|python_start|>[f(key='value')]<|python_end|>
 
 Source: Meta's prompt formats for JSON and pythonic tool calling (JSON specifies `parameters`; models write `arguments`
-too). A bare object is a call only if it has a string `name` and an object under one of the two keys, a bare list only
-if it begins with a name and keyword arguments or empty parentheses; other JSON, other brackets and code after the mark
-are text.
+too). A bare object is a call only if it has a string `name` and an object under one of the two keys. A bare list is a
+call only if it begins with a name and keyword arguments or empty parentheses. Other JSON, other brackets and code after
+the mark are text.
 """
 
 from __future__ import annotations
