@@ -76,7 +76,7 @@ _PROMPT = "› "
 
 
 def run_terminal(which: Callable[[Mapping[str, str]], Which], own: Mapping[str, str], words: Sequence[str]) -> int:
-    """Run the chat until the person ends it; returns the exit code. Raises `ConfigError` without a terminal."""
+    """Talk until the person ends it; returns the exit code. Raises `ConfigError` without a terminal."""
     if any(word in ("--help-all", "--show-config") for word in words):
         from palaestra.chat.config import read_options
 
@@ -566,7 +566,7 @@ class Screen:
             self._at_start = text.endswith("\n")
 
     def end_line(self) -> None:
-        """Begin a new line unless the cursor is at the start of a line."""
+        """Begin a new line unless the cursor is at the start of one."""
         if not self._at_start:
             self.write(f"{PLAIN}\n")
 

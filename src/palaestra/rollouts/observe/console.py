@@ -104,7 +104,7 @@ class Console:
     def eta_s(self) -> float | None:
         """The seconds until the last group ends, at the pace so far; None while unknown or when no group is left.
 
-        Groups that failed before they had a rollout count as done, so the pace is that of groups once one is done.
+        Groups that failed before they had a rollout count as done, so groups set the pace once one is done.
         """
         done = max(self.groups_done, self.rollouts_done / self.group_size)
         if self.groups_total is None or not 0 < done < self.groups_total:
