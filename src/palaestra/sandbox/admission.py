@@ -1,7 +1,7 @@
 """Computes how many slots this machine can hold, given its memory and the number of files a process may open.
 
-A slot that waits for the model costs little; its commands use the memory. So the limit at the start is generous, and
-the pool asks `available_memory` again before each further slot.
+A slot that waits for the model uses little memory; commands use much more. The initial limit is therefore generous, and
+the pool calls `available_memory` again before it makes each further slot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SLOT_FILES = 8
 OTHER_FILES = 512
 """The descriptors reserved for everything else: connections to the model server, journals, logs."""
 RESERVE_BYTES = 512 << 20
-"""Below this much available memory, a pool with slots in use leases no further one until some end."""
+"""When less memory than this is available, a pool that has slots in use leases no more slots until some of them end."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -38,17 +38,17 @@ class SlotLimit:
 
 
 def unchecked_slots() -> int:
-    """Return how many slots are leased even if memory is short: four per processor this process may use, at least
-    four."""
+    """Return the number of slots that may be leased even if memory is short: four for each processor that this process
+    may use, and at least four."""
     return max(4, 4 * len(os.sched_getaffinity(0)))
 
 
 def slot_limit(wanted: int | None, *, memory: int, files: int) -> SlotLimit:
-    """Return the limit for a pool that asks for `wanted` slots; None asks for as many as the machine carries, up to
+    """Return the limit for a pool that asks for `wanted` slots; None asks for as many as the machine can hold, up to
     `DEFAULT_SLOTS`.
 
-    `memory` is the available bytes. It limits only a pool without `wanted`: a caller that sets `wanted` knows its
-    slots' needs. `files` is the number of descriptors that a process may open.
+    `memory` is the available memory in bytes. It limits the pool only if `wanted` is None, because a caller that sets
+    `wanted` knows what its slots need. `files` is the number of descriptors that a process may open.
     """
     found = SlotLimit(wanted or DEFAULT_SLOTS, "as set" if wanted else "the default")
     carried = max(unchecked_slots(), (memory - RESERVE_BYTES) // SLOT_BYTES)
@@ -97,7 +97,8 @@ def _memory_groups() -> list[Path]:
 
 
 def _left_in(group: Path) -> int | None:
-    """Return the bytes that a control group has left, with the page cache that it can drop; None if it has no limit."""
+    """Return the bytes that a control group has left, including the page cache that it can drop; None if it has no
+    limit."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,8 +1,9 @@
 """Reads, lists and archives files of a slot's workspace for outside callers; the results are the contract's bodies.
 
-It uses the slot's file calls, never its shell. Invariant: nothing outside the workspace is revealed, wherever links in
-it lead; failures raise builtin errors, each with its HTTP status (`status_of`). Standard library only: the slot
-server's network port (`remote/port_server.py`) uses it where nothing is installed.
+This module uses the slot's file calls, never its shell. Invariant: it reveals nothing outside the workspace, wherever
+links in the workspace lead. Failures raise builtin errors, and `status_of` returns the HTTP status of each. It imports
+only the standard library, because the slot server's network port (`remote/port_server.py`) uses it in places where
+nothing is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import MAX_FILE_BYTES, WORKSPACE, FileInfo, Slot
 
 MAX_BYTES = 5_000_000
-"""The contract's limit of one file or archive, unless the request sets another."""
+"""The contract's size limit for one file or archive, unless the request sets another."""
 MAX_ENTRIES = 5_000
 _MAX_LINKS = 40
 
@@ -52,7 +53,7 @@ async def read(
 async def entries(
     slot: Slot, path: str = ".", *, recursive: bool = False, max_entries: int | None = None
 ) -> dict[str, JSON]:
-    """Return the entries of a directory, sorted; links are entries and are not followed."""
+    """Return the entries of a directory, sorted. A link is listed as an entry and is not followed."""
     target, info = await _found(slot, path)
     if info.kind != "dir":
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
@@ -126,7 +127,7 @@ def message(error: OSError | ValueError) -> str:
 
 
 async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
-    """Return the target of a path of the workspace; links are followed as long as they stay in it."""
+    """Resolve a path in the workspace. Links are followed as long as they stay in the workspace."""
     if not path or "\0" in path:
         raise ValueError("the path is empty or holds a NUL character")
     here, left, links = WORKSPACE, _parts(path, path), 0

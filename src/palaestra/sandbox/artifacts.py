@@ -1,4 +1,5 @@
-"""Artifacts: the contract's request and response bodies for files of a workspace; `artifact_files` does the work."""
+"""The contract's request and response bodies for reading, listing and archiving files of a workspace. `artifact_files`
+does the work."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ async def read(slot: Slot | None, request: ArtifactReadRequestPayload) -> Artifa
 
 
 async def entries(slot: Slot | None, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
-    """Return the entries of a directory, sorted; links are entries and are not followed."""
+    """Return the entries of a directory, sorted. A link is listed as an entry and is not followed."""
     found = await artifact_files.entries(_slot(slot, request), **request.model_dump(exclude={"trajectory_id"}))
     return ArtifactListResponsePayload(**found)
 
@@ -114,7 +115,8 @@ async def archive(slot: Slot | None, request: ArtifactArchiveRequestPayload) -> 
 
 
 async def or_error(work: Awaitable[ResponseT], response: type[ResponseT]) -> ResponseT:
-    """Return the response of this work; if it fails, one with `error`. Raises `InfraError`."""
+    """Await `work` and return its response. An OSError or ValueError becomes a response with `error`; an `InfraError`
+    is raised."""
     try:
         return await work
     except InfraError:

@@ -26,12 +26,13 @@ _ROUNDS = 5
 
 @dataclass(slots=True)
 class BackendFindings:
-    """The findings about one backend; None where a value could not be determined.
+    """The findings about one backend. A field is None if its value could not be determined.
 
-    `problem` is empty if the backend works; otherwise it describes the failure and the fix. `reachable`: the platform
-    answers and accepts the credentials. `images` are the kinds that it takes; `checkpoints`: whether a running slot can
-    be forked. `seconds` has `start`, and the medians of `round_trip` (a request to the slot server), `create`, `exec`
-    (`true`), `fork` (from a snapshot) and `reset` (end a slot and make a new one).
+    `problem` is empty if the backend works; otherwise it describes the failure and the fix. `reachable` is true if the
+    platform answers and accepts the credentials. `images` lists the kinds of images that the backend takes.
+    `checkpoints` is true if a running slot can be forked. `seconds` has `start`, and the medians of `round_trip` (a
+    request to the slot server), `create`, `exec` (`true`), `fork` (from a snapshot) and `reset` (end a slot and make a
+    new one).
     """
 
     name: str
@@ -46,8 +47,8 @@ class BackendFindings:
 
 
 async def check_backend(name: str, config: JSON) -> BackendFindings:
-    """Start a backend as a run with these settings would, use a few slots, and end it. A failure of the backend is in
-    the result and is never raised."""
+    """Start a backend as a run with these settings would, use a few slots, and end it. A failure of the backend is
+    reported in the result and never raised."""
     found = BackendFindings(name)
     try:
         backend = make_backend(name, config)

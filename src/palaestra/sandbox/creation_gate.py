@@ -1,4 +1,4 @@
-"""Limits how fast all processes of a user on this host start containers and sandboxes.
+"""Limits the rate at which all processes of a user on this host together start containers and sandboxes.
 
 The state is in files of a shared folder: one with the time at which the next start may begin, and one lock for each
 concurrent start, which the kernel releases when its holder dies. After a provider's "too many requests", all processes
@@ -64,7 +64,7 @@ class CreationGate:
             async with self._locked() as state:
                 now = time.monotonic()
                 wait_s = state["next"] - now
-                # A later time than any gap comes from before this host's last boot.
+                # A time further ahead than any gap was recorded before this host's last boot.
                 if wait_s <= 0 or wait_s > 2 * _SLOWEST_S:
                     own = 0.0 if self._per_s is None else 1 / self._per_s
                     state["next"] = now + max(own, state["gap"])

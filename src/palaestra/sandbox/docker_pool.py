@@ -10,8 +10,8 @@ from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
 
 
 class DockerDirectBackend(SlotPool):
-    """A pool over docker. A trajectory with a registered image has its slot in a container of that image, or with the
-    image as its root if it is a path."""
+    """A pool of slots in docker containers. A trajectory with a registered image gets a slot in a container of that
+    image; if the image is a path, it is the slot's root."""
 
     def __init__(self, backend: Backend | None = None, config: SlotPoolConfig | None = None) -> None:
         super().__init__(config, backend or DockerBackend())

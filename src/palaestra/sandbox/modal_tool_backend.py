@@ -1,7 +1,7 @@
 """`ModalToolBackend`: the contract's pool of slots in Modal, with one profile of sandboxes or several.
 
-For `tool_pool_mode="modal"`, `create_tool_backend` makes a pool of one profile. With several, each profile has
-sandboxes and a limit of its own, and starts with its first slot; the default one starts with the pool.
+For `tool_pool_mode="modal"`, `create_tool_backend` makes a pool of one profile. With several profiles, each has its own
+sandboxes and limit. The default profile starts with the pool, every other profile with its first slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ModalToolBackend(SlotPool):
 
     @classmethod
     def with_profiles(cls, profiles: Mapping[str, ModalSandboxConfig] | None = None, default: str = "default") -> Self:
-        """Return slots of several profiles, by default those of `ModalSandboxConfig.load_profiles`. Raises
+        """Return a backend with several profiles, by default those of `ModalSandboxConfig.load_profiles`. Raises
         `ConfigError`."""
         found = ModalSandboxConfig.load_profiles() if profiles is None else dict(profiles)
         if default not in found:
@@ -94,6 +94,6 @@ class ModalToolBackend(SlotPool):
         await super().aclose()
 
     def get_status(self) -> Mapping[str, JSON]:
-        """Return the pool's status, with that of each other profile under `profiles`."""
+        """Return the pool's status, with the status of each other profile under `profiles`."""
         others = {name: pool.get_status() for name, pool in self._others.items()}
         return {**super().get_status(), **({"profiles": others} if others else {})}

@@ -2,7 +2,8 @@
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. The timeout covers waiting for
 a free place, not making the slot. While memory is short, a place is free only after another slot has ended
-(`admission.py`). A slot that cannot be ended is quarantined: its place is free again, and each release tries to end it.
+(`admission.py`). A slot that cannot be ended is quarantined: its place becomes free, and each later release tries again
+to end it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class SlotPoolConfig(BaseModel):
     max_containers: int = Field(default=10, ge=1)
     """See `slots_per_container`."""
     nomad_address: str = "http://localhost:4646"
-    """This and all fields below are the contract's settings of the backend nomad. A pool that sets one, and is given no
-    backend, has its slots in Nomad."""
+    """This field and all following fields are the contract's settings for the Nomad backend. A pool that sets one of
+    them, and is given no backend, runs its slots on Nomad."""
     job_id: str = "atropos-sandbox"
     datacenter: str = "dc1"
     image: str = "atropos-sandbox:local"
@@ -116,7 +117,7 @@ class SlotPoolConfig(BaseModel):
         return NomadBackend(settings)
 
     def check(self, backend: Backend) -> None:
-        """Raise `ConfigError` for settings that the pool's backend does not have."""
+        """Raise `ConfigError` for settings that the pool's backend does not support."""
         names = self._of_nomad()
         if names and backend.name != "nomad":
             raise ConfigError(
@@ -268,7 +269,7 @@ class SlotPool:
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
         """End a lease and the slot. Does nothing for one that has ended.
 
-        `reset_workspace` is the contract's; no workspace is reused in any case.
+        `reset_workspace` is part of the contract and has no effect, because a workspace is never reused.
         """
         if self._held.pop(slot.epoch, None) is None:
             return
@@ -299,8 +300,8 @@ class SlotPool:
     ) -> ExecutionResult:
         """Run `bash`, `bash_stateful`, `read_file` or `write_file` in a leased slot. Raises `InfraError`.
 
-        `timeout` in seconds, by default that of `args` or `default_timeout_s`. Standard error is apart from standard
-        output.
+        `timeout` is in seconds; it defaults to the timeout in `args`, or else to `default_timeout_s`. Standard error is
+        returned separately from standard output.
         """
         return await run_slot_tool(slot, lambda: self._shell(slot), tool, args, timeout or self.default_timeout_s)
 
@@ -312,7 +313,7 @@ class SlotPool:
         timeout_s: float | None = None,
     ) -> list[ExecutionResult]:
         """Run several calls concurrently; the results are in order. A call that failed with an `InfraError` gives a
-        result with that error, so that the others are not lost. `timeout_s` is another name of `timeout`."""
+        result with that error, so that the others are not lost. `timeout_s` is another name for `timeout`."""
         timeout = timeout_s if timeout is None else timeout
 
         async def one(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
@@ -385,7 +386,7 @@ class SlotPool:
         return shell
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End a lease and keep what its slot changed as a snapshot, cut to `view` if given."""
+        """End a lease and keep its slot's changes as a snapshot, limited to `view` if given."""
         held = self._held.pop(slot.epoch, None) is not None
         self._shells.pop(slot.epoch, None)
         try:
@@ -395,10 +396,10 @@ class SlotPool:
                 self._give_place()
 
     async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
-        """Return a slot's present files as a snapshot; the lease continues, so any step of a rollout can be forked.
+        """Return a slot's current files as a snapshot. The lease continues, so any step of a rollout can be forked.
 
-        Slots from a `continued` snapshot have the files that changed as their own change. Raises `ConfigError` for that
-        if the backend is not the local one.
+        With `continued`, slots that start from the snapshot count its changed files as their own changes. Raises
+        `ConfigError` if `continued` is set and the backend is not the local one.
         """
         if not continued:
             return await self.backend.checkpoint(slot)
@@ -420,7 +421,7 @@ class SlotPool:
         return self.backend
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """Return a snapshot that shows only a part of the topmost layer's change."""
+        """Return a snapshot that shows only part of the changes in the topmost layer."""
         return await self.backend.view(snapshot, view)
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
@@ -428,7 +429,7 @@ class SlotPool:
         return await self.backend.changes(snapshot)
 
     async def holds(self, snapshot: Snapshot) -> bool:
-        """Return whether the snapshot still exists: a backend that died has lost it."""
+        """Return whether the snapshot still exists. It is lost if its backend has died."""
         try:
             await self.backend.changes(snapshot)
         except SandboxError:

@@ -3,8 +3,8 @@
 A relay in the slot (`port_relay.py`) listens and sends incoming data over its pipes, so it works with every backend,
 and the slot reaches this one address and nothing else.
 
-Invariant: whatever comes from the slot is bounded and checked, because the agent can write to the relay's pipes: at
-worst it ends the forwarding, or opens `most` connections to the address that it may reach anyway.
+Invariant: everything that comes from the slot is bounded and checked, because the agent can write to the relay's pipes.
+At worst the agent ends the forwarding, or opens `most` connections to the address that it may reach anyway.
 """
 
 from __future__ import annotations

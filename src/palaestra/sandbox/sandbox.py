@@ -72,11 +72,11 @@ class Sandbox:
     `image` is a root file system (a directory, a tar file, an OCI layout); None shows the host's system directories.
     `network` is "off", "on", or a list of hosts. `memory` and `disk` are bytes or text such as "512MB" (K, M and G are
     powers of 1024); `cpus` is in cores; `limits` replaces the three. `env` is the environment of commands. `isolation`
-    is "best" or the least level to accept: "full", "userns", "confined", "none". `pool` or `snapshot` places the
+    is "best" or the lowest level to accept: "full", "userns", "confined", "none". `pool` or `snapshot` places the
     sandbox in a pool that is already running.
 
-    Raises `ConfigError` for an unusable argument, and `IsolationUnavailable` when the block is entered
-    and this machine cannot isolate.
+    Raises `ConfigError` for an unusable argument. Entering the block raises `IsolationUnavailable` if this machine
+    cannot provide the isolation level.
     """
 
     def __init__(
@@ -181,21 +181,22 @@ class Sandbox:
     changes = _of_slot(Slot.changes)
 
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """Return the file as UTF-8, undecodable bytes replaced. `missing`, if given, replaces a file that cannot be
-        read."""
+        """Return the file's text, decoded as UTF-8 with undecodable bytes replaced. If the file cannot be read and
+        `missing` is given, `missing` is returned."""
         return await (self.slot.read_text(path) if missing is None else self.slot.read_text(path, missing=missing))
 
     @asynccontextmanager
     async def fork(self) -> AsyncIterator[Sandbox]:
-        """Yield another sandbox with this one's current files until the end of the block; this one continues. The fork
-        has no processes, `/tmp` and `/dev/shm`. Raises `SandboxError` on isolation levels without layers."""
+        """Yield another sandbox with this one's current files until the end of the block; this one continues. Processes
+        and the contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` on isolation levels without
+        layers."""
         async with self.slot.fork() as slot:
             other = Sandbox(limits=self._spec.limits, pool=self._running)
             other._slot, other._running, other._spec = slot, self._running, self._spec
             yield other
 
     async def snapshot(self) -> SandboxSnapshot:
-        """Return the present files, from which other sandboxes start; this one continues."""
+        """Return a snapshot of the current files, from which other sandboxes can start; this sandbox continues."""
         layers = await self._running.checkpoint(self.slot)
         return SandboxSnapshot(layers, self._running, asyncio.get_running_loop())
 

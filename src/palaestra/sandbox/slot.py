@@ -60,7 +60,7 @@ class ExecutionResult:
     `rung`, `sandboxed` (the isolation level is not none), `network_isolated` (the slot has no network), `stateful`,
     `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes`, `oom`. `full_output_path` is the slot's
     file with the first 4 MiB of truncated output, `full_output_bytes` its size. Commands of a stateful shell have
-    `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call asked for that channel.
+    `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call requested that channel.
 
     `oom` is set if the shell itself was killed for memory (exit code 137). If only one of its children was killed, the
     exit code is the shell's, and `oom` is not set.
@@ -114,8 +114,8 @@ class Change:
 class Snapshot:
     """A sealed workspace. `layers` name its immutable layers, topmost first, in the backend that made them.
 
-    A slot that starts from a `continued` snapshot has the topmost layer as its own change, as if the slot had made it:
-    its seal and its list of changes include the whole layer.
+    A slot that starts from a `continued` snapshot treats the topmost layer as its own changes: its seal and its list of
+    changes include the whole layer.
     """
 
     snapshot_id: str
@@ -235,7 +235,8 @@ class Process(Protocol):
         terminal."""
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Return the process's status when it has ended, or after `timeout_s`: check `running`."""
+        """Wait until the process has ended, at most `timeout_s`, and return its status; `running` shows whether it has
+        ended."""
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
         """Kill the whole process tree: SIGTERM, and after `grace_s` SIGKILL."""
@@ -256,11 +257,11 @@ class Shell(Protocol):
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
     ) -> ExecutionResult:
-        """Run a command; calls wait for each other.
+        """Run a command. Concurrent calls run one after the other.
 
         A timeout interrupts the command and kills the processes it has started. `metadata["shell_restarted"]` is true
-        if the shell was killed for that, ended itself (`exit`, `exec`, `set -e`) or had died before: the next command
-        gets a new shell.
+        if the shell was killed because of the timeout, ended itself (`exit`, `exec`, `set -e`) or had already died; the
+        next command gets a new shell.
         """
 
     async def state(self) -> bytes:
@@ -273,7 +274,7 @@ class Shell(Protocol):
 class Slot(Protocol):
     """One leased workspace. Every method raises `StaleLease` after release and `SlotLost` if the slot has died.
 
-    `metadata` is for the holder: nothing here reads it.
+    `metadata` is for the holder's own use; the sandbox does not read it.
     """
 
     slot_id: str
@@ -308,9 +309,8 @@ class Slot(Protocol):
 
         `stderr` keeps standard error apart from standard output, each up to `max_output_bytes`; the order between them
         is then lost, and `on_output` gets standard output alone. `spill` keeps output that exceeds `max_output_bytes`
-        in a file of the slot. `verdict` opens descriptor 3 of the
-        command as a channel of its own, returned apart from the output (at most 16 MiB). Cancelling the call kills the
-        command.
+        in a file of the slot. `verdict` opens descriptor 3 of the command as a channel whose content is returned
+        separately from the output (at most 16 MiB). Cancelling the call kills the command.
         """
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
@@ -336,15 +336,16 @@ class Slot(Protocol):
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write atomically, creating parent directories. `mode` None keeps an existing file's mode, otherwise 0o644."""
+        """Write atomically, creating parent directories. If `mode` is None, an existing file keeps its mode and a new
+        file gets 0o644."""
 
     @overload
     async def read_text(self, path: str) -> str: ...
     @overload
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """Return the file as UTF-8, undecodable bytes replaced. `missing`, if given, replaces any file that cannot be
-        read: absent, a directory, a fifo, a circular link, too large."""
+        """Return the file's text, decoded as UTF-8 with undecodable bytes replaced. If `missing` is given, it is
+        returned for any file that cannot be read: absent, a directory, a fifo, a circular link, too large."""
         try:
             return (await self.read_bytes(path)).decode(errors="replace")
         except OSError as error:
@@ -381,19 +382,21 @@ class Slot(Protocol):
         """Remove a file or a whole directory, if it exists."""
 
     async def arguments(self, pid: int) -> Sequence[str] | None:
-        """Return the arguments of a live process by its number in the slot, from the kernel; otherwise None.
+        """Return the arguments of the live process with this number in the slot, read from the kernel; None if there is
+        no such process.
 
-        A process that is just being started has none yet. `arguments` and `ask` use no program or file of the slot.
+        A process that is just being started has no arguments yet. `arguments` and `ask` use no program or file of the
+        slot.
         """
 
     async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
-        """Send bytes to 127.0.0.1 in the slot; returns the answer up to the end of the connection, or `max_bytes`.
+        """Send bytes to 127.0.0.1 in the slot and return the answer, up to the end of the connection or to `max_bytes`.
 
         Raises OSError if nothing listens, or the answer does not end in time.
         """
 
     async def changes(self) -> list[Change]:
-        """Return the changes since this slot's snapshot or image. The cost grows with the change alone."""
+        """Return the changes since this slot's snapshot or image. The cost depends only on the amount of change."""
 
     async def freeze(self) -> int:
         """Stop every process of the slot until the next call to it; returns how many."""
@@ -401,14 +404,14 @@ class Slot(Protocol):
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         """Yield another slot with this one's current files until the end of the block; this one continues.
 
-        The pool does not count the fork, because a holder of a slot must not wait for another. The fork has no
-        processes, `/tmp` or `/dev/shm`. Raises `SandboxError` on isolation levels without layers.
+        The pool does not count the fork, because a holder of a slot must not wait for another slot. Processes and the
+        contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` on isolation levels without layers.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A part of a sealed workspace's change: everything under `only` except `without`.
+    """A part of a sealed workspace's changes: everything under `only` except `without`.
 
     Other paths show the snapshot that the sealed slot had started from. Grading uses it to drop planted files.
     """
@@ -430,8 +433,8 @@ class RungStatus:
 class Backend(Protocol):
     """Makes slots. One pool owns it; `palaestra.testing.backend_conformance` tests an implementation.
 
-    Raises `ConfigError` for anything that it does not offer, `SandboxError` when the place fails. A slot's change costs
-    nothing until it is requested; `rung` is the level that `start` has proved.
+    Raises `ConfigError` for anything that it does not offer, and `SandboxError` if the place fails. Keeping track of a
+    slot's changes costs nothing until they are requested. `rung` is the level that `start` has proved.
     """
 
     name: str
@@ -442,7 +445,7 @@ class Backend(Protocol):
 
     @property
     def capacity(self) -> int | None:
-        """The maximum number of slots; None if only memory sets it."""
+        """The maximum number of slots; None if only memory limits it."""
 
     async def start(self) -> None:
         """Prove the isolation in a throw-away slot. Idempotent. Raises `ConfigError` or `IsolationUnavailable`."""
@@ -457,13 +460,14 @@ class Backend(Protocol):
         """End the slot, its processes and files. Does nothing if it is already gone."""
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot; its change, cut to `view`, becomes an immutable layer of a snapshot."""
+        """End the slot. Its changes, limited to `view`, become an immutable layer of a snapshot."""
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """Return the slot's present files; it continues. Raises `SandboxError` at levels without layers."""
+        """Return a snapshot of the slot's current files; the slot continues. Raises `SandboxError` at levels without
+        layers."""
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """Return a second, cut snapshot of the same files."""
+        """Return a second snapshot of the same files, limited to `view`."""
 
     async def changes(self, snapshot: Snapshot) -> list[Change]:
         """Return the changes in the topmost layer, sorted by path."""
@@ -472,7 +476,7 @@ class Backend(Protocol):
         """Drop the topmost layer once no slot uses it. Does nothing if it is already gone."""
 
     def stats(self) -> Mapping[str, JSON]:
-        """Return the present counts: `backend`, `rung`, `slots`, `lost`, and `containers` if it has any."""
+        """Return the current counts: `backend`, `rung`, `slots`, `lost`, and `containers` if the backend has any."""
 
 
 class SlotSource(Protocol):

@@ -1,7 +1,7 @@
 """The contract's sandbox tools in one slot: `bash`, `bash_stateful`, `read_file`, `write_file`, run by name.
 
-They are for code: results hold more output than a model reads, and whole files. The model's tools are in
-`palaestra.tools`.
+These tools are meant for code: their results hold more output than a model reads, and whole files. The tools for models
+are in `palaestra.tools`.
 """
 
 from __future__ import annotations

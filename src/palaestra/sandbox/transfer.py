@@ -1,4 +1,4 @@
-"""Copies whole directories into a slot and out of it, entry by entry through the slot's file calls: without a shell.
+"""Copies whole directories into a slot and out of it, entry by entry through the slot's file calls, without a shell.
 
 Links are copied as links and never followed; permission bits are kept, owners and times are not. Sockets, devices and
 fifos are left out and listed. Invariant: nothing is written outside of the two directories, whatever names or links the
@@ -84,7 +84,7 @@ async def _downloaded(slot: Slot, path: str, target: Path, mode: int) -> int:
 
 
 class _Jobs:
-    """Transfers under way. The first failure cancels the others and is raised."""
+    """Transfers in progress. The first failure cancels the others and is raised."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
@@ -102,7 +102,7 @@ class _Jobs:
             await self._wait(asyncio.FIRST_COMPLETED)
 
     async def finish(self) -> None:
-        """Wait for all."""
+        """Wait for all transfers."""
         while self._running:
             await self._wait(asyncio.ALL_COMPLETED)
 

@@ -1,15 +1,16 @@
 """Slots in containers of docker daemons, many slots in each container.
 
 A container is started with `docker run -i --rm`: it has docker's default privileges, no network unless its slots have
-one, and ends with this process. Docker isolates it from the host. Slots in it are isolated from each other at the level
-`confined`, which docker's default allows; `privileged` adds the rights to make namespaces and control groups: slots
-then reach `userns`, or `full` for images by path, but docker's own isolation is weaker. `runtime` names another runtime
-of the daemon than its default, such as gVisor's `runsc`; the first container proves which level it allows.
+one, and ends with this process. Docker isolates it from the host. Slots in a container are isolated from each other at
+the level `confined`, which docker allows by default. `privileged` adds the rights to make namespaces and control
+groups. Slots then reach `userns`, or `full` for images given by path, but docker's own isolation is weaker. `runtime`
+selects a runtime of the daemon other than its default, such as gVisor's `runsc`; the first container shows which level
+that runtime allows.
 
-An image by name is the container's image, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks it. An
-image by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the daemon builds) is
-the root of the slots, in a container of the backend's own image: it needs no Python, and slots can change everything in
-it, but it requires `privileged` and a daemon on this machine.
+An image given by name is the container's image, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks
+it. An image given by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the daemon
+builds) is the root of the slots, which run in a container of the backend's own image. Such an image needs no Python,
+and slots can change everything in it, but it requires `privileged` and a daemon on this machine.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _RIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """The resources of one container with all its slots. `memory` is in docker's notation (`2g`). None is no limit,
-    except for `pids`: as many as the server and the slots may have by default."""
+    """The resources of one container with all its slots. `memory` is in docker's notation (`2g`). None means no limit,
+    except for `pids`, which then defaults to the number of processes that the server and the slots may have."""
 
     cpus: float | None = None
     memory: str | None = None
@@ -57,8 +58,8 @@ class ContainerLimits:
 
 
 class DockerBackend(RemoteBackend):
-    """Slots in docker containers. `hosts` are daemon addresses (`unix:///…`, `ssh://…`, `tcp://…`); empty is the
-    daemon of the environment (`DOCKER_HOST`, the current context)."""
+    """Slots in docker containers. `hosts` are daemon addresses (`unix:///…`, `ssh://…`, `tcp://…`); if there are none,
+    the daemon of the environment is used (`DOCKER_HOST`, or the current context)."""
 
     name = "docker"
 
@@ -128,7 +129,7 @@ class DockerBackend(RemoteBackend):
             )
 
     async def _end_leftovers(self, host: str) -> None:
-        """Remove the containers of processes of this machine that are gone."""
+        """Remove the containers that belong to processes of this machine which no longer run."""
         listing = ["ps", "--all", "--filter", f"label={LABEL}", "--format", f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}']
         for line in (await run_process([*_docker(host), *listing], timeout_s=_CHECK_S)).text.splitlines():
             container, _, owner = line.partition(" ")
@@ -175,7 +176,7 @@ class DockerBackend(RemoteBackend):
             self._roots[image] = await self._store.directory(built)
 
     async def _built(self, folder: str) -> str:
-        """Return a folder with a Dockerfile, built and exported by the first daemon: the path of a tar file."""
+        """Have the first daemon build and export a folder with a Dockerfile; returns the path of the tar file."""
         docker, host = _docker(self._hosts[0]), self._hosts[0]
         tag = f"palaestra-build:{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
         await build_docker_image(folder, tag, host=host)
@@ -229,7 +230,7 @@ class DockerBackend(RemoteBackend):
 
 
 def is_path(image: str) -> bool:
-    """Return whether an image is a path of this machine, not a name of docker's."""
+    """Return whether an image is a path on this machine rather than a name that docker knows."""
     return os.path.isabs(image) or image.startswith(".")
 
 

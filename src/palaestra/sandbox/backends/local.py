@@ -3,26 +3,27 @@
 `full` and `userns`: a slot is a set of namespaces around a copy-on-write root; forks stack layers, whatever their size.
 Covered: processes, mounts, IPC, host name and network (with the network on, a device whose packets a server process
 forwards, but never to the host itself); a root with only the image or an allow-list of system directories; no new
-privileges, few capabilities, a system call filter; limits on disk, open files and output. If a process of ours is
-killed, the kernel ends all slots. A list of hosts needs root: the slot's network is empty except for a proxy that
-enforces the list.
+privileges, few capabilities, a system call filter; limits on disk, open files and output. If one of our processes is
+killed, the kernel ends all slots. A list of allowed hosts needs root: the slot's network then contains only a proxy
+that enforces the list.
 
-`full` needs root. Outside, the slot's root is a private uid, from one range for all slots of a backend; owners of
-system files are mapped, so the slot can change everything in its root. Control groups limit memory (with files in the
-workspace and /tmp), processes and processor.
+`full` needs root. Outside the slot, the slot's root user is a private uid from one range that all slots of a backend
+share. Owners of system files are mapped, so the slot can change everything in its root. Control groups limit memory
+(including files in the workspace and /tmp), the number of processes, and processor time.
 
-`userns` needs no root. The slot's root is the caller (for root: a private uid range), and no other user exists: system
-files cannot be changed, `chown` to other users fails. Memory is limited per process; processor time is not limited.
+`userns` needs no root. The slot's root user is the caller (or, if the caller is root, a private uid range), and no
+other user exists: system files cannot be changed, and `chown` to other users fails. Memory is limited per process;
+processor time is not limited.
 
 `confined` is for ordinary containers, which allow no namespaces. A slot is a directory with Landlock, a system call
 filter, limits per process and, for root, a user. Covered: files outside its own workspace, home and TMPDIR (it can read
-the system's programs and settings), signals, tracing, System V objects; with the network off TCP, UDP and abstract
-sockets. Not covered: names and command lines of all processes in the container, sockets that are files open to all
-users (without root: to the same user), total disk and memory, processor time; before Linux 6.12 abstract sockets while
-the network is on. Differences for commands: no list of hosts, no image, mounts only at their own path; `/workspace` is
-a link, if root could make it (it breaks in programs that close all descriptors); TMPDIR instead of /tmp; absolute paths
-into a workspace are wrong in its forks, which are copies. Without root there is one slot at a time, and a command in it
-can end it.
+the system's programs and settings), signals, tracing, System V objects; and, with the network off, TCP, UDP and
+abstract sockets. Not covered: names and command lines of all processes in the container, sockets that are files open to
+all users (without root: to the same user), total disk and memory, processor time; before Linux 6.12 abstract sockets
+while the network is on. Differences for commands: no list of hosts, no image, mounts only at their own path;
+`/workspace` is a link, if root was able to make it (the link does not work in programs that close all descriptors);
+TMPDIR instead of /tmp; absolute paths into a workspace are wrong in its forks, which are copies. Without root there is
+one slot at a time, and a command can end its own slot.
 
 `none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
@@ -56,8 +57,8 @@ from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, decode_lease,
 
 
 class LocalBackend(ServerBackend):
-    """The slot server of this machine. With `service`, a name, the slots belong to a separate process: they survive
-    this backend, and the next backend of that name has them in `leases`.
+    """The slot server of this machine. If `service` names a service, the slots belong to a separate process: they
+    survive this backend, and the next backend with the same `service` lists them in `leases`.
 
     Slots with the network on reach the `host_ports` of this machine's loopback, as `host.internal`.
     """
@@ -168,9 +169,10 @@ class LocalBackend(ServerBackend):
         return int(reply.fields["bytes"])
 
     async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
-        """Return a saved snapshot, used in place; meanwhile the server locks the folder (flock, shared).
+        """Return a saved snapshot, which is used in place. While it is in use, the server holds a shared lock on the
+        folder (flock).
 
-        Raises FileNotFoundError if it is gone.
+        Raises FileNotFoundError if the folder is gone.
         """
         fields: dict[str, JSON] = {"folder": os.path.realpath(folder), "image": await self._image(spec)}
         server = await self._living()

@@ -2,13 +2,13 @@
 
 A sandbox is created with the image and resources of the configuration; the slot server runs in it as a command whose
 streams are the connection. Modal isolates it from everything else (gVisor); its slots are isolated from each other at
-the best level that it allows. The image needs Python 3.11 as `python3`.
+the best level that Modal allows. The image needs Python 3.11 as `python3`.
 
-A sandbox costs money only while it is used. It ends with its place, `max_lifetime` after its start at the latest, and
+A sandbox costs money only while it is used. It ends with its place, at the latest `max_lifetime` after its start, and
 `idle_timeout` after its server has ended; the server ends when this process has been silent for that long. Each sandbox
 is also tagged with this process: a later start on this machine ends the sandboxes of processes that are gone.
 
-A slot starts only where the rest of the lifetime is enough for a whole rollout.
+A slot starts only in a sandbox whose remaining lifetime is long enough for a whole rollout.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _PIECE = 256 << 10
 _ENTRIES = 100
 
 _OWN_VARIABLES = ("TMPDIR", "HOME", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TERM", "LANG")
-# Prints the environment, and which of the given directories exist. Without any, it also links the sandbox's Python at
-# the path where tools call Python on this machine.
+# Prints the environment, and which of the given directories exist. If no directory is given, it also links the
+# sandbox's Python at the path where tools call Python on this machine.
 _PREPARE = """
 import json, os, sys
 version, path, *folders = sys.argv[1:]
@@ -114,7 +114,7 @@ class ModalSandboxConfig:
     secrets: list[str] = field(default_factory=list)
     env_vars: dict[str, str] = field(default_factory=dict)
     workspace_base: str = "/data"
-    """A setting of the contract without effect: every slot has its workspace at /workspace."""
+    """A setting of the contract that has no effect: every slot has its workspace at /workspace."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_sandboxes <= self.max_sandboxes or self.max_sandboxes < 1 or self.slots_per_sandbox < 1:
@@ -132,15 +132,15 @@ class ModalSandboxConfig:
         return replace(self, app_name=app_name)
 
     def get_app_name(self) -> str:
-        """Return the app of its sandboxes; each profile but the default one has an app of its own."""
+        """Return the name of the Modal app for these sandboxes; each profile except the default has its own app."""
         if self.app_name is not None:
             return self.app_name
         return DEFAULT_APP if self.name == "default" else f"{DEFAULT_APP}-{self.name}"
 
     @classmethod
     def from_dict(cls, name: str, data: Mapping[str, JSON]) -> ModalSandboxConfig:
-        """Return the settings in a profile of a file. Raises `ConfigError` for an unknown key or a value of another
-        type."""
+        """Return the settings of one profile in a profiles file. Raises `ConfigError` for an unknown key or a value of
+        another type."""
         found: dict[str, JSON] = {}
         known = {each.name: str(each.type) for each in fields(cls)}
         for key, value in data.items():
@@ -168,7 +168,7 @@ class ModalSandboxConfig:
 
     @classmethod
     def from_agent_env_config(cls, config: JSON) -> ModalSandboxConfig:
-        """Return the settings that an environment has as `modal_*`."""
+        """Return the settings from the `modal_*` fields of an environment's configuration."""
         given = {each.name: getattr(config, f"modal_{each.name.removesuffix('_s')}", None) for each in fields(cls)}
         return cls.from_dict("default", {key: value for key, value in given.items() if value is not None})
 
@@ -199,8 +199,8 @@ class ModalSandboxConfig:
 class ModalBackend(RemoteBackend):
     """Slots in sandboxes of Modal.
 
-    `rollout_s` is how long a rollout may hold a slot; None: a slot may start in any sandbox. `rung` and `require` are
-    those of `ServerBackend`.
+    `rollout_s` is how long a rollout may hold a slot; if it is None, a slot may start in any sandbox. `rung` and
+    `require` mean the same as in `ServerBackend`.
     """
 
     name = "modal"
@@ -272,7 +272,7 @@ class ModalBackend(RemoteBackend):
             ) from None
 
     async def _end_leftovers(self) -> None:
-        """End the sandboxes of processes of this machine that are gone."""
+        """End the sandboxes that belong to processes of this machine which no longer run."""
         sdk = load_sdk()
         async for sandbox in sdk.Sandbox.list.aio(app_id=self._app_id, tags={"palaestra_host": this_host()}):
             process = (await sandbox.get_tags.aio()).get("palaestra_process", "")
@@ -573,7 +573,7 @@ class ModalClient(DistantClient):
         await send_server(stream)
 
     async def _send_all(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
-        """Forward the client's bytes, all that have arrived with each call."""
+        """Forward the client's bytes; each call sends everything that has arrived."""
         try:
             while piece := await self.loop.sock_recv(ours, _PIECE):
                 process.stdin.write(piece)

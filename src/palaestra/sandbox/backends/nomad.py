@@ -1,12 +1,13 @@
 """Slots in the allocations of a Nomad job, many slots in each allocation.
 
 The job has one task group `sandbox` with one task `sandbox-server`, which listens on a port that Nomad assigns; its
-secret is in the job. The driver `docker` runs the image's Python; `raw_exec` runs that of the node, and gives the slots
-the isolation that the node allows. The slot server's files travel over the port (`remote/port_server.py`), which slots
-do not reach. The job is scaled up as slots need allocations, and down when those with the highest numbers are idle.
+secret is in the job. The driver `docker` runs the image's Python; `raw_exec` runs the node's Python, and gives the
+slots the isolation that the node allows. The slot server's files travel over the port (`remote/port_server.py`), which
+slots cannot reach. The job is scaled up as slots need allocations, and down when the allocations with the highest
+numbers are idle.
 
-A run owns its job. The names of jobs of other live runs are left alone: this run's job then has a name of its own. A
-job without an open stream for a minute has lost its run; the next run with the same `job_id` removes it.
+A run owns its job. If another live run has a job of the same name, this run's job gets a name of its own. A job that
+has had no open stream for a minute is considered abandoned; the next run with the same `job_id` removes it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OWNER = "palaestra_owner"
 DRIVERS = ("docker", "raw_exec")
 _PORT_INSIDE = 8080
 _START_S = 600.0
-"""Seconds that an allocation may take to start, including its image's pull, while nothing has failed."""
+"""Seconds that an allocation may take to start, including the image pull, as long as nothing has failed."""
 _SECOND = 10**9
 
 _log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class NomadBackendConfig:
 
     @classmethod
     def from_agent_env_config(cls, config: JSON) -> NomadBackendConfig:
-        """Return the settings of the backend, from those of a run."""
+        """Return the backend's settings, taken from those of a run."""
         return cls(
             nomad_address=config.nomad_address,
             sandbox_job_id=config.sandbox_job_id,
@@ -102,7 +103,7 @@ class NomadBackendConfig:
 
 @dataclass
 class Allocation:
-    """One allocation of a job. `number` is the one in its name."""
+    """One allocation of a job. `number` is the number in its name."""
 
     allocation_id: str
     number: int
@@ -120,7 +121,7 @@ class Allocation:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the allocation does not come up, or empty."""
+        """The reason why the allocation does not start, or an empty string."""
         return task_problem(self.state, self.restarts)
 
 
@@ -265,12 +266,13 @@ class NomadJob:
     async def connect(
         self, allocation: Allocation, rung: str, settings: JSON, on_lost: JSON, silence_s: float
     ) -> PortClient:
-        """Return a slot server of its own in the allocation."""
+        """Start a new slot server in the allocation, and return a client connected to it."""
         assert allocation.address is not None
         return await PortClient.connect(allocation.address, self._token, rung, settings, on_lost, silence_s=silence_s)
 
     async def _next(self) -> Allocation:
-        """Wait for an allocation that runs, and take it. Raises `SandboxError` if those that could come up fail."""
+        """Wait for an allocation that runs, and take it. Raises `SandboxError` if every free allocation has failed, or
+        if there is none and Nomad cannot place more."""
         async with self._changed:
             while True:
                 free = [each for each in self._allocations.values() if not each.taken and not each.leaving]
@@ -339,7 +341,8 @@ class NomadJob:
         return None if failed is None else placement_problem(failed)
 
     async def _shrink(self) -> None:
-        """Scale down while the allocation with the highest number, which Nomad stops first, has been idle for long."""
+        """Scale down while the allocation with the highest number, which Nomad stops first, has been idle for a long
+        time."""
         async with self._scaling:
             numbered = {each.number: each for each in self._allocations.values()}
             count, now = self._count, time.monotonic()
@@ -395,7 +398,7 @@ def _number(name: str) -> int:
 
 
 async def address_of(api: NomadAPI, allocation_id: str) -> tuple[str, int]:
-    """Return address and port of an allocation's server. Raises `SandboxError` if Nomad has assigned none."""
+    """Return the address and port of an allocation's server. Raises `SandboxError` if Nomad has assigned none."""
     found = await api.get(f"/v1/allocation/{allocation_id}")
     shared = (found.get("AllocatedResources") or {}).get("Shared") or {}
     for port in shared.get("Ports") or ():
@@ -405,9 +408,10 @@ async def address_of(api: NomadAPI, allocation_id: str) -> tuple[str, int]:
 
 
 async def is_attended(api: NomadAPI, job: Mapping[str, JSON], unattended_s: float) -> bool:
-    """Return whether the run of a job is live: a stream is open, was open within `unattended_s`, or it comes up.
+    """Return whether the run that owns a job is live: the job has an open stream, had one in the last `unattended_s`
+    seconds, or is still starting.
 
-    A server that cannot be asked from here counts as attended.
+    A job whose server cannot be reached from here counts as attended.
     """
     age_s = time.time() - int(job.get("SubmitTime") or 0) / _SECOND
     if age_s < unattended_s:

@@ -22,7 +22,7 @@ _RETRY = RetryPolicy(attempts=5, first_s=0.2, longest_s=5.0)
 _TOO_MANY = 429
 _TRANSIENT = frozenset({_TOO_MANY, 502, 503, 504})
 _NEVER_RUNS = ("Driver Failure", "Setup Failure", "Failed Validation", "Failed Artifact Download")
-"""Types of task events after which Nomad may try again, but which rarely pass by themselves."""
+"""Types of task events after which Nomad may try again, although the problem rarely goes away by itself."""
 
 
 class NomadRefused(SandboxError):
@@ -34,8 +34,8 @@ class NomadRefused(SandboxError):
 
 
 class NomadAPI:
-    """One Nomad agent. Requests are repeated while it is briefly unreachable or overloaded; `throttled` gets the
-    seconds that it asks to wait after too many requests."""
+    """One Nomad agent. Requests are repeated while it is briefly unreachable or overloaded; `throttled` is called with
+    the number of seconds for which an overloaded agent asks clients to wait."""
 
     def __init__(
         self, address: str, token: str | None = None, *, throttled: Callable[[float | None], Awaitable[object]]
@@ -81,8 +81,8 @@ class NomadAPI:
             raise
 
     async def wait(self, path: str, index: int, wait_s: float) -> tuple[JSON, int]:
-        """Return the answer to a blocking query and its index: once the index exceeds `index`, or after `wait_s`
-        seconds."""
+        """Return the answer to a blocking query, with its index. Nomad answers once the index exceeds `index`, or after
+        `wait_s` seconds."""
         query = {"index": str(index), "wait": f"{wait_s:g}s"}
         return await self._request("GET", path, None, query, wait_s * (1 + 1 / 16) + _TIMEOUT_S)
 
@@ -145,8 +145,8 @@ def placement_problem(metrics: Mapping[str, JSON]) -> str:
 
 
 def task_problem(state: Mapping[str, JSON], restarts_before: int = 0) -> str | None:
-    """Return the reason why a task does not come up, from its TaskState; None if it may. The first `restarts_before`
-    restarts do not count."""
+    """Return the reason why a task does not start, from its TaskState; None if it may still start. The first
+    `restarts_before` restarts do not count."""
     events: Iterable[Mapping[str, JSON]] = state.get("Events") or ()
     latest = list(reversed(list(events)))
     last_started = next((n for n, event in enumerate(latest) if event["Type"] == "Started"), len(latest))

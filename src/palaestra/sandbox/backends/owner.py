@@ -1,5 +1,5 @@
-"""Names this machine and its processes as owners of containers and jobs elsewhere; a later start ends those whose owner
-is gone."""
+"""Names this machine and its processes, so that containers and jobs elsewhere can record their owner. A later start
+ends those whose owner is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def this_host() -> str:
 
 
 def process_name(pid: int) -> str:
-    """Return a name of a process that no other on this machine has: its number and its start. Source:
+    """Return a name that no other process on this machine has, made of the process's number and its start time. Source:
     proc_pid_stat(5)."""
     started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{pid}-{started}"

@@ -1,11 +1,11 @@
-"""The backends by name: those of this package, and those that installed packages offer.
+"""Looks up backends by name: those of this package, and those that other installed packages provide.
 
     [project.entry-points."palaestra.backends"]
     my_cloud = "my_package.cloud:CloudBackend.from_config"
 
 An entry is called with the configuration of a run (`HermesAgentEnvConfig`) and returns a `Backend` that is not started.
-`backend_options` of the configuration holds the settings that only such a backend knows. A package cannot replace a
-backend of this one.
+`backend_options` of the configuration holds the settings that only such a backend knows. Other packages cannot replace
+a backend of this package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUILTIN: Mapping[str, str] = {
     "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
     "modal": f"{_MODULES}.modal:ModalBackend.from_config",
 }
-"""The entries of this package."""
+"""This package's own entries."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def backend_words(names: str) -> list[str]:
-    """Return the names of backends in a setting, without hosts."""
+    """Return the backend names in a setting, without their hosts."""
     return [word.partition("=")[0] for word in names.split()] or [names]
 
 
@@ -76,7 +76,7 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
     ("min_containers", "modal"): "modal_min_sandboxes",
     ("max_containers", "modal"): "modal_max_sandboxes",
 }
-"""The name that a setting has in another backend."""
+"""For a setting and a backend that does not read it, the setting with the same purpose in that backend."""
 
 
 def require_read(names: str, settings: Iterable[str]) -> None:

@@ -1,9 +1,9 @@
-"""Slots in other places: containers, other machines. Each place runs a slot server that has many slots.
+"""Slots in other places, such as containers or other machines. Each place runs a slot server, which has many slots.
 
 A place is started by a local command whose standard input and output are the stream to its server (`docker run -i`,
-`ssh`). It ends when that stream ends, so nothing of it stays when this process is killed. The isolation level that the
-server reaches there separates the slots of a place (`backends/local.py` describes the levels); the platform isolates
-the place itself.
+`ssh`). The place ends when that stream ends, so nothing is left of it when this process is killed. The isolation level
+that the server reaches there separates the slots of a place (`backends/local.py` describes the levels); the platform
+isolates the place itself.
 
 Slots that start from a snapshot start in the place that made it. If a place dies, its slots and snapshots are lost, and
 the next slot starts a new one; a host whose places do not start is left out for a while if there is another.
@@ -49,8 +49,8 @@ class PlaceSpec:
     """The settings with which a place is started. `image` and `host` are names of the platform, `host` empty for its
     default.
 
-    `root` is a directory in the place whose copy-on-write view is the root of its slots; None: the place's own system
-    directories.
+    `root` is a directory in the place whose copy-on-write view is the root of its slots. If it is None, slots see the
+    place's own system directories.
     """
 
     host: str = ""
@@ -127,8 +127,8 @@ class Place(ServerBackend):
 class RemoteBackend(StartedBackend):
     """Slots in places that are started as they are needed, on one host or several.
 
-    `places` is how many idle places are kept; times `slots_per_place`, it is the number of slots. There are more places
-    while slots need different images. `rung` and `require` are those of `ServerBackend`.
+    `places` is the number of idle places that are kept. Multiplied by `slots_per_place`, it gives the number of slots.
+    There are more places while slots need different images. `rung` and `require` mean the same as in `ServerBackend`.
     """
 
     name: str
@@ -196,8 +196,8 @@ class RemoteBackend(StartedBackend):
     async def start(self) -> None:
         """Check every host, and prove the level in a first place. Idempotent.
 
-        Raises `ConfigError` or `IsolationUnavailable` before any slot exists; a host that fails is only left out, if
-        another one works.
+        Raises `ConfigError` or `IsolationUnavailable` before any slot exists. A host that fails is only left out as
+        long as another host works.
         """
         if self._started:
             return
@@ -246,7 +246,7 @@ class RemoteBackend(StartedBackend):
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
         """Return a new slot, in the place of the snapshot if one is given.
 
-        If every host fails to start a place, they are tried once more as soon as one answers.
+        If every host fails to start a place, all hosts are tried once more as soon as one of them answers.
         """
         tried: set[str] = set()
         again = False
@@ -309,7 +309,7 @@ class RemoteBackend(StartedBackend):
             await self._tidy()
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot; its change, cut to `view`, becomes an immutable layer."""
+        """End the slot. Its changes, limited to `view`, become an immutable layer."""
         place = self._holder(slot)
         try:
             return self._kept(place, await place.seal(slot, view))
@@ -317,12 +317,12 @@ class RemoteBackend(StartedBackend):
             place.slots.discard(slot.epoch)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """Return the slot's present files. Raises `SandboxError` at levels without layers."""
+        """Return a snapshot of the slot's current files. Raises `SandboxError` at levels without layers."""
         place = self._holder(slot)
         return self._kept(place, await place.checkpoint(slot))
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """Return a second, cut snapshot of the same files."""
+        """Return a second snapshot of the same files, limited to `view`."""
         place = self._place_of(snapshot)
         return self._kept(place, await place.view(snapshot, view))
 
@@ -339,7 +339,7 @@ class RemoteBackend(StartedBackend):
             await self._tidy()
 
     def stats(self) -> Mapping[str, JSON]:
-        """Return the present counts."""
+        """Return the current counts."""
         places = list(self._places.values())
         lost = self._lost + sum(int(place.stats()["lost"]) for place in places)
         return {
@@ -359,7 +359,7 @@ class RemoteBackend(StartedBackend):
         return self._with_room(wanted, without) or self._add_place(wanted, without)
 
     def _with_room(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place | None:
-        """Return the fullest place of that kind with room, so that others become idle."""
+        """Return the fullest place of that kind that still has room, so that other places become idle."""
         drained = self.drained_hosts()
         fitting = [
             place
@@ -385,7 +385,7 @@ class RemoteBackend(StartedBackend):
             if place.spec.host in loads:
                 loads[place.spec.host] += self._per_place
         number = next(self._numbers)
-        # A directory of the host allows more than a container's own file system does.
+        # A root given as a directory may allow a better level than the container's own file system does.
         rung = self._wanted if self._rung is None or wanted.root is not None else self._rung
         place = self.make_place(replace(wanted, host=min(usable, key=loads.__getitem__)), number, rung)
         self._places[number] = place
@@ -424,7 +424,7 @@ class RemoteBackend(StartedBackend):
         return len(self._places) > self._most or not place.is_up or place.spec.host in self.drained_hosts()
 
     def drained_hosts(self) -> frozenset[str]:
-        """Return the hosts that get no new slots: the words of `drain_file`."""
+        """Return the hosts that get no new slots, which are the words in `drain_file`."""
         if self.drain_file is None:
             return frozenset()
         try:

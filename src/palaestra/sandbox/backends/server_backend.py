@@ -22,7 +22,7 @@ from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.network import allowlist
 
-BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; the last only if asked for by name
+BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; the last one only if requested by name
 
 _LEVEL_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
 _LEVEL_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
@@ -39,7 +39,7 @@ class StartedBackend(ABC):
     """A backend that `async with` starts and closes."""
 
     image_kinds: tuple[str, ...] = ()
-    """The kinds of images that the backend takes: `name` (of the platform), `path` (of this machine)."""
+    """The kinds of images that the backend takes: `name` (known to the platform) or `path` (on this machine)."""
 
     @property
     def credentials(self) -> str:
@@ -66,10 +66,9 @@ class StartedBackend(ABC):
 
 
 class ServerBackend(StartedBackend):
-    """One slot server and its slots. `rung` asks for exactly that isolation level, `require` for that one or better.
-
-    The default is the best available level. A server that has died is started again by the next slot; its slots are
-    lost.
+    """One slot server and its slots. `rung` requests exactly that isolation level, `require` that level or a better
+    one. The default is the best available level. If the server dies, its slots are lost, and the next slot starts it
+    again.
     """
 
     name: str
@@ -207,7 +206,8 @@ class ServerBackend(StartedBackend):
         return self._slots.setdefault(epoch, slot)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot and its processes (proved by pidfd); its change, cut to `view`, becomes an immutable layer."""
+        """End the slot and its processes (proved by pidfd). Its changes, limited to `view`, become an immutable
+        layer."""
         ours = self._own(slot)
         fields = {**ours.lease(), "view": _view(view)}
         ours.release()
@@ -215,10 +215,11 @@ class ServerBackend(StartedBackend):
         return snapshot_of(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """Return the slot's present files; its processes are stopped meanwhile, then continue.
+        """Return a snapshot of the slot's current files. Its processes are stopped while the files are copied.
 
-        Files are shared with the slot's last checkpoint; the cost grows with the change since then. Raises
-        `SandboxError` for a process that does not stop, and at isolation levels without layers.
+        Files that have not changed since the slot's last checkpoint are shared with it, so the cost grows with the
+        changes since then. Raises `SandboxError` for a process that does not stop, and at isolation levels without
+        layers.
         """
         ours = self._own(slot)
         return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)
@@ -236,8 +237,8 @@ class ServerBackend(StartedBackend):
             await self.forget(snapshot)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """Return a second, cut snapshot of the same files. It costs a link per changed file, unlike `seal(slot,
-        view)`."""
+        """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this costs a link
+        per changed file."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
         return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
 
@@ -270,7 +271,7 @@ class ServerBackend(StartedBackend):
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
 
     async def _living(self) -> SlotClient:
-        """Return the server, started again if it has died. Its slots and snapshots are lost then."""
+        """Return the server. If it has died, start it again; its slots and snapshots are then lost."""
         async with self._restarting:
             server, rung = self._running(), self.rung
             if server.ended:
@@ -310,7 +311,8 @@ def _name(rung: Rung | None) -> str:
 
 
 def levels(isolation: str, require_sandbox: bool = False) -> tuple[Rung | None, Rung | None]:
-    """Return `rung` and `require` of a backend, from `best` or the name of an isolation level. Raises `ConfigError`."""
+    """Return `rung` and `require` for a backend, from `best` or the name of an isolation level. Raises
+    `ConfigError`."""
     require = Rung.USERNS if require_sandbox else None
     if isolation == "best":
         return None, require

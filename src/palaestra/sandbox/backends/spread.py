@@ -101,7 +101,7 @@ class SpreadBackend(StartedBackend):
     async def start(self) -> None:
         """Start every backend that is not for overflow, and check the others. Idempotent.
 
-        Raises the first error if none of them starts; otherwise one that fails is left out.
+        A backend that fails is left out; if none starts, the first error is raised.
         """
         own = [part for part in self._parts if not part.overflow]
         try:
@@ -131,7 +131,7 @@ class SpreadBackend(StartedBackend):
 
     @property
     def rung(self) -> Rung:
-        """The lowest isolation level of those that have started."""
+        """The lowest isolation level of the backends that have started."""
         started = [part.backend.rung for part in self._parts if part.started]
         return min(started or [part.backend.rung for part in self._parts])
 
@@ -142,7 +142,7 @@ class SpreadBackend(StartedBackend):
         return None if None in known else sum(each for each in known if each is not None)
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return a new slot on the backend with most room, or on that of the snapshot."""
+        """Return a new slot on the backend with the most room, or on the backend that has the snapshot."""
         if snapshot is not None:
             return await self._make(self._keeper(snapshot), spec, trajectory_id, snapshot)
         tried: list[Part] = []
@@ -185,7 +185,7 @@ class SpreadBackend(StartedBackend):
         part.slots.discard(slot.epoch)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot; its change, cut to `view`, becomes an immutable layer."""
+        """End the slot. Its changes, limited to `view`, become an immutable layer."""
         part = self._holder(slot)
         try:
             return _kept(part, await part.backend.seal(slot, view))
@@ -193,12 +193,12 @@ class SpreadBackend(StartedBackend):
             part.slots.discard(slot.epoch)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """Return the slot's present files. Raises `SandboxError` at levels without layers."""
+        """Return a snapshot of the slot's current files. Raises `SandboxError` at levels without layers."""
         part = self._holder(slot)
         return _kept(part, await part.backend.checkpoint(slot))
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """Return a second, cut snapshot of the same files."""
+        """Return a second snapshot of the same files, limited to `view`."""
         part = self._keeper(snapshot)
         return _kept(part, await part.backend.view(snapshot, view))
 
@@ -214,7 +214,7 @@ class SpreadBackend(StartedBackend):
                 await part.backend.forget(snapshot)
 
     def stats(self) -> Mapping[str, JSON]:
-        """Return the present counts, together and of each backend."""
+        """Return the current counts, in total and for each backend."""
         parts = [dict(part.backend.stats()) for part in self._parts]
         sums = {name: sum(int(each.get(name, 0)) for each in parts) for name in ("slots", "lost", "containers")}
         return {"backend": self.name, "rung": self.rung.label, **sums, "backends": parts}

@@ -1,7 +1,7 @@
 """Slots on other machines, reached by OpenSSH.
 
 Each host runs one slot server for as long as the connection lasts. Its slots are isolated as on this machine: at `full`
-when the user of the connection is root, otherwise at `userns` or `confined`, as the host's kernel allows.
+if the login user is root, otherwise at `userns` or `confined`, as the host's kernel allows.
 
 A host needs Python 3.11 as `python3` and a login without a prompt: a key, or an agent. Everything else (user, port,
 key, jump host) is set in `~/.ssh/config`. A connection that is silent for a minute counts as dead.

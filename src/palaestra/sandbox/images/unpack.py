@@ -59,8 +59,8 @@ _INSIDE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 
 
 class Entry(tarfile.TarInfo):
-    """An entry whose names and extended headers are short. `tarfile` would read those of any size into memory, and a
-    compressed archive can claim terabytes."""
+    """An entry whose names and extended headers are short. `tarfile` itself would read names and headers of any size
+    into memory, and a compressed archive can claim terabytes."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _HEADERS and not 0 <= self.size <= _MAX_HEADER_BYTES:
@@ -72,8 +72,8 @@ class Entry(tarfile.TarInfo):
 
 
 def layers(path: str) -> Iterator[tarfile.TarFile]:
-    """Yield the layers of the image at `path`, lowest first, each open until the next is asked for. Raises
-    `ImageError`."""
+    """Yield the layers of the image at `path`, lowest first. Each layer stays open until the next one is requested.
+    Raises `ImageError`."""
     try:
         if os.path.isdir(path):
             yield from _of_layout(path, _file_opener(path))
@@ -96,7 +96,8 @@ def layers(path: str) -> Iterator[tarfile.TarFile]:
 
 
 def identity(path: str) -> str:
-    """Return the SHA-256 of an image, in hexadecimal: for an OCI layout of its manifest, for a file of its bytes."""
+    """Return a SHA-256 that identifies an image, in hexadecimal: that of the manifest for an OCI layout, that of the
+    content for a file."""
     if os.path.isdir(path):
         try:
             with _file_opener(path)("index.json") as file:
@@ -411,7 +412,7 @@ def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_by
 def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None:
     """Unpack an archive of plain files, compressed or not, into a directory. `name` is for messages.
 
-    Raises `ImageError`. Links in it are made, and may lead anywhere; do not follow them.
+    Raises `ImageError`. Links in the archive are created and may lead anywhere; do not follow them.
     """
     unpacking = Unpacking(directory, name, max_bytes, threading.Event(), as_image=False)
     try:

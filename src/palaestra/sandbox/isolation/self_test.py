@@ -1,6 +1,6 @@
 """Checks from the inside whether a fresh slot is really isolated, before anything else runs at its isolation level.
 
-The check finds a kernel, container or policy that accepted a call but did not perform it. At the levels without
+The check detects a kernel, container or policy that accepted a call but did not perform it. At the levels without
 namespaces a slot tries to escape with shell builtins and redirections (sockets only in bash), so that any refusal comes
 from the kernel, not from a program.
 
@@ -113,9 +113,9 @@ def _claims(facts: dict[str, list[str]], rung: Rung) -> dict[str, bool]:
 
 
 def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]:
-    """Return the checks, named by their failures. `facts` are the lines that the script wrote, by their first word. If
-    the server is not root, two checks are skipped: a command can signal its own init, and processes keep their
-    capability bounding set, which `no_new_privs` does not reduce.
+    """Return whether each check passed, under the message for its failure. `facts` holds the lines that the script
+    wrote, by their first word. Two checks are skipped if the server is not root: a command can then signal its own
+    init, and processes keep their capability bounding set, which `no_new_privs` does not reduce.
     """
     uid = facts.get("uid", [""])[0]
     bounding = facts.get("CapBnd:", ["1"]) if server_is_root else ["0"]
@@ -135,7 +135,7 @@ def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[s
 
 
 def explain(message: str) -> str:
-    """Return the message with its usual cause."""
+    """Return the message with its usual cause added."""
     for pattern, hint in _HINTS:
         if re.search(pattern, message):
             return f"{message} ({hint})"

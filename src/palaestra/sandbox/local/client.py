@@ -1,12 +1,13 @@
 """The client's side of a slot server: the process, the stream, and requests as coroutines.
 
 Requests are multiplexed by number on one stream, so a slow command delays no other request. File calls raise builtin
-errors (`FileNotFoundError`, …), other calls errors of the sandbox.
+errors (`FileNotFoundError`, …); other calls raise the sandbox's own errors.
 
 A coroutine that is cancelled while its request runs waits for the answer first (a command is killed, and its death is
 proved), so that nothing continues without its caller.
 
-The stream uses asyncio's descriptor callbacks. Its transports and protocols would double the calls per request.
+The stream uses asyncio's descriptor callbacks, because asyncio's transports and protocols would double the number of
+calls per request.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Undo = Callable[[Fields], tuple[str, Fields]]  # the request that undoes another
 
 
 class CommandNotStarted(Exception):
-    """A program that could not be run; the slot turns it into exit status 126 or 127, as a shell would."""
+    """A program could not be run. The slot turns this error into exit status 126 or 127, as a shell would."""
 
     def __init__(self, errno: int, message: str) -> None:
         super().__init__(message)
@@ -87,8 +88,8 @@ class Pending:
 
 
 class Requests(ABC):
-    """Sends requests about slots and waits for their answers. Forked children close the descriptors of every instance,
-    which would keep alive the slots that this process drops."""
+    """Sends requests about slots and waits for their answers. Forked children close the descriptors of every instance;
+    otherwise the descriptors would keep slots alive that this process drops."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -100,16 +101,16 @@ class Requests(ABC):
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
         """Send a request and wait for its answer. The call takes over `fields` and may change it. `on_data` and
-        `on_hole` get the data before the answer; their errors end the request. Raises ValueError for a request that is
-        too long."""
+        `on_hole` receive the data that comes before the answer; an error in either ends the request. Raises ValueError
+        for a request that is too long."""
 
     @abstractmethod
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
-        """Send a request that makes something; if it is cancelled, its result is undone."""
+        """Send a request that makes something; if the call is cancelled, the result of the request is undone."""
 
     @abstractmethod
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
-        """Write a file whose pieces follow the request, as fast as the server takes them."""
+        """Send a request to write a file, and then the file's pieces as fast as the server takes them."""
 
     @abstractmethod
     def slot_ended(self) -> None:
@@ -167,7 +168,7 @@ class Requests(ABC):
         await pending.settled()
 
     def _on_frame(self, frame: Frame) -> bool:
-        """Take a frame for a pending request; False if no such request is pending."""
+        """Handle a frame for a pending request; returns False if that request is not pending."""
         kind, pending = frame.kind, self._pending.get(frame.request)
         if pending is None:
             return False
@@ -226,7 +227,7 @@ class SlotClient(Requests):
     @classmethod
     async def attach(cls, path: str, on_lost: OnLost) -> SlotClient:
         """Return the server behind a socket; it keeps running after `aclose`. Raises `SandboxError` while another
-        client has it."""
+        client is attached to it."""
         client = cls(on_lost)
         stream = socket.socket(socket.AF_UNIX)
         try:
@@ -242,7 +243,7 @@ class SlotClient(Requests):
 
     @classmethod
     async def start(cls, rung: str, settings: Fields, on_lost: OnLost) -> Self:
-        """Start a server at an isolation level. Raises `IsolationUnavailable` if it refuses."""
+        """Start a server at an isolation level. Raises `IsolationUnavailable` if the server refuses."""
         client = cls(on_lost)
         await client._launch(rung, settings)
         return client
@@ -276,10 +277,10 @@ class SlotClient(Requests):
             )
 
     async def _deliver(self, stream: socket.socket) -> None:
-        """Send the process all that it needs to become a server. On this machine, that is nothing."""
+        """Send the process everything that it needs to become a server. On this machine it needs nothing."""
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
-        """Return more sockets that the server inherits; they are closed here."""
+        """Return further sockets that the server inherits; this process closes its own copies."""
         return ()
 
     def _connect(self, stream: socket.socket) -> None:

@@ -280,8 +280,8 @@ class LocalSlot(Slot):
         return self.result(Frame(frames.FrameKind.RESULT, 0, fields, result + text), 0)
 
 
-# Options come last when they are restored, since some of them would end the restoring. Variables of bash itself and
-# read-only ones cannot be set. In a subshell, so that nothing of the shell changes.
+# Options are restored last, since some of them would abort the rest. Variables of bash itself and read-only variables
+# cannot be set. The command runs in a subshell, so that the shell itself does not change.
 _SAVE = r"""(printf '__slot_options() {\n'; set +o; shopt -p; umask -p; printf '}\n'; set +eux
 for __slot_name in $(compgen -v); do
   case $__slot_name in
@@ -296,7 +296,8 @@ _STATE_TIMEOUT_S = 30.0
 
 
 class LocalShell:
-    """A stateful shell: directory, variables and functions of a command remain for the next. Made by `Slot.shell`."""
+    """A stateful shell: each command keeps the directory, variables and functions of the previous one. Made by
+    `Slot.shell`."""
 
     def __init__(self, slot: LocalSlot, name: int, state: bytes) -> None:
         self._slot, self._name, self._state = slot, name, state
@@ -312,11 +313,11 @@ class LocalShell:
         max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
         on_output: Callable[[bytes], None] | None = None,
     ) -> ExecutionResult:
-        """Run a command; calls wait for each other, and the time of a call begins with its command.
+        """Run a command. Concurrent calls run one after the other, and the timeout of a call starts with its command.
 
         A timeout interrupts the command and kills the processes it has started. `metadata["shell_restarted"]` is true
-        if the shell was killed for that, ended itself (`exit`, `exec`, `set -e`) or had died before: the next command
-        gets a new shell.
+        if the shell was killed because of the timeout, ended itself (`exit`, `exec`, `set -e`) or had already died; the
+        next command gets a new shell.
         """
         fields = {**self._slot.lease(), "shell": self._name, "command": command}
         _add_bounds(fields, timeout_s, max_output_bytes, stdin)
@@ -363,8 +364,8 @@ class LocalShell:
 
 
 class LocalProcess:
-    """A background process of a slot, which ends with the slot at the latest; many readers may share it. Made by
-    `Slot.spawn`.
+    """A background process of a slot. It ends with the slot at the latest, and several readers may follow its output.
+    Made by `Slot.spawn`.
 
     Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError if the process was forgotten.
     `pid` is the process's number in the slot.
@@ -418,7 +419,8 @@ class LocalProcess:
         await self._call("resize", rows=size.rows, columns=size.columns)
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Return the process's status when it has ended, or after `timeout_s`: check `running`."""
+        """Wait until the process has ended, at most `timeout_s`, and return its status; `running` shows whether it has
+        ended."""
         left = math.inf if timeout_s is None else timeout_s
         while True:
             step = min(left, _LONGEST_WAIT_S)

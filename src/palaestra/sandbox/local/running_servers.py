@@ -1,8 +1,8 @@
 """Lists the slot servers of this machine from the process table, which cannot be out of date.
 
-A server is a process named `slotd`, a slot one named `slot-init`, each the first of a process namespace; a process of a
-slot can take the names but not be the first of a namespace. Only root sees servers of other users. Slots at the levels
-without namespaces are not counted.
+A server is a process named `slotd`, and a slot is a process named `slot-init`. Each is the first process of a process
+namespace; a process inside a slot can take these names, but cannot be the first process of a namespace. Only root sees
+servers of other users. Slots at the levels without namespaces are not counted.
 """
 
 from __future__ import annotations

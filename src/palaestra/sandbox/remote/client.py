@@ -84,7 +84,8 @@ class RemoteClient(DistantClient):
         silence_s: float = SILENCE_S,
         gone_s: float = GONE_S,
     ) -> Self:
-        """Start a server by a command. Raises `SlotLost` with the end of its standard error if it ends instead."""
+        """Start a server with a command. If the command ends instead, raises `SlotLost` with the end of its standard
+        error."""
         client = cls(on_lost, command, gone_s)
         try:
             async with asyncio.timeout(_START_S):

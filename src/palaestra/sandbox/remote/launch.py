@@ -1,4 +1,5 @@
-"""Unpacks and starts the slot server where its standard input and output lead: in a container, on another machine.
+"""Unpacks and starts the slot server in a container or on another machine, and connects it to standard input and
+output.
 
 The client sends this file as the argument of `python3 -I -S -c`, then the server's files over standard input: a line
 with the size of a compressed tar archive, and the archive. From then on this process passes bytes on between its

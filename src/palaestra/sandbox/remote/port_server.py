@@ -6,13 +6,14 @@ token.
     GET  /health /slots        the states of the numbered slots, and how many streams are open
     POST /execute /batch /reset /artifacts/read|list|archive      calls in the numbered slots `slot_0`, `slot_1`, …
 
-A stream has a slot server of its own, which ends with it: streams share no slots, and nothing runs here after the last
-one. The other routes are the contract's, for its existing clients: a numbered slot is made by its first call, with the
-network that this call allows, and ends with `/reset`; a later call that needs another network is refused.
+Each stream has its own slot server, which ends with the stream. Streams therefore share no slots, and no slot server
+runs here after the last stream has ended. The other routes are the contract's, for its existing clients: a numbered
+slot is made by its first call, with the network that this call allows, and ends with `/reset`; a later call that needs
+another network is refused.
 
 Every request needs `Authorization: Bearer TOKEN`, which is checked before its body is read. A connection that a user of
-a slot makes is closed whatever it sends: slots with the network on share this host's. Standard library and this
-package's own files only.
+a slot makes is closed whatever it sends, because slots with the network on share this host's network. Standard library
+and this package's own files only.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ HEAD_S, BODY_S, MAX_UNKNOWN = 60.0, 60.0, 256
 """Seconds that a connection may be silent before a request; seconds that a body may take; and the maximum number of
 connections that have not shown the token. The oldest of those are closed for new ones."""
 MAX_OUTPUT_BYTES = 50_000
-"""The contract's limit on the output of one call by its routes."""
+"""The contract's limit on the output of one call to its routes."""
 FIRST_SLOT_UID = 65536
 """The lowest uid of the users of slots; callers have lower ones."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))

@@ -2,8 +2,8 @@
 
 It is the slot server's client, and passes frames between that server and the client that is attached to its unix
 socket. When a client leaves, its running commands are cancelled and its snapshots dropped; its slots stay. The next
-client gets their leases with a new epoch, so that late calls of the former one are refused. If this process is killed,
-the slot server ends with every slot.
+client gets their leases with a new epoch, so that late calls of the former client are refused. If this process is
+killed, the slot server ends with every slot.
 
 `service_client.py` starts it and makes the socket (mode 0600, in a directory that only the user can enter). It ends on
 request, when the slot server has died, or after a minute without client and slots.
@@ -172,7 +172,7 @@ class Broker:
             request.visitor.send(frame.kind, request.number, frame.fields, frame.data)
 
     def _account(self, request: _Request, answer: Frame) -> None:
-        """Keep the list of leases, and of the client's snapshots."""
+        """Update the leases, and the layers of the client's snapshots."""
         asked, op = request.fields, request.fields["op"]
         if op == "create" and answer.kind is FrameKind.RESULT:
             lease = {"slot": answer.fields["slot"], "epoch": answer.fields["epoch"], "about": asked.get("about", {})}
@@ -204,7 +204,7 @@ def _is_same_user(writer: asyncio.StreamWriter) -> bool:
 
 
 def _say(fields: dict[str, JSON]) -> None:
-    """Report once to the starting process how the start went."""
+    """Report the outcome of the start to the process that started this one. Only the first call has an effect."""
     os.write(1, json.dumps(fields).encode() + b"\n")
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)

@@ -29,7 +29,7 @@ _LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One running service: `leases` are objects with slot, epoch and about; `attached` is whether it has a client."""
+    """One running service: `leases` are objects with slot, epoch and about; `attached` is true if it has a client."""
 
     name: str
     pid: int
@@ -39,7 +39,7 @@ class Service:
 
 
 def default_directory() -> Path:
-    """Return the directory of this user's services: not on a disk, and not visible in slots."""
+    """Return the directory of this user's services. It is not on a disk, and slots cannot see it."""
     run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
     return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
 

@@ -28,7 +28,7 @@ from .rung import AnyDriver
 from .server import SlotServer
 
 _REMOVE_PATIENCE_S = 5.0
-_FEWEST_FILES = 256  # with fewer descriptors, commands would fail and be scored for it
+_FEWEST_FILES = 256  # with fewer descriptors, commands would fail and lower the score
 
 
 def main(arguments: list[str]) -> int:
@@ -100,7 +100,7 @@ def _fork_server(
 
 
 def require_files() -> None:
-    """Raise OSError if this process may not open as many files as slots take."""
+    """Raise OSError if this process may not open as many files as slots need."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < _FEWEST_FILES:
         few = f"only {hard} files may be open here, and slots take {_FEWEST_FILES}"
@@ -113,7 +113,7 @@ def make_ready() -> None:
         signal.signal(number, signal.SIG_IGN)
     syscalls.overwrite_command_line("slotd")
     syscalls.set_name("slotd")
-    os.umask(0o022)  # files in slots get the modes that are asked for
+    os.umask(0o022)  # files in slots get the modes that are requested
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
     sys.setrecursionlimit(10_000)
@@ -126,8 +126,8 @@ def run_server(
     watcher: int,
     handover: socket.socket | None = None,
 ) -> NoReturn:
-    """Run the server, in the child of a fork, until the client or the watching process is gone. The client gets an
-    OSError before the start as a refusal, and a later error as the reason for the server's end."""
+    """Run the server, in the child of a fork, until the client or the watching process is gone. An OSError before the
+    start reaches the client as a refusal, a later error as the reason for the server's end."""
     status, started = 1, False
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -105,13 +105,14 @@ class EpollLoop:
         os.close(fd)
 
     def later(self, seconds: float, call: Callback) -> Timer:
-        """Call `call` once after so many seconds."""
+        """Call `call` once, after this many seconds."""
         timer = _Timer(call, self)
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
         return timer
 
     def forget_timer(self) -> None:
-        """Count a cancelled timer. They are removed once they are half of all, since a time limit may be hours away."""
+        """Count a cancelled timer. Cancelled timers are removed once they make up half of all timers, since a time
+        limit may be hours away."""
         self._forgotten += 1
         if self._forgotten > _MANY and 2 * self._forgotten > len(self._timers):
             self._timers = [entry for entry in self._timers if entry[2].call is not None]
@@ -156,7 +157,7 @@ class EpollLoop:
         return self._epoll.fileno()
 
     def patience(self) -> float | None:
-        """Return how long a round may wait: until the next timer; None without one."""
+        """Return how many seconds a round may wait, which is until the next timer; None if there is no timer."""
         if self._jobs:
             return 0
         timers = self._timers

@@ -4,8 +4,8 @@ Every path is opened with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS) from 
 link, `..` or race leads out of it. Only regular files are read or replaced, so a fifo or device cannot hold up the
 server; files of /proc are left to commands.
 
-New files belong to the slot's root. Writing fills a new file next to the old one and renames it over that, with its
-owner and mode.
+New files belong to the slot's root user. Writing fills a new file next to the old one, gives it the old file's owner
+and mode, and renames it over the old file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAUSE_EVERY = 256
 
 
 def absolute(path: str) -> str:
-    """Return the path from the slot's root. Raises OSError for one that no file can have."""
+    """Return the path from the slot's root. Raises OSError for a path that no file can have."""
     if not path:
         raise FileNotFoundError(errno.ENOENT, "the path is empty", path)
     if not path.isascii():
@@ -141,7 +141,7 @@ class Writing:
 
 
 def create(root: int, path: str, owner: int) -> int:
-    """Return a new file, open for writing, with its parent directories. Raises OSError if the path exists."""
+    """Make a file and its parent directories; returns the file, open for writing. Raises OSError if the path exists."""
     folder = _make_folders(root, posixpath.dirname(path), owner)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -173,7 +173,7 @@ def make_link(root: int, path: str, target: str, owner: int) -> None:
 
 
 def describe(root: int, path: str) -> dict[str, Any] | None:
-    """Return the entry at a path, links not followed; None if it does not exist."""
+    """Return the entry at a path, without following links; None if it does not exist."""
     path = absolute(path)
     try:
         fd = open_at(root, path, os.O_PATH | os.O_NOFOLLOW)
@@ -227,7 +227,7 @@ def remove(root: int, path: str) -> Iterator[None]:
 
 
 def unlink(root: int, path: str) -> None:
-    """Remove one file. Raises OSError if there is none, or a directory."""
+    """Remove one file. Raises OSError if there is no file, or the entry is a directory."""
     folder, name = posixpath.split(path)
     parent = open_at(root, folder, _HANDLE)
     try:
@@ -265,7 +265,8 @@ def _remove(parent: int, name: str) -> Iterator[None]:
 
 
 def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> Iterator[None]:
-    """Remove all entries of a directory except directories; append it to `trail`, open, with the names of those."""
+    """Remove all entries of a directory except subdirectories; append the open directory and the names of its
+    subdirectories to `trail`."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
     except FileNotFoundError:

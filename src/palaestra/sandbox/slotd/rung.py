@@ -19,7 +19,7 @@ class CannotMake(Exception):
 
 
 class Counted:
-    """Files with a count of their users; the last `release` drops them."""
+    """Files with a count of their users. The last `release` drops the files."""
 
     _users = 1
 
@@ -76,13 +76,13 @@ class SlotInit(Protocol):
         """Start the init, which serves the other end of `control`; returns its pid. Never returns in the init."""
 
     def gone(self) -> bool:
-        """Return whether no process of the slot is left once the init is dead. Kills any that are left."""
+        """Once the init is dead, return whether no process of the slot is left. Kills those that are left."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSlot:
-    """A slot before its start. `groups` are its control groups, `exposed` the reason why it shares the host's network,
-    if it does."""
+    """A slot before its start. `groups` are its control groups. If the slot shares the host's network, `exposed` is the
+    reason."""
 
     files: Any  # those of the driver; `release` removes them, unless they have become a layer
     groups: tuple[str, ...]
@@ -118,13 +118,13 @@ class Checkpoints(Protocol[F, L]):
     """Layers that outlive their source: checkpoints of running slots, snapshots on the host's disk."""
 
     def checkpoint(self, files: F, mapped: bool, begun_ns: int) -> Generator[None, None, tuple[L, int]]:
-        """Copy a stopped slot's change, as a job; returns the layer and the number of bytes. Raises OSError.
+        """Copy a stopped slot's changes, as a job; returns the layer and the number of bytes. Raises OSError.
 
-        `mapped`: whether a process of the slot can write through memory.
+        `mapped` is true if a process of the slot can write to its files through memory.
         """
 
     def restore(self, files: F, layer: L) -> Iterator[None]:
-        """Copy a layer into the change of a slot before its start, as a job. Raises OSError."""
+        """Copy a layer into a slot's own changes before its start, as a job. Raises OSError."""
 
     def slot_ended(self, files: F) -> None:
         """Drop the data for the slot's next checkpoint."""

@@ -23,8 +23,8 @@ of `server_slot.OPERATIONS` it serves:
     forget, stats       layers; nothing                             nothing; counts
 
 Quick requests run in the order of their frames, long ones (a command, a listing) concurrently. A request that fails is
-answered with an ERROR and affects no other. During a checkpoint, requests that start or stop processes of the slot, or
-end it, wait; it may or may not contain files that are written meanwhile.
+answered with an ERROR and affects no other. During a checkpoint, requests wait if they start or stop processes of the
+slot, or end the slot. The checkpoint may or may not contain files that are written meanwhile.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RequestError(Exception):
 
 
 class SlotServer:
-    """One per run. `open_driver` starts the isolation level with the settings of the client's HELLO.
+    """There is one server per run. `open_driver` starts the isolation level with the settings in the client's HELLO.
 
     Over `handover`, a SOCK_SEQPACKET, a client that is also root gets descriptors of its slots.
     """
@@ -479,7 +479,7 @@ class SlotServer:
         self._reply(frame, {"layers": self._register(layer)})
 
     def _register(self, layer: SealedLayer) -> list[str]:
-        """Keep a layer under its name; that name and those below."""
+        """Register a layer under its name; returns that name and the names of the layers below."""
         self._layers[layer.name] = layer
         return [layer.name, *(below.name for below in layer.below)]
 
@@ -513,7 +513,7 @@ class SlotServer:
 
 
 def _require_descriptors() -> None:
-    """Raise `CannotMake` if another slot would take descriptors that running commands need."""
+    """Raise `CannotMake` if a further slot would take descriptors that running commands need."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)  # all below are taken
     os.close(lowest)

@@ -96,7 +96,7 @@ class ServerSlot:
             self._kill_init()
 
     def ran_out_of_memory(self) -> bool:
-        """Return whether the kernel has killed a process of the slot for memory since the last question."""
+        """Return whether the kernel has killed a process of the slot for lack of memory since the last call."""
         kills, self._oom_kills = self._oom_kills, cgroups.oom_kills(list(self.groups)) if self.groups else 0
         return self._oom_kills > kills
 
@@ -216,8 +216,8 @@ def arguments(root: int, pid: int) -> list[str] | None:
 
 
 class ServiceQuery:
-    """One connection to a service at 127.0.0.1 of a slot: sends a request and passes the answer, up to the end of the
-    connection, of the time or of the bound, to `answered`. Raises OSError."""
+    """One connection to a service at 127.0.0.1 of a slot: sends a request and passes the answer to `answered`. The
+    answer ends with the connection, at the time limit, or at the size limit. Raises OSError."""
 
     def __init__(
         self, loop: EpollLoop, slot: ServerSlot, fields: Fields, request: bytes,

@@ -27,7 +27,7 @@ class Listing:
         self._size = 0
 
     def fill(self, entries: Iterable[Fields | None]) -> Iterator[None]:
-        """Take all entries, as a job; None among them is a pause. Raises OSError (EFBIG) for too many entries."""
+        """Collect all entries, as a job; None among them is a pause. Raises OSError (EFBIG) for too many entries."""
         self._write(b"[")
         piece: list[str] = []
         comma = ""

@@ -51,7 +51,7 @@ def check(result: int, what: str) -> int:
 
 
 def raw(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Return a system call by its number; negative if it failed (see `check`)."""
+    """Make a system call by its number; the result is negative if it failed (see `check`)."""
     wide = (ctypes.c_long(value) if isinstance(value, int) else value for value in arguments)
     return int(_libc.syscall(ctypes.c_long(number), *wide))
 
@@ -63,7 +63,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """Call umount2(2), by default lazily: present users of the mount keep it."""
+    """Call umount2(2), by default lazily: current users of the mount keep it."""
     check(_libc.umount2(target.encode(), flags), f"umount {target}")
 
 
@@ -189,7 +189,7 @@ def filesystem_type(fd: int) -> int:
 
 
 def install_filter(program: bytes) -> None:
-    """Install a seccomp program (packed `sock_filter`s) for this process and all it starts."""
+    """Install a seccomp program (packed `sock_filter`s) for this process and every process that it starts."""
     code = ctypes.create_string_buffer(program, len(program))
     descriptor = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
     check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.c_char_p(descriptor), 0, 0), "seccomp")

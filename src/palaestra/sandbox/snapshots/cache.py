@@ -1,8 +1,9 @@
-"""Prepared workspaces that outlive a run: recipes with a cache key, and the snapshots made from them, kept on disk.
+"""Keeps prepared workspaces on disk, so that later runs reuse them: recipes with a cache key, and the snapshots made
+from recipes.
 
 A `Recipe` describes the preparation (image, files, commands); its cache key names the result. `Prepared` returns the
-snapshot of a recipe: the one on disk, or a new one, which it then keeps. Lost entries (evicted, damaged, their server
-died) are made again. If two runs prepare the same recipe concurrently, the second waits for the first.
+snapshot of a recipe from disk, or makes and keeps a new one. Lost entries (evicted, damaged, their server died) are
+made again. If two runs prepare the same recipe concurrently, the second waits for the first.
 
 Not in a snapshot: processes, `/tmp` and `/dev/shm`.
 """
@@ -29,7 +30,7 @@ from palaestra.sandbox.snapshots.folder import SCHEMA, SnapshotStore, to_the_end
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A file of the workspace. Relative paths start there."""
+    """A file of the workspace. Relative paths start at the workspace."""
 
     path: str
     data: bytes
@@ -46,7 +47,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a workspace is prepared. `version` covers what the steps depend on; `name`, for people, is not in the key."""
+    """How a workspace is prepared. Change `version` when something else that the steps depend on changes. `name` is for
+    people, and is not part of the key."""
 
     spec: SlotSpec = SlotSpec()
     steps: tuple[Put | Run, ...] = ()
@@ -54,10 +56,10 @@ class Recipe:
     name: str = ""
 
     def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprints.of_image) -> str:
-        """Return the cache key on one isolation level: a hash of everything that affects the result, also of this
+        """Return the cache key for one isolation level: a hash of everything that affects the result, including this
         package.
 
-        Timeouts of steps are not in it. Blocks while it reads the image's metadata.
+        The timeouts of steps are not part of the key. Blocks while it reads the image's metadata.
         """
         spec = self.spec
         network = spec.network if isinstance(spec.network, Network) else spec.network.hosts
@@ -88,8 +90,8 @@ def _raise(trouble: ConfigError) -> None:
 class Prepared:
     """Snapshots by recipe, for one backend. `store` opens the store on first use: `SnapshotStore(folder).open`.
 
-    Without a store, or on `confined`, snapshots last as long as the server. `trouble` gets the reason if one cannot be
-    kept; by default it raises.
+    Without a store, or on `confined`, snapshots last as long as the server. `trouble` is called with the reason if a
+    snapshot cannot be kept; by default it raises.
     """
 
     backend: LocalBackend
@@ -103,9 +105,10 @@ class Prepared:
     _looking: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def get(self, recipe: Recipe) -> Snapshot:
-        """Return the snapshot of a recipe, made if it does not exist. Raises `PrepareError` for a step that fails.
+        """Return the snapshot of a recipe, and make it first if it does not exist. Raises `PrepareError` for a step
+        that fails.
 
-        It belongs to this object: do not `forget` it.
+        The snapshot belongs to this object: do not `forget` it.
         """
         key = await self._key(recipe)
         async with self._turns.setdefault(key, asyncio.Lock()):
@@ -118,7 +121,8 @@ class Prepared:
     async def take(self, recipe: Recipe, make: Callable[[], Awaitable[Snapshot]]) -> Taken:
         """Return the snapshot of a recipe from the store, or a new one from `make`, which is then kept.
 
-        The caller owns it and calls `forget`. Waits while another run makes it. Raises the errors of `make`.
+        The caller owns the snapshot and calls `forget`. Waits while another run makes the same snapshot. Raises the
+        errors of `make`.
         """
         if self.store is None or self.backend.rung < Rung.USERNS:  # without layers nothing can be used in place
             return Taken(await make(), False)
@@ -158,7 +162,8 @@ class Prepared:
             return self._images[image]
 
     async def _load(self, recipe: Recipe, key: str, store: SnapshotStore) -> Snapshot | None:
-        """Return the entry, from now on locked by the server; otherwise None. Removes a damaged one."""
+        """Return the entry's snapshot, which the server keeps locked from now on; None if the entry cannot be used.
+        Removes a damaged entry."""
         if self.store is None or not store.has(key):
             return None
         snapshot = None
@@ -180,7 +185,8 @@ class Prepared:
         return None
 
     async def _starts_a_slot(self, snapshot: Snapshot, recipe: Recipe, store: SnapshotStore) -> bool:
-        """Return whether slots can be made from that disk, tried once: overlays do not support every file system."""
+        """Return whether slots can be made from the store's disk, because overlays do not support every file system.
+        Tried once."""
         if not self._proved:
             try:
                 await self.backend.destroy(await self.backend.create(recipe.spec, "proof", snapshot))
@@ -209,7 +215,7 @@ class Prepared:
             self.trouble(_cannot(store, f"keep {recipe.name or key[:12]}: {error}; make room, or name another folder"))
 
     async def make(self, recipe: Recipe) -> Snapshot:
-        """Run the steps of a recipe in a slot. Raises `PrepareError` for one that fails."""
+        """Run the steps of a recipe in a slot. Raises `PrepareError` for a step that fails."""
         slot = await self.backend.create(recipe.spec, "prepare")
         try:
             for number, step in enumerate(recipe.steps, 1):
@@ -234,7 +240,7 @@ def _cannot(store: SnapshotStore, what: str) -> ConfigError:
 
 
 def _describe(recipe: Recipe) -> JSON:
-    """Return the recipe for people who read the store."""
+    """Return the recipe in a form for people who look into the store."""
     steps = [step.path if isinstance(step, Put) else step.command for step in recipe.steps]
     about = {"name": recipe.name, "image": recipe.spec.image, "steps": steps, "version": recipe.version}
     return about | {"limits": asdict(recipe.spec.limits)}

@@ -1,7 +1,8 @@
 """Cache fingerprints of images, directories, the host and this package.
 
-File contents are not read: that would cost more than preparing again. Invariant: a change through the file system
-changes the fingerprint; a copy elsewhere may change it too, which costs only a preparation.
+File contents are not read, because that would cost more than preparing the workspace again. Invariant: a change through
+the file system changes the fingerprint. A copy at another place may change it too, which only costs another
+preparation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HOST = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib")
 
 def of_tree(folder: str) -> tuple[str, int]:
     """Return a digest of all names, kinds, owners, modes, sizes and times of change (which no program can set) under a
-    folder, and its bytes on disk."""
+    folder, and the folder's size in bytes on disk."""
     digest, taken, waiting = hashlib.sha256(), 0, [folder]
     while waiting:
         path = waiting.pop()
@@ -44,15 +45,17 @@ def of_tree(folder: str) -> tuple[str, int]:
 
 
 def _names(folder: str) -> list[str]:
-    """Sorted entries; empty if the folder is gone or unreadable, since its own time of change shows that."""
+    """Return the sorted entries; empty if the folder is gone or unreadable, because the folder's own time of change
+    shows that."""
     with contextlib.suppress(OSError):
         return sorted(os.listdir(folder))
     return []
 
 
 def of_image(image: str | None) -> JSON:
-    """Return the fingerprint of an image: of a directory by everything in it, of a file by its inode, size and times.
-    Without an image, it covers the host's release and times of package changes, not manual edits of system files."""
+    """Return the fingerprint of an image: for a directory from everything in it, for a file from its inode, size and
+    times. Without an image, it covers the host's release and times of package changes, not manual edits of system
+    files."""
     if image is None:
         release = Path("/etc/os-release")
         here = os.path.realpath(sys.base_prefix)

@@ -1,9 +1,9 @@
 """The folder of prepared workspaces, shared by all runs of one user on one machine.
 
 An entry gets its name when it is complete (written next to it, synced, renamed), so a crash leaves no incomplete entry.
-An unfinished one is locked while its maker lives, and removed afterwards. The slot server that uses an entry locks it
-against eviction (`LocalBackend.load`). `is_whole` notices changes to the files of an entry (by a cleaner of caches, an
-editor), but not a disk that returns other bytes.
+An unfinished entry is locked while its maker lives, and removed afterwards. The slot server that uses an entry locks it
+against eviction (`LocalBackend.load`). `is_whole` notices changes to the files of an entry (by a program that cleans
+caches, or an editor), but not a disk that returns other bytes.
 
     STORE/KEY/layers/N/TREE   one folder per layer, topmost first     STORE/KEY/about.json   its recipe and last use
     STORE/new-*               an unfinished entry, or a removed one   STORE/turn-*           locks of preparations
@@ -133,8 +133,9 @@ class SnapshotStore:
                 os.close(lock)
 
     def keep(self, path: Path, key: str, recipe: JSON) -> None:
-        """Give a complete entry its name, and evict others to make room; an entry of a faster run stays. Blocks while
-        the disk syncs. Raises OSError (EFBIG) for an entry that is larger than the store may be."""
+        """Give a complete entry its name, and evict others to make room. If a faster run has made the same entry, that
+        one stays. Blocks while the disk syncs. Raises OSError (EFBIG) for an entry that is larger than the store may
+        be."""
         _sync(path)
         digest, size_bytes = fingerprints.of_tree(str(path / "layers"))
         if size_bytes > self.max_bytes:
@@ -152,8 +153,8 @@ class SnapshotStore:
                 raise
 
     def evict(self, room: int = 0) -> list[str]:
-        """Remove the least recently used entries that are not in use until all fit with `room` bytes; returns their
-        keys."""
+        """Remove the least recently used entries that are not in use, until the rest leaves `room` bytes free; returns
+        the keys of removed entries."""
         entries, gone = self.entries(), []
         excess = sum(entry.size_bytes for entry in entries) + room - self.max_bytes
         for entry in entries:
@@ -171,7 +172,7 @@ class SnapshotStore:
         return sum(self._take_away(path, path) for path in self.halves())
 
     def halves(self) -> list[Path]:
-        """Return unfinished entries: being made or removed, or left by a dead run."""
+        """Return the unfinished entries: those that are being made or removed, and those that a dead run has left."""
         return [path for path in self.folder.iterdir() if path.name.startswith("new-")]
 
     def _take_away(self, path: Path, locked: Path) -> bool:
@@ -217,7 +218,8 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a tree of another user's making: directories may be closed to their owner, and links are not followed."""
+    """Remove a tree that another user has made. Its directories may deny access to their owner, and links are not
+    followed."""
     for folder, below, _ in os.walk(path):
         for name in below:  # before the walk enters it
             with contextlib.suppress(OSError):

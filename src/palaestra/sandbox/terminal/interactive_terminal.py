@@ -1,4 +1,4 @@
-"""Typing into a terminal of a slot and looking at its screen, as a person (or tmux) would.
+"""Types into a terminal of a slot and reads its screen, as a person (or tmux) would.
 
 The program runs as a background process with a terminal of its own. The screen is emulated here, from the program's
 output, whenever it is captured; the program's questions (where is the cursor?) are answered then.
@@ -44,9 +44,9 @@ _CONTROL = {"Space": 0, "@": 0, "[": 27, "\\": 28, "]": 29, "^": 30, "_": 31, "?
 
 @dataclass(frozen=True, slots=True)
 class ScreenShot:
-    """The state of a terminal at one moment. `cursor` is row and column from 0. Without an emulator `emulated` is False
-    and `text` the last lines without control sequences. `lost` counts bytes dropped before a capture; the screen was
-    cleared after them.
+    """The state of a terminal at one moment. `cursor` is row and column from 0. Without an emulator, `emulated` is
+    False and `text` contains the last lines without control sequences. `lost` counts bytes dropped before a capture;
+    the screen was cleared after them.
     """
 
     text: str
@@ -118,7 +118,8 @@ class Terminal:
         return await self._shot()
 
     async def wait_for(self, pattern: str | re.Pattern[str], *, timeout_s: float = 10.0) -> ScreenShot:
-        """Return the screen when its text matches. Raises TimeoutError, with the screen, if it does not in time."""
+        """Return the screen when its text matches. Raises TimeoutError, with the screen, if it does not match in
+        time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             shot = await self._shot()
@@ -143,7 +144,7 @@ class Terminal:
         return None
 
     async def _take(self, wait_s: float) -> bool:
-        """Feed the screen with new output; whether there was any."""
+        """Feed new output to the screen; returns whether there was any."""
         piece = await self.process.read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
             self._lost += piece.lost
@@ -166,10 +167,10 @@ class Terminal:
 
 
 def key_code(key: str, *, application_cursor: bool = False) -> bytes | None:
-    """Return the bytes that a key sends: `Enter`, `Up`, `F5`, `C-c`, `M-x`, `M-Up`. None for a name that is not a
-    key's.
+    """Return the bytes that a key sends: `Enter`, `Up`, `F5`, `C-c`, `M-x`, `M-Up`. None if the name is not that of a
+    key.
 
-    `application_cursor` is the mode that full-screen programs ask for; cursor keys send other codes in it.
+    `application_cursor` is the mode that full-screen programs request, in which cursor keys send other codes.
     """
     if key in _CURSOR:
         return ("\x1bO" if application_cursor else "\x1b[").encode() + _CURSOR[key].encode()

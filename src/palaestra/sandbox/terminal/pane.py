@@ -1,4 +1,4 @@
-"""The contract's `tmux` calls in one slot: typing into a shell's terminal and reading its screen.
+"""Serves the contract's `tmux` calls in one slot: types into a shell's terminal and reads its screen.
 
 `palaestra.tools.builtin.tmux` is the model's tool. This module answers existing clients of a slot server's port, and
 works without an emulator of screens if none is installed there.
@@ -26,7 +26,7 @@ class Pane:
         self._cursor = 0
 
     async def run(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
-        """Perform `args["action"]`. Every mistake of the caller is in the result."""
+        """Perform `args["action"]`. Every mistake of the caller is reported in the result."""
         actions: dict[str, Callable[[Slot, Mapping[str, JSON]], Awaitable[ExecutionResult]]] = {
             "start": self._start,
             "send_keys": self._send_keys,

@@ -273,7 +273,7 @@ class DirectSlot(Requests):
             self._open[number].on_frame(received(kind, number, fields, data))
 
     def end_hung(self) -> None:
-        """Have the server end the slot: a command cannot be killed, or the init takes no orders."""
+        """Have the server end the slot, because a command cannot be killed or the init takes no orders."""
         self._ask("hung", lambda _: None)
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
@@ -315,7 +315,7 @@ def _makes_readable_files() -> bool:
 
 
 def _pid_behind(descriptor: int) -> int:
-    """Return the pid of a process descriptor, which is closed; 0 for a process that is gone."""
+    """Return the pid of the process behind a descriptor, and close the descriptor; 0 if the process is gone."""
     info = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
     os.close(descriptor)
     return max(0, int(info.partition("\nPid:")[2].split()[0]))

@@ -1,10 +1,11 @@
 """Pipes and other descriptors of commands, receiving descriptors over a unix socket, and bounded capture of output.
 
 Received descriptors are never inheritable. `socket.recv_fds` ignores its flags, so every program would inherit a second
-copy of each pipe, also of the verdict's, which a grader closes before it runs untrusted code.
+copy of each pipe, including the verdict's pipe, which a grader closes before it runs untrusted code.
 
-Spill files, which take the output that is not kept, are files of the slot below /tmp: they are in no snapshot and count
-against the slot's disk limit. Each gets the output from the first byte up to a bound; a slot keeps the newest few.
+Spill files hold the output that is not kept in memory. They are files of the slot below /tmp, so they are in no
+snapshot and count against the slot's disk limit. Each gets the output from the first byte up to a bound; a slot keeps
+the newest few.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class MemoryFile:
         self.fd = -1
 
     def open(self) -> None:
-        """Make the file, empty. Raises OSError."""
+        """Make the empty file. Raises OSError."""
         self.fd = os.memfd_create("input", os.MFD_CLOEXEC)
 
     def put(self, data: bytes) -> None:
@@ -156,14 +157,14 @@ class Capture:
         return self.total > self._head_limit + self._tail_limit
 
     def parts(self) -> tuple[bytes, bytes]:
-        """Return the head and the tail; together the whole stream if nothing was dropped."""
+        """Return the head and the tail. Together they are the whole stream if nothing was dropped."""
         if not self._tail:
             return bytes(self._head), b""
         self._join()
         return bytes(self._head), self._tail[0]
 
     def _join(self) -> None:
-        """Join the pieces, so that a stream of single bytes costs no more than its bound."""
+        """Join the pieces, so that a stream of single bytes takes no more memory than the limit."""
         tail = b"".join(self._tail)
         self._tail = deque([tail[len(tail) - self._tail_limit :] if len(tail) > self._tail_limit else tail])
         self._tail_size = len(self._tail[0])

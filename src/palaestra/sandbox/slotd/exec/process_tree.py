@@ -56,7 +56,7 @@ def ticks(seconds_since_boot: float) -> int:
 
 
 def kill_everything() -> None:
-    """Kill all that this process may signal, except itself."""
+    """Kill every process that this process may signal, except itself."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
 
@@ -78,8 +78,9 @@ def _load() -> int:
 
 
 def inside(init: int, noted: Noted) -> Moment:
-    """Return a moment of this process's namespace in that of a slot's init: the number of the youngest living process
-    of that time. Process ids only order processes that began in the same tick, so any of those is enough."""
+    """Convert a moment from this process's namespace to that of a slot's init, by the number of the youngest living
+    process that had started by then. Process ids only order processes that began in the same tick, so any of those is
+    enough."""
     started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
     return started, max(before, default=0)

@@ -1,4 +1,5 @@
-"""Stateful shells: directory, variables and functions of a command remain for the next. Serves these requests:
+"""Stateful shells: each command keeps the directory, variables and functions of the previous one. Serves these
+requests:
 
     op          fields                                                      RESULT
     shell       cwd, env                                                    shell
@@ -37,8 +38,8 @@ from .pipes import Capture
 from .supervisor import Supervisor, start_error
 
 MAX_SHELLS = 16
-# How long a shell has to return after a SIGINT, and how many it gets. bash ignores one that comes just when a program
-# of the command ends by itself, and continues with the next program.
+# How long a shell has to return after a SIGINT, and how many SIGINTs it gets. bash ignores a SIGINT that comes just
+# when a program of the command ends by itself, and continues with the next program.
 INTERRUPT_EVERY_S, INTERRUPTS = 0.25, 4
 _MAX_PID = 1 << 22
 _BETWEEN_BYTES = 64 << 10  # bytes of background output between two commands that are kept for the second
@@ -87,7 +88,8 @@ class ShellProcesses:
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """How to start and address one kind of shell. The places are descriptors for input, command, status, errors."""
+    """How to start and address one kind of shell. The places are the descriptors for input, command, status and
+    errors."""
 
     argv: list[str]
     places: tuple[int, int, int, int]
@@ -250,7 +252,7 @@ class ShellProcess:
             self._supervisor.kill_child(self._process, self._since(), spare=True)
 
     def _since(self) -> process_tree.Moment:
-        """Return the start of the present command, as the slot's init sees it."""
+        """Return the start of the current command, as the slot's init sees it."""
         return process_tree.inside(self._supervisor.owner.pid, self._after)
 
     def _interrupt(self, times: int = INTERRUPTS) -> None:
@@ -303,7 +305,7 @@ class ShellProcess:
             execution.fail(fields)
 
     def _read_between(self) -> None:
-        """Keep output of background jobs between commands for the next command, as a terminal would. It is read in
+        """Keep output of background jobs between commands for the next command, as a terminal would. It is read at
         intervals, so that a flood does not keep the loop busy."""
         data = pipes.read(self._output)
         if data is None:

@@ -61,11 +61,11 @@ class SlotOwner(Protocol):
         """The slot's first process, as this process numbers it."""
 
     def end_hung(self) -> None:
-        """End the slot, because a command cannot be killed or the init takes no orders."""
+        """End the slot, because a command cannot be killed or the init accepts no orders."""
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
-        """Call `then` with whether the kernel has killed a process of the slot for lack of memory since the last
-        question."""
+        """Call `then` with True if the kernel has killed a process of the slot for lack of memory since the last call,
+        else with False."""
 
 
 class Supervisor:
@@ -106,8 +106,8 @@ class Supervisor:
             self.refuse(frame.request)
 
     def _start(self, number: int, spec: CommandSpec) -> None:
-        """Start a command. Raises ValueError for words that no system call takes, and OSError; nothing was started
-        then."""
+        """Start a command. If this raises OSError, or ValueError for words that no system call accepts, nothing was
+        started."""
         stdin = pipes.memory_file(spec.stdin) if spec.stdin else -1
         verdict = child_verdict = errors = child_errors = -1
         output = (-1, -1)
@@ -135,7 +135,8 @@ class Supervisor:
         execution.start()
 
     def refuse(self, number: int) -> None:
-        """Answer a command whose words no system call takes: a NUL, a lone surrogate, a variable without a name."""
+        """Answer a command with words that no system call accepts: a NUL, a lone surrogate, a variable without a
+        name."""
         report = InitReport(ReportKind.NOT_STARTED, number, errno.EINVAL)
         self.send(FrameKind.ERROR, number, start_error(report))
 
@@ -164,7 +165,7 @@ class Supervisor:
         return "bash" if files.describe(self.owner.root, "/bin/bash") is not None else "sh"
 
     def with_variables(self, variables: dict[str, str] | None) -> EnvBlock:
-        """Return the environment of a command with variables of its own. Raises ValueError for invalid ones."""
+        """Return the environment of a command that sets further variables. Raises ValueError for invalid ones."""
         if not variables:
             return self.environment
         return init_messages.env_block({**self.environment.variables(), **variables})
@@ -192,7 +193,7 @@ class Supervisor:
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
 
     def kill_at_end(self, child: int, after: process_tree.Moment = process_tree.ALWAYS) -> None:
-        """Kill them as `kill_child` does once the child has ended, unless `kill_child` comes first."""
+        """Once the child has ended, kill the same processes as `kill_child`, unless `kill_child` is called first."""
         self._order(init_messages.encode_kill(child, after, at_end=True))
 
     def drain_later(self, fd: int) -> None:
@@ -286,8 +287,8 @@ class Supervisor:
             pipes.close(memory)
 
     def _send_order(self, order: bytes, fds: Sequence[int]) -> bool:
-        """Return whether the socket has taken the order. Also true if the init is gone, since the slot's end will be
-        reported."""
+        """Return whether the socket has taken the order. Also returns True if the init is gone, since the slot's end
+        will be reported."""
         try:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
         except BlockingIOError:
@@ -351,7 +352,7 @@ class Supervisor:
         return execution is not None and not execution.awaiting_oom
 
     def _give_up(self, lives: Callable[[], bool]) -> None:
-        """End the slot if the killed process still lives."""
+        """End the slot if the killed process is still alive."""
         self.receive_all()
         if self.live and lives():
             self.owner.end_hung()
@@ -370,7 +371,8 @@ _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 
 
 class LeftoverPipes:
-    """Output pipes of one slot without a request, drained slowly. Of too many, the oldest is closed."""
+    """Output pipes of one slot that belong to no request; they are drained slowly. If there are too many, the oldest is
+    closed."""
 
     def __init__(self, loop: EpollLoop) -> None:
         self._loop = loop

@@ -25,7 +25,7 @@ Index = dict[int, tuple[int, int, str]]  # for each inode: its time of change (n
 
 @dataclass
 class TreeCopy:
-    """One copy under way."""
+    """One copy in progress."""
 
     earlier: Earlier | None = None
     index: Index = field(default_factory=dict)

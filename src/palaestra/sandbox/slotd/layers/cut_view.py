@@ -1,4 +1,5 @@
-"""Cuts a layer to a view: only some of its paths, without some others, so that the rest shows the stack below.
+"""Cuts a layer down to a view: keeps some of its paths without some others, so that everywhere else the stack below
+shows.
 
 Grading depends on this, so the layer must not decide where a path leads:
 
@@ -46,7 +47,8 @@ class Selection:
         return Selection(tuple(resolve(path, below)[0] for path in only), tuple(dict.fromkeys(left_out)))
 
     def within(self, tree: str) -> Selection:
-        """Return the part in one tree, relative to it. A path above the tree means the whole tree."""
+        """Return the part of the selection in one tree, relative to the tree. A path above the tree means the whole
+        tree."""
         return Selection(_within(tree, self.only), _within(tree, self.without))
 
 
@@ -92,7 +94,7 @@ class OverlayCut:
         self._dropped = 0
 
     def keep_only(self, paths: Sequence[str]) -> None:
-        """Leave only these paths of the layer, with everything under them."""
+        """Keep only these paths of the layer, with everything under them."""
         if "" in paths:
             return
         old = self._drop_all()
@@ -196,8 +198,9 @@ class OverlayCut:
 
 
 def duplicate(source: str, target: str, depth: int = 0) -> None:
-    """Make a second tree of the same files (hard links), to be cut while the first is in use. Entries nested more
-    deeply than `MAX_DEPTH`, or than a path can name, are left out, so that an agent's work stays gradable."""
+    """Make a second tree of the same files (hard links), to be cut while the first one is in use. Entries that are
+    nested more deeply than `MAX_DEPTH`, or more deeply than a path can name, are left out, so that an agent's work can
+    still be graded."""
     os.mkdir(target)
     for entry in os.scandir(source):
         other = f"{target}/{entry.name}"

@@ -26,13 +26,13 @@ _TRIAL = "/stage"
 
 
 def most_inodes(size_bytes: int) -> int:
-    """Return the number of inodes of a tmpfs with this size limit."""
+    """Return the maximum number of inodes for a tmpfs with this size limit."""
     return max(16384, size_bytes >> 12)
 
 
 def copy_attributes(status: os.stat_result, directory: str) -> None:
-    """Give a directory the owner and mode of another one. If the owner does not exist in this user namespace, the
-    directory keeps the slot's root."""
+    """Give a directory the owner and mode of another one. If that owner does not exist in this user namespace, the
+    directory still belongs to the slot's root user."""
     with contextlib.suppress(OSError):
         os.chown(directory, status.st_uid, status.st_gid)
     os.chmod(directory, stat.S_IMODE(status.st_mode))
@@ -55,7 +55,7 @@ class LayerStore(Counted):
             syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
     def unlimit(self) -> None:
-        """Lift the limits, once no slot writes to it any more: a view of it needs inodes of its own."""
+        """Lift the limits, once no slot writes to the store any more: a view of it needs inodes of its own."""
         if self.fd is not None:
             syscalls.reconfigure(self.fd, _UNLIMITED)
             return
@@ -109,7 +109,7 @@ class Tree:
 
 
 class OverlayLayer(SealedLayer):
-    """The change of one sealed slot: `trees` maps the name of each tree to the directory with its change."""
+    """The changes of one sealed slot: `trees` maps the name of each tree to the directory with the changes in it."""
 
     below: tuple[OverlayLayer, ...]
 
@@ -143,11 +143,11 @@ class OverlayFiles:
         return [self.store, *(layer.store for layer in self.layers)]
 
     def upper(self, tree: Tree) -> str:
-        """Return the directory with the slot's own change of a tree."""
+        """Return the directory with the slot's own changes to a tree."""
         return f"{self.store.path}/u/{tree.name}"
 
     def work(self, tree: Tree) -> str:
-        """Return the directory in which the kernel prepares changes of a tree."""
+        """Return the directory in which the kernel prepares changes to a tree."""
         return f"{self.store.path}/w/{tree.name}"
 
     def release(self) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..files import UNFINISHED, kind_of
 from ..protocol.frames import Fields
 
-MAX_DEPTH = 400  # how deep directories are followed; no program that works with paths gets there
+MAX_DEPTH = 400  # how deep directories are followed; no program that works with paths gets that deep
 _PAUSE_EVERY = 256
 
 
@@ -126,7 +126,7 @@ class StackedRoot:
 
 
 def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | None]:
-    """Yield the changes in a layer to the stack below it: objects of path, kind and opaque; None is a pause. The layer
+    """Yield how a layer changes the stack below it, as objects with path, kind and opaque; None is a pause. The layer
     may be that of a running slot."""
     root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

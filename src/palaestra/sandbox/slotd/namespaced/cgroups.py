@@ -1,8 +1,8 @@
 """Memory, process and processor limits of slots through control groups, version 1 or 2.
 
 Each server has a directory below its own group (or at the top of the hierarchy if that group is not visible), with one
-per slot. The server locks its directory as long as it lives: a directory that can be locked is abandoned and is
-removed.
+per slot. The server locks its directory as long as it lives. A directory that another process can lock is therefore
+abandoned, and is removed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ServerCgroup:
         return f"{prefix}{parents[0]}/{self._name}/{slot}" if parents else None
 
     def remove(self) -> bool:
-        """Remove all directories of this server that are empty; returns whether nothing is left."""
+        """Remove all empty directories of this server; returns whether none of its directories is left."""
         gone = remove([f"{hierarchy.parent}/{self._name}" for hierarchy in self._hierarchies])
         for hierarchy in self._hierarchies:
             with contextlib.suppress(OSError):  # the parent holds other servers' directories
@@ -132,7 +132,7 @@ def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
 
 
 def oom_kills(directories: list[str]) -> int:
-    """Return how many processes of a slot the kernel has killed for memory so far."""
+    """Return how many processes of a slot the kernel has killed for lack of memory so far."""
     for directory in directories:
         for name in ("memory.oom_control", "memory.events"):
             for line in _read(f"{directory}/{name}").splitlines():

@@ -79,7 +79,7 @@ def _maps_shared(pid: int) -> bool:
 
 
 def _stop_threads(pid: int) -> None:
-    """Stop a process whose main thread waits in the kernel and so does not take the signal of its process."""
+    """Stop a process whose main thread waits in the kernel and therefore does not receive the signal to the process."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ def _stop_threads(pid: int) -> None:
 
 
 def _all_still(table: list[tuple[int, bytes]]) -> bool:
-    """Return whether all are stopped. A thread in vfork cannot stop, but cannot act either while its child is
+    """Return whether all processes are stopped. A thread in vfork cannot stop, but cannot act either while its child is
     stopped."""
     states = {state for _, state in table}
     return states - {b"D"} <= _STILL and (b"D" not in states or b"T" in states)

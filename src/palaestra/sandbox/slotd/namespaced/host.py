@@ -61,7 +61,7 @@ _DIRECTORIES = {
 
 @dataclass
 class HostSetup:
-    """The shared parts of a server's slots. `owner` is the slots' root as the server sees it."""
+    """The shared parts of a server's slots. `owner` is the slots' root user as the server sees it."""
 
     full: bool
     owner: int
@@ -89,8 +89,8 @@ class HostSetup:
         return host_trees(self.lowers, (_NETWORK, _SKELETON) if network else (_SKELETON,))
 
     def _lacks_resolver(self, image: str) -> bool:
-        """Return whether an image names no resolver that its slots reach. The loopback of a slot with a device has
-        none."""
+        """Return whether an image names no resolver that its slots can reach. In a slot with a device, no resolver
+        listens on the loopback."""
         if _lacks(image, "etc/resolv.conf", b"nameserver"):
             return True
         lines = _start_of(f"{HOST}{image}/etc/resolv.conf").decode(errors="replace").splitlines()
@@ -104,7 +104,7 @@ class HostSetup:
 
 
 def _lacks(image: str, name: str, word: bytes) -> bool:
-    """Return whether a file of an image is missing, a link, or without this word."""
+    """Return whether a file of an image is missing, is a link, or does not contain this word."""
     path = f"{HOST}{image}/{name}"
     try:
         return os.path.islink(path) or word not in _start_of(path)
@@ -142,7 +142,7 @@ def _move_root(place: str) -> None:
     """Move to a new root in a container that forbids pivot_root: a copy of the old mounts below, and the new root
     above."""
     syscalls.umount(place)
-    tree = syscalls.open_tree("/", recursive=True)  # before anything of ours is mounted in it
+    tree = syscalls.open_tree("/", recursive=True)  # before we mount anything in it
     try:
         syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, _OPTIONS)
         os.mkdir(f"{place}{HOST}")
@@ -210,8 +210,8 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
 
 
 def _build_network(root: str, names: Iterable[str], own_network: bool) -> None:
-    """Fill a directory with these files of the host, for slots with the network on. With a network of their own, their
-    resolver is the gateway, which has a name."""
+    """Fill a directory with these files of the host, for slots with the network on. For slots with a network of their
+    own, the resolver is the gateway, which also gets a host name."""
     os.mkdir(f"{root}/etc")
     top = os.open(HOST, os.O_PATH | os.O_DIRECTORY)
     try:
@@ -261,7 +261,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def is_private(path: str) -> bool:
-    """Return whether a file's name is one that files of keys or passwords have."""
+    """Return whether a file has a name that is usual for files with keys or passwords."""
     return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in _NEVER_COPIED)
 
 

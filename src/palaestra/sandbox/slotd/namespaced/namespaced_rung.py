@@ -1,4 +1,4 @@
-"""The isolation levels `full` and `userns`: slots of namespaces over stacks of layers.
+"""The isolation levels `full` and `userns`: slots made of namespaces, over stacks of layers.
 
 The server lays out a slot (its store, its trees with all layers below, its limits); then the slot's init builds and
 confines it by a list of steps (`native_init.py`).
@@ -96,7 +96,7 @@ class NamespaceDriver:
         return Tree(tree.name, tree.target, lowers)
 
     def _make_places(self, directory: str, places: list[str]) -> str:
-        """Return a lowest layer with only the missing mount points, so that they are in no list of changes."""
+        """Return a lowest layer that contains only the missing mount points, so that no list of changes shows them."""
         os.makedirs(directory)
         for place in places:
             path = directory
@@ -145,7 +145,7 @@ class NamespaceDriver:
         )
 
     def seal(self, files: OverlayFiles) -> OverlayLayer:
-        """Return a dead slot's change as a layer, which takes over the slot's store."""
+        """Return a dead slot's changes as a layer, which takes over the slot's store."""
         trees = {tree.name: files.upper(tree) for tree in files.trees}
         layer = OverlayLayer(self._layer_name(), files.store, trees, files.layers, files.image)
         for lower in files.layers:
@@ -222,8 +222,8 @@ class NamespaceInit:
 
     @property
     def network(self) -> NetworkScope:
-        """The network of the slot: the host's, if the network is on and the slot cannot have its own device; else its
-        own."""
+        """The network of the slot: the host's if the network is on and the slot cannot have its own device, else the
+        slot's own."""
         return NetworkScope.SHARED if self.shared_network else NetworkScope.OWN
 
     @property
@@ -288,7 +288,7 @@ class NamespaceInit:
         yield BuildStep(Do.UMASK, (), 0o022)
 
     def _confine(self) -> Iterator[BuildStep]:
-        """Drop everything that the slot must not have. No program of the slot runs before this."""
+        """Drop everything that the slot must not have. No program of the slot runs before this is done."""
         yield BuildStep(Do.SESSION)
         if self.user_namespaces is None:
             yield from _single_user_namespace()

@@ -49,7 +49,8 @@ def is_real_root() -> bool:
 
 
 class RangeNamespaces:
-    """The user namespaces of one server's slots. The namespace of an ended slot is used again: its counts are zero."""
+    """The user namespaces of one server's slots. The namespace of an ended slot is reused, because its counts are zero
+    again."""
 
     def __init__(self) -> None:
         self._makers = itertools.count(_MAKERS_START + random.randrange(_MAKERS))
@@ -71,7 +72,7 @@ def make_range_namespace(maker: int = 0) -> int:
     child = os.fork()
     if child == 0:
         try:
-            if maker:  # with the one capability that makes a namespace where ordinary users may not
+            if maker:  # with the one capability that allows making a namespace even if ordinary users may not
                 syscalls.prctl(syscalls.PR_SET_KEEPCAPS, 1)
                 os.setresgid(maker, maker, maker)
                 os.setresuid(maker, maker, maker)
@@ -101,7 +102,7 @@ def make_range_namespace(maker: int = 0) -> int:
 
 
 def enter_single_namespace(uid: int, gid: int) -> None:
-    """Move this process to a new user namespace in which it is root and no other user exists."""
+    """Move this process to a new user namespace, in which it is root and no other user exists."""
     syscalls.unshare(syscalls.CLONE_NEWUSER)
     with open("/proc/self/setgroups", "w") as file:
         try:
@@ -115,7 +116,7 @@ def enter_single_namespace(uid: int, gid: int) -> None:
 
 @contextlib.contextmanager
 def new_pid_namespace() -> Iterator[None]:
-    """In the block, the one child that this process starts is pid 1 of a new process namespace."""
+    """Make the one child that this process starts in the block pid 1 of a new process namespace."""
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
         syscalls.unshare(syscalls.CLONE_NEWPID)

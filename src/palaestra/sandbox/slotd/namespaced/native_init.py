@@ -86,7 +86,7 @@ def _sealed(content: bytes) -> int:
 
 
 def _answers(program: int) -> bool:
-    """Return whether it runs here and reports the server's version of the orders."""
+    """Return whether the init runs here and reports the version of the orders that the server uses."""
     try:
         pid = os.posix_spawn(f"/proc/self/fd/{program}", ["slot-init", "--version"], {})
     except OSError:

@@ -27,7 +27,7 @@ KEPT = sum(
 
 
 def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
-    """Drop all capabilities except `kept`, for good: an exec restores none that is not in `bounding`."""
+    """Permanently drop all capabilities except `kept`. An exec restores only capabilities in `bounding`."""
     for capability in range(64):
         if not bounding >> capability & 1:
             try:
@@ -179,12 +179,12 @@ def program(
 
 
 def install(*, inet: bool = True, ipc: bool = True, unix: bool = True, own_user: bool = True) -> None:
-    """Bind this process and all it starts to the filter. Needs `no new privileges`."""
+    """Apply the filter to this process and every process that it starts. Requires that `no_new_privs` is set."""
     syscalls.install_filter(program(inet=inet, ipc=ipc, unix=unix, own_user=own_user))
 
 
 def _protocols(socket: int, families: Sequence[int], allowed: Sequence[int]) -> list[Instruction]:
-    """Refuse sockets of these families with other protocols, and continue with the next rule."""
+    """Refuse sockets of these families unless their protocol is one of `allowed`, and continue with the next rule."""
     refuse = [(_LOAD, 0, 0, _ARGUMENT_2), *_unless(allowed, _NO_PROTOCOL)]
     count = len(families)
     others = [(_EQUAL, count - index, 0, family) for index, family in enumerate(families)]

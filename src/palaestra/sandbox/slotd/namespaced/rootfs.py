@@ -1,10 +1,10 @@
 """The root file system of a slot: its trees, the layers below them, and their mounts.
 
 A root is one overlay per *tree*. An image is one tree, `/`. Without an image the root is an allow-list: a generated
-base system for `/` (see `host.py`), the host's `/usr` as a second tree, and the host's `/bin`, `/lib`, … as links or
-directories like there. The slot sees nothing else of the host except the read-only mounts of its spec.
+base system for `/` (see `host.py`), the host's `/usr` as a second tree, and `/bin`, `/lib`, … as links or directories,
+as they are on the host. The slot sees nothing else of the host except the read-only mounts of its spec.
 
-The server has pivoted into a root of its own before anything here runs:
+Before anything here runs, the server has moved to a root of its own:
 
     /host        the host's file system          /slots/N    one tmpfs per slot or sealed layer: u/TREE w/TREE
     /skeleton    the base system, and the /dev   /lower/K    host directories, with owners mapped at the level full
@@ -51,7 +51,7 @@ _PROC_HIDDEN = (
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A directory or file of the server's view that a slot sees read-only.
+    """A directory or file, named by its path in the server's root, that a slot sees read-only.
 
     A directory is mounted through an overlay, so that each slot has inodes of its own: locks, leases and watches on
     them do not reach other slots or the host. A directory with further mounts below it is bound unchanged.
@@ -74,7 +74,7 @@ class Overlay:
 
 @dataclass(frozen=True, slots=True)
 class RootPlan:
-    """Everything that the slot's init mounts. `owner` is the slot's root as the server sees it."""
+    """Everything that the slot's init mounts. `owner` is the slot's root user as the server sees it."""
 
     overlays: tuple[Overlay, ...]
     binds: tuple[Bind, ...]
@@ -86,8 +86,8 @@ class RootPlan:
 
 
 class Lowers:
-    """Host directories prepared as lowers and mounts, each once per server. With `idmap`, a user namespace, the host's
-    root is seen as the slot's root."""
+    """Host directories prepared as lowers and mounts, each once per server. With `idmap`, a user namespace, files of
+    the host's root user appear to belong to the slot's root user."""
 
     def __init__(self, idmap: int | None) -> None:
         self._idmap = idmap
@@ -105,8 +105,8 @@ class Lowers:
         return self._known[key]
 
     def bind(self, path: str, target: str) -> Bind:
-        """Return the read-only mount of the host's `path` at `target`. The slot's root owns its files only if it could
-        not read them otherwise: the owner of a file may ask the kernel more about it than others."""
+        """Return the read-only mount of the host's `path` at `target`. The slot's root user owns its files only if it
+        could not read them otherwise, because the kernel tells the owner of a file more about it than other users."""
         private = os.stat(f"{HOST}{path}").st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL
         source = self.get(path, owned=private)
         return Bind(source, target, os.path.isdir(source) and source not in self._whole)

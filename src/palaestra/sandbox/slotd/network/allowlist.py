@@ -1,12 +1,12 @@
-"""The hosts and ports that a slot with a list may reach, and addresses that no slot may. No I/O.
+"""Decides which hosts and ports a slot with a list of hosts may reach, and which addresses no slot may reach. No I/O.
 
     example.org            this name, ports 80 and 443          10.0.0.0/8:5432     addresses, one port
     example.org:8443       this name, this port                 [2001:db8::1]:443   an address of version 6
     *.example.org:*        every name below it, every port      *                   every name
 
 A name is allowed as a name; the proxy resolves it and connects to the address that was checked. Addresses of cloud
-metadata services (they give credentials) are always refused, as are addresses that a listed name cannot mean: a name
-that resolves to this host's loopback is an attack on it.
+metadata services (they give credentials) are always refused. So are addresses that no listed name should resolve to: a
+name that resolves to this host's loopback is an attack on this host.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Rule:
     ports: frozenset[int] | None
 
     def covers(self, host: str, port: int) -> bool:
-        """Return whether the entry covers a host as it was asked for."""
+        """Return whether the entry covers a host, in the form in which it was requested."""
         if self.ports is not None and port not in self.ports:
             return False
         address = literal(host)
@@ -103,7 +103,7 @@ def normal(host: str) -> str:
 
 
 def literal(host: str) -> Address | None:
-    """Return the address that a host is written as; None for a name."""
+    """Return the address if a host is written as an address; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

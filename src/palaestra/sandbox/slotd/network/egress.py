@@ -1,4 +1,5 @@
-"""The server's side of slots with network access: their devices, their listening sockets and the process serving both.
+"""The server's part in the network access of slots: their devices, their listening sockets, and the process that serves
+both.
 
 The process is forked for the first such slot, and again if it has died: the server keeps the descriptors.
 """

@@ -1,6 +1,6 @@
 """Forwards HTTP requests in absolute form and CONNECT to destinations that a judge allows.
 
-`proxy.py` runs it for slots in a process of its own; other proxies of this project run it too. The owner of a listener
+`proxy.py` runs it for slots, in a process of its own; other proxies of this project use it too. The owner of a listener
 passes each connection to `Forwarder.accept`.
 
 Invariant: the requested host and every address found for it are judged, and the connection goes to the judged address.

@@ -1,8 +1,8 @@
 """Keeps slots that share the host's network from cloud metadata addresses.
 
 The kernel runs programs for the sockets of a control group (bpf(2), bpf-cgroup): one refuses packets to these
-addresses, and four refuse to connect, so that a program gets an error and not silence. The kernel's programs end with
-the group. Port 53 stays open: on some clouds the same address is the resolver.
+addresses, and four refuse to connect, so that a program gets an error instead of no answer. The kernel removes the
+programs with the group. Port 53 stays open: on some clouds the same address is the resolver.
 
 Needs root and a control group of version 2, with or without controllers. Slots without network cannot reach these
 addresses, and the proxy refuses them to slots with a list of hosts (`allowlist.py`).
@@ -74,7 +74,7 @@ class Guard:
         self._programs = {hook: _load(hook) for hook in _Hook}
 
     def attach(self, directory: str) -> None:
-        """Guard the present and future processes of a control group of version 2."""
+        """Guard all current and future processes of a control group of version 2."""
         group = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for hook, program in self._programs.items():

@@ -1,12 +1,12 @@
-"""The process in the host's network that connects slots with it.
+"""The process that runs in the host's network and connects slots to it.
 
 A slot with a list of hosts has an empty network with one listening socket on its loopback, on which this process
 accepts. It answers HTTP requests in absolute form and CONNECT according to the list; the slot has no other connection,
 not even DNS. For a slot with the network on, it serves the slot's network device (`tunnel.py`).
 
 It reads untrusted input, so it holds nothing of value: the server forks it, it closes all but its control socket,
-leaves root, and knows only lists and listeners. For an encrypted connection it cannot tell several hosts behind one
-address and name apart: to list a name is to trust its operator.
+leaves root, and knows only lists and listeners. In an encrypted connection it cannot distinguish several hosts behind
+the same address and name, so whoever lists a name trusts its operator.
 """
 
 from __future__ import annotations

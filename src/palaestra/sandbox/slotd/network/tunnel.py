@@ -1,5 +1,5 @@
-"""The network of slots with the network on: their packets become connections of this process, which the host's kernel
-sends out. It serves all TUN devices of one server (`tunnel_device.py`).
+"""The network of slots with the network on. It turns their packets into connections of this process, which the host's
+kernel sends out. It serves all TUN devices of one server (`tunnel_device.py`).
 
 TCP: a SYN to X:p opens a connection to X:p. Once that is established, the packets are rewritten so that they seem to
 come from the gateway and go to the listening socket in the slot's namespace: the slot's own kernel terminates the
@@ -66,8 +66,8 @@ def is_own(address: Address) -> bool:
 
 
 def share(descriptors: int, tunnels: int) -> int:
-    """Return the maximum number of connections of each tunnel, so that no tunnel takes the descriptors of the others. A
-    connection takes two, and datagrams take some."""
+    """Return the maximum number of connections per tunnel, so that no tunnel uses up the descriptors of the others. A
+    connection takes two descriptors, and datagrams take some."""
     return max(_FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, (descriptors - _KEPT_DESCRIPTORS) // (3 * max(1, tunnels))))
 
 
@@ -415,7 +415,7 @@ def _change(packet: bytearray, place: int, change: int) -> None:
 
 
 def _reset(version: int, head: int, packet: bytes) -> bytes:
-    """Return the refusal of a TCP packet: RST."""
+    """Return the packet that refuses a TCP packet: RST."""
     source, target, sequence, acknowledged, offset, flags, *_ = _TCP_HEAD.unpack_from(packet, head)
     size = len(SLOT[version].packed)
     begin = 12 if version == 4 else 8
@@ -430,7 +430,7 @@ def _reset(version: int, head: int, packet: bytes) -> bytes:
 
 
 def _packet(version: int, protocol: int, addresses: bytes, body: bytes, place: int) -> bytes:
-    """Return a packet with its checksums; that of the body is at `place` in it."""
+    """Return a packet with its checksums. The body has its checksum at `place`."""
     pseudo = addresses + struct.pack("!II", len(body), protocol)
     check = 0xFFFF - _sum(pseudo + body)
     body = body[:place] + (check or 0xFFFF).to_bytes(2, "big") + body[place + 2 :]

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..event_loop import READ, WRITE, Watcher
 
-VERSION = 6  # both sides must agree; they are of the same package, so a mismatch is a broken installation
+VERSION = 6  # both sides must agree; they belong to the same package, so a mismatch means a broken installation
 WINDOW = 256 << 10  # how many bytes of DATA a request may have under way before the receiver has taken them
 CHUNK = 128 << 10  # the size of one DATA frame: small enough that no stream keeps the others waiting
 RECEIVE_BYTES = 256 << 10  # size of the receive buffer, allocated once: a new one per read costs more than the read

@@ -1,8 +1,8 @@
-"""Whole copies of workspaces: the start of a slot from a layer, its changes, and cutting a layer to a view.
+"""Works with complete copies of workspaces: starts a slot from a layer, finds its changes, and cuts a layer to a view.
 
 A layer here holds complete trees, not differences. Layers are never written, so they share files by hard links; a slot
-gets copies. An agent chose the names and modes in a layer: links are never followed, and a server without root may find
-a tree closed.
+gets copies. An agent chose the names and modes in a layer: links are never followed, and a server without root may lack
+permission to read a tree.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MAX_DIRECTORY_BYTES = 3600  # of a path; deeper directories could not be named 
 
 
 def duplicate(source: str, target: str) -> None:
-    """Make the same tree again at the new directory `target`. Both share the files, so neither may be written
-    afterwards."""
+    """Make a second tree of the same files at the new directory `target`. Both trees share the files, so neither may be
+    written afterwards."""
     _copy(source, target, lambda old, new: os.link(old, new, follow_symlinks=False), owner=-1)
 
 
@@ -46,7 +46,7 @@ def copy_for(uid: int, source: str, target: str) -> None:
 
 
 def open_up(tree: str) -> None:
-    """Let the caller read files of its own user that an agent has closed. Does nothing for root."""
+    """Let the caller read files of its own user whose permissions an agent has removed. Does nothing for root."""
     for folder, names, files in os.walk(tree) if os.geteuid() else ():
         for name in (*names, *files):
             with contextlib.suppress(OSError):  # too deep for a path
@@ -58,7 +58,7 @@ def open_up(tree: str) -> None:
 
 
 def move(source: str, target: str) -> None:
-    """Rename, even if directories on either side, or the moved one, are closed to writing."""
+    """Rename, even if the moved directory, or a parent on either side, is not writable."""
     mode = os.lstat(source).st_mode
     with _writable(os.path.dirname(source)), _writable(os.path.dirname(target)):
         closed = stat.S_ISDIR(mode) and not mode & stat.S_IWUSR
@@ -186,8 +186,8 @@ class CopyCut:
                 move(f"{old}/{path}", f"{self._tree}/{path}")
 
     def leave_out(self, path: str) -> None:
-        """Show the base at `path`. A parent that is a link or a file in the tree shows the base as a whole; a deleted
-        parent comes back with only the path in it."""
+        """Show the base at `path`. If a parent is a link or a file in the tree, the whole parent shows the base; a
+        deleted parent comes back with only the path in it."""
         for parent in _parents(path):
             if os.path.lexists(f"{self._tree}/{parent}"):
                 if not _is_directory(f"{self._tree}/{parent}"):

@@ -1,7 +1,8 @@
-"""Landlock: the parts of the file system, of TCP and of other processes that a slot without namespaces may reach.
+"""Limits with Landlock which files, TCP ports and other processes a slot without namespaces can reach.
 
-A process restricts itself and everything it starts, for good and without privilege. Rights are given per directory and
-hold for all below it; everything else is denied. The numbers are those of the kernel's `linux/landlock.h`.
+A process restricts itself and everything that it starts, permanently and without privilege. Rights are given per
+directory and hold for everything below it; everything else is denied. The numbers are those of the kernel's
+`linux/landlock.h`.
 
 Users and permissions, and the system call filter (UDP and other protocols), cover the rest, except connections to a
 socket that is a file, and `stat` of any path.
@@ -44,9 +45,9 @@ def version() -> int:
 
 
 def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
-    """Restrict this process, for good, to `rights` (path, rights below it); skips missing paths. Without `tcp` it can
+    """Permanently restrict this process to `rights` (path, rights below it); skips missing paths. Without `tcp` it can
     neither listen nor connect, from version 4 on. From version 6 on it can signal, and reach over abstract sockets,
-    only processes restricted by this same call. Needs `no new privileges`.
+    only processes restricted by this same call. Requires that `no_new_privs` is set.
     """
     abi = version()
     handled = _FIRST | _REFER | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEVICE if abi >= 5 else 0)
@@ -63,8 +64,8 @@ def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
 
 
 def keep_signals_in() -> None:
-    """Let this process and all it starts signal only each other, if that costs no privilege. It keeps a stray `kill -1`
-    from ending the user's other processes; it is not isolation."""
+    """Let this process and everything that it starts signal only each other, if that costs no privilege. This keeps a
+    stray `kill -1` from ending the user's other processes; it is not isolation."""
     ruleset = syscalls.raw(_CREATE, struct.pack("=QQQ", 0, 0, _SIGNALS), 24, 0)
     if ruleset >= 0:
         syscalls.raw(_RESTRICT, ruleset, 0)  # refused without root, unless set-uid programs are given up

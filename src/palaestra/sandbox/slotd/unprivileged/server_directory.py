@@ -43,7 +43,7 @@ class ServerDirectory:
 
     @staticmethod
     def claim() -> ServerDirectory:
-        """Make a directory. Raises OSError if none can be made."""
+        """Make a directory for a server. Raises OSError if that is not possible."""
         for _ in range(_CLAIMS):
             with contextlib.suppress(FileNotFoundError):  # the last server has just removed the parent
                 return ServerDirectory._claim(_parent())
@@ -67,7 +67,7 @@ class ServerDirectory:
         raise OSError(11, "no free range of users was found")
 
     def clear(self) -> None:
-        """Kill what still lives in it and remove it."""
+        """Kill the processes of its users that are still alive, and remove the directory."""
         parent = os.path.dirname(self.path)
         with _held(parent):
             _clear(self.path, self.first_user)
@@ -129,7 +129,7 @@ def _clear(path: str, first_user: int) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a directory, however deep or closed to its owner, as far as possible."""
+    """Remove a directory as far as possible, even if it is deep or its owner has no permission to enter parts of it."""
     token = secrets.token_hex(6)
     places = (f"{path}/.{token}-{number}" for number in itertools.count())
     pending = _flatten(path, places)

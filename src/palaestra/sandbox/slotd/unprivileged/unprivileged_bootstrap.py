@@ -1,8 +1,9 @@
 """Starts a server for the isolation levels without namespaces, and cleans up after its death.
 
-There are two processes: the server, and one that watches it. The inits die with the server; the watcher, which inherits
-all their processes, kills those and removes the server's directory. If the watcher is killed as well, the next start
-does it (only if slots have users of their own: otherwise detached processes are not distinguishable, and stay).
+There are two processes: the server, and one that watches it. The inits die with the server. The watcher, which inherits
+all their processes, kills these processes and removes the server's directory. If the watcher is killed as well, the
+next start does this, but only if slots have users of their own; otherwise detached processes cannot be distinguished
+from others, and stay.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _serve(stream: socket.socket, place: ServerDirectory, confined: bool, watche
 
 
 def _require_means() -> None:
-    """Raise OSError if slots cannot be confined here; the message names what is missing."""
+    """Raise OSError if slots cannot be confined here; the message names the missing part."""
     if not privileges.supported():
         raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
     found = landlock.version()

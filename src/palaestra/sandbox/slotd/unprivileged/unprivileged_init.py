@@ -35,7 +35,7 @@ from ..protocol.init_messages import InitReport, Order, ReportKind
 from . import copy_workspace, landlock, server_directory, users
 
 CONTROL = 3  # the descriptor of the control socket
-# Paths that clients use, and the directories of the slot behind them.
+# Paths that clients use, and the directories of the slot that they stand for.
 DIRECTORIES = {"/workspace": "workspace", "/root": "home", "/tmp": "tmp"}  # noqa: S108
 _READ_ONLY = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/proc")
 # The files of /etc that programs read; none names accounts, keys, hosts or services of this machine.
@@ -57,7 +57,7 @@ class NoDirectory(OSError):
 
 @dataclass(frozen=True, slots=True)
 class UnprivilegedPlan:
-    """The settings of one slot. `user` 0 is the caller's own; `template` is the layer it starts from."""
+    """The settings of one slot. `user` 0 means the caller's own user; `template` is the layer it starts from."""
 
     home: str
     user: int
@@ -106,7 +106,7 @@ def _prepare(plan: UnprivilegedPlan) -> None:
         os.mkdir(f"{plan.home}/{name}", 0o700)
         if plan.template is not None and name != "tmp":
             copy_workspace.copy_for(owner, f"{plan.template}/{name}", f"{plan.home}/{name}")
-            os.chmod(f"{plan.home}/{name}", 0o700)  # an agent may have closed it
+            os.chmod(f"{plan.home}/{name}", 0o700)  # an agent may have removed the permissions
         os.chown(f"{plan.home}/{name}", owner, owner)
     os.chown(plan.home, -1, owner)
     os.dup2(
@@ -149,8 +149,8 @@ def _limit(limit: int, value: int | None) -> None:
 
 
 def _kill_slot(plan: UnprivilegedPlan) -> process_tree.KillSlot:
-    """Return the function that kills the slot: all processes of its user; without such a user, all that this
-    process may signal (`confined`), or its descendants (`none`)."""
+    """Return the function that kills the slot: all processes of its user. If it has no user of its own, the function
+    kills all processes that this process may signal (`confined`), or this process's descendants (`none`)."""
     if plan.user:
         return lambda: users.kill(plan.user)
     return process_tree.kill_everything if plan.confined else _kill_descendants
@@ -172,8 +172,8 @@ def real_path(home: str, path: str) -> str:
 
 
 def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
-    """Return the pid of a new process of the slot's user. Raises OSError for a failure before its program ran. Becoming
-    a user takes a fork of this whole process, which is twice as slow as starting a program."""
+    """Start a process as the slot's user and return its pid. Raises OSError for a failure before its program ran.
+    Becoming another user takes a fork of this whole process, which is twice as slow as starting a program directly."""
     env = init_messages.env_block(_environment(plan, spawn.env.variables()))
     spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:

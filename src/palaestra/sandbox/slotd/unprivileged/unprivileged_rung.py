@@ -1,7 +1,7 @@
-"""The isolation levels `confined` and `none`: slots of users and plain directories, forked by copying.
+"""The isolation levels `confined` and `none`: slots made of users and plain directories, forked by copying.
 
-With root and a user for each slot, `confined` serves many slots; otherwise one at a time, since a second one would be
-the same user and could reach the first one's files.
+If the server is root and gives each slot a user, `confined` serves many slots. Otherwise it serves one at a time, since
+a second slot would have the same user and could reach the files of the first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class CopiedFiles:
 
 @dataclass
 class UnprivilegedInit:
-    """Implements `SlotInit`. The slot's processes are those of its user; without one, all orphans of its init."""
+    """Implements `SlotInit`. The slot's processes are those of its user; if it has no user of its own, they are all
+    orphans of its init."""
 
     plan: unprivileged_init.UnprivilegedPlan
     children: set[int]  # the server's own children, which are not orphans of a slot
@@ -217,7 +218,7 @@ class UnprivilegedDriver:
         return Place(root, path, owner)
 
     def _require_public(self, path: str, writing: bool, network: bool) -> None:
-        """Refuse a path that a command of the slot could not read, or write."""
+        """Refuse a path that a command of the slot could not read (or write)."""
         denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         if writing:
             raise denied
@@ -233,7 +234,7 @@ class UnprivilegedDriver:
             raise denied
 
     def drop(self, path: str) -> None:
-        """Remove a directory in a process of its own, since its owner decides how long that takes."""
+        """Remove a directory in a separate process, since the directory's owner decides how long that takes."""
         with contextlib.suppress(FileNotFoundError):
             trash = f"{self._base.path}/trash/{next(self._numbers)}"
             os.rename(path, trash)

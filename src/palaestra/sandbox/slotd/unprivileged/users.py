@@ -1,8 +1,9 @@
-"""The users of the slots of one server, and their processes: found, killed, counted.
+"""Gives the slots of one server their users, and counts and kills the processes of these users.
 
-A slot's user owns only the slot, so ordinary permissions protect everything else. The range of a server does not
-overlap those of other servers in the same container, since its directory is its own (`server_directory.py`); it is
-drawn at random because limits per user are counted on the whole machine, across containers.
+A slot's user owns only the slot, so ordinary permissions protect everything else. A server's range of users does not
+overlap the ranges of other servers in the same container, since each server has its own directory, which is named after
+the range (`server_directory.py`). The range is drawn at random because the kernel counts limits per user on the whole
+machine, across containers.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _mapped(kind: str) -> set[tuple[int, int]]:
 
 
 class Users:
-    """The users of one server, each given to one slot at a time, the longest unused first."""
+    """The users of one server. Each is given to one slot at a time, the one that has been unused for longest first."""
 
     def __init__(self, start: int) -> None:
         self._free = deque(range(start + 1, start + RANGE))
@@ -97,7 +98,7 @@ def living(first: int, count: int = 1) -> int:
 
 
 def _read(pid: int) -> tuple[bool, int, int]:
-    """Return whether a thread of it lives, its parent and its real uid, from proc(5)."""
+    """Return whether any thread of a process is alive, its parent and its real uid, from proc(5)."""
     with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
         wanted = ("State:", "PPid:", "Uid:", "Threads:")
         fields = dict(line.split(":", 1) for line in file if line.startswith(wanted))
@@ -106,8 +107,8 @@ def _read(pid: int) -> tuple[bool, int, int]:
 
 
 def kill_orphans(spare: set[int]) -> int:
-    """Kill, where slots have no users of their own, all inherited processes except `spare` and their descendants;
-    returns how many still live. Ignores processes that became another user, which is possible only on `none` (sudo)."""
+    """Kill all inherited processes except `spare` and their descendants, for slots without users of their own; returns
+    how many are still alive. Ignores processes that became another user, which is possible only at `none` (sudo)."""
     table = [process for process in process_tree.processes() if process.pid not in spare]
     kept = {process.pid for pid in spare for process in process_tree.descendants(pid, table)}
     living = 0
