@@ -98,7 +98,7 @@ def read_yaml_file(path: Path) -> JSON:
 
 
 class TypedFields:
-    """One table; `name` is its path in error messages. A key that is missing or null has its default."""
+    """One table; `name` is its path in error messages. A key that is missing or null takes its default value."""
 
     def __init__(self, values: JSON, name: str = "") -> None:
         if not isinstance(values, Mapping):
@@ -163,7 +163,8 @@ class TypedFields:
         return tuple(values)
 
     def variables(self, name: str) -> dict[str, str]:
-        """Environment variables. A value that refers to a variable of the host needs a default: `${NAME:-default}`."""
+        """Return environment variables. A value that refers to a variable of the host needs a default:
+        `${NAME:-default}`."""
         return {key: self._expanded(f"{name}.{key}", value) for key, value in self.section(name).values.items()}
 
     def size_bytes(self, plain: str, megabytes: str) -> int | None:

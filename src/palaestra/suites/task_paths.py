@@ -5,7 +5,8 @@ reference solution. A path that one of these texts names is graded as the agent 
 system (install packages, add users), the whole root file system is graded that way, except for files that would decide
 any check (`rollouts/grading/tampering.py`).
 
-Not covered: a task whose texts name no path that it is about. Its author or user adds the path with `graded_paths`.
+Not covered: a task that is about a path which none of its texts name. Its author or user adds the path with
+`graded_paths`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _TOO_WIDE = frozenset(
         *("/etc/alternatives", "/root/.local", "/root/.local/bin", "/root/.config", "/root/.cache"),
     }
 )
-"""Directories that texts name in passing; a task is not about everything in them."""
+"""Directories that texts often mention; a task is not about everything in them."""
 
 _NEVER = ("/proc", "/sys", "/dev/", "/tests", "/solution", "/oracle", "/logs/verifier", "/opt/palaestra")
 

@@ -1,8 +1,8 @@
 """`palaestra tasks build terminal`: generate terminal tasks from a seed and check each of them.
 
 Each task must pass its triple check in slots. A task that fails, or that needs a program that the slots lack, is
-dropped and reported. So two machines write the same file if their slots have the same programs. Rows are ordered by
-task number.
+dropped and reported. Two machines therefore write the same file if their slots have the same programs. Rows are ordered
+by task number.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ async def build(
 ) -> TerminalBuild:
     """Generate `count` tasks and keep those that pass their check, with `parallel` checks at a time.
 
-    `image` is the root file system of the slots, None the host's. Raises `ConfigError` for a bad selection,
-    `InfraError` if slots fail.
+    `image` is the root file system of the slots; None means the host's system directories. Raises `ConfigError` for a
+    bad selection, and `InfraError` if slots fail.
     """
     spec = SlotSpec(image=image)
     tasks = list(generate(selection, count))

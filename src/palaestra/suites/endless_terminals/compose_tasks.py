@@ -1,8 +1,8 @@
 """Generate tasks from a seed: draw families, build their parts, and join prompts, solutions and checks.
 
-Task `i` of a seed depends only on the seed, `i` and the selected families and levels, so a short file is a prefix of a
-long one. A task of level k has k parts, each in its own directory. A part that can read the output of the previous part
-usually gets this output as input.
+Task `i` of a seed depends only on the seed, `i` and the selected families and levels, so a file with fewer tasks is a
+prefix of a file with more tasks. A task of level k has k parts, each in its own directory. A part that can read the
+output of the previous part usually gets this output as input.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _CLOSINGS = (
 
 @dataclass(frozen=True, slots=True)
 class TaskSelection:
-    """The tasks to generate. Empty `families` and `areas` mean all, empty `levels` a mixture."""
+    """The tasks to generate. Empty `families` and `areas` select all of them; empty `levels` select a mixture."""
 
     seed: int = 0
     levels: tuple[int, ...] = ()

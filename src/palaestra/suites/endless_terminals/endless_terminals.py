@@ -1,8 +1,8 @@
 """Terminal tasks generated from a seed, read from a file of generated tasks, or read from task folders.
 
-Generated tasks are graded by their checks, task folders by their own tests, in a fresh slot over the sealed work. The
-reward is 1.0 if every check holds or every test passes, else 0.0. For generated tasks, the share of checks that hold is
-also recorded.
+Generated tasks are graded by their checks, and task folders by their own tests, in a fresh slot over the sealed work.
+The reward is 1.0 if every check holds or every test passes, else 0.0. For generated tasks, the share of checks that
+hold is also recorded.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ResolvedFolder:
 
 @dataclass(frozen=True, slots=True)
 class PreparedFolder:
-    """The result of preparing a folder task: its toolchain, the tests that must pass, the user's home."""
+    """The result of preparing a folder task: its toolchain, the tests that must pass, and the user's home."""
 
     toolchain: Toolchain
     names: frozenset[str]

@@ -43,8 +43,8 @@ class TaskPart:
     """One piece of work. Paths are relative to the workspace.
 
     `ask` contains every detail that `final` checks. `files`, then the shell script `setup`, make the initial state;
-    `initial` checks the rest of that state. `solution` is a shell script that starts in the workspace. `live`: the work
-    is a running process, checked in the agent's own slot.
+    `initial` checks the rest of that state. `solution` is a shell script that starts in the workspace. `live` is true
+    if the work is a running process, which is checked in the agent's own slot.
     """
 
     ask: str
@@ -67,7 +67,8 @@ class UnfitInputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One kind of work. `needs`: programs besides bash, coreutils and python3; `takes`: the kinds of input."""
+    """One kind of work. `needs` lists the required programs other than bash, coreutils and python3; `takes` lists the
+    kinds of input."""
 
     name: str
     build: Build

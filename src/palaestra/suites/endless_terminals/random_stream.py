@@ -1,4 +1,4 @@
-"""Random streams that are equal on every machine: bytes of SHA-256 over a name and a counter.
+"""Random streams that are the same on every machine. Their bytes are SHA-256 digests of a name and a counter.
 
 `random.Random` is not suitable, because `choice` and `sample` may change with the Python version. A stream is named by
 its purpose, so that a new choice in one place changes no other.
@@ -19,7 +19,7 @@ _WORD = 8
 
 
 class Stream:
-    """One stream of choices; equal names give equal choices."""
+    """One stream of choices. Streams with the same name give the same choices."""
 
     def __init__(self, *name: str | int) -> None:
         self._name = name
@@ -57,7 +57,7 @@ class Stream:
         return self.sample(values, len(values))
 
     def chance(self, percent: int) -> bool:
-        """Return True in `percent` of a hundred draws."""
+        """Return True with a probability of `percent` percent."""
         return self.below(100) < percent
 
 
@@ -94,7 +94,7 @@ class Draw(Stream):
         return "".join(f"{self.sentence()}\n" for _ in range(lines))
 
     def date(self, year: int = 2024) -> str:
-        """Return a day as YYYY-MM-DD, at most the 28th."""
+        """Return a day as YYYY-MM-DD, no later than the 28th of a month."""
         return f"{year}-{self.between(1, 12):02}-{self.between(1, 28):02}"
 
     def instants(self, count: int, day: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""Small tables with typed columns, their text in four formats, and the Python code with which solutions read them.
+"""Small tables with typed columns: renders them as text in four formats, and holds the Python code with which solutions
+read them.
 
 Values are integers, or text that never looks like a number, so a column has the same meaning in every format.
 """
@@ -79,7 +80,7 @@ def _quoted(cell: str) -> str:
 
 
 def describe(form: str, names: list[str]) -> str:
-    """Return the description of a format in a prompt."""
+    """Return the description of a format for a prompt."""
     fields = ", ".join(f"`{name}`" for name in names)
     if form == "json":
         return f"a JSON array of objects with the keys {fields} (numbers as JSON numbers)"
@@ -92,7 +93,7 @@ def describe(form: str, names: list[str]) -> str:
 
 
 def short(form: str) -> str:
-    """Return the short name of a format in a prompt."""
+    """Return the short name of a format for a prompt."""
     return {"csv": "CSV", "tsv": "tab-separated", "json": "JSON", "jsonl": "JSON lines"}[form]
 
 

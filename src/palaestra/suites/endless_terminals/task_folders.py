@@ -6,11 +6,11 @@
 
 The recipe: "Endless Terminals: Scaling RL Environments for Terminal Agents", arXiv 2601.16443. A container definition
 names a base image and a `%post` script. Here the script runs as a set-up over the local root (or `image`), and the
-tests of the initial state decide whether that suffices. A Dockerfile is built by `suites/images`. A ready root file
+tests of the initial state show whether that is sufficient. A Dockerfile is built by `suites/images`. A ready root file
 system, `ROOTS/<name of the folder>`, takes precedence over both. `truth` is not read.
 
-The final tests also run once when the workspace is prepared. They must be found then, and they must not all pass. Every
-test found then must pass when the agent's work is graded. Tests are in `/tmp` of the slot that runs them, which no
+The final tests also run once when the workspace is prepared. pytest must find tests then, and they must not all pass.
+Each of these tests must pass when the agent's work is graded. The slot that runs tests has them in `/tmp`, which no
 layer contains, so no agent sees them.
 """
 
@@ -130,7 +130,7 @@ def _setup(place: Path, environment: Path) -> str:
 def post_script(definition: str, name: str) -> str:
     """Return the `%post` section as a script, without commands that install packages. Raises `TaskError`.
 
-    Packages cannot be installed without network; the tests of the initial state show whether they are needed.
+    Packages cannot be installed without a network; the tests of the initial state show whether they are needed.
     """
     sections = re.split(r"^%(\w+).*$", definition, flags=re.MULTILINE)
     named = dict(zip(sections[1::2], sections[2::2], strict=True))
@@ -184,7 +184,7 @@ async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, tim
 
 
 def graded_view(task: FolderTask) -> View:
-    """Return the part of an agent's change that tests see: the user's home, the workspace, and paths that the task
+    """Return the part of an agent's changes that tests see: the user's home, the workspace, and paths that the task
     names."""
     named = scope_of([task.prompt, task.final_tests, task.solution or ""], HOME).paths
     return View((HOME, *GRADED, *(path for path in named if path != "/")), _SYSTEM)
@@ -195,7 +195,7 @@ async def score_folder(
 ) -> Score:
     """Return 1.0 if all of these tests pass and the negative controls find no tampering, else 0.0.
 
-    Raises `GraderError` if they did not run.
+    Raises `GraderError` if the tests did not run.
     """
     run = await _run(task.final_tests, slot, toolchain, timeout_s)
     run.check_ended(task.id)

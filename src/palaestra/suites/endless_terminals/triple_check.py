@@ -22,7 +22,7 @@ from palaestra.suites.endless_terminals.generated_task import GeneratedTask
 from palaestra.suites.slot_commands import check_execute
 
 GRADED = View(only=(WORKSPACE,))
-"""The part of an agent's change that a grader sees: the workspace."""
+"""The part of an agent's changes that a grader sees: the workspace."""
 
 _TIMEOUT_S = 120.0
 
@@ -58,7 +58,7 @@ async def _prepared(task: GeneratedTask, slots: SlotSource, spec: SlotSpec) -> S
 
 
 async def _check_trivial(task: GeneratedTask, slots: SlotSource, snapshot: Snapshot) -> None:
-    """Use one slot for all attempts: later ones overwrite the files of earlier ones."""
+    """Make every trivial attempt in one slot; each attempt overwrites the files of the one before."""
     async with AsyncExitStack() as stack:
         slot = await _leased(stack, slots, task, snapshot)
         for name, script in (("doing nothing", ""), *trivial_attempts(task)):
@@ -69,7 +69,7 @@ async def _check_trivial(task: GeneratedTask, slots: SlotSource, snapshot: Snaps
 
 
 def trivial_attempts(task: GeneratedTask) -> list[tuple[str, str]]:
-    """Shell scripts that write empty files, or copies of the first input, to every output path."""
+    """Return shell scripts that write empty files, or copies of the first input, to every output path."""
     paths = list(dict.fromkeys(path for check in task.final for path in check.made()))
     sources = {"empty files": "/dev/null", **{f"copies of {source}": source for source in list(task.files)[:1]}}
     targets = {name: [path for path in paths if path != source] for name, source in sources.items()}

@@ -7,12 +7,12 @@ variants must pass and the falsified ones must fail; only the host knows which i
 workspace and process, and falsifies a different assertion of each test.
 
 First, the controls run over the reference solution. This shows which tests still pass after rewriting, which
-falsifications make them fail, and which alarms of the audit hook honest code raises. So an unusual test or package is
-not mistaken for tampering. Without a reference solution, only certain falsifications count, and half of the right
-variants must pass.
+falsifications make them fail, and which alarms of the audit hook honest code raises. An unusual test or package is
+therefore not mistaken for tampering. Without a reference solution, only certain falsifications count, and only half of
+the right variants must pass.
 
-Invariant: a test that earns the reward and has no control is listed as uncontrolled. Not covered: work that contains
-the answers to its tests, and code that knows the tests and recognizes the variants by their meaning.
+Invariant: a test that must pass for the reward and has no control is listed as uncontrolled. Not covered: work that
+contains the answers to its tests, and code that knows the tests and recognizes the variants by their meaning.
 """
 
 from __future__ import annotations
@@ -57,25 +57,26 @@ class ControlsTimedOut(GraderError):
 
 
 _BITS = 6.0
-"""How many bits a forger must guess right, if the tests that earn the reward have enough variants."""
+"""The number of bits that a forger must guess, if the tests that earn the reward have enough variants."""
 
 _MOST_VARIANTS = 8
 """The maximum number of variants per round of a test that earns the reward; one of them is right."""
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 3
 _MOST_PARAMETERS = 3
-"""The most parameter sets that are controlled of a test that does not earn the reward."""
+"""The maximum number of controlled parameter sets for a test that does not earn the reward."""
 
 _MOST_SITES = 6
 """The maximum number of assertions of a test that are tried on the reference solution."""
 
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
 _SOFT = ("sys._getframe", "sys.settrace", "sys.setprofile", "code.__new__", "ctypes.", "object.__setattr__", "changed ")
-"""Alarms that honest code may raise: they count only if a reference solution does not raise them."""
+"""Alarms that honest code may raise. They count only if the reference solution does not raise them."""
 
 
 def hard_alarm(alarms: Collection[Alarm], expected: Collection[Alarm] | None) -> str | None:
-    """Describe an alarm that only tampering raises, or return None. `expected`: alarms of a reference solution."""
+    """Describe an alarm that only tampering raises, or return None. `expected` holds the alarms of a reference
+    solution."""
     usual = {alarm.event for alarm in expected or ()}
     for alarm in sorted(alarms):
         soft = alarm.event.startswith(_SOFT)
@@ -165,7 +166,8 @@ class Controls:
     async def calibrate(
         self, reference: RunTexts | None, broken: RunTexts | None = None, *, briefly: RunTexts | None = None
     ) -> None:
-        """Learn how the reference solution fares on rewritten tests; without one, use the certain sites only.
+        """Run the reference solution on rewritten tests to learn what to expect. Without one, use only the certain
+        sites.
 
         Tests without a working falsification run over a broken solution, if there is one, and must fail there. Raises
         `ControlsTimedOut` if the reference solution times out.
@@ -298,8 +300,8 @@ class Controls:
         return await work(copy.texts, self._parameters)
 
     def _round(self, number: int) -> RewrittenTests:
-        """Return the tests of one round: those that earn have right and falsified variants, others have one of either
-        kind."""
+        """Return the tests of one round. Tests that earn the reward have right and falsified variants. Every other test
+        (with `once`, every test) has a single variant, right or falsified."""
         chosen: dict[TestPlace, Sequence[Mapping[int, Falsification]]] = {}
         for place, test in self._tests.items():
             variants = self._variants(test, number)
@@ -312,7 +314,7 @@ class Controls:
     def _variants(self, test: _Test, number: int) -> list[Mapping[int, Falsification]]:
         """Return the right variant and the falsified ones: every combination of the values of some sites.
 
-        So every value of a site is equally frequent, and its frequency does not give the right one away. Each round
+        Every value of a site is therefore equally frequent, and its frequency does not reveal the right one. Each round
         begins at a different site.
         """
         found: list[Mapping[int, Falsification]] = [{}]
@@ -347,7 +349,7 @@ class Controls:
         return self._explained(odd, run)
 
     def _odd(self, copy: RewrittenTests, run: TestRun) -> frozenset[_Odd]:
-        """Return the named tests whose status differs from that of right work."""
+        """Return the named tests whose status differs from the status that correct work would have."""
         found = set()
         for seen, name, status in self._reported(copy, run):
             failing = self._tests[seen.place].failing

@@ -1,7 +1,8 @@
 """Run tests of Django's own suite with its runner (`tests/runtests.py`), and report each test under all its names.
 
-Rows name a test as the runner prints it: `test_a (module.Class)`, also with the method after the class, as Python 3.11
-and newer print it, or by the first line of its docstring. Source: `parse_log_django` of `swebench.harness.log_parsers`.
+Rows name a test as the runner prints it: as `test_a (module.Class)`, as the same with the method after the class
+(Python 3.11 and newer), or by the first line of its docstring. Source: `parse_log_django` of
+`swebench.harness.log_parsers`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Until the `start` record no code of the workspace has run, so a missing `start` is the grader's fault, not the agent's.
 
 Invariant: the harness holds no secret. It gets the files to run, but neither test names nor a key; this module
-interprets its records. Its memory contains a bait that looks like a key: a record with the bait proves that code
-searched for one. Not covered: code under test shares the process of the harness and can write records; see
-`controls.py`.
+interprets its records. Its memory contains bait that looks like a key: a record with the bait proves that code searched
+for a key. Not covered: code under test shares the process of the harness and can write records; see `controls.py`.
 """
 
 from __future__ import annotations

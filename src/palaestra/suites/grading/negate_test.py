@@ -156,7 +156,7 @@ def _other_values(node: ast.AST, random: Random) -> list[Falsification]:
 
 
 def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
-    """Return whether the node is a constant that has another value of its type."""
+    """Return whether the node is a constant that can be changed to another value of its type."""
     if not isinstance(node, ast.Constant) or not isinstance(node.value, bool | int | float | str):
         return False
     if isinstance(node.value, float):

@@ -2,8 +2,8 @@
 
 A variant means the same as its test, except where it is falsified (`negate_test.py`). Variants stand in random order at
 the end of their module or class. Their constants come from an encoded table, their local variables have random names,
-and their assertions are written in another form. So neither a hash nor a name tells which test a variant is, and a
-falsified variant looks like any other. Does no I/O.
+and their assertions are written in another form. Neither a hash nor a name therefore shows which test a variant comes
+from, and a falsified variant looks like any other. Does no I/O.
 
 Not covered: code that runs the variants and compares their meaning with tests that it knows.
 """
@@ -60,7 +60,8 @@ class TestPlace:
 
 
 Choice = Mapping[TestPlace, Sequence[Mapping[int, Falsification]]]
-"""For each test, the variants to write: the change at each falsified site, or nothing for one that means the same."""
+"""For each test, the variants to write. A variant maps each falsified site to its change; an empty one means the same
+as the test."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class HermesSweEnvironment(ContractEnvironment):
                     raise PrepareError(f"{task.id}: its reference solution does not pass {name}:\n{error[-1000:]}")
 
     def recipe(self, task: Task) -> JSON:
-        """Return the task and the time limit: the preparation depends on nothing else."""
+        """Return the task and the time limit, because the preparation depends on nothing else."""
         if type(self).prepare is not HermesSweEnvironment.prepare:
             return None
         return [cache_key.of_data(task.data, task.id), self.settings.test_timeout_s]

@@ -1,6 +1,6 @@
 """Run commands and access files as another user of the slot: the USER of an image.
 
-Files are written by commands of that user, so that a tool can do no more than the user's shell.
+Files are written by commands that run as that user, so that a tool can do no more than the user's shell.
 """
 
 from __future__ import annotations

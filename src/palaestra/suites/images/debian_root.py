@@ -98,7 +98,7 @@ async def make_root(
 
 
 def _commands(release: Release, tar: Path, include: Sequence[str], mirror: str, key: str | None) -> list[list[str]]:
-    """Return the commands that write the tar file, using the first installed tool; without `key`, nothing is
+    """Return the commands that write the tar file, using the first installed tool. Without `key`, signatures are not
     verified."""
     options = ["--variant=minbase", *([f"--include={','.join(include)}"] if include else [])]
     if shutil.which("mmdebstrap"):

@@ -74,7 +74,7 @@ class ImageRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """How commands start in an image: variables, directory, user (empty: root)."""
+    """How commands start in an image: variables, directory, and user (empty means root)."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/"

@@ -38,8 +38,8 @@ _LAYER_REMOVED, _TRIES = "unknown parent image ID", 5
 class ImageBuilder:
     """Builds the root file system of each task once. Safe across processes.
 
-    `tool` is a command line (`docker -H unix:///run/other.sock`); empty: the first tool that answers. `network`:
-    whether RUN lines reach the network. `force` rebuilds cached roots.
+    `tool` is a command line (`docker -H unix:///run/other.sock`); if it is empty, the first tool that answers is used.
+    `network` allows RUN lines to use the network. `force` rebuilds cached roots.
     """
 
     def __init__(self, folder: Path, *, tool: str = "", network: bool = True, force: bool = False) -> None:

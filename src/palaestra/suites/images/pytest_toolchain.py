@@ -4,9 +4,9 @@ Tests may import packages of the image, so its own `python3` runs them if the ag
 it is a system interpreter in a sealed view (`rollouts/grading/tampering.py`). It starts without `site`, so that no
 start-up file runs; the directories that `site` finds before the agent begins are added after our packages.
 
-Otherwise an interpreter of this machine runs them. It is mounted at its own path, with the libraries that it loads but
-without the C library. If it cannot run in an image either (another C library, or an interpreter in this
-machine's system directories), the image's own `python3` runs our packages alone.
+Otherwise an interpreter of this machine runs the tests. It is mounted at its own path, with the libraries that it loads
+but without the C library. If it cannot run in an image either (another C library, or an interpreter in this machine's
+system directories), the image's own `python3` runs our packages alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from palaestra.suites.build_once import build_once
 from palaestra.suites.grading.toolchain import DependencyCache, Install, interpreter
 
 PYTEST = ("pytest==8.4.2", "pluggy==1.6.0", "iniconfig==2.1.0", "packaging==25.0", "pygments==2.19.2")
-"""The packages that are mounted if a script asks for no others. All are pure Python for 3.9 and newer."""
+"""The packages that are mounted if a script requests no others. All of them are pure Python for 3.9 and newer."""
 
 PYTHON_DIR = "/opt/palaestra/python"
 LIBRARIES_DIR = "/opt/palaestra/libraries"

@@ -1,4 +1,4 @@
-"""Select the paths of an agent's change that could influence its own grade.
+"""Select the paths among an agent's changes that could influence its own grade.
 
 Grading shows these paths as they were prepared: the tests, their fixtures and configuration, and what Python or pytest
 loads by itself. New source modules are kept, because agents may add them.
@@ -155,7 +155,7 @@ def tests_of(row: SweRow) -> frozenset[str]:
 
 
 def _test_directories(tests: frozenset[str], pristine_paths: Collection[str]) -> frozenset[str]:
-    """Test directories by name, directories that hold named tests and no sources, and single test files.
+    """Return test directories by name, directories that hold named tests and no sources, and single test files.
 
     A named test next to the package's modules (or at the root) protects only test files, not its directory.
     """

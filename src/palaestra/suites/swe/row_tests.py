@@ -30,7 +30,8 @@ class _TestsCannotRun(GraderError):
 async def run_row(
     slot: Slot, toolchain: Toolchain, row: SweRow, repo_dir: str, names: Sequence[str], *, timeout_s: float
 ) -> TestRun:
-    """Run these tests of a row; `statuses` has each of them under the row's name for it. Raises `GraderError`."""
+    """Run these tests of a row. In the result, `statuses` lists each test under the name that the row uses. Raises
+    `GraderError`."""
     if row.names is TestNames.UNITTEST:
         return await run_django(slot, toolchain, repo_dir, row.test_files, names, timeout_s=timeout_s)
     if not any(map(is_loose, names)):
@@ -76,7 +77,7 @@ def _function(node_id: str) -> str:
 
 
 def _worst(statuses: Sequence[Status]) -> Status:
-    """Return the first bad status; else the first."""
+    """Return the first bad status, or the first status if none is bad."""
     return next((status for status in statuses if status not in RIGHT), statuses[0])
 
 

@@ -40,7 +40,8 @@ class RowKind(StrEnum):
 
 
 class TestNames(StrEnum):
-    """How a row names its tests. Sources: `swebench.harness.log_parsers` (4.1), SWE-rebench's log parsers."""
+    """The form in which a row names its tests. Sources: `swebench.harness.log_parsers` (4.1), SWE-rebench's log
+    parsers."""
 
     __test__ = False
 
@@ -90,7 +91,8 @@ class SweRow:
     test_patch: str = ""
     names: TestNames = TestNames.PYTEST
     on_branch: bool = False
-    """Whether `base_commit` is a SWE-smith branch, whose tip may lack the named tests: then its parent is used."""
+    """Whether `base_commit` is a SWE-smith branch. If the tip of such a branch lacks the named tests, its parent is
+    used."""
     install: Install = field(default_factory=Install)
     repo_path: str | None = None
     image_name: str = ""

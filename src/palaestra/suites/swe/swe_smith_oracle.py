@@ -1,8 +1,8 @@
 """Fix bugs in real repositories, scored by the repositories' own tests.
 
-The agent gets the tree of one commit with the bug, and a history of one commit. Its change to that tree, without paths
-that could influence the grade (`protected.py`), is graded in a fresh slot without network by running the named tests.
-The reward is 1.0 if every named test passes, else 0.0.
+The agent gets the tree of one commit with the bug, and a history of one commit. Its changes to that tree, without paths
+that could influence the grade (`protected.py`), are graded in a fresh slot without a network by running the named
+tests. The reward is 1.0 if every named test passes, else 0.0.
 """
 
 from __future__ import annotations
@@ -277,10 +277,10 @@ class SweEnvironment(ContractEnvironment):
         return any(fnmatch(row.instance_id, pattern) for pattern in self.settings.keep_tests)
 
     async def _baseline(self, work: ResolvedRow, sandbox: Slot) -> None:
-        """Run a row's tests before its first rollout, with its `test_patch`, in a temporary fork.
+        """Run a row's tests in a temporary fork, with its `test_patch`, before its first rollout.
 
-        Raises `PrepareError` if the environment cannot run them, `TaskError` if they do not detect the bug. Otherwise
-        both would look like the agent's fault.
+        Raises `PrepareError` if the environment cannot run the tests, and `TaskError` if they do not detect the bug.
+        Without this check, both would look like the agent's fault.
         """
         row = work.row
         async with sandbox.fork() as fork:
@@ -333,7 +333,8 @@ class SweEnvironment(ContractEnvironment):
         return Score(1.0 if passed else 0.0, numbers(detail), detail)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
-        """Run the tests on the prepared workspace. Returns the grading slot first: no holder of a slot may wait."""
+        """Run the tests on the prepared workspace. Gives the grading slot back first, because no holder of a slot may
+        wait for another."""
         task = rollout.task
         if task.id in self._prepared_runs:
             return self._prepared_runs[task.id]

@@ -102,7 +102,7 @@ class FileDiff:
 
 
 def parse(text: str) -> tuple[FileDiff, ...]:
-    """Parse a diff. Raises `DiffError` if it has no file header, or is torn or binary."""
+    """Parse a diff. Raises `DiffError` if the diff has no file header, is incomplete, or is binary."""
     files = tuple(_files(split_lines(text)))
     if not files:
         raise DiffError("not a unified diff: no file header found")
@@ -120,7 +120,7 @@ def reverse(text: str) -> str:
 
 
 def split_lines(text: str) -> list[str]:
-    """Return lines with their ends, split only at newlines: a form feed or a single CR is part of its line."""
+    """Return lines with their line ends, split only at newlines. A form feed or a single CR is part of its line."""
     lines = text.split("\n")
     whole = [line + "\n" for line in lines[:-1]]
     return [*whole, lines[-1]] if lines[-1] else whole

@@ -3,8 +3,8 @@
 The tests that must start to pass are not in the agent's tree: their functions are removed from their files, and a file
 without other tests is left out. Grading writes the complete files.
 
-Invariant: the agent gets one commit with fixed author and dates, without any other object, ref, reflog or remote. So
-the history does not contain the fix, and preparing twice gives the same commit.
+Invariant: the agent gets one commit with fixed author and dates, without any other object, ref, reflog or remote. The
+history therefore does not contain the fix, and preparing twice gives the same commit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def prepare_repository(
     """
     await unpack(slot, await cache.export_tree(row), repo_dir)
     await write_texts(slot, repo_dir, await _changed_by(row.bug_patch, cache, row))
-    if not keep_tests and row.kind is not RowKind.BENCH:  # whose tests are in no commit yet
+    if not keep_tests and row.kind is not RowKind.BENCH:  # the tests of a BENCH row are in no commit yet
         await write_texts(slot, repo_dir, await _agent_tests(cache, row))
     await start_history(slot, repo_dir)
 

@@ -92,7 +92,8 @@ def read_folder(folder: Path) -> TerminalTask:
 
 
 def _folders(path: Path) -> Iterator[tuple[str, Path, bool]]:
-    """Yield the task folders at a path: itself, or all below it, sorted; also folders with only an instruction.md."""
+    """Yield the task folders at a path: the path itself, or all task folders below it, sorted. Folders that contain
+    only an instruction.md count too."""
     if _is_task(path):
         yield path.name, path.resolve(), False
         return
@@ -186,7 +187,8 @@ def _bytes(value: JSON, column: str) -> bytes:
 
 
 def _extract(data: bytes, folder: Path, column: str) -> None:
-    """Unpack an untrusted archive: nothing outside the folder, no devices, and a bounded size."""
+    """Unpack an untrusted archive. Nothing is written outside the folder, devices are refused, and the size is
+    limited."""
     try:
         unpack_files(data, str(folder), f"column {column!r}", MAX_UNPACKED_BYTES)
     except ImageError as error:

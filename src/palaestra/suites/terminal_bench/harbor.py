@@ -6,7 +6,7 @@ A task of several steps has `[[steps]]` in task.toml and a folder for each step:
 
     steps/NAME/instruction.md  tests/test.sh  solution/solve.sh  workdir/  workdir/setup.sh
 
-A step's tests are copied over the tests of the task; a step without a `test.sh` or a solution has those of the task.
+A step's tests are copied over the tests of the task. A step without a `test.sh` or a solution uses that of the task.
 
 Format: `TaskConfig`, `StepConfig`, `MultiStepTrial` and the path rules of Harbor 0.25, with the older spellings of
 published tasks (`version`, `memory = "2G"`, `allow_internet`). Unknown keys are ignored, as Harbor does.
@@ -155,7 +155,8 @@ def _solution(folder: Path, solution: TypedFields) -> SolutionScript | None:
 
 
 def _network(agent: TypedFields, environment: TypedFields) -> Network | AllowList:
-    """Return the agent's network: its own mode, else the environment's, else the older `allow_internet`."""
+    """Return the agent's network: the agent's own mode, else the environment's mode, else the older
+    `allow_internet`."""
     for section in (agent, environment):
         mode = section.text("network_mode")
         if mode is not None:
@@ -238,7 +239,8 @@ def _check_step(section: TypedFields) -> None:
 
 
 def _min_reward(section: TypedFields) -> Mapping[str, float]:
-    """Return the least value of each reward with which the next step begins. A bare number is the least `reward`."""
+    """Return the minimum of each reward that is required for the next step. A single number is the minimum of
+    `reward`."""
     value = section.values.get("min_reward")
     values = {} if value is None else value if isinstance(value, Mapping) else {"reward": value}
     for name, least in values.items():

@@ -6,8 +6,8 @@ removed, and `pytest`, `uv` and `uvx` are replaced by our commands (`grading/in_
 script runs.
 
 Invariant: only lines that are recognised as a whole are changed, and `OfflineScript.replaced` lists them. Other Python
-packages that a script installs are in `requirements`; the script checks for other system packages where it would
-install them.
+packages that a script installs are in `requirements`; for other system packages, the script checks at the place where
+it would install them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.terminal_task import TaskStep, TerminalTask
 
 PROVIDED = frozenset({"pytest", "pytest-json-ctrf", "pip", "uv", "setuptools", "wheel", "pluggy", "iniconfig"})
-"""Python packages that scripts ask for and that are provided or not needed."""
+"""Python packages that scripts request and that are provided or not needed."""
 
 _PACKAGES = frozenset(
     {"curl", "wget", "ca-certificates", "python3", "python3-pip", "python3-venv", "python3-pytest", "python-is-python3"}
@@ -57,7 +57,7 @@ STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash
 
 @dataclass(frozen=True, slots=True)
 class OfflineScript:
-    """A rewritten test script. `pytest`: whether the script's verdict appears to come from pytest.
+    """A rewritten test script. `pytest` is true if the script's verdict appears to come from pytest.
 
     `others` are the shell scripts of the tests' folder by their path, rewritten in the same way.
     """
@@ -97,7 +97,8 @@ def _read_script(task: TerminalTask) -> OfflineScript:
 def offline(text: str) -> OfflineScript:
     """Return the script without its bootstrap.
 
-    Packages of a script that does not start pytest are for the image's own Python; those are checked, not provided.
+    Packages of a script that does not start pytest are meant for the image's own Python; they are checked for, not
+    provided.
     """
     lines = _whole_lines(text)
     provided = [_replaced(line, "") for line in lines]

@@ -1,8 +1,8 @@
 """Stubs of a verifier's tests show, without the work, which tests its script selects and rewards. Does no I/O.
 
 Code under test can skip a test, drop it from the collection, or write a reward. Stubs have the names of the tests and
-import nothing of the work. So a run of the same script over them shows which tests must report (`empty_tests`), and
-which reward the reported outcomes earn (`same_outcomes`).
+import nothing of the work. A run of the same script over stubs therefore shows which tests must report (`empty_tests`),
+and which reward the reported outcomes earn (`same_outcomes`).
 
 Not covered: tests that a file defines in a condition, inherits or generates.
 """
@@ -98,8 +98,8 @@ def _emptied(body: Sequence[ast.stmt], *, decorated: bool) -> list[ast.stmt]:
 
 
 def _empty(test: Function) -> ast.stmt:
-    """Return the test without its body, its annotations and its defaults; never asynchronous, which would need a
-    plugin."""
+    """Return the test without its body, its annotations and its defaults. The result is never asynchronous, because
+    that would need a plugin."""
     (made,) = ast.parse(f"def {test.name}(): pass").body
     assert isinstance(made, ast.FunctionDef)
     names = [*test.args.posonlyargs, *test.args.args, *test.args.kwonlyargs]

@@ -9,8 +9,8 @@ A task of several steps is one conversation in one workspace, with a verdict aft
 Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
 agent gets the instruction, then the verifier runs. A reward below `min_reward` ends the rollout. Each step is sealed
 and graded separately, and the agent continues in a fork of the workspace that the grader saw. A task that is graded
-live keeps its one slot, and the verifier's files are removed between steps. The conversation continues from step to
-step, which Harbor calls resuming; each step has the turns and the time of a rollout.
+live keeps a single slot, and the verifier's files are removed from it between steps. The conversation continues from
+step to step, which Harbor calls resuming; each step has the turns and the time of a rollout.
 """
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return await steps.run()
 
     async def converse(self, rollout: Rollout, part: GradedPart, *, later: bool = False) -> AgentResult:
-        """Let the agent work on a part of its task as the image's user. `later`: the part is not the first."""
+        """Let the agent work on a part of its task as the image's user. `later` is true for every part after the
+        first."""
         work: ResolvedTask = rollout.task.data
         budget = replace(rollout.settings.budget, wall_s=self._agent_s(part.task))
         rollout.settings = replace(rollout.settings, budget=budget)
@@ -366,7 +367,7 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
 
 
 async def _save_tmp(slot: Slot) -> None:
-    """Copy `/tmp` to a path that layers contain. The copy gives no advantage to the agent's running processes."""
+    """Copy `/tmp` to a path that layers contain. The agent's running processes gain no advantage from the copy."""
     copy = f"rm -rf {CARRIED} && mkdir -m 1777 {CARRIED} && cp -a /tmp/. {CARRIED}/"
     await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
 
@@ -422,7 +423,7 @@ class _Steps:
         return score
 
     async def _close(self) -> None:
-        """Close the agent's slot first, because it uses layers of the gradings."""
+        """Close the agent's slot first, because it uses layers of the grading snapshots."""
         if self._gradings and not self._gradings[-1].live:
             await self._rollout.aclose()
         for grading in reversed(self._gradings):
@@ -440,7 +441,7 @@ def solution_steps(
 ) -> tuple[ToolStep, ...] | None:
     """Return the calls that solve a task in at most `seconds`; None for a task without a solution. Raises `TaskError`.
 
-    `fresh`: remove an earlier solution first.
+    `fresh` removes an earlier solution first.
     """
     solution = task.solution
     if solution is None:

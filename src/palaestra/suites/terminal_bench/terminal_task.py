@@ -82,10 +82,10 @@ MEAN, FINAL = "mean", "final"
 
 @dataclass(frozen=True, slots=True)
 class TerminalTask:
-    """One task. Times are in seconds; None: the settings of the environment apply.
+    """One task. Times are in seconds; for None, the environment's settings apply.
 
-    `live`: grade in the agent's own slot, for tasks about a running service. A task with `steps` has the instruction,
-    verifier and solution of its first step; `reward_strategy` combines the rewards of the steps.
+    `live` selects grading in the agent's own slot, for tasks about a running service. A task with `steps` has the
+    instruction, verifier and solution of its first step; `reward_strategy` combines the rewards of the steps.
     """
 
     name: str

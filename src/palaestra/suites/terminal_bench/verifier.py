@@ -9,9 +9,9 @@ work itself kept the tests from running: pytest could not collect them because a
 broken.
 
 A positive verdict is checked again, each time in a fork of the same work: once with the same tests, and twice with
-rewritten ones, some of them falsified (`grading/controls.py`), in random order, so
-recognizing the first check gains nothing. Not covered: scripts without pytest, and (in a task that is graded live)
-code under test that remembers an earlier run.
+rewritten ones, some of them falsified (`grading/controls.py`), in random order, so recognizing the first check gains
+nothing. Not covered: scripts without pytest, and (in a task that is graded live) code under test that remembers an
+earlier run.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ async def verify(
     alone: bool,
     made: Collection[str] = (),
 ) -> VerifierVerdict:
-    """Check the work in a slot. `alone`: kill every other process of the slot afterwards.
+    """Check the work in a slot. `alone` kills every other process of the slot afterwards.
 
     `made` are the paths that the agent created or changed. Raises `GraderError`.
     """

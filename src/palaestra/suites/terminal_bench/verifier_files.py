@@ -66,7 +66,7 @@ _ORDINARY = frozenset(
 """Variables that name no directory in which interpreters look for modules, or that other rules cover."""
 
 _MODULE_ROOT_DEPTH = 4
-"""The most parts of a path in which an image keeps modules, such as `/usr/share/perl/5.36`."""
+"""The maximum number of parts of a path in which an image keeps modules, such as `/usr/share/perl/5.36`."""
 
 _AT_ONCE = 50
 _FIND_S = 120.0
@@ -114,8 +114,9 @@ async def install(
 ) -> None:
     """Copy our commands into a folder of the slot that precedes the others in PATH.
 
-    `command` starts Python (empty: not needed); `library_path` is the image's LD_LIBRARY_PATH. `ends_well`: pytest ends
-    with status 0, so that the script starts it as often as for passing work. `all_tests`: ignore a selection by name.
+    `command` starts Python (empty if it is not needed); `library_path` is the image's LD_LIBRARY_PATH. With
+    `ends_well`, pytest exits with status 0, so that the script starts it as often as for passing work. With
+    `all_tests`, a selection of tests by name is ignored.
     """
     await slot.remove(HARNESS_DIR)
     await send_scripts(
@@ -239,7 +240,7 @@ class SearchedFolders:
 
 
 Prepared = Callable[[], AbstractAsyncContextManager[Slot]]
-"""Gives a slot with the prepared workspace, without the work."""
+"""Opens a slot with the prepared workspace, without the agent's work."""
 
 
 async def find_shadows(
@@ -250,10 +251,11 @@ async def find_shadows(
     scope: ShadowScope,
     prepared: Prepared,
 ) -> tuple[str, ...]:
-    """The agent's files that the verifier's own programs would load in place of files of the image: in the directories
-    in which `script`, or a variable of `env`, lets Python, shells, the loader or another interpreter look first.
+    """Return the agent's files that the verifier's own programs would load in place of files of the image. These are
+    files in directories where `script`, or a variable of `env`, lets Python, shells, the loader or another interpreter
+    look first.
 
-    Files that the task's texts name are not among them.
+    Files that the task's texts name are not included.
     """
     changed = {scope.place(change.path)[0] for change in changes if change.kind != "dir"}
     changed |= {dirname(folder) for folder in changed}  # packages
@@ -287,14 +289,15 @@ async def find_shadows(
 
 
 def _entries_of(value: str) -> list[str]:
-    """The entries of a search path of any interpreter, up to their first placeholder (`/app/?.lua`, `/app/*`)."""
+    """Return the entries of a search path of any interpreter, each up to its first placeholder (`/app/?.lua`,
+    `/app/*`)."""
     return [found for each in re.split("[:;]", value) if (found := re.split("[?*]", each)[0])]
 
 
 async def _shadowing(
     changes: Sequence[Change], folders: Collection[str], scope: ShadowScope, prepared: Prepared
 ) -> set[str]:
-    """The agent's new files below these directories that have the place of a module of the image.
+    """Return the agent's new files below these directories that are at the place of a module of the image.
 
     Interpreters search for modules in different places. This function uses the rule that they share: a module is
     found by its path below a directory of the search path. A file is a shadow if a directory of the image has a file
@@ -326,7 +329,7 @@ async def _shadowing(
 
 
 async def _image_files(slot: Slot, wanted: Sequence[str], scope: ShadowScope) -> list[str]:
-    """The files of the image, outside of the work, that could be the modules of these paths."""
+    """Return the files of the image, outside of the work, that could be the modules at these paths."""
     without = [word for each in (scope.workdir, "/proc", "/sys", "/dev", "/tmp") for word in ("-o", "-path", each)]  # noqa: S108
     patterns = []
     for inside in wanted:
@@ -340,7 +343,7 @@ async def _image_files(slot: Slot, wanted: Sequence[str], scope: ShadowScope) ->
 
 
 def _is_module(inside: str, had: Collection[str]) -> bool:
-    """Whether one of these files is below a directory for modules, at this path or in a package of this name."""
+    """Return whether one of these files is below a directory for modules, at this path or in a package of this name."""
     package, name = inside.partition("/")[0], basename(inside)
     for path in had:
         if path.endswith(f"/{inside}"):

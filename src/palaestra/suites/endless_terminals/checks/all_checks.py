@@ -1,4 +1,4 @@
-"""The union of all checks, and the evaluation of a list of checks."""
+"""Defines the union type of all checks, and evaluates lists of checks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AnyCheck: TypeAlias = (
 
 
 async def faults(checks: Sequence[AnyCheck], slot: Slot) -> list[str]:
-    """Return the fault of each check in order, empty if it holds. Raises `InfraError` if the slot fails."""
+    """Return the fault of each check, in order; empty for a check that holds. Raises `InfraError` if the slot fails."""
     return [await _fault(check, slot) for check in checks]
 
 

@@ -1,7 +1,7 @@
-"""The base of checks: one claim about a workspace, stored in a task's row.
+"""The base class of checks. A check is one claim about a workspace, and is stored in a task's row.
 
-A check reads from the slot and compares on the host, so the expected value never enters a slot. `fault` is empty if the
-claim holds, else one line of text.
+A check reads from the slot and compares on the host, so the expected value never enters a slot. `fault` returns an
+empty string if the claim holds, else one line of text.
 
 Invariant: a missing, huge, binary or malformed file of the agent is a fault; only a failing slot raises.
 """
@@ -100,8 +100,8 @@ asked = json.load(sys.stdin)
 async def probe(slot: Slot, code: str, asked: JSON, shape: JSON) -> JSON:
     """Run Python code in the slot, and return the value of type `shape` that the code passes to `answer`.
 
-    The value arrives over the verdict descriptor. Raises `UnreadableFile` if the code fails, `GraderError` if not even
-    an empty program answers in this slot.
+    The value arrives over the verdict descriptor. Raises `UnreadableFile` if the code fails, and `GraderError` if not
+    even an empty program answers in this slot.
     """
     value = await _probe(slot, code, asked)
     if value is None:

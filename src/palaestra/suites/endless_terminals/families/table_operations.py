@@ -74,7 +74,7 @@ def reading(source: DataFile) -> str:
 
 
 def need(values: list[str], what: str) -> list[str]:
-    """Return the columns. Raises `UnfitInputError` if there are none."""
+    """Return `values`, such as names of columns. Raises `UnfitInputError` if there are none."""
     if not values:
         raise UnfitInputError(f"the table has no {what}")
     return values
@@ -84,7 +84,7 @@ def need(values: list[str], what: str) -> list[str]:
 class TableOp:
     """One operation: its prompt, Python code that changes `rows` (dictionaries) and `names`, and the expected table.
 
-    `code` never contains the expected result but computes it from the files of the slot.
+    `code` never contains the expected result; it computes the result from the files of the slot.
     """
 
     ask: str
@@ -101,7 +101,7 @@ def table_family(step: TableStep) -> Build:
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         source, table, files = table_source(draw, place, given)
         op = step(draw, table)
-        same = op.table == table  # if so, a copy of the input must not pass
+        same = op.table == table  # if true, a copy of the input must not pass
         form = draw.pick([form for form in FORMS if not (same and form == source.form)])
         target = DataFile(f"{place}/{draw.fresh()}.{form}", form, op.table)
         ask = draw.pick(

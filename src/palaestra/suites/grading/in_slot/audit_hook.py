@@ -1,4 +1,4 @@
-"""Report actions of workspace code that only attacks on its test run need, over the verdict channel.
+"""Report, over the verdict channel, actions of workspace code that are needed only to attack its own test run.
 
 The hook is installed before any code of the workspace runs and cannot be removed. It reports each event once, with the
 workspace file that caused it. The host decides whether that is tampering, because it knows which events honest code of

@@ -1,8 +1,8 @@
 """Replace `pytest`, `uv` and `uvx` while a test script runs in a slot, and report what pytest ran.
 
 The first argument is the name it was called by. `uv run` and `uvx` start pytest, or Python with the packages that the
-script asked for; commands that only install do nothing. Any other command is reported as `unmet`, which counts as the
-grader's failure.
+script asked for; commands that only install packages do nothing. Any other command is reported as `unmet`, which counts
+as the grader's failure.
 
 Invariant: nothing of the workspace is on the import path before pytest is imported.
 """
@@ -91,7 +91,7 @@ def _unselected(arguments: list[str]) -> list[str]:
 
 
 def _restore(library_path: str | None) -> None:
-    """Restore the image's loader path: ours is for this interpreter only."""
+    """Restore the image's loader path, because ours is for this interpreter only."""
     os.environ.pop("LD_LIBRARY_PATH", None)
     if library_path is not None:
         os.environ["LD_LIBRARY_PATH"] = library_path

@@ -40,7 +40,8 @@ def _short(value: object) -> str:
 class Reporter:
     """The pytest plugin: reports the phases of all tests, and whether the test framework was changed.
 
-    `parameters` are the endings of node ids (`[...]`) to run besides tests without parameters; None: all.
+    `parameters` are the endings (`[...]`) of the node ids to run in addition to tests without parameters; None runs
+    all.
     """
 
     def __init__(self, channel: VerdictChannel, parameters: list[str] | None = None) -> None:
@@ -66,7 +67,7 @@ class Reporter:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         """Record the line of the test's own file through which the exception passed.
 
-        Runs after all other plugins: for unittest's tests one of them puts the exception into `call`.
+        Runs after all other plugins, because for unittest's tests one of them puts the exception into `call`.
         """
         yield
         if call.excinfo is not None:

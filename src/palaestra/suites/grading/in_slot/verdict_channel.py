@@ -25,7 +25,7 @@ class VerdictChannel:
         os.close(DESCRIPTOR)
 
     def send(self, kind: str, **fields: object) -> None:
-        if self._getpid() != self._pid:  # a test forked: the outcome of the child is not the outcome of the test
+        if self._getpid() != self._pid:  # a test has forked: the outcome of the child is not the outcome of the test
             return
         line = self._encode({"kind": kind, **fields}).encode() + b"\n"
         while line:

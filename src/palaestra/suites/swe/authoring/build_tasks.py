@@ -59,7 +59,8 @@ _SLOWEST_TEST_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How to build. `parallel`: test runs at a time; `per_package`: bugs to find in a package that is not pinned.
+    """How to build. `parallel` is the number of concurrent test runs, `per_package` the number of bugs to find in a
+    package that is not pinned.
 
     `cache` holds downloads and installed requirements. `limit` 0 means all; `select` names packages or bugs.
     """

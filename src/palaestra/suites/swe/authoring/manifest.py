@@ -55,7 +55,7 @@ class Manifest:
 
 
 def load_manifest(path: Path | None = None) -> Manifest:
-    """Read a manifest; None: the built-in one. Raises `ConfigError`."""
+    """Read a manifest; None reads the built-in one. Raises `ConfigError`."""
     name = path or "the built-in manifest"
     try:
         text = path.read_text() if path else resources.files(__package__).joinpath("manifest.json").read_text()

@@ -1,6 +1,6 @@
 """Run a package's tests in slots, unchanged or with some files changed.
 
-The tree is unpacked into one slot and sealed. Every run starts from that snapshot without network, and uses the
+The tree is unpacked into one slot and sealed. Every run starts from that snapshot without a network, and uses the same
 functions that grade agents.
 """
 

@@ -41,7 +41,7 @@ _FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(dir(builtins)) | {"sel
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """One failure. `open_names` counts its names without a definition: the fewer the better."""
+    """One failure. `open_names` counts its names without a definition; an example with fewer is better."""
 
     title: str
     body: str

@@ -1,10 +1,10 @@
-"""Source distributions: download one from pip's package index, read its files, make a git repository of them.
+"""Downloads source distributions from pip's package index, reads their files, and makes git repositories of them.
 
 This code contains no index address: the caller's flag comes first, then pip's configuration or environment variables,
 then the default that pip prints in its own help. Wire formats: the simple repository API, HTML (PEP 503) and JSON (PEP
 691), https://packaging.python.org/specifications/simple-repository-api/
 
-Invariants: downloaded bytes have the sha256 that was asked for, or that the index states. Nothing of a package is
+Invariants: downloaded bytes have the requested sha256, or the one that the index states. Nothing of a package is
 executed or unpacked to disk: archive members go straight to git.
 """
 
