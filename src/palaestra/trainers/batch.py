@@ -1,9 +1,9 @@
 """Makes rows with advantages from groups, and refuses those that should not be trained.
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
-advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share have the mean of
-their rewards. These are refused: unscored rollouts, groups whose scores are equal, rows that older weights sampled, and
-rows whose log-probabilities differ from the trainer's.
+advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share get the mean
+reward of these rollouts. Not trained are unscored rollouts, groups whose scores are equal, rows that older weights
+sampled, and rows whose log-probabilities differ from the trainer's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of one step. `refused` counts the refusals by reason; `rewards` are of all scored rollouts."""
+    """The rows of one step. `refused` counts the refusals by reason; `rewards` are those of all scored rollouts."""
 
     rows: list[TrainedRow] = field(default_factory=list)
     groups: int = 0
@@ -47,8 +47,9 @@ class Batch:
     rollouts: int = 0
 
     def add(self, group: Group, *, version: int, most_behind: int, scaled: bool = True) -> bool:
-        """Take a group that weights of at most `most_behind` versions before `version` sampled. Returns whether there
-        is anything to learn from it. Raises `ConfigError` if its model server does not give exact tokens."""
+        """Add a group if the weights that sampled it are at most `most_behind` versions older than `version`. Returns
+        whether there is anything to learn from it. Raises `ConfigError` if its model server does not give exact
+        tokens."""
         scored = group.scored
         self.rollouts += len(group.trajectories)
         self.refused[UNSCORED] += len(group.trajectories) - len(scored)
@@ -98,7 +99,7 @@ def _by_credit(
     row: ExportedRow, credit: Sequence[tuple[int, int, float]], rewards: Sequence[float], *, scaled: bool
 ) -> list[TrainedRow]:
     """Return the row once for each of its values, with only the tokens of that value trained, for trainers with one
-    advantage per sequence. The values are compared to `rewards`, those of the group."""
+    advantage per sequence. The values are taken relative to `rewards`, the rewards of the group."""
     mean = statistics.fmean(rewards)
     deviation = max(statistics.pstdev(rewards), _SMALLEST_DEVIATION) if scaled else 1.0
     found = []

@@ -1,4 +1,4 @@
-"""`BusyClock` measures how long a training samples, runs slots or computes; the rest of the time is overhead."""
+"""`BusyClock` measures how long a training run samples, runs slots or computes. The rest of the time is overhead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        """The seconds so far."""
+        """The busy seconds so far."""
         return self._seconds + (time.monotonic() - self._since if self._is_working else 0.0)
 
     @contextmanager

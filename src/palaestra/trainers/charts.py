@@ -1,4 +1,4 @@
-"""The curves of a training, for the report of its run."""
+"""The curves of a training run, for its report."""
 
 from __future__ import annotations
 

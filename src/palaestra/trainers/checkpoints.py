@@ -1,4 +1,4 @@
-"""The files of a training, in `training/` of its run's folder: `steps.jsonl`, and the checkpoints.
+"""The files of a training run, in `training/` of the run's folder: `steps.jsonl`, and the checkpoints.
 
 A checkpoint is a folder `step-000010` with the trainer's files and `state.json`. It is written under another name and
 renamed when it is on the disk, so every checkpoint that exists is complete.
@@ -31,7 +31,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 class TrainingState(msgspec.Struct, kw_only=True):
-    """The state of a training after `step`: `number` is the next group's, `drawn` counts the training tasks taken.
+    """The state of a training run after `step`: `number` is the next group's, `drawn` counts the training tasks taken.
 
     `best` is the mean reward of the best evaluation, at `best_step`; `worse` counts the evaluations since.
     """
@@ -47,7 +47,7 @@ class TrainingState(msgspec.Struct, kw_only=True):
     worse: int = 0
 
     def check(self, trainer: str, model: str) -> None:
-        """Raise `ConfigError` if the checkpoint is another trainer's or another model's."""
+        """Raise `ConfigError` if the checkpoint belongs to another trainer or another model."""
         for name, saved, now in (("trainer", self.trainer, trainer), ("model", self.model, model)):
             if saved != now:
                 raise ConfigError(
@@ -98,7 +98,7 @@ class TrainingFiles:
         return part
 
     def commit(self, part: Path, state: TrainingState, keep: int) -> None:
-        """Make the checkpoint in `part` valid, and remove older ones except the best. Raises `DiskError`."""
+        """Make the checkpoint in `part` valid, and remove older checkpoints except the best one. Raises `DiskError`."""
         done = self.checkpoint(state.step)
         try:
             (part / "state.json").write_bytes(msgspec.json.encode(state))
@@ -116,13 +116,13 @@ class TrainingFiles:
                 shutil.rmtree(self.checkpoint(step), ignore_errors=True)
 
     def write_settings(self, settings: Mapping[str, JSON]) -> None:
-        """Write the settings of the training, which are read when it resumes. Raises `DiskError`."""
+        """Write the settings of the training run, which are read when it resumes. Raises `DiskError`."""
         path = self.path / SETTINGS
         with writing(path), replaced(path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(settings)) + b"\n")
 
     def log(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
-        """Add a line, unless the training wrote it before it was interrupted. Raises `DiskError`."""
+        """Add a line, unless the training run wrote it before it was interrupted. Raises `DiskError`."""
         if step <= self._logged.get(kind, -1):
             return
         self._logged[kind] = step
@@ -136,8 +136,8 @@ class TrainingFiles:
 
 
 def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
-    """Return the metrics of a training's steps (`kind` step) and evaluations (`kind` evaluation), in order; none if the
-    run trained nothing. A torn line is left out."""
+    """Return the metrics of a training run's steps (`kind` step) and evaluations (`kind` evaluation), in order; none if
+    the run trained nothing. An incomplete line is left out."""
     return read_lines(run / FOLDER / "steps.jsonl")
 
 

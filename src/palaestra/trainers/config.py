@@ -1,4 +1,4 @@
-"""`TrainingConfig`: the settings of a training, apart from those of its environment."""
+"""`TrainingConfig`: the settings of a training run, apart from those of its environment."""
 
 from __future__ import annotations
 

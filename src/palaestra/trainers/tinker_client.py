@@ -1,6 +1,6 @@
 """`TinkerTrainer`: trains an adapter through the Tinker SDK, on the service or on a server that speaks its wire.
 
-The engine samples with the sampling client of the last step's weights. The loss `importance_sampling` is a sum over
+The engine samples with a sampling client for the weights of the last step. The loss `importance_sampling` is a sum over
 tokens: advantages are divided by the number of sampled tokens in the step, so that each of them has the same weight.
 
 Extra: `tinker`. Source: the `tinker` package, version 0.38; 0.25, which SkyRL's server needs, works too.
@@ -41,7 +41,7 @@ STATE = "tinker.json"
 """The file of a checkpoint with the path of the state that the server keeps."""
 
 START_TIMEOUT_S = 180.0
-"""Seconds that a server which is started here may take to load its model."""
+"""Seconds that a local server may take to load its model."""
 
 CHECK_S, GONE_S = 2.0, 10.0
 """Seconds between checks of a server while an answer takes long, and seconds that it may be unreachable: the SDK itself
@@ -60,8 +60,8 @@ async def _value(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 async def answered(answer: Awaitable[T], url: str | None) -> T:
-    """Return the answer of a server; `url` None is the service, which the SDK watches. Raises `TrainerUnavailable` when
-    no connection can be made for `GONE_S`."""
+    """Return the answer of a server; If `url` is None, the service answers, and the SDK watches it. Raises
+    `TrainerUnavailable` if no connection can be made for `GONE_S`."""
 
     async def wait() -> T:
         return await answer
@@ -150,8 +150,8 @@ class TinkerEngine(TokenChat):
 
 
 class TinkerTrainer:
-    """Trains an adapter for `server.model_name`. `url` is the server's; None is the service. With `local`, a server is
-    started here, and keeps its states in that folder."""
+    """Trains an adapter for `server.model_name`. `url` is the server's address; None selects the service. With `local`,
+    a server is started on this machine, and keeps its states in that folder."""
 
     name = "tinker"
 
@@ -248,7 +248,7 @@ class TinkerTrainer:
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"The checkpoint {folder} contains no state of a Tinker server: {error!r}") from None
         try:
-            # The model of `open` gives its place back: a state is loaded only into a new model.
+            # The model that `open` created gives up its place, because a state is loaded only into a new model.
             await self._end_session()
             self._service = await self._asked(asyncio.to_thread(self._connected))
             made = self._service.create_training_client_from_state_with_optimizer
@@ -317,7 +317,8 @@ def _tensors(row: TrainedRow, **values: Sequence[float]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _local_server(model: str, states: Path) -> AsyncIterator[str]:
-    """Start `palaestra serve tinker` for the model; yields its address. It ends with the block or this process."""
+    """Start `palaestra serve tinker` for the model and yield its address. The server ends with the block or with this
+    process."""
     words = ("--port", "0", "--checkpoints", str(states))
     child = await asyncio.create_subprocess_exec(
         *supervised(sys.executable, "-m", "palaestra", "serve", "tinker", model, "--name", model, *words),

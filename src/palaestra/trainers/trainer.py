@@ -14,7 +14,7 @@ from palaestra.trainers.busy import BusyClock
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """One segment of a rollout with the advantage of each of its sampled tokens."""
+    """One segment of a rollout, with the advantage that each of its sampled tokens gets."""
 
     row: ExportedRow
     advantage: float
@@ -39,7 +39,7 @@ class Trainer(Protocol):
     """A model that is trained. Calls never overlap, and no rollout is in flight during `step`, `save` or `load`.
 
     Each method raises `TrainerError` if the trainer is gone or its numbers are not finite, and `ConfigError` for
-    settings or a checkpoint that it cannot use.
+    settings or a checkpoint that the trainer cannot use.
     """
 
     name: str
@@ -63,8 +63,8 @@ class Trainer(Protocol):
         ...
 
     async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
-        """Take one step of the optimizer on the rows, each sampled token with the same weight, and let the engine
-        sample with the new weights as `version`. Returns metrics, with `loss`."""
+        """Take one optimizer step on the rows, in which each sampled token has the same weight, and let the engine
+        sample with the new weights as `version`. Returns metrics, including `loss`."""
         ...
 
     async def save(self, folder: Path) -> None:

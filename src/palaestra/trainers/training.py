@@ -1,10 +1,10 @@
-"""`Training`: rolls out tasks, turns their groups into rows with advantages, takes a step, and samples with the new
-weights.
+"""`Training` repeats these steps: roll out tasks, turn their groups into rows with advantages, take an optimizer step,
+and sample with the new weights.
 
-It replaces the order in which a run takes its tasks, so slots, sealed grading and the journal work as in every run.
-Everything that a step does follows from the seed, the settings and the recorded groups. A resumed training therefore
-continues from its last checkpoint by repeating the same steps: groups in the journal are not rolled out again, and
-interrupted rollouts continue. No step is lost, and none counts twice in the weights.
+It changes only the order in which a run takes its tasks, so slots, sealed grading and the journal work as in every run.
+Everything that a step does follows from the seed, the settings and the recorded groups. A resumed training run
+therefore continues from its last checkpoint by repeating the same steps: groups in the journal are not rolled out
+again, and interrupted rollouts continue. No step is lost, and no step counts twice in the weights.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """How a training ended. `before` and `after` are the mean rewards of its first and last evaluation, None without
-    any; `best` is the checkpoint of the best one. `overhead` is the share of the time in which nothing sampled, trained
-    or ran a command; `difference` the largest between the log-probabilities of sampler and trainer, in nats."""
+    """How a training run ended. `before` and `after` are the mean rewards of its first and last evaluation, or None if
+    there was no evaluation; `best` is the checkpoint with the best evaluation. `overhead` is the share of the time in
+    which nothing sampled, trained or ran a command. `difference` is the largest difference between the
+    log-probabilities of sampler and trainer, in nats."""
 
     steps: int
     reason: str
@@ -52,7 +53,7 @@ class TrainingResult:
 
 
 class Training:
-    """One training. `drive` is the argument for `envs.run.run.run`; `result` is set when it has ended."""
+    """One training run. `drive` is passed to `envs.run.run.run`; `result` is set when training has ended."""
 
     def __init__(self, trainer: Trainer, config: TrainingConfig) -> None:
         self.trainer = trainer
@@ -65,7 +66,7 @@ class Training:
 
     async def drive(self, runner: Runner) -> Totals:
         """Train until the last step, an early stop, or the end of the run. Raises `TrainerError`, `ConfigError`,
-        `DiskError` and the errors of a run; the training can then be resumed."""
+        `DiskError` and the errors of a run; the training run can then be resumed."""
         began, busy = time.monotonic(), self.busy.seconds
         self._runner = runner
         self._files = TrainingFiles(runner.run_context.events.journal.path.parent / FOLDER)
@@ -187,8 +188,8 @@ class Training:
         return better
 
     async def _roll_out(self, tasks: Sequence[Task], group_size: int | None = None) -> list[Group]:
-        """Return one group per task, in their order. Numbers are assigned before anything waits, so that a resumed
-        training assigns the same ones. Raises `RunStopped` when the run is to stop."""
+        """Return one group per task, in the order of the tasks. Groups are numbered before anything waits, so that a
+        resumed training run assigns the same numbers. Raises `RunStopped` when the run is to stop."""
         runner, first = self._runner, self._state.number
         self._state.number += len(tasks)
         settings = runner.run_context.settings
@@ -274,7 +275,7 @@ class Training:
 
 
 class _Done(Exception):
-    """Raised if the training ends before its last step; the text has the reason."""
+    """Raised if training ends before the last step; the text gives the reason."""
 
 
 def split_tasks(tasks: Sequence[Task], held_out: int, seed: int) -> tuple[list[Task], list[Task]]:

@@ -1,9 +1,9 @@
 """`TrlTrainer`: the loss and the optimizer of TRL's `GRPOTrainer`, step by step, with the trained model as the engine.
 
-TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that the training decides when TRL
-steps, and the model's weights change while nothing samples. TRL subtracts the mean of a batch from its rewards: one
-added row without trained tokens makes the mean 0, so the advantages stay as they are. The loss `dapo` weights all
-sampled tokens of a step alike.
+TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that `Training` decides when TRL
+takes a step, and the model's weights change only while nothing samples. TRL subtracts the mean of a batch from its
+rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. The loss `dapo`
+weights all sampled tokens of a step alike.
 
 Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -44,11 +44,12 @@ FORWARD_ROWS = 32
 """Rows in one pass of the model."""
 
 _SPARE = 1.1
-"""Rows that a step may have, as a multiple of its rollouts: a rollout has more than one if its history changed."""
+"""The maximum number of rows in a step, as a multiple of its rollouts, because a rollout has several rows if its
+history changed."""
 
 
 class _SamplingEngine(TransformersEngine):
-    """The trained model as an engine, whose sampling counts as work."""
+    """The trained model as an engine. The time in which it samples counts as busy."""
 
     busy: BusyClock
 
@@ -225,7 +226,7 @@ class TrlTrainer:
             self._trl.train()
         except _End:
             failed: BaseException = TrainerError("the trainer is closed")
-        except BaseException as error:  # every kind of error goes to the waiter
+        except BaseException as error:  # every kind of error is passed to the waiting code
             logger.debug("TRL ended", exc_info=True)
             failed = self._failed = error
         else:
@@ -307,7 +308,8 @@ def _advantage(*, advantage: Sequence[float], **_: object) -> list[float]:
 
 
 def _numbers(trainer: GRPOTrainer) -> dict[str, float]:
-    """The numbers that TRL logged for its last step, and the norm of the weights, which a ruinous step overflows."""
+    """The numbers that TRL logged for its last step, and the norm of the weights, which overflows if a step has ruined
+    them."""
     import torch
 
     last = next((each for each in reversed(trainer.state.log_history) if "loss" in each), {"loss": math.nan})

@@ -1,8 +1,8 @@
-"""`BatchTrainer`: takes batches from a trajectory API and trains on them; any environment may feed the API.
+"""`BatchTrainer` takes batches from a trajectory API and trains on them. Any environment may feed the API.
 
-A batch is on the disk before it is trained, and stays there until a checkpoint includes it. A trainer that was killed
-therefore trains each batch that it received exactly once. The API forgets a batch when it has answered, so a batch is
-lost if the answer does not arrive. The API has no means to prevent that.
+A batch is written to disk before the trainer uses it, and stays there until a checkpoint includes it. A trainer that
+was killed and restarted therefore trains exactly once on each batch that it received. The API forgets a batch once it
+has answered, so a batch is lost if the answer does not arrive. The protocol has no means to prevent that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLL_S = 0.5
 """Seconds between requests for a batch."""
 
 PATIENCE_S = 600.0
-"""Seconds that the API may be silent before the training ends."""
+"""Seconds that the API may be silent before the training run ends."""
 
 
 class BatchTrainer:
@@ -122,8 +122,8 @@ class BatchTrainer:
         return groups
 
     def _check_ids(self, groups: Sequence[ScoredData]) -> None:
-        """Raise `RequestRefusal` for an id that the model does not have, because the environment uses another
-        tokenizer."""
+        """Raise `RequestRefusal` for a token id that the model does not have, which means that the environment uses
+        another tokenizer."""
         tokenizer = getattr(self.trainer.engine, "tokenizer", None)
         if not isinstance(tokenizer, Sized):
             return
@@ -179,8 +179,8 @@ class BatchTrainer:
     async def _asked(
         self, method: str, path: str, payload: Mapping[str, object] | None = None
     ) -> dict[str, object] | None:
-        """Send a request. Returns the answer, or None if it reports no success. If the API is silent, the request is
-        repeated for up to `PATIENCE_S`."""
+        """Send a request. Returns the answer, or None if the answer does not report success. If the API is silent, the
+        request is repeated for up to `PATIENCE_S`."""
         until = self._clock.monotonic() + PATIENCE_S
         while True:
             try:
@@ -196,8 +196,8 @@ class BatchTrainer:
 
 
 def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None, scaled: bool = True) -> Batch:
-    """Return the rows of a batch, without those of more than `most_tokens`. The advantages are the groups' own, else
-    those of `trainers.batch.advantages`."""
+    """Return the rows of a batch, without rows of more than `most_tokens`. The advantages are those that the groups
+    contain, or else those that `trainers.batch.advantages` computes."""
     batch = Batch()
     for number, group in enumerate(groups):
         batch.rewards += group.scores

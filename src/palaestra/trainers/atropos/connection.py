@@ -1,8 +1,8 @@
 """An environment's connection to a trajectory server: requests, registration, and what the server reports.
 
-Invariants: each request is sent once, because only `feed` knows which may be repeated; only one status request is in
-progress at a time, so the known state never goes back; after a server has forgotten the environment, it registers
-again.
+Invariants: each request is sent once, because only `feed` knows which requests may be repeated. Only one status request
+is in progress at a time, so an older report never replaces a newer one. If the server has forgotten the environment,
+the environment registers again.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ PACKED_BYTES = 1024
 """Bodies of at least this many bytes are sent with gzip, as the original environments do."""
 
 LEAVE_S = 5.0
-"""Seconds that the end of a run, even an interrupted one, may wait to disconnect."""
+"""Seconds that a run, even an interrupted one, may wait at its end to disconnect."""
 
 WATCH_FIRST_S, WATCH_S = 0.005, 0.1
-"""Seconds between status requests to an original server, which stores no groups: right after a delivery, and at
-most."""
+"""Seconds between status requests to an original server, which stores no groups: the shortest interval (right after a
+delivery) and the longest."""
 
 _OTHER_PROGRAM = frozenset({401, 403, 404, 405})
-"""Answers to a registration that a trajectory server never gives."""
+"""HTTP statuses with which a trajectory server never answers a registration."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """The answer from the address `asked`. `retry_s` is the time until the next request that the server asks for."""
+    """The answer from the address `asked`. `retry_s` is how long the server asks the client to wait before the next
+    request."""
 
     asked: str
     status: int
@@ -92,7 +93,8 @@ class TrajectoryClient:
             await session.close()
 
     async def ask(self, method: str, path: str, payload: JSON = None) -> ServerAnswer:
-        """Send one request. Raises `TrainerUnavailable` without an answer; the request may have arrived."""
+        """Send one request. Raises `TrainerUnavailable` if no answer comes; the request may have arrived
+        nevertheless."""
         body = None if payload is None else encode_json(payload)
         headers = {"Content-Type": "application/json", **self._headers}
         if body is not None and len(body) >= PACKED_BYTES:
@@ -138,8 +140,9 @@ class FeedSettings:
 class Standing:
     """The server's last report. Queue sizes count groups of our size, `batch_size` counts sequences.
 
-    `keeps`: the server knows deliveries and keeps them. `alone`: it has no other environment's groups. `starving`: no
-    choice of the waiting groups fills a batch, although there are enough sequences for one.
+    `keeps` is true if the server recognizes repeated deliveries and stores groups. `alone` is true if it has no groups
+    of another environment. `starving` is true if no choice of the waiting groups fills a batch, although there are
+    enough sequences for one.
     """
 
     env_id: int
@@ -157,11 +160,11 @@ class Standing:
 
 
 class TrainerConnection:
-    """One environment's registration. `current` is None while it is not registered; `changed` is notified of every
+    """One environment's registration. `current` is None while it is not registered; `changed` is notified after every
     report.
 
-    `unsaved` gets the reports of an original server, which keeps nothing. `returned` is called with the standing before
-    and after the server forgot the environment.
+    `unsaved` receives the reports of an original server, which stores no groups. `returned` is called with the
+    standings before and after the server forgot the environment.
     """
 
     def __init__(
@@ -228,7 +231,7 @@ class TrainerConnection:
         answer = await client.ask("POST", "/register-env", registration)
         if answer.status == 422:
             raise TrainerRefused(f"{client.url} does not accept this environment: {answer.detail}")
-        if answer.status in _OTHER_PROGRAM and self._before is None:  # later it may be a proxy in the server's place
+        if answer.status in _OTHER_PROGRAM and self._before is None:  # once registered, a proxy may answer
             raise TrainerRefused(
                 f"{client.url} is not a trajectory server, or a proxy in front of it rejects us: {answer.detail}. Set "
                 "--env.rollout_server_url to the address of the trainer's server"
@@ -272,14 +275,14 @@ class TrainerConnection:
             raise error
 
     async def beat(self) -> None:
-        """Request the status repeatedly, which shows the server that the environment is alive, and reports its queues
-        and steps."""
+        """Request the status repeatedly. The requests show the server that the environment is alive, and the answers
+        report its queues and steps."""
         while not self.finished:
             await self._ask_patiently()
             await self._clock.sleep(self._settings.heartbeat_s)
 
     async def watch(self) -> None:
-        """Ask an original server, which keeps nothing, how many groups wait, while there are any.
+        """Ask an original server, which stores no groups, how many groups wait, as long as there are any.
 
         The newer the groups are, the more often it asks, because an idle trainer takes a batch immediately.
         """

@@ -1,7 +1,7 @@
 """The state of a trajectory server: its trainer, its environments, and the groups that wait. No I/O.
 
 Every change is an event, and only `apply` changes the state: the same events in the same order give the same exchange.
-The other methods decide, and return the event or raise `RequestRefusal`.
+The other methods make the decisions: they return an event, or raise `RequestRefusal`.
 
 Invariants: a group is in a batch once, and the groups of a batch sum to the registered batch size exactly; a repeated
 delivery is not accepted again. The time of an environment's last request is not part of the record.
@@ -25,7 +25,7 @@ SILENT_S = 120.0
 
 
 class ServerEvent(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True):
-    """A change of the state. Events are written to the store as they are."""
+    """A change of the state. Events are written to the store unchanged."""
 
 
 class TrainerRegistered(ServerEvent, tag="trainer"):
@@ -91,8 +91,8 @@ class WaitingGroup(msgspec.Struct):
 
 
 _EnvKind: TypeAlias = tuple[str, int]
-"""Requested name and group size. Short groups of environments of one kind are combined: a restarted environment has a
-new id, and its groups join those of its former process."""
+"""Requested name and group size. Short groups from environments of the same kind are combined. A restarted environment
+has a new id, so its groups still join those of its former process."""
 
 
 class Exchange:
@@ -137,7 +137,8 @@ class Exchange:
                 self._forget()
 
     def _take(self, serials: set[int]) -> None:
-        """Remove groups. Groups in a buffer come from the store of a version that combined short groups differently."""
+        """Remove groups. Groups are in a buffer only if the store was written by a version that combined short groups
+        differently."""
         for waiting in (self.queue, *self.buffers.values()):
             self.bytes_waiting -= sum(len(each.body) for each in waiting if each.serial in serials)
             waiting[:] = [each for each in waiting if each.serial not in serials]
@@ -169,14 +170,14 @@ class Exchange:
         return kind if event.sequences < registration.group_size else None
 
     def buffered(self, event: GroupReceived) -> int | None:
-        """Return how many sequences wait with a short group to make up a whole one; None for a whole group."""
+        """Return how many sequences wait in a short group's buffer to make up a whole group; None for a whole group."""
         kind = self._short_kind(event)
         return None if kind is None else sum(each.sequences for each in self.buffers[kind])
 
     def register(self, registration: Registration) -> TrainerRegistered:
-        """Return the registration of a trainer, another process of it, or a restarted trainer. A restarted one has
-        another `starting_step` or `num_steps`, and steps are counted from there. Raises `RequestRefusal` (409) if its
-        batches differ from the first one's.
+        """Return the registration of a trainer, of another process of the same trainer, or of a restarted trainer. A
+        restarted trainer has another `starting_step` or `num_steps`, and steps are counted from there. Raises
+        `RequestRefusal` (409) if its batches differ from the first one's.
         """
         if registration.batch_size < 1 or registration.max_token_len < 1:
             field = "batch_size" if registration.batch_size < 1 else "max_token_len"
@@ -189,9 +190,9 @@ class Exchange:
         return TrainerRegistered(registration=registration)
 
     def register_env(self, registration: EnvRegistration, now_s: float) -> EnvRegistered | None:
-        """Return the registration of an environment; None until a trainer has started. Raises `RequestRefusal`: 422, or
-        503 while others hold the share of a batch that it needs. Its own former process holds one until it counts as
-        silent."""
+        """Return the registration of an environment; None until a trainer has started. Raises `RequestRefusal` with
+        422, or with 503 while other environments hold the share of a batch that it needs. Its own former process holds
+        a share until it counts as silent."""
         share = registration.min_batch_allocation
         if registration.group_size < 1:
             raise RequestRefusal(422, "group_size: must be at least 1", field="group_size")
@@ -223,8 +224,8 @@ class Exchange:
         return self.envs[env_id]
 
     def receive(self, data: ScoredData) -> GroupReceived | None:
-        """Return the receipt of a group; None if its delivery was accepted before. Raises `RequestRefusal`: 404, 422,
-        429 or 503."""
+        """Return the receipt of a group; None if its delivery was accepted before. Raises `RequestRefusal` (404, 422,
+        429 or 503)."""
         if self.trainer is None:
             raise RequestRefusal(503, "no trainer has registered, so no trainer would get this group", retry_s=5.0)
         if data.delivery_id is not None and data.delivery_id in self._deliveries:
@@ -261,10 +262,11 @@ class Exchange:
         return None if chosen is None else self._filled(chosen, self.trainer.batch_size)
 
     def status(self, env_id: int, now_s: float) -> EnvStatus:
-        """Return the queues and the share of an environment, from which it decides when to begin a group.
+        """Return the queues and the share of an environment, which uses them to decide when to begin a group.
 
-        Sizes count its own groups and those of other environments that no minimum reserves. Source of the meaning:
-        `/status-env` of atroposlib 0.4, without its packing of others' groups. Raises `RequestRefusal` (404).
+        Sizes count the environment's own groups, and groups of other environments that no minimum reserves. The meaning
+        follows `/status-env` of atroposlib 0.4, without its packing of other environments' groups. Raises
+        `RequestRefusal` (404).
         """
         own = self.env(env_id)
         work = {id(env): env.registration.max_token_length * max(0.0, env.registration.weight) for env in self.envs}
@@ -289,15 +291,16 @@ class Exchange:
         )
 
     def _starving(self, now_s: float) -> bool:
-        """Return whether enough sequences wait for a batch but no choice of groups fills it exactly: only new groups
-        can help."""
+        """Return whether enough sequences wait for a batch but no choice of groups fills it exactly, so that only new
+        groups can help."""
         if self.trainer is None or sum(each.sequences for each in self.queue) < self.trainer.batch_size:
             return False
         chosen = self._promised(self.trainer.batch_size, now_s)
         return chosen is not None and self._filled(chosen, self.trainer.batch_size) is None
 
     def _filled(self, chosen: Mapping[int, WaitingGroup], batch_size: int) -> list[WaitingGroup] | None:
-        """Return the chosen groups, with others of the queue that fill the batch exactly; None if no choice does."""
+        """Return the chosen groups together with groups from the queue that fill the batch exactly; None if no choice
+        does."""
         left = batch_size - sum(each.sequences for each in chosen.values())
         others = [each for each in self.queue if each.serial not in chosen]
         places = exact([each.sequences for each in others], left)
@@ -306,7 +309,7 @@ class Exchange:
         return sorted([*chosen.values(), *(others[place] for place in places)], key=attrgetter("serial"))
 
     def _promised(self, room: int, now_s: float) -> dict[int, WaitingGroup] | None:
-        """Return the oldest groups that meet the environments' minima, by serial number; None while some are lacking.
+        """Return the oldest groups that meet the environments' minima, by serial number; None while groups are missing.
 
         Environments take turns, and groups that no longer fit stay in the queue: if groups do not fill the minima
         exactly, the minima may need more groups than a batch has room for.
@@ -350,8 +353,8 @@ def exact(sizes: Sequence[int], target: int) -> list[int] | None:
     """Return the indices of entries of `sizes` (each at least 1), in order, that sum to `target`; None if no choice
     does.
 
-    It considers as few as possible, and of several choices takes the one with the oldest entries. Bit `s` of
-    `reached[n]` is set if some of the first n sizes sum to s.
+    It considers as few entries as possible, and prefers the choice with the oldest entries. Bit `s` of `reached[n]` is
+    set if some of the first n sizes sum to s.
     """
     if target <= 0:
         return [] if target == 0 else None
@@ -376,7 +379,7 @@ def combined(sizes: Sequence[int], unit: int) -> list[int] | None:
     """Return the indices of entries of `sizes` that sum to `unit` or, if none do, to its smallest possible multiple;
     None if no entries sum to a multiple.
 
-    Among any `unit` sizes, some sum to a multiple of it, so fewer than `unit` ever have to wait.
+    Among any `unit` sizes, some sum to a multiple of `unit`, so fewer than `unit` entries ever have to wait.
     """
     for target in range(unit, sum(sizes) + 1, unit):
         if (found := exact(sizes, target)) is not None:

@@ -1,12 +1,13 @@
-"""An environment's side of the trajectory API: keep in step with the trainer, send each group once.
+"""An environment's side of the trajectory API: keeps in step with the trainer, and sends each group once.
 
 Invariants: a group is sent under one delivery id until the server has it, also across restarts; no more groups begin
 than the trainer's off-policy limit allows.
 
-A server of this project accepts a delivery once, so repeating is safe. The original server has no delivery ids: if an
-answer is lost, its last group is compared with ours before sending again. It does not store groups either:
-`UnsavedGroups` decides which are sent again after its restart. It also never recovers from a group that precedes its
-trainer, so before each group the feed asks whether it still knows us.
+A server of this project accepts a delivery only once, so repeating is safe. The original server has no delivery ids: if
+an answer is lost, the feed compares the server's last group with its own before it sends the group again. The original
+server does not store groups either: `UnsavedGroups` decides which groups are sent again after a restart. It also never
+recovers from a group that arrives before its trainer, so before each group the feed asks whether the server still knows
+this environment.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Feed:
             return not connection.finished
 
     def _has_room(self) -> bool:
-        """Return whether the off-policy limit leaves room, or the next batch lacks groups of any environment.
+        """Return whether the off-policy limit leaves room, or the next batch still lacks groups from any environment.
 
         If the waiting groups do not fill a batch, one more at a time may begin; otherwise the trainer would wait
         forever.
@@ -115,7 +116,7 @@ class Feed:
         self._tasks.create_task(self._deliver(delivery_id, line), name=f"deliver-{delivery_id}")
 
     async def drained(self) -> None:
-        """Wait until everything offered has been sent. Raises `TrainerRefused` if groups were refused."""
+        """Wait until all offered groups have been sent. Raises `TrainerRefused` if groups were refused."""
         async with self.connection.changed:
             self._flushing = True
             self.connection.changed.notify_all()
@@ -174,7 +175,7 @@ class Feed:
     async def _give(
         self, standing: Standing, delivery_id: str, line: dict[str, JSON]
     ) -> tuple[ServerAnswer | None, bool]:
-        """Make one attempt; return the answer, if any, and whether the server has the group."""
+        """Try once to deliver a group; return the answer, if any, and whether the server has the group."""
         answer, taken = None, False
         if not standing.keeps:
             self._unsaved.begin()

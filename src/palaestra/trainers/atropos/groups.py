@@ -1,4 +1,5 @@
-"""Groups on their way to a trainer: what is sent, what was delivered, and what a server without a store may lose.
+"""Tracks groups on their way to a trainer: their form on the wire, the record of deliveries, and the groups that a
+server without a store may lose.
 
 Invariant: only sampled tokens go to a trainer; placeholder tokens are refused.
 """
@@ -23,7 +24,7 @@ _SENT_TOO = ("generation_params", "overrides", "images")
 
 
 def fitting(group: Group, most_tokens: int | None) -> Group:
-    """Return the group without those rollouts that have no reward, no output of the model, or a row of more than
+    """Return the group without rollouts that have no reward, no output of the model, or a row of more than
     `most_tokens`."""
     most = most_tokens or 1 << 62
     kept = [each for each in group.scored if not each.unsaid and longest_row(each) <= most]
@@ -62,7 +63,8 @@ def _sampled(trajectory: Trajectory) -> bool:
 
 
 class Deliveries:
-    """The file of a run that lists the groups delivered to the trainer, so that a resumed run sends only the others.
+    """The file of a run that lists the groups delivered to the trainer, so that a resumed run sends only the remaining
+    groups.
 
     Raises `DiskError` if it cannot be opened, and `ConfigError` for a damaged line or another schema.
     """
@@ -98,9 +100,8 @@ class Deliveries:
 
 @dataclass(slots=True)
 class GivenGroup:
-    """A group that the server accepted and has not used as far as this process knows. `number` is its place among all
-    given groups; `waited` is True once the group was seen
-    waiting."""
+    """A group that the server has accepted and, as far as this process knows, not used yet. `number` is its place among
+    all accepted groups; `waited` is true once the server has reported that it waits."""
 
     number: int
     delivery_id: str
@@ -117,12 +118,12 @@ class QuestionTime:
 
 
 class UnsavedGroups:
-    """An environment's groups in one process of an original server, sent to it one after the other.
+    """The groups that an environment has sent, one after the other, to one process of an original server.
 
     An original server holds groups only in memory and does not report which of them its trainer took. But groups of one
-    size leave it in the order in which they came, so the number of waiting groups shows which ones wait, and none
-    leaves before they fill a batch. Therefore it gets one batch at a time. The server combines short groups in ways
-    that it does not report: after the first short group, no group is remembered or held back any more.
+    size leave the server in the order in which they came, so the number of waiting groups shows which ones wait, and no
+    group leaves before the groups fill a batch. Therefore the server gets one batch at a time. It combines short groups
+    in ways that it does not report, so after the first short group no group is remembered or held back any more.
 
     Invariant: a group is sent again only if it was waiting at the last status request, or cannot have left. A group
     that filled a batch after that request may have been taken, so it is not sent again.
@@ -136,7 +137,7 @@ class UnsavedGroups:
         self._busy = False
 
     def room(self, batch_size: int) -> bool:
-        """Return whether one more group may be sent: with it, at most one batch waits."""
+        """Return whether one more group may be sent, so that at most one batch waits."""
         return self._short or not self.given or (len(self.given) + 1) * self._group_size <= batch_size
 
     def begin(self) -> None:
@@ -154,7 +155,7 @@ class UnsavedGroups:
             self.given.append(GivenGroup(self._count, delivery_id, line))
 
     def asking(self) -> QuestionTime:
-        """Return the state when a status request is sent, which `heard` takes with the answer."""
+        """Return the state at the time when a status request is sent. `heard` takes it together with the answer."""
         return QuestionTime(self._count, self._busy)
 
     def heard(self, waiting: int, asked: QuestionTime) -> None:
@@ -168,7 +169,7 @@ class UnsavedGroups:
     def lost(self, batch_size: int, *, alone: bool) -> tuple[list[GivenGroup], list[GivenGroup]]:
         """Record that the server is gone; return the groups to send again, and those that its trainer may have.
 
-        `alone`: the server had no other environment's groups to fill a batch with.
+        `alone` is true if the server had no groups of another environment with which to fill a batch.
         """
         given, self.given, self._short = self.given, [], False
         untouched = alone and len(given) * self._group_size < batch_size

@@ -2,7 +2,7 @@
 
 Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
 It speaks plain HTTP. Callers are checked before their bodies are read: by the token if there is one, which a server
-that listens beyond the loopback must have. A request with a body must be JSON, so that no web page's form can send one.
+that listens beyond the loopback must have. A request body must be JSON, so that a form on a web page cannot send one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STORE_SCHEMA = "palaestra.trajectories/1"
 
 MOST_REQUEST_BYTES = 512 << 20
 """The maximum number of bytes of one unpacked request body: sixteen rollouts of a hundred thousand tokens take a tenth
-of it."""
+of this."""
 
 NO_EXAMPLE: dict[str, JSON] = {
     name: []
@@ -46,7 +46,7 @@ NO_EXAMPLE: dict[str, JSON] = {
         *("messages", "images"),
     )
 }
-"""The answer of `/latest_example` before there is an example."""
+"""The answer of `/latest_example` while there is no example yet."""
 
 
 class EventStore:
@@ -89,7 +89,8 @@ class EventStore:
 
 
 class TrajectoryServer:
-    """The routes of the API. `app` is the web application; without a store a restart forgets everything.
+    """The routes of the API. `app` is the web application. Without a store, everything is lost when the server
+    restarts.
 
     Callers must send `token`; without one, every program may call, but web pages may not.
     """
@@ -128,7 +129,8 @@ class TrajectoryServer:
         )
 
     def _record(self, event: AnyEvent) -> None:
-        """Store and apply in one step, so that the store has the order of the changes."""
+        """Store and apply an event in one step, so that the store has the events in the order in which they were
+        applied."""
         if self.store is not None:
             self.store.append(event)
         self.exchange.apply(event, self._clock.monotonic())
@@ -249,7 +251,7 @@ async def _only_json(request: web.Request, handler: Handler) -> web.StreamRespon
 
 @web.middleware
 async def _refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn refusals into answers with the reason and the field at fault."""
+    """Turn refusals into answers with the reason and the invalid field."""
     try:
         return await handler(request)
     except RequestRefusal as refusal:
@@ -278,7 +280,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Run a server; the context's value is its address. Port 0 takes a free port.
 
-    Raises `ConfigError`, also for a host beyond the loopback without a token.
+    Raises `ConfigError`, for example if the host is not the loopback and there is no token.
     """
     require_token(host, token)
     clock = clock or SystemClock()

@@ -4,7 +4,7 @@ Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-p
 is as long as its tokens, and all its numbers are finite.
 
 Source of the wire: the routes and models of atroposlib 0.4, which does not check lengths. `delivery_id` is our
-addition: groups with the same id are the same group.
+addition: deliveries with the same id contain the same group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RequestRefusal(Exception):
-    """A request that the server refuses: HTTP status, reason, and the field at fault.
+    """A request that the server refuses: HTTP status, reason, and the invalid field.
 
     `retry_s` is set if the same request may be accepted later.
     """
@@ -49,7 +49,8 @@ class Registration(msgspec.Struct, kw_only=True):
 
 
 class EnvRegistration(msgspec.Struct, kw_only=True):
-    """An environment. `group_size` counts sequences; `min_batch_allocation` is its least share of a batch, 0 to 1."""
+    """An environment. `group_size` counts sequences; `min_batch_allocation` is its minimum share of a batch, from 0 to
+    1."""
 
     max_token_length: int
     desired_name: str
@@ -177,8 +178,8 @@ def checked(group: ScoredData) -> ScoredData:
 
 
 def _finite(name: str, *rows: Sequence[float]) -> None:
-    """Refuse numbers that are not finite. Numbers may be sent as text, which can be NaN, and one would spoil the
-    weights."""
+    """Refuse numbers that are not finite. Numbers may be sent as text, which can be NaN, and a single NaN would ruin
+    the weights."""
     if not all(math.isfinite(sum(row)) for row in rows):
         raise RequestRefusal(422, f"{name}: a value is not a finite number", field=name)
 

@@ -1,8 +1,8 @@
 """Checkpoints of the training server on disk: `FOLDER/RUN/KIND/NAME.json` and the tensors' folder that it names.
 
 The weights' folder is one that peft (LoRA) or transformers (full weights) loads; AdamW's state is a file next to them.
-Invariants: a checkpoint exists once its JSON file has its final name, after all its content is on the disk, so a crash
-leaves either the former or the new one; no file is pickled.
+Invariants: a checkpoint exists once its JSON file has its final name, which happens after all its content is on the
+disk, so a crash leaves either the former checkpoint or the new one. No file is pickled.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CheckpointPath:
 
     @classmethod
     def read(cls, path: str) -> CheckpointPath:
-        """Parse a path. Raises `UserError` for anything but a path of this server."""
+        """Parse a path. Raises `UserError` if the text is not a path of this server."""
         parts = path.removeprefix("tinker://").split("/")
         well_formed = path.startswith("tinker://") and len(parts) == 3 and parts[1] in ("weights", "sampler_weights")
         if not well_formed or not _RUN.fullmatch(parts[0]):
@@ -140,8 +140,8 @@ class CheckpointFolder:
         return found
 
     def load(self, checkpoint: Checkpoint, base: BaseModel, *, optimizer: bool) -> TrainedModel:
-        """Return a model in training as it was saved; with `optimizer`, AdamW's state too. Raises `UserError` if the
-        checkpoint belongs to another base model or lacks the optimizer's state."""
+        """Return a model in training as it was saved, with `optimizer` including AdamW's state. Raises `UserError` if
+        the checkpoint belongs to another base model or lacks the optimizer's state."""
         if checkpoint.digest != base.digest:
             raise UserError(
                 f"The checkpoint {checkpoint.path} was trained from '{checkpoint.base_model}' with other weights than "
@@ -268,7 +268,7 @@ def _own_names(saved: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> 
 
 
 def _expiry(ttl_s: float | None) -> float | None:
-    """Return when a checkpoint expires. Raises `UserError` for a time that no calendar has."""
+    """Return when a checkpoint expires. Raises `UserError` if `ttl_s` is more than `MOST_TTL_S`."""
     if ttl_s is not None and ttl_s > MOST_TTL_S:
         raise UserError(f"ttl_seconds is {ttl_s:g}; it must be at most {MOST_TTL_S:g}, or null.")
     return None if ttl_s is None else time.time() + ttl_s

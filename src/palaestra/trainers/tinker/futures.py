@@ -18,7 +18,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.types import JSON
 
 KEPT_S, UNFETCHED_S = 60.0, 3600.0
-"""Seconds that an answer is kept after it was fetched, and if nobody fetches it."""
+"""Seconds that an answer is kept after it was fetched, and seconds that it is kept if no client fetches it."""
 
 MOST_WAITING = 8192
 """The maximum number of requests without an answer."""
@@ -106,7 +106,7 @@ class Futures:
         return pending
 
     def finish(self, pending: PendingRequest, answer: FutureAnswer) -> None:
-        """Set the answer. Later ones are ignored."""
+        """Set the answer. Later answers are ignored."""
         if pending.answer is None:
             pending.answer, pending.cancel, pending.done_s = answer, None, self._clock.monotonic()
             self._bytes += len(answer.body)

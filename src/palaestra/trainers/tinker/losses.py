@@ -1,8 +1,9 @@
 """The losses of the Tinker API, on the log-probabilities of one sequence's targets.
 
-All are sums over positions. p is the model that is trained, q the one that sampled, A the advantage, sg stops the
-gradient. Sources: the loss pages of the Tinker documentation (tinker-docs.thinkingmachines.ai/tinker/losses) and the
-papers they name. `stable_reinforce` is this server's own: Thinking Machines does not publish its formula.
+All losses are sums over positions. p is the probability under the trained model, q the probability under the model that
+sampled, A the advantage; sg stops the gradient. Sources: the loss pages of the Tinker documentation
+(tinker-docs.thinkingmachines.ai/tinker/losses) and the papers that they cite. `stable_reinforce` is this server's own:
+Thinking Machines does not publish its formula.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Loss: TypeAlias = "Callable[[Tensor, Mapping[str, Tensor], LossConfig], Tensor]"
 """Per-position losses from the targets' log-probabilities, the loss's inputs and its settings."""
 
 _CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Bounds of the ratio p/q, PPO's usual ones. A datum may have them per position, as inputs of the same names."""
+"""Bounds of the ratio p/q, with PPO's usual values. A datum may give bounds per position, as inputs of the same
+names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ and a weighted `cross_entropy`."""
 
 
 def total(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """Return the loss of one datum. For losses of policies, a datum's `weights` multiply each position."""
+    """Return the loss of one datum. For policy losses, a datum's `weights` multiply each position."""
     kind = LOSSES[name]
     positions = kind.positions(logprobs, inputs, {**kind.settings, **config})
     if "weights" in inputs and name != "cross_entropy":

@@ -1,8 +1,8 @@
-"""The models of the training server: one base model, and modules that share its weights.
+"""The models of the training server: one base model, and the modules made from it.
 
-Each trained model is a `torch` module of its own: with LoRA it shares the base's tensors and adds its adapter's, with
-full weights it has tensors of its own. A sampler is a module with a copy of the trained tensors, so later steps do not
-change it. Invariants: log-probabilities are the model's own in float32 at temperature 1, for samplers and trainers
+Each trained model is a separate `torch` module. With LoRA it shares the base's tensors and adds those of its adapter;
+with full weights it has its own tensors. A sampler is a module with a copy of the trained tensors, so later steps do
+not change it. Invariants: log-probabilities are the model's own in float32 at temperature 1, for samplers and trainers
 alike; a batch that fails leaves the gradients as they were.
 
 Extra: `tinker` (torch, transformers, peft).
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LORA_ALPHA = 32
-"""The scale of adapters is this over their rank, as in Tinker (thinkingmachines.ai/blog/lora)."""
+"""The scale of an adapter is this value divided by the adapter's rank, as in Tinker (thinkingmachines.ai/blog/lora)."""
 
 MOST_LOGITS = 1 << 27
 """The maximum number of logits of one forward pass: 512 MiB in float32. More tokens are computed in several passes."""
@@ -42,11 +42,12 @@ DEFAULT_WINDOW_TOKENS = 4096
 
 
 class UserError(Exception):
-    """A call that cannot succeed as it was made. The client gets the message and does not retry."""
+    """A call that cannot succeed in this form. The client gets the message and does not retry."""
 
 
 class Turns:
-    """A lock that threads get in the order in which they asked, so that training and sampling share one device."""
+    """A lock that threads get in the order in which they requested it, so that training and sampling share one
+    device."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -131,7 +132,7 @@ class BaseModel:
         return str(self.module.device)
 
     def known_as(self, name: str) -> bool:
-        """Return whether a client that asks for `name` means this model."""
+        """Return whether a client that requests `name` means this model."""
         return name.rstrip("/") in {self.name.rstrip("/"), self.source, Path(self.source).name}
 
     def stop_ids(self) -> tuple[int, ...]:
@@ -155,7 +156,7 @@ class BaseModel:
         return module
 
     def check_ids(self, ids: Iterable[int], what: str) -> None:
-        """Raise `UserError` for an id outside the vocabulary: it would fail the whole batch."""
+        """Raise `UserError` for an id outside the vocabulary, because it would make the whole batch fail."""
         for number in ids:
             if not 0 <= number < self.vocabulary:
                 raise UserError(
@@ -230,9 +231,9 @@ class TrainedModel:
         return [logprobs.cpu() for logprobs in found], float(summed.detach())
 
     def step(self, adam: Adam) -> dict[str, float]:
-        """One AdamW step with the accumulated gradient, which is then dropped. Returns its norm before clipping. Raises
-        `UserError` without a gradient, or if it is not finite; the weights are then as before. Also raises it if the
-        step ruined the weights, which only another state replaces."""
+        """Take one AdamW step with the accumulated gradient, which is then dropped. Returns the gradient's norm before
+        clipping. Raises `UserError` if there is no gradient, or if it is not finite; the weights are then as before.
+        Also raises `UserError` if the step has ruined the weights; only loading another state repairs them."""
         import torch
 
         tensors = [tensor for tensor in self.trained().values() if tensor.grad is not None]
@@ -291,7 +292,7 @@ class TrainedModel:
     def restore(
         self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor] | None, steps: int
     ) -> None:
-        """Take over saved tensors. Raises `UserError` if they do not fit this model."""
+        """Load saved tensors. Raises `UserError` if they do not fit this model."""
         import torch
 
         own = self.trained()
@@ -392,8 +393,8 @@ def adapter_targets(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
 
 
 def loadable_name(source: str) -> str:
-    """Return a folder's name for clients. The SDK takes `A/B/C` for a variant of the hub's model `A/B` and would load
-    the tokenizer of that, so a path with two slashes gets a third."""
+    """Return a folder's name for clients. The SDK takes `A/B/C` for a variant of the model `A/B` on the hub and would
+    load that model's tokenizer, so a path with two slashes gets a third one."""
     return f"{source}/" if source.startswith("/") and source.count("/") == 2 else source
 
 

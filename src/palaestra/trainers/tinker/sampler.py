@@ -1,7 +1,8 @@
 """Sampling from one set of weights, and scoring of given tokens.
 
-Requests are sampled in one batch (`inference.engines.batcher`); those that only score share forward passes too. Both
-take turns with the trainer. Log-probabilities are the model's own, at temperature 1 and before `top_k` and `top_p`.
+Requests are sampled in one batch (`inference.engines.batcher`), and requests that only score share forward passes too.
+Both take turns with the trainer. Log-probabilities are the model's own, at temperature 1 and before `top_k` and
+`top_p`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MOST_ROWS = 64
 """The maximum number of sequences in one batch."""
 
 _TAIL_TOKENS = 8
-"""Tokens before a stop text that are decoded with it, because one character may take several tokens."""
+"""The number of tokens before a stop text that are decoded with it, because one character may take several tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Sampler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-scores")
 
     async def sample(self, request: SampleRequest, tokenizer: Callable[[], Tokenizer]) -> list[Sampled]:
-        """Return the continuations. The tokens that ended a reply are among its ids. Raises `UserError`."""
+        """Return the continuations. The ids of a reply include the tokens that ended it. Raises `UserError`."""
         room = self.base.window - len(request.prompt)
         if room < 1:
             raise UserError(
@@ -214,8 +215,8 @@ def _draws(logprobs_tv: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, t
 
 
 def _stop_texts(stops: Sequence[str], tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """Return a function that reports whether the sampled ids now contain one of the texts. It decodes only their end
-    each time."""
+    """Return a function that reports whether the sampled ids now contain one of the texts. Each call decodes only the
+    end of the ids."""
     tail = max(len(stop.encode()) for stop in stops) + _TAIL_TOKENS
 
     def ended(ids: Sequence[int]) -> bool:

@@ -1,8 +1,8 @@
 """The routes of the Tinker API (SDK 0.38) over one `TinkerService`.
 
 Source of the wire: the SDK itself (PyPI `tinker`), whose requests and responses are used as they are. Invariant: no
-answer makes the SDK repeat a request forever. A wrong request gets a status that the SDK raises immediately, or fails
-through its future. The SDK repeats only after 429, which the server sends while it is full.
+answer makes the SDK repeat a request forever. An invalid request gets a status for which the SDK raises immediately, or
+fails through its future. The SDK repeats a request only after 429, which the server sends while it is full.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from palaestra.trainers.tinker.wire import read_batch
 log = logging.getLogger(__name__)
 
 MOST_REQUEST_BYTES = 256 << 20
-"""The maximum number of bytes of one request body: the SDK splits batches at 5 MB."""
+"""The maximum number of bytes in one request body. The SDK splits batches at 5 MB."""
 
 POLL_S = 25.0
 """Seconds that a request for a result waits; the SDK gives up after 45."""
@@ -215,7 +215,7 @@ class TinkerServer:
         return await self._queued(request, types.SaveWeightsForSamplerRequest, self.service.save_for_sampler)
 
     async def _save_external(self, request: web.Request) -> web.Response:
-        """Refuse the request in its turn, so that the requests after it run."""
+        """Refuse the request when its turn comes, so that the requests after it run."""
         asked = await _read(request, types.SaveWeightsExternalRequest)
         reason = "This server exports no weights: save_state writes files that peft or transformers load."
         return _accepted(self.service.refuse(asked.model_id, asked.seq_id or 0, reason))
@@ -302,7 +302,7 @@ class TinkerServer:
         raise NotFound(f"There is no training run {request.match_info['run']}.")
 
     def _runs(self) -> list[dict[str, Any]]:
-        """Return models in training, and those with checkpoints."""
+        """Return the models in training, and the models with checkpoints."""
         saved = dict(runs(self.service.checkpoints.all()))
         found = []
         for run in dict.fromkeys([*saved, *self.service.trainings]):

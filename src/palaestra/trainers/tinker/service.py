@@ -1,8 +1,8 @@
 """The state of a training server: sessions, models in training and samplers, and the order of their work.
 
 One thread trains; samplers have their own threads, and all take turns on the device. Invariants: a model's requests run
-in the order of their sequence numbers, each once; a request that cannot work consumes its number and fails with its
-reason, so no number is missing; a step is never taken with a part of a batch.
+once each, in the order of their sequence numbers. An invalid request consumes its number and fails with the reason, so
+no number is missing. A step is never taken with only part of a batch.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SESSION_S = 900.0
 """Seconds without a heartbeat (the SDK sends one each 10 s) after which a session has ended."""
 
 SILENT_S = 30.0
-"""Seconds without a heartbeat after which a session loses its models to a client that needs their place: a client that
-was killed cannot end its session."""
+"""Seconds without a heartbeat after which a session loses its models to a client that needs their place, because a
+client that was killed cannot end its session."""
 
 MOST_RECORDED_TOKENS = 1 << 24
 """The maximum number of tokens of sequences recorded for `stable_reinforce`; beyond it, the oldest are forgotten."""
@@ -62,7 +62,7 @@ RECORDED_S = 86_400.0
 """Seconds after which a recorded sequence is forgotten, counted from its last use."""
 
 MOST_ROWS_WAITING = 16_384
-"""The maximum number of sequences that are being sampled or wait for it."""
+"""The maximum number of sequences that are being sampled or wait to be sampled."""
 
 
 class NotFound(Exception):
@@ -87,7 +87,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class ModelTraining:
-    """One model and the queue of its requests. `failed` is true if a batch since the last step was refused."""
+    """One model and the queue of its requests. `failed` is true if a batch was refused since the last step."""
 
     model_id: str
     session_id: str
@@ -105,8 +105,8 @@ class ModelTraining:
 
 @dataclass(slots=True, eq=False)
 class SamplingSession:
-    """A client's name for one set of weights. `key` is their key in `TinkerService._samplers`; `path` is where to load
-    them again."""
+    """A client's name for one set of weights. `key` is the weights' key in `TinkerService._samplers`; `path` is where
+    they can be loaded again."""
 
     sampler_id: str
     session_id: str
@@ -117,7 +117,8 @@ class SamplingSession:
 
 
 class TinkerService:
-    """Everything but HTTP. Used by one event loop. `most_models` and `most_samplers` bound the weights in memory."""
+    """The server without its HTTP routes. Used by one event loop. `most_models` and `most_samplers` bound the weights
+    in memory."""
 
     def __init__(
         self,
@@ -283,8 +284,8 @@ class TinkerService:
         self.futures.finish(pending, answer)
 
     async def _free_place(self, session_id: str) -> None:
-        """Wait for a place for a model, if one of the other sessions may be dead. A session that is heard from during
-        the wait is alive; one that is silent for `SILENT_S` ends. Raises `UserError` if all are alive."""
+        """Wait for a place for a model, if one of the other sessions may be dead. A session that sends a heartbeat
+        during the wait is alive; a session that is silent for `SILENT_S` ends. Raises `UserError` if all are alive."""
         began_s = self._clock.monotonic()
         while len(self.trainings) >= self._most_models:
             owners = {training.session_id for training in self.trainings.values()} - {session_id}
@@ -348,7 +349,7 @@ class TinkerService:
             self.futures.finish(job.pending, answer)
 
     async def _next_job(self, training: ModelTraining) -> _Job:
-        """Return the job with the next number. If it does not arrive, those after it fail."""
+        """Return the job with the next number. If it does not arrive, the jobs after it fail."""
         while True:
             job = training.waiting.pop(training.expected, None)
             if job is not None:
@@ -367,7 +368,7 @@ class TinkerService:
                 training.expected, training.failed = last + 1, True
 
     def refuse(self, model_id: str, sequence: int, reason: str) -> PendingRequest:
-        """Let a request fail in its turn, so that those after it can run."""
+        """Let a request fail when its turn comes, so that the requests after it can run."""
 
         def run(model: TrainedModel) -> FutureAnswer:
             raise UserError(reason)
@@ -401,7 +402,7 @@ class TinkerService:
         return self.submit(request.model_id, request.seq_id, run)
 
     def unload(self, model_id: str) -> PendingRequest:
-        """End a training after the requests that have arrived."""
+        """End the training of a model after the requests that have arrived."""
 
         def run(model: TrainedModel) -> FutureAnswer:
             self.trainings.pop(model_id, None)
@@ -485,7 +486,7 @@ class TinkerService:
     # Sampling
 
     def create_sampling(self, request: types.CreateSamplingSessionRequest) -> SamplingSession:
-        """Create a sampling session. Raises `UserError` if the weights are not here."""
+        """Create a sampling session. Raises `UserError` if the server does not have the weights."""
         session = self.session(request.session_id)
         sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id in self.sampling:
@@ -518,7 +519,7 @@ class TinkerService:
         return found
 
     def sample(self, request: types.SampleRequest) -> PendingRequest:
-        """Sample. Raises `NotFound` and `Busy`; a request that cannot work fails through its future."""
+        """Submit a sampling request. Raises `NotFound` and `Busy`; an invalid request fails through its future."""
         if request.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling client first.")
         sampling = self.sampling_session(request.sampling_session_id)
@@ -576,7 +577,7 @@ class TinkerService:
         return FutureAnswer(sample_output(call, sampled, prompt, scored), protobuf=True)
 
     def cancel(self, request_id: str) -> None:
-        """Stop sampling for a request. Other requests, and those that are done, are left alone."""
+        """Stop sampling for a request. Has no effect on other kinds of requests, or on a request that is done."""
         pending = self.futures.find(request_id)
         if pending is not None and pending.cancel is not None:
             pending.cancel()
@@ -657,7 +658,7 @@ def _failure(error: Exception) -> FutureAnswer:
 
 
 def _layers(lora: LoraSettings | None) -> LoraSettings | None:
-    """The settings that decide which weights an adapter has: all but the seed of the first ones."""
+    """Return the settings that decide which weights an adapter has, without the seed of the initial weights."""
     return None if lora is None else replace(lora, seed=None)
 
 
@@ -667,7 +668,7 @@ def _check_optimizer(config: Any) -> None:
 
 
 def _adam(params: Any) -> Adam:
-    """Return the optimizer's settings. Raises `UserError` for another optimizer, or settings that would spoil the
+    """Return the optimizer's settings. Raises `UserError` for another optimizer, or for settings that would ruin the
     weights."""
     if not isinstance(params, types.AdamParams):
         raise UserError(f"This server has the optimizer 'adamw', not '{params.type}'.")

@@ -1,7 +1,7 @@
 """The messages of the Tinker SDK 0.38: protobuf batches in, protobuf results out.
 
-The message classes are those of the SDK (`tinker.proto`, `tinker.types`), so both sides read a message alike.
-Tensors are little-endian bytes; a datum's position i holds the target of the token after `model_input[i]`.
+The message classes are those of the SDK (`tinker.proto`, `tinker.types`), so both sides read a message alike. Tensors
+are little-endian bytes. Position i of a datum holds the target for the token after `model_input[i]`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_SAMPLES = 4096
 """The maximum number of samples of one sampling request."""
 
 MOST_TOP = 128
-"""The most top tokens, targets or alternatives per position."""
+"""The maximum number of top tokens, targets or alternatives per position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,13 @@ def read_batch(body: bytes) -> DatumBatch:
         if value.WhichOneof("value") == "number":
             config[name] = value.number
         elif name not in config:
-            config[name] = math.nan  # the value is a text, which no loss accepts, so `rows` refuses it
+            config[name] = math.nan  # the value is text, which no loss accepts, so `rows` refuses it
     return DatumBatch(message.model_id, message.seq_id, message.loss_fn, config, message.forward_only, message.data)
 
 
 def rows(batch: DatumBatch, base: BaseModel, recorded: Callable[[str], Recorded]) -> list[Row]:
     """Return the checked rows of a batch. `recorded` gives the sequence of an id, or raises `UserError`. Raises
-    `UserError` with the datum and the input at fault."""
+    `UserError`, which names the invalid datum and input."""
     kind = LOSSES.get(batch.loss)
     if batch.loss == "custom":
         raise UserError("This server does not store custom losses: let the SDK compute them (forward_backward_custom).")
@@ -303,7 +303,7 @@ def read_sampling(sent: types.SampleRequest, base: BaseModel, stop_ids: Sequence
 
 def _stops(stop: Any, stop_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[str]]:
     """Return the stops of a request: ids and texts. None selects the model's own stops, an empty list means no stops,
-    and other values replace the model's."""
+    and other values replace the model's own stops."""
     if stop is None:
         return stop_ids, ()
     listed = [stop] if isinstance(stop, str) else list(stop)
