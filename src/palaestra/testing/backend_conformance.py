@@ -33,7 +33,7 @@ Body = Callable[[Backend], Awaitable[None]]
 
 
 class BackendConformance(ABC):
-    """Tests of the behaviour of a backend, which must have room for at least three slots."""
+    """Tests the behaviour of a backend, which must have room for at least three slots."""
 
     runner: ClassVar[asyncio.Runner]
     backend: ClassVar[Backend]
@@ -54,7 +54,8 @@ class BackendConformance(ABC):
 
     @classmethod
     def running(cls) -> Iterator[None]:
-        """Start the backend of this class, and close it. Call this from a `_running` that needs its own fixtures."""
+        """Start the backend of this class for the tests, and close it afterwards. Call this from a `_running` that
+        needs its own fixtures."""
 
         async def start() -> None:
             cls.backend = cls.make_backend()

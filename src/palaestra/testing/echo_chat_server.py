@@ -1,4 +1,4 @@
-"""A chat completions server on the loopback whose replies, streamed or not, follow from the user's last message.
+"""A chat completions server on the loopback whose replies, streamed or not, are determined by the user's last message.
 
 Use it to try `palaestra chat`, `batch` and `gateway` without a model, in a program, in tests, or as a process:
 
@@ -12,9 +12,9 @@ The message is a list of lines:
     say some words                        the answer; without such a line, the last result or the message comes back
     think some words                      thinking before the answer
 
-`reply` gives the assistant message for a conversation in place of these rules. `delay_s` is the pause before each piece
-of a streamed reply; while `gate` is an event that is not set, a streamed reply stops after its first piece. `asked`
-holds the requests.
+`reply`, if given, returns the assistant message for a conversation instead of these rules. `delay_s` is the pause
+before each piece of a streamed reply; while `gate` is an event that is not set, a streamed reply stops after its first
+piece. `asked` lists the requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A chat completions server on the loopback that returns a list of replies in turn.
 
-Use it to try engines, environments and error handling without a model. It ignores the requests' content, unlike a
-scripted policy (`engines/scripted.py`), and listens on 127.0.0.1 only.
+Use it to try engines, environments and error handling without a model. Unlike a scripted policy
+(`engines/scripted.py`), it ignores the content of requests. It listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from palaestra.inference.engines.openai import PROBE
 
 @dataclass
 class FakeAnswer:
-    """One reply: a value to send as JSON, or bytes to send whole, or a list of bytes to send in chunks.
+    """One reply: a value to send as JSON, bytes to send whole, or a list of bytes to send in chunks.
 
-    `cut` breaks the connection, after the chunks if there are any; `hang` never answers.
+    With `cut`, the server breaks the connection, after the chunks if there are any; with `hang`, it never answers.
     """
 
     body: JSON = None
@@ -46,9 +46,9 @@ class Seen:
 class LoopbackServer:
     """Returns its answers in turn, and then the last one repeatedly. An async context manager; `url` is its address.
 
-    `models` answers every GET, and `probe` answers the request that is sent before a run, which `probes` records.
-    `seen` holds the other requests. While `gate` is an event that is not set, requests wait for it; `at_once` and
-    `most_at_once` count requests in progress.
+    `models` is the answer to every GET, and `probe` the answer to the request that is sent before a run, which `probes`
+    records. `seen` lists the other requests. While `gate` is an event that is not set, requests wait for it; `at_once`
+    and `most_at_once` count requests in progress.
     """
 
     def __init__(self, *answers: FakeAnswer, models: FakeAnswer | None = None, probe: FakeAnswer | None = None) -> None:

@@ -1,8 +1,8 @@
-"""A token engine without a model: it returns given texts as tokens, including non-canonical tokens, as a model might.
+"""A token engine without a model. It returns given texts as tokens, sometimes as non-canonical ones, as a model might.
 
 A real sampler sometimes emits tokens that spell the right text but are not the tokenizer's choice; `rate` is the
-probability of this per token. Invariant: everything follows from the seed and the requests; the log-probability of a
-token depends only on its id and its place (`toy_logprob`), so that a test can predict a ledger.
+probability of this per token. Invariant: the seed and the requests determine everything. The log-probability of a token
+depends only on its id and its place (`toy_logprob`), so that a test can predict a ledger.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def train_bpe(texts: Iterable[str], size: int, special: Sequence[str], plain: Sequence[str]) -> Tokenizer:
-    """Return a byte-level BPE with `size` ids, and single tokens for `special` marks (never text) and `plain` ones
-    (text).
+    """Train a byte-level BPE tokenizer with `size` ids, in which each of the `special` marks (never text) and the
+    `plain` marks (text) is a single token.
 
     Raises `ConfigError` if the extra `tokens` is missing.
     """
@@ -67,7 +67,7 @@ def toy_tokenizer(
     chat_template: str | None = CHATML,
     plain: Sequence[str] = (),
 ) -> FastTokenizer:
-    """Return a tokenizer as `train_bpe` makes it; it can encode any text. `end` is the end-of-turn token."""
+    """Return a small tokenizer, made by `train_bpe`, that can encode any text. `end` is the end-of-turn token."""
     tokenizer = train_bpe(texts, size, special, plain)
     return FastTokenizer(tokenizer, chat_template=chat_template, special={"eos_token": end}, source="toy")
 
@@ -81,7 +81,7 @@ class Misspeller:
         self._rng = rng
 
     def encode(self, text: str) -> list[int]:
-        """Token ids that decode to `text`."""
+        """Return token ids that decode to `text`."""
         ids: list[int] = []
         for number in self._tokenizer.encode(text):
             ids += self._split(number) if self._rng.random() < self._rate else [number]
@@ -101,9 +101,10 @@ class Misspeller:
 class ToyEngine:
     """A token engine that gives `replies` in turn.
 
-    `end` is the end-of-turn token after a reply, the tokenizer's own if None; `ends`: it is among the ids of a reply
-    that stopped. With probability `abort_rate` a request is aborted at a random token, and the policy version
-    increases; the request that continues it gets the rest. `requests` and `sampled` count requests and tokens.
+    `end` is the end-of-turn token after a reply; if it is None, the tokenizer's own is used. With `ends`, the ids of a
+    reply that stopped include this token. With probability `abort_rate`, a request is aborted at a random token and the
+    policy version increases; the request that continues it gets the rest. `requests` and `sampled` count requests and
+    tokens.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class ToyEngine:
         self._broken_off: dict[bytes, list[int]] = {}
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        """Return the next reply, or the rest of the one that was aborted at exactly these ids."""
+        """Return the next reply, or the rest of the reply that was aborted at exactly these ids."""
         self.requests += 1
         prompt = array("i", input_ids)
         rest = self._broken_off.pop(prompt.tobytes(), None)

@@ -1,12 +1,12 @@
-"""A server with the part of Modal's API that sandboxes use. It runs their commands on this machine.
+"""A server with the part of Modal's API that sandboxes use. It runs the sandboxes' commands on this machine.
 
-The real `modal` client talks to it: set the variables of `FakeModal.variables`, or run `python -m
-palaestra.testing.fake_modal`, which prints them. It listens on 127.0.0.1 and needs the extra `modal`.
+The real `modal` client talks to it. To point the client at the server, set the variables in `FakeModal.variables`, or
+run `python -m palaestra.testing.fake_modal`, which prints them. It listens on 127.0.0.1 and needs the extra `modal`.
 
 It covers apps, environments, images by name, secrets, and sandboxes of both protocol versions: create, exec, streams,
 poll, wait, tags, list, terminate, and the limits of lifetime and idleness. Other calls are answered as unimplemented.
-If root runs the server, each sandbox has its own process namespace, so no process outlives it. Sandboxes do not protect
-this machine from their commands.
+If root runs the server, each sandbox has its own process namespace, so no process outlives its sandbox. Sandboxes do
+not protect this machine from their commands.
 
 Sources: the message and service classes of the installed client (`modal_proto`).
 """
@@ -53,7 +53,7 @@ _WATCH_S = 0.1
 _BUILDER = "2025.06"
 
 _PRIVATE = "/opt/palaestra"
-"""A directory of which each sandbox has its own, because this library keeps its tools there."""
+"""A directory that is separate for each sandbox, because this library keeps its tools there."""
 
 _INIT = f"""
 [ -z "$1" ] || {{ mkdir -p {_PRIVATE} && mount -t tmpfs -o mode=755 palaestra {_PRIVATE}; }}
@@ -68,9 +68,9 @@ _TIMED_OUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
 
 @dataclass
 class Fault:
-    """The fault of the next `times` calls of an RPC: a delay, and then an error if there is a `status`.
+    """A fault in the next `times` calls of an RPC: a delay, followed by an error if there is a `status`.
 
-    `retry_after_s` is the wait that the server asks for; the client then retries by itself.
+    `retry_after_s` is how long the server asks the client to wait; the client then retries by itself.
     """
 
     status: Status | None = None
@@ -111,8 +111,8 @@ class FakeModal:
     """The server, in its own thread. A context manager; `url` is its address.
 
     `roots` maps image names to root directories; other images use this machine's root directory. `missing` are images
-    whose build fails. `secrets` are the variables of named secrets. `quota` is the most sandboxes that may run. `calls`
-    counts the RPCs, `sandboxes` has all sandboxes by id, ended ones too.
+    whose build fails. `secrets` are the variables of named secrets. `quota` is the maximum number of running sandboxes.
+    `calls` counts the RPCs. `sandboxes` has all sandboxes by id, including ended ones.
     """
 
     token = ("ak-palaestra", "as-palaestra")
@@ -130,7 +130,7 @@ class FakeModal:
         self.sandboxes: dict[str, FakeSandbox] = {}
         self.calls: Counter[str] = Counter()
         self.frozen = False
-        """While true, no call to a sandbox is answered and no output of one arrives."""
+        """While this is true, no call to a sandbox is answered, and no output from a sandbox arrives."""
         self._port = port
         self._faults: dict[str, Fault] = {}
         self._apps: dict[str, str] = {}
@@ -245,7 +245,7 @@ class FakeModal:
     def _authenticate(self, stream: Stream[Any, Any]) -> None:
         assert stream.metadata is not None
         metadata = stream.metadata
-        if "authorization" in metadata:  # a call to a sandbox, with the token that came with its address
+        if "authorization" in metadata:  # a call to a sandbox, with the token that the client got with the address
             return
         if (metadata.get("x-modal-token-id"), metadata.get("x-modal-token-secret")) != self.token:
             raise GRPCError(Status.UNAUTHENTICATED, "the token is not valid")
@@ -465,7 +465,7 @@ class FakeSandbox:
     """Its `resources`, `timeout_secs`, `idle_timeout_secs` and `network_access`."""
     tags: dict[str, str]
     variables: dict[str, str]
-    """The variables of all its commands, from its secrets."""
+    """The variables that all its commands get, from its secrets."""
     root: Path | None = None
     result: api_pb2.GenericResult | None = None
     created_at: float = field(default_factory=time.time)
@@ -491,7 +491,7 @@ class FakeSandbox:
         return limit > 0 and time.monotonic() > self._active_at + limit
 
     def tag_list(self) -> list[api_pb2.SandboxTag]:
-        """Return its tags as messages."""
+        """Return the sandbox's tags as messages."""
         return [api_pb2.SandboxTag(tag_name=name, tag_value=value) for name, value in self.tags.items()]
 
     def command(self, exec_id: str) -> _Command:
@@ -602,7 +602,8 @@ class _Command:
         return {"code": code} if code >= 0 else {"signal": -code}
 
     async def write(self, offset: int, data: bytes, *, eof: bool) -> None:
-        """Pass input on, except bytes that came before, since a client repeats calls that were not answered."""
+        """Pass input on, except for bytes that have already arrived, since a client repeats calls that were not
+        answered."""
         stdin = self.process.stdin
         assert stdin is not None
         async with self._writing:

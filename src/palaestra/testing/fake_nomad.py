@@ -1,8 +1,9 @@
-"""A stand-in for a Nomad agent: it has the parts of the HTTP API that the nomad backend uses, and runs tasks here.
+"""A stand-in for a Nomad agent. It has the parts of the HTTP API that the nomad backend uses, and runs tasks on this
+machine.
 
-Paths, bodies, indexes and error texts follow developer.hashicorp.com/nomad/api-docs. One node runs the tasks of jobs as
-processes of this machine: those of the driver `raw_exec`, and those of `docker`, without a container, for the images in
-a given list. Tests can make requests fail (`faults`), images be missing, tasks crash, and the node be full.
+Paths, bodies, indexes and error texts follow developer.hashicorp.com/nomad/api-docs. Its only node runs the tasks of
+jobs as processes of this machine: tasks of the driver `raw_exec`, and tasks of `docker`, without a container, for the
+images in a given list. Tests can make requests fail (`faults`), images be missing, tasks crash, and the node be full.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _DEPLOYMENT_S = 10.0
 
 @dataclass
 class Fault:
-    """The fault of the next `times` requests whose `METHOD /path` matches: a status with a text, a broken connection,
-    or an answer that takes `delay_s` longer."""
+    """A fault in the next `times` requests whose `METHOD /path` matches: a status with a text, a broken connection, or
+    an answer that takes `delay_s` longer."""
 
     match: str
     status: int | None = None
@@ -117,7 +118,7 @@ class FakeNomad:
         await self._listening.__aexit__(None, None, None)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # Faults that tests cause
+    # Faults that tests inject
 
     def crash_tasks(self) -> None:
         """Kill the process of every task; the client restarts them."""
@@ -142,7 +143,7 @@ class FakeNomad:
     # The scheduler
 
     async def touch(self, *objects: JSON) -> int:
-        """Raise the index, give it to objects that have changed, and let blocking queries look again."""
+        """Raise the index, assign it to the objects that have changed, and let blocking queries check again."""
         self._index += 1
         for each in objects:
             each["ModifyIndex"], each["ModifyTime"] = self._index, time.time_ns()
@@ -189,7 +190,7 @@ class FakeNomad:
         return [each for each in live if each["ClientStatus"] in ("pending", "running")]
 
     def _why_not(self, job: JSON, group: JSON, more: int = 0) -> JSON:
-        """Return the AllocationMetric if the node cannot take 1 + `more` allocations of the group; None if it can."""
+        """If the node cannot take 1 + `more` allocations of the group, return the AllocationMetric, else None."""
         metric: JSON = {
             "NodesEvaluated": 1, "NodesFiltered": 0, "NodesInPool": 1, "NodesAvailable": {"dc1": 1},
             "ClassFiltered": None, "ConstraintFiltered": None, "NodesExhausted": 0, "ClassExhausted": None,
@@ -231,7 +232,7 @@ class FakeNomad:
         self._tasks[allocation["ID"]] = RunningTask(self, allocation, task, policy)
 
     def _end(self, allocation: JSON, status: str) -> None:
-        """Stop the tasks of an allocation; that of a lost node gets its status immediately."""
+        """Stop the tasks of an allocation. An allocation of a lost node gets its status immediately."""
         if status == "lost":
             allocation["ClientStatus"] = status
         task = asyncio.create_task(self._tasks[allocation["ID"]].stop())
@@ -264,7 +265,8 @@ class FakeNomad:
             return web.Response(status=answer.status, text=str(answer))
 
     async def _query(self, request: web.Request, look: Callable[[], tuple[JSON, int]]) -> web.Response:
-        """Answer a query, a blocking one once its index has passed. `look` returns the answer and its index."""
+        """Answer a query; a blocking query is answered once its index has been exceeded. `look` returns the answer and
+        its index."""
         after = int(request.query.get("index", "0"))
         wait_s = _duration(request.query.get("wait", "300s"))
         deadline = time.monotonic() + wait_s * (1 + 1 / 16)
@@ -484,7 +486,7 @@ def _number(allocation: JSON) -> int:
 
 
 def _duration(text: str) -> float:
-    """Return seconds of a Go duration with one unit."""
+    """Return the seconds in a Go duration that has a single unit."""
     found = re.fullmatch(r"([0-9.]+)(ms|s|m)", text)
     if found is None:
         raise _Answer(400, "Invalid wait time")

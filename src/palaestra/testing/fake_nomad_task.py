@@ -1,4 +1,4 @@
-"""One task of an allocation, as the Nomad stand-in runs it: a process of this machine.
+"""Runs one task of an allocation for the Nomad stand-in, as a process of this machine.
 
 Events, their texts and the restart policy are those of Nomad's client (client/allocrunner/taskrunner).
 """
@@ -20,7 +20,7 @@ from palaestra.core.types import JSON
 SECOND = 10**9
 """One second in nanoseconds, Nomad's unit of durations."""
 _EVENTS = 10
-"""The number of events that Nomad keeps of a task."""
+"""The number of events that Nomad keeps for a task."""
 _NEVER = "0001-01-01T00:00:00Z"
 
 

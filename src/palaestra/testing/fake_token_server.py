@@ -1,7 +1,7 @@
 """A token server on the loopback that serves any token engine over the APIs of SGLang, vLLM and Atropos' vLLM.
 
-The engine samples. `spoil` may change a reply before it is sent, to test clients with wrong replies. `model_server.py`
-adds chat.
+The engine samples. `spoil` may change a reply before it is sent, to test how clients handle invalid replies.
+`model_server.py` adds chat.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _WIRE_ONLY = frozenset(
 class TokenLoopback:
     """Serves `engine`. An async context manager; `url` is its address.
 
-    `stock` False leaves out `/v1/completions`, as Atropos' server does. With `token_ids` False, replies are as from
-    vLLM before 0.10.2. `seen` holds the requests' bodies. `kind` is the owner in the list of models, as in vLLM and
-    SGLang. A client that disconnects cancels its request.
+    With `stock` False, there is no `/v1/completions`, as in Atropos' server. With `token_ids` False, replies look like
+    those of vLLM before 0.10.2. `seen` lists the bodies of requests. `kind` is the owner in the list of models, as in
+    vLLM and SGLang. A client that disconnects cancels its request.
     """
 
     def __init__(

@@ -34,11 +34,12 @@ PNG = bytes.fromhex(
 
 
 class PlatformConformance(ABC):
-    """Tests of the behaviour of a platform."""
+    """Tests the behaviour of a platform."""
 
     @asynccontextmanager
     async def server(self) -> AsyncIterator[None]:
-        """Run the platform's server while the block runs. The default is for a server that runs already."""
+        """Run the platform's server while the block runs. The default does nothing, for a server that is already
+        running."""
         yield
 
     @abstractmethod
@@ -71,7 +72,8 @@ class PlatformConformance(ABC):
         pytest.skip("the platform's tests do not say how a token is withdrawn")
 
     async def limit_rate(self) -> float:
-        """Make the platform's server refuse messages as too many; returns the wait in seconds that it asks for."""
+        """Make the platform's server reject messages because there are too many; returns how many seconds it asks to
+        wait."""
         pytest.skip("the platform's tests do not say how its server limits the rate")
 
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:

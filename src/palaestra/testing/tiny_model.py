@@ -1,8 +1,8 @@
 """The tiny model: a folder with a Qwen3 model of random weights, its tokenizer and its chat template.
 
-With some steps of practice it writes well-formed tool calls most of the time, so that rollouts run tools and last
-several turns; its replies do not depend on the question. Invariant: the same seed, sizes and library versions give the
-same tokenizer and weights; nothing is downloaded. It needs the extra `train` (tokenizers, torch, transformers).
+After some steps of practice the model writes well-formed tool calls most of the time, so that rollouts run tools and
+last several turns. Its replies do not depend on the question. Invariant: the same seed, sizes and library versions give
+the same tokenizer and weights; nothing is downloaded. It needs the extra `train` (tokenizers, torch, transformers).
 """
 
 from __future__ import annotations
@@ -76,12 +76,13 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
 
 
 def chat_template() -> str:
-    """ChatML with tools in the Hermes form, prefix-preserving."""
+    """Return a ChatML template with tools in the Hermes form. A longer conversation only appends text to a shorter
+    one."""
     return (resources.files(__package__) / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def training_text() -> Iterator[str]:
-    """Words, shell commands, a little Python and JSON, as in agents' prompts."""
+    """Return text as in agents' prompts: words, shell commands, and a little Python and JSON."""
     for first, second in itertools.product(_WORDS.split(), repeat=2):
         yield f"{first} {second}"
     for word in _WORDS.split():
@@ -115,7 +116,8 @@ _ANSWERS = ("Done.", "The answer is in the file.", "There are 3 lines.")
 def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: int) -> float:
     """Train `model` in place; returns the last step's loss in nats per token.
 
-    Replies are learned at random places after random text, so that they also follow longer prompts than any seen here.
+    The model learns replies at random places after random text, so that it also replies to longer prompts than it has
+    seen in training.
     """
     import torch
 
@@ -170,7 +172,7 @@ CONTEXT_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """A new model. `practice_loss` is the last step's, in nats per token; None without practice."""
+    """A new model. `practice_loss` is the loss of the last step in nats per token; None without practice."""
 
     path: Path
     parameters: int
@@ -207,7 +209,7 @@ def make_tiny(
         eos_token_id=tokenizer.token_to_id(TURN_END),
         pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is left alone
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays unchanged
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
         loss = None
