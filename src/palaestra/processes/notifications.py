@@ -1,11 +1,11 @@
-"""Reports on watched sessions: matching lines, new output, and the end.
+"""Reports events of watched sessions: matching lines, new output, and the end.
 
 A session with a `Watch` has a follower, which waits for output from the slot. Lines that match within `MATCH_EVERY_S`
 of the last report are only counted, and the search ends after `MAX_MATCHES` reports. Output that came too fast to be
 searched is counted in the next report.
 
-Reports are in the next reply about the session and in the registry's `Notifications`. Every queue is bounded and never
-waits for a reader; when it is full, the oldest entry is dropped.
+Reports appear in the next reply about the session and in the registry's `Notifications`. Every queue is bounded, and
+adding to a queue never waits for a reader; when a queue is full, its oldest entry is dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORDS = {"completion": "exited", "watch_match": "match"}
 
 
 class Notifications:
-    """Reports for any thread, in the contract's shape.
+    """Reports in the contract's shape, which any thread may read.
 
     `completion_queue` has one object for each event of a watched session. `pending_watchers` has one object for each
     session whose output is reported at intervals, until a reader removes it.

@@ -5,10 +5,10 @@ Processes end with their slot; killing one kills its whole process tree.
 Invariant: a caller that names a task reaches only that task's sessions. A signal never reaches a process other than the
 session's, since a slot addresses its processes by its own numbers and holds each process until its end.
 
-With a checkpoint file, a new registry can find the processes that an old one left running in slots that remain. The
-file is one JSON object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`. It is replaced as a whole
-but not synced, since processes do not survive a crash of the machine either. A process belongs to a session only if
-slot, number, pid and start time are the same, because a restarted slot server repeats numbers and pids.
+With a checkpoint file, a new registry can find the processes that an earlier registry left running in slots that still
+exist. The file is one JSON object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`. The file is
+replaced as a whole but not synced, since processes do not survive a crash of the machine either. A process belongs to a
+session only if slot, number, pid and start time are the same, because a restarted slot server repeats numbers and pids.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ _Started: TypeAlias = tuple[Process, ProcessStatus]
 
 _known: WeakSet[ProcessRegistry] = WeakSet()
 _known_lock = threading.Lock()
-"""For synchronous code, which knows a session's id but not its registry."""
+"""The registries, for synchronous code that knows a session's id but not its registry."""
 
 
 class ProcessRegistry:
-    """Sessions by id. Methods with a `task_id` see only that task's sessions; with None they see all.
+    """Sessions by id. Methods with a `task_id` see only that task's sessions; if it is None, they see the sessions of
+    all tasks.
 
-    `checkpoint_path` is the file for the next registry. With `report_ends` the end of every session is reported. `loop`
-    is the event loop of the sessions, None before the first session.
+    `checkpoint_path` is the file from which the next registry recovers sessions. With `report_ends`, the end of every
+    session is reported. `loop` is the event loop of the sessions, or None before the first session.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class ProcessRegistry:
         return any(session.running for session in sessions)
 
     async def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Return whether any process of that conversation runs that is not older than `max_age_s`."""
+        """Return whether any process of that conversation is running and not older than `max_age_s`."""
         running = [session for session in await self._refresh(None, session_key) if session.running]
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 
@@ -207,8 +208,8 @@ class ProcessRegistry:
         return sum(await asyncio.gather(*(kill(session) for session in self._of(task_id))))
 
     async def recover_from_checkpoint(self, slots: Iterable[Slot]) -> int:
-        """Add the sessions of the checkpoint. A session whose process is not in `slots` is lost. Returns the
-        number of the others.
+        """Add the sessions of the checkpoint. A session whose process is not in `slots` is lost. Returns the number of
+        recovered sessions.
 
         Raises `ConfigError` if the file is not a valid checkpoint.
         """
@@ -269,7 +270,8 @@ class ProcessRegistry:
         return (session for session in list(self._sessions.values()) if task_id in (None, session.task_id))
 
     def _new_id(self, task_id: str) -> str:
-        """Return an id that derives from the task and its earlier sessions, so that equal runs have equal ids."""
+        """Return an id that is derived from the task and its earlier sessions, so that identical runs have identical
+        ids."""
         while True:
             self._numbers[task_id] += 1
             text = f"{task_id}\0{self._numbers[task_id]}"
@@ -284,8 +286,8 @@ class ProcessRegistry:
         return not_found(session_id) if session is None else await _reply(session, action)
 
     async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
-        """Update the sessions' status and return them. Sessions of an ended slot are lost; with `task_id` that
-        raises."""
+        """Update the sessions' status and return them. Sessions of a slot that has ended are lost; if `task_id` is
+        given, this raises the slot's error."""
         sessions = [session for session in self._of(task_id) if session_key in (None, session.session_key)]
 
         async def refresh(session: ProcessSession) -> None:

@@ -22,7 +22,7 @@ from palaestra.processes import process_output
 from palaestra.sandbox.slot import Process, ProcessStatus
 
 MAX_OUTPUT_CHARS = 200_000
-"""The number of bytes at the end of the output that `log` shows. Slots keep at least as many."""
+"""The number of bytes at the end of the output that `log` shows. Slots keep at least this many."""
 
 FINISHED_TTL_SECONDS = 1800
 """Seconds for which the session of an ended process is kept."""
@@ -71,8 +71,9 @@ class ProcessSession:
     """One background process by its session id.
 
     `session_key` names the conversation that started it; `started_at` is in seconds since the epoch. `status` is the
-    last known status, `lost` the reason if the process cannot be reached. `detached` is true for a session recovered
-    after a restart. A follower has read the output up to the cursor `followed`; `notices` has its latest reports.
+    last known status; if the process cannot be reached, `lost` is the reason. `detached` is true for a session
+    recovered after a restart. A follower has read the output up to the cursor `followed`; `notices` has its latest
+    reports.
     """
 
     id: str
@@ -152,7 +153,7 @@ class ProcessSession:
 
     @property
     def ended_at(self) -> float | None:
-        """When the process ended, in seconds since the epoch; None while it runs."""
+        """The time when the process ended, in seconds since the epoch; None while it runs."""
         return None if self.status.running else self.started_at + self.status.duration_s
 
     def reach(self) -> Process:
