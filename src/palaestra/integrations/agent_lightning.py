@@ -1,11 +1,12 @@
-"""Plays Agent-Lightning's rollouts in slots, from its own controller or from this module's.
+"""Plays Agent-Lightning's rollouts in slots, either from its own controller or from the controller in this module.
 
     async with Controller("my_env.py", "http://localhost:8080", key) as controller:
         await controller.run()                     # until cancelled
 
-`Controller` takes the place of `agentlightning.controller`: one process and one run play all queued rollouts. Or let
-the local controller start a process per rollout, with a subclass of `Agent` as the rollouts' `agent_class`. The input
-of a rollout is a task's id, or an object with `task_id`. Agent-Lightning's proxy records the tokens.
+`Controller` takes the place of `agentlightning.controller`: one process and one run play all queued rollouts.
+Alternatively, Agent-Lightning's local controller can start a process per rollout, with a subclass of `Agent` as the
+rollouts' `agent_class`. The input of a rollout is a task's id, or an object with `task_id`. Agent-Lightning's proxy
+records the tokens.
 
 A rollout without a reward ends in the state `failed`, with the outcome and the blame, and sends no reward event.
 
@@ -29,11 +30,11 @@ from palaestra.integrations.blame import Dropped, reward_of
 logger = logging.getLogger(__name__)
 
 ATTEMPT = "0"
-"""The name of a rollout's only attempt, as that of Agent-Lightning's own controllers."""
+"""The name of a rollout's only attempt, the same as in Agent-Lightning's own controllers."""
 
 
 class Agent:
-    """The `agent_class` of one rollout: subclass it with an `env`. The rollout's `env_map` must have
+    """The `agent_class` of one rollout. Subclass it and set `env`. The rollout's `env_map` must have
     `{"PALAESTRA_TASK": "input.task_id"}`; the other variables are Agent-Lightning's own."""
 
     env: ClassVar[object]
@@ -48,7 +49,7 @@ class Agent:
 
 
 class Controller:
-    """Plays the queued rollouts of the server at `url`, `concurrent` at a time. `settings` are those of
+    """Plays the queued rollouts of the server at `url`, at most `concurrent` at a time. `settings` are those of
     `palaestra.RolloutFunction`."""
 
     def __init__(self, env: object, url: str, key: str = "", *, concurrent: int = 50, **settings: Any) -> None:
@@ -76,7 +77,7 @@ class Controller:
             await asyncio.sleep(poll_s)
 
     async def play_queued(self) -> None:
-        """Begin the queued rollouts, as far as there is room. Leaving the block waits until they end."""
+        """Begin as many queued rollouts as there is room for. Leaving the block waits until they have ended."""
         if not self._free:
             return
         queued = await _request(self._client, "GET", f"{self._url}/api/rollouts?state_in=queuing&limit={self._free}")

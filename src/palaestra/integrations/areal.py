@@ -2,9 +2,10 @@
 
     trainer.train(workflow=Agent("my_env.py", agent="codex"))
 
-Each row of AReaL's data set has a `task_id`. Its proxy gives every rollout an address with a key, and records the
+Each row of AReaL's data set has a `task_id`. AReaL's proxy gives every rollout an address with a key, and records the
 tokens; the agent's loop, the slots and the sealed grading work as in a run. A rollout without a reward raises
-`Dropped`, which rejects the sample. Proxy mode `inline` only: the run lives in the worker's event loop.
+`Dropped`, which rejects the sample. Only the proxy mode `inline` works, because the run lives in the worker's event
+loop.
 
 Source: `OpenAIProxyWorkflow` of AReaL 1.0.4. This module does not import AReaL.
 """

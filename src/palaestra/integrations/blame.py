@@ -1,7 +1,7 @@
 """Documents how each trainer learns that a rollout is not the policy's fault, so that the trainer drops the sample.
 
-An unscored rollout (`Unscored`) never becomes a reward. The adapters in this folder follow this table; for other
-trainers it shows what your own adapter has to do.
+An unscored rollout (`Unscored`) never becomes a reward. The adapters in this folder follow the table below. For other
+trainers, the table shows what your own adapter has to do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DROPPED: Mapping[str, str] = {
     "verifiers": "the trace has an error",
     "verl": "the response mask is all zeros, which `adv_estimator=grpo_scored` leaves out",
 }
-"""Maps each trainer to how it learns that a rollout is not the policy's fault. No trainer gets a reward for such a
-rollout."""
+"""For each trainer, how it learns that a rollout failed for a reason other than the policy. No trainer gets a reward
+for such a rollout."""
 
 
 class Dropped(InfraError):

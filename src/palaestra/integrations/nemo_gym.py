@@ -1,15 +1,17 @@
-"""NeMo Gym rolls out an environment as an agent server, whose `/run` plays, grades and answers.
+"""NeMo Gym rolls out an environment through an agent server, whose `/run` plays a rollout, grades it and returns the
+result.
 
     # app.py of your agent server
     from palaestra.integrations.nemo_gym import EnvironmentAgent
     if __name__ == "__main__": EnvironmentAgent.run_webserver()
 
-A row has `task_id` next to `responses_create_params`. The model is asked at `model_base_url`, or through the model
-server of the configuration. With the address of vLLM or SGLang itself and `server_type` in `settings`, the output has
-exactly the sampled tokens with their log-probabilities.
+A row has `task_id` next to `responses_create_params`. Model calls go to `model_base_url`, or through the model server
+in the configuration. If `model_base_url` is the address of vLLM or SGLang itself and `settings` has `server_type`, the
+output contains exactly the sampled tokens with their log-probabilities.
 
-A rollout without a reward has `mask_sample`, `failure_kind` and `failure_reason`; the reward 0.0, which the protocol
-requires, is left out of this server's `/aggregate_metrics`. `/verify` repeats the answer to `/run` of a `rollout_id`.
+A rollout without a reward has `mask_sample`, `failure_kind` and `failure_reason`. Its reward is 0.0, because the
+protocol requires one; this server's `/aggregate_metrics` leaves it out. For a `rollout_id`, `/verify` repeats the
+answer to `/run`.
 
 Needs the package `nemo-gym`. Source: `SimpleResponsesAPIAgent` and `openai_utils` of NeMo Gym 0.4; the fields of masked
 samples are those of 0.7.
@@ -33,7 +35,7 @@ from palaestra import JSON, ConfigError, Message, RolloutFunction, Trajectory, U
 from palaestra.integrations.turns import TurnTokens, sampled_turns
 
 KEPT_ANSWERS = 1024
-"""The number of newest rollouts that `/verify` knows."""
+"""The number of most recent rollouts that `/verify` knows."""
 
 
 class EnvironmentAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
@@ -107,7 +109,8 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return answer
 
     async def verify(self, body: RolloutReference) -> EnvironmentVerifyResponse:
-        """Return the graded rollout. Answers 404 for a rollout that is not among the newest of this server."""
+        """Return the graded rollout. Answers 404 for a rollout that is not among the most recent ones of this
+        server."""
         if body.rollout_id not in self._answers:
             raise HTTPException(404, f"the rollout {body.rollout_id!r} is not among this server's newest")
         return self._answers[body.rollout_id]
@@ -149,7 +152,7 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
 def output_items(played: Trajectory) -> list[JSON]:
     """Return the conversation as output items of a response; the last item of each reply has its tokens, if they are
     recorded. Raises `ConfigError` if calls and replies differ in number (compaction, sub-agents), since tokens then
-    have no item.
+    belong to no item.
     """
     replies = [message for message in played.messages if message["role"] == "assistant"]
     turns = list(sampled_turns(played)) if played.ledger is not None else []

@@ -4,7 +4,8 @@
     session = factory.create(task_id)          # initial_messages, list_tools, call_tool, verify, close
 
 The harness owns the agent's loop; the tools, the slots and the sealed grading work as in a run. `env_reward` is None
-for an unscored rollout, which OpenEnv leaves out. `training_trace` gives a rollout that was recorded token by token.
+for an unscored rollout, which OpenEnv leaves out. `training_trace` returns the tokens of a rollout that was recorded
+token by token.
 
 Needs the package `openenv`. Source: `openenv.core.harness` of OpenEnv 0.10.
 """
@@ -38,8 +39,8 @@ class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[m
         return self._session.path
 
     def create(self, task: JSON, seed: int | None = None, episode_id: str | None = None) -> PlayedSession:
-        """Begin a rollout of a task: its id, or a row with `task_id`. The run's own seed counts, not `seed`. Raises
-        `ConfigError` for an unknown task."""
+        """Begin a rollout of a task, which is given by its id or by a row with `task_id`. `seed` is ignored, because
+        the run has its own seed. Raises `ConfigError` for an unknown task."""
         task_id = task.get("task_id") if isinstance(task, Mapping) else task
         if not isinstance(task_id, str):
             raise ConfigError(f"a task is an id, or a row with task_id, not {task!r:.100}")
@@ -92,7 +93,7 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
             return ToolResult(error=str(error), done=True)
 
     def verify(self, transcript: list[Message], final_state: JSON = None) -> VerifyResult:
-        """Seal and grade the rollout. Its last message is that of the transcript."""
+        """Seal and grade the rollout. The transcript's last assistant message becomes the rollout's last message."""
         said = [message.get("content") for message in transcript if message.get("role") == "assistant"]
         last = said[-1] if said and isinstance(said[-1], str) else ""
         if self._play is not None:
@@ -128,7 +129,7 @@ def verify_result(trajectory: Trajectory) -> VerifyResult:
 
 
 def training_trace(trajectory: Trajectory) -> TrainingTrace:
-    """Return the model calls of a rollout with their tokens: each sampled token once, with the engine's
+    """Return the model calls of a rollout with their tokens. Each sampled token occurs once, with the engine's
     log-probability.
 
     Raises `ConfigError` for a rollout without recorded tokens.

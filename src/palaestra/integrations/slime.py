@@ -1,4 +1,5 @@
-"""slime generates with an environment's rollouts: exact tokens from its SGLang router, and the environment's rewards.
+"""slime generates samples by rolling out an environment, with exact tokens from slime's SGLang router and the
+environment's rewards.
 
     generate = custom_generate("my_env.py")        # --custom-generate-function-path my_module.generate
 
@@ -25,8 +26,8 @@ Generate = Callable[[Any, Any, Mapping[str, JSON]], Awaitable[Any]]
 
 def custom_generate(env: object, **settings: Any) -> Generate:
     """Return a function for `--custom-generate-function-path`. `settings` are those of `palaestra.RolloutFunction`; the
-    tokenizer is slime's `--hf-checkpoint`, and temperature, `top_p`, `top_k` and the longest reply are those that slime
-    requests. Training and evaluation are separate runs."""
+    tokenizer is slime's `--hf-checkpoint`, and slime sets the temperature, `top_p`, `top_k` and the maximum length of a
+    reply. Training and evaluation are separate runs."""
     rollouts: dict[str, RolloutFunction] = {}
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, JSON]) -> Any:
@@ -74,8 +75,7 @@ def _rollout_function(
 
 
 def _fill(sample: Any, row: ExportedRow) -> Any:
-    """Return the sample with one segment's tokens: those of the prompt first, then `response_length` tokens after
-    it."""
+    """Return the sample with the tokens of one segment: first the prompt's tokens, then `response_length` tokens."""
     sample.tokens = [*row.prompt_ids, *row.completion_ids]
     sample.response_length = len(row.completion_ids)
     sample.loss_mask, sample.rollout_log_probs = row.mask, row.logprobs

@@ -1,4 +1,4 @@
-"""The Tinker cookbook trains on the rollouts of an environment, and its recipes run commands in our slots.
+"""Lets the Tinker cookbook train on the rollouts of an environment, and its recipes run commands in our slots.
 
     config = train.Config(
         dataset_builder=DatasetBuilder(env="note_env.py", model=model, group_size=8, groups_per_batch=4),
@@ -6,9 +6,9 @@
     )
     asyncio.run(train.main(config))
 
-With `RolloutStrategy` our agent loop runs and the cookbook's policy samples: retries after infrastructure failures,
+With `RolloutStrategy`, our agent loop runs and the cookbook's policy samples. Retries after infrastructure failures,
 exact tokens and sealed grading work as in a run, and an unscored rollout is a `RolloutError`, never a reward. With the
-cookbook's own strategies, its loop steps the environments of `EnvGroupBuilder`.
+cookbook's own strategies, the cookbook's loop steps the environments of `EnvGroupBuilder`.
 
 `sandbox_factory` replaces Modal in `tinker_cookbook.recipes.harbor_rl`; each sandbox is a slot.
 
@@ -52,7 +52,7 @@ from palaestra import (
 )
 
 MOST_OUTPUT_BYTES = 128 * 1024
-"""The most output of a command if the recipe sets no limit: the cookbook's own default."""
+"""The maximum size of a command's output if the recipe sets no limit, which is the cookbook's own default."""
 
 Ask: TypeAlias = Callable[[list[int], int | None, Collection[int]], Awaitable[Sampled]]
 _ASK: ContextVar[tuple[asyncio.AbstractEventLoop, Ask]] = ContextVar("ask")
@@ -61,9 +61,9 @@ _ASK: ContextVar[tuple[asyncio.AbstractEventLoop, Ask]] = ContextVar("ask")
 
 @dataclass
 class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
-    """One group of rollouts of one task. `env` is an environment as `palaestra.run` takes it; it must pickle where
-    rollouts run in other processes, so name it by its file. `model` names the tokenizer. `settings` are those of
-    `palaestra.Session`. All groups of a process with the same settings are one run."""
+    """One group of rollouts of one task. `env` is an environment in any form that `palaestra.run` takes. It must be
+    picklable if rollouts run in other processes, so give the name of its file. `model` names the tokenizer. `settings`
+    are those of `palaestra.Session`. All groups of a process with the same settings are one run."""
 
     env: object
     task_id: str
@@ -75,14 +75,14 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
         self._envs: list[Env] = []
 
     async def make_envs(self) -> Sequence[Env]:
-        """Return environments that the cookbook's loop steps. The record has no log-probabilities: the loop passes none
-        on."""
+        """Return environments for the cookbook's loop to step. Their record has no log-probabilities, because the loop
+        passes none on."""
         made = [Env(self) for _ in range(self.group_size)]
         self._envs += made
         return made
 
     async def roll_out(self, ask: Ask, group_size: int, *, retried: bool = True) -> Group:
-        """Return a group whose tokens `ask` samples, in this event loop."""
+        """Return a group. `ask` samples its tokens in this event loop."""
         session = await asyncio.to_thread(_session, self, retried)
         _ASK.set((asyncio.get_running_loop(), ask))
         (group,) = await asyncio.to_thread(session.roll_out, self.task_id, group_size=group_size)
@@ -170,8 +170,8 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
     async def execute(
         self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter
     ) -> rollout_strategy.RolloutResult:
-        """Scored rollouts are trajectories, with the reward on their last transition; the others are errors. Raises
-        `AllTrajectoriesFailedError` if none was scored, and `ConfigError` for another group builder."""
+        """Return scored rollouts as trajectories, with the reward on the last transition, and the other rollouts as
+        errors. Raises `AllTrajectoriesFailedError` if none was scored, and `ConfigError` for another group builder."""
         if not isinstance(env_group_builder, EnvGroupBuilder):
             raise ConfigError(f"this strategy rolls out its own EnvGroupBuilder, not {type(env_group_builder)}")
         said: dict[tuple[tuple[int, ...], tuple[int, ...]], TokensWithLogprobs] = {}
@@ -218,7 +218,7 @@ class DatasetBuilder(types.RLDatasetBuilder):  # type: ignore[misc]
 
 
 class Dataset(types.RLDataset):  # type: ignore[misc]
-    """Groups in batches; a last batch that is not full is left out."""
+    """The groups in batches. A last batch that is not full is left out."""
 
     def __init__(self, builders: Sequence[EnvGroupBuilder], groups_per_batch: int) -> None:
         self._builders = list(builders)
@@ -232,7 +232,7 @@ class Dataset(types.RLDataset):  # type: ignore[misc]
 
 
 def close() -> None:
-    """End the runs of this process; otherwise they end with it. Idempotent."""
+    """End the runs of this process, which otherwise end when the process does. Idempotent."""
     with _LOCK:
         while _SESSIONS:
             _, session = _SESSIONS.popitem()
@@ -246,7 +246,7 @@ atexit.register(close)
 
 def _session(builder: EnvGroupBuilder, retried: bool) -> SyncSession:
     """Return the open run of an environment with these settings. Without `retried`, a failed rollout is not rolled out
-    again: the cookbook cannot step an episode from its beginning twice."""
+    again, because the cookbook cannot step an episode from its beginning twice."""
     env = builder.env if isinstance(builder.env, str) else id(builder.env)
     key = (env, builder.model, retried, json.dumps(dict(builder.settings), sort_keys=True, default=str))
     with _LOCK:
@@ -258,7 +258,7 @@ def _session(builder: EnvGroupBuilder, retried: bool) -> SyncSession:
 
 
 async def _sampled(prompt: list[int], most_tokens: int | None, stop_ids: Collection[int]) -> Sampled:
-    """Ask in the event loop of the cookbook, where the policy lives."""
+    """Sample in the cookbook's event loop, where the policy lives."""
     loop, ask = _ASK.get()
 
     async def asked() -> Sampled:
@@ -273,8 +273,8 @@ async def _sampled(prompt: list[int], most_tokens: int | None, stop_ids: Collect
 def _trajectory(
     trajectory: Trajectory, said: Mapping[tuple[tuple[int, ...], tuple[int, ...]], TokensWithLogprobs]
 ) -> types.Trajectory:
-    """Return a scored rollout as transitions, one per reply that is trained. Rows whose history was rewritten follow
-    each other; the cookbook makes a datum of each."""
+    """Return a scored rollout as transitions, one for each trained reply. If the history was rewritten, the rollout has
+    several rows, whose transitions follow each other; the cookbook makes one datum from each row."""
     steps: list[types.Transition] = []
     tokens: list[int] = []
     for row in training_rows(trajectory):
@@ -282,7 +282,7 @@ def _trajectory(
         for begin, end in _runs(row.mask):
             prompt, reply = tokens[: start + begin], tokens[start + begin : start + end]
             action = said.get((tuple(prompt), tuple(reply)))
-            if action is None:  # the ledger divides it differently: after an interruption, for example
+            if action is None:  # the ledger divides the reply differently, for example after an interruption
                 action = TokensWithLogprobs(reply, (row.logprobs or [])[begin:end])
             steps.append(types.Transition(tinker.ModelInput.from_ints(prompt), action, 0.0, False))
     if steps:
@@ -292,7 +292,7 @@ def _trajectory(
 
 
 def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the places where the mask is 1, as (begin, end)."""
+    """Return the ranges in which the mask is 1, as (begin, end)."""
     found: list[tuple[int, int]] = []
     for on, places in itertools.groupby(range(len(mask)), key=lambda place: mask[place]):
         if on:
@@ -306,7 +306,8 @@ def _metrics(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _failures(group: Group) -> list[types.RolloutError]:
-    """Return why rollouts of a group have no score; an error of the group if it has none."""
+    """Return an error for each rollout of a group that has no score. If there is none, return the error of the group,
+    if it has one."""
     found = [
         types.RolloutError(f"{each.outcome}/{each.blame}", each.error or "the rollout was not scored")
         for each in group.trajectories
@@ -316,8 +317,8 @@ def _failures(group: Group) -> list[types.RolloutError]:
 
 
 class SlotSandbox:
-    """One slot as a `SandboxInterface`. It ends with `cleanup`, or after `lifetime_s` seconds. Raises the cookbook's
-    `SandboxTerminatedError` for a call after its end."""
+    """One slot as a `SandboxInterface`. It ends with `cleanup`, or after `lifetime_s` seconds. A call after its end
+    raises the cookbook's `SandboxTerminatedError`."""
 
     def __init__(self, sandbox: Sandbox, lifetime_s: float) -> None:
         self.sandbox_id = f"slot-{uuid.uuid4().hex[:12]}"
@@ -342,7 +343,7 @@ class SlotSandbox:
     async def run_command(
         self, command: str, workdir: str | None = None, timeout: int = 60, max_output_bytes: int | None = None
     ) -> SandboxResult:
-        """Run a command; the exit code is 124 after a timeout, which kills its process tree."""
+        """Run a command. After a timeout, its process tree is killed and the exit code is 124."""
         found = await self._running().execute(
             command,
             cwd=workdir or "/workspace",
@@ -354,7 +355,7 @@ class SlotSandbox:
         return _result(found.metadata["stdout"], found.metadata["stderr"], found.metadata["exit_code"])
 
     async def read_file(self, path: str, max_bytes: int | None = None, timeout: int = 60) -> SandboxResult:
-        """Return the text of a file; exit code 1 and the reason if it cannot be read."""
+        """Return the text of a file. If the file cannot be read, the result has exit code 1 and the reason."""
         try:
             slot = self._running()
             data = await (slot.read_bytes(path) if max_bytes is None else slot.read_bytes(path, max_bytes=max_bytes))
@@ -365,7 +366,8 @@ class SlotSandbox:
     async def write_file(
         self, path: str, content: str | bytes, executable: bool = False, timeout: int = 60
     ) -> SandboxResult:
-        """Write a file with its folders; exit code 1 and the reason if it cannot be written."""
+        """Write a file, and make its folders. If the file cannot be written, the result has exit code 1 and the
+        reason."""
         data = content.encode() if isinstance(content, str) else content
         try:
             await self._running().write_bytes(path, data, mode=0o755 if executable else None)
@@ -389,9 +391,9 @@ class SlotSandbox:
 def sandbox_factory(*, image: str | Callable[[Path], str] | None = None, **settings: Any) -> Callable[[Path, int], Any]:
     """Return a `SandboxFactory` whose sandboxes are slots of this machine.
 
-    `image` is the root file system of all tasks, or a function that returns the one of a task for its `environment`
-    folder; Dockerfiles are not built. `settings` are those of `palaestra.Sandbox`, such as `network`, `memory` or
-    `isolation`.
+    `image` is the root file system of all tasks, or a function that takes a task's `environment` folder and returns the
+    root file system of that task. Dockerfiles are not built. `settings` are those of `palaestra.Sandbox`, such as
+    `network`, `memory` or `isolation`.
     """
 
     async def make(env_dir: Path, timeout: int) -> SlotSandbox:

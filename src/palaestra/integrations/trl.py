@@ -5,9 +5,10 @@
         rollout_func=rollout_func(env), reward_funcs=reward,
     )
 
-The agent loop, the slots and the grading work as in a run, and all steps are one record. The trainer's own model
-samples, in this process, so that every token is trained with the weights that sampled it. Tool output is masked with
-`env_mask`; an unscored rollout has the reward None, which TRL leaves out of the group's baseline and of the loss.
+The agent loop, the slots and the grading work as in a run, and all steps together form one run's record. The trainer's
+own model samples, in this process, so that every token is trained with the weights that sampled it. Tool output is
+masked with `env_mask`; an unscored rollout has the reward None, which TRL leaves out of the group's baseline and of the
+loss.
 
 Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -30,12 +31,13 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 TASK = "task_id"
-"""The key of a prompt's messages with the task's id: TRL passes only the prompt column to `rollout_func`."""
+"""The key in a prompt's messages that holds the task's id, because TRL passes only the prompt column to
+`rollout_func`."""
 
 
 def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Dataset:
-    """Return the first `tasks` tasks of an environment as TRL's data set, one row per task, or all. `settings` are
-    those of `palaestra.run`."""
+    """Return the tasks of an environment (the first `tasks`, or all) as a data set for TRL, one row per task.
+    `settings` are those of `palaestra.run`."""
     from datasets import Dataset
 
     with Session(env, policy="noop", **settings) as session:
@@ -48,8 +50,9 @@ def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings:
     """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`; temperature, `top_p`
     and `top_k` are the trainer's, and `max_token_length` (of one reply) its `max_completion_length` unless set.
 
-    After each step the log-probabilities of the sampled tokens are compared with the trainer's own, at the cost of one
-    forward pass: more than `max_difference` nats on any token raises `ConfigError`. None skips the comparison.
+    After each step the log-probabilities of the sampled tokens are compared with the trainer's own, which costs one
+    forward pass. A difference of more than `max_difference` nats on any token raises `ConfigError`; None skips the
+    comparison.
     """
     return RolloutFunc(env, max_difference, settings)
 
@@ -69,8 +72,8 @@ def reward(*, completions: Sequence[Any], **columns: Any) -> list[float | None]:
 
 
 class EnvironmentFactory:
-    """The result of `environment_factory`: each call makes an environment in TRL's sense, for one rollout at a time.
-    `close` ends the run, `path` is its folder."""
+    """The result of `environment_factory`. Each call makes an environment in TRL's sense, which plays one rollout at a
+    time. `close` ends the run; `path` is the run's folder."""
 
     def __init__(self, env: object, settings: Mapping[str, Any]) -> None:
         self._opened = ExitStack()
@@ -97,14 +100,14 @@ def environment_factory(env: object, **settings: Any) -> EnvironmentFactory:
     """Return an `environment_factory` for `env`: TRL's own loop samples and calls our tools, in a slot per rollout;
     `reward` seals and grades the work. `settings` are those of `palaestra.Session`.
 
-    All tasks have the tools of the first one. Each rollout holds its slot until it is graded, so `slots` must be at
-    least the rollouts of one generation.
+    All tasks have the tools of the first task. Each rollout holds its slot until it is graded, so `slots` must be at
+    least the number of rollouts in one generation.
     """
     return EnvironmentFactory(env, settings)
 
 
 class _Environment:
-    """One rollout after the other, played by TRL. A subclass has the tools as methods."""
+    """Plays one rollout after the other for TRL. A subclass has the tools as methods."""
 
     def __init__(self, session: SyncSession) -> None:
         self._session = session
@@ -112,7 +115,7 @@ class _Environment:
 
     def reset(self, **row: Any) -> None:
         """Begin a rollout of the row's task."""
-        if self._play is not None:  # TRL did not ask for its reward
+        if self._play is not None:  # TRL did not request its reward
             self._play.finish()
         self._play = self._session.play(_task_id(row["prompt"]))
 
@@ -133,7 +136,7 @@ _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "arra
 
 
 def _method(function: Mapping[str, Any]) -> Callable[..., str]:
-    """Return the tool as a method with types and a docstring, from which TRL makes its schema again."""
+    """Return the tool as a method with types and a docstring, from which TRL derives the tool's schema."""
     properties = function["parameters"].get("properties", {})
     required = function["parameters"].get("required", [])
 
@@ -166,8 +169,8 @@ def _described(schema: Mapping[str, Any], name: str) -> str:
 
 
 class RolloutFunc:
-    """The result of `rollout_func`. Its session opens with the first call and closes when the training ends; `close`
-    ends it earlier, `path` is the run's folder."""
+    """The result of `rollout_func`. Its session opens with the first call and closes when training ends; `close` ends
+    it earlier. `path` is the run's folder."""
 
     def __init__(self, env: object, max_difference: float | None, settings: Mapping[str, JSON]) -> None:
         self._env = env
@@ -179,7 +182,7 @@ class RolloutFunc:
         self.path: Path | None = None
 
     def __call__(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, Any]:
-        """Return one row per prompt, in their order. Equal prompts that follow each other are a group."""
+        """Return one row per prompt, in the order of the prompts. Consecutive identical prompts form a group."""
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
         wanted = [
@@ -284,7 +287,7 @@ def _task_id(prompt: JSON) -> str:
 
 
 def _group_rows(group: Group, count: int, filler: int) -> Iterator[dict[str, Any]]:
-    """Yield `count` rows: those of the group's rollouts, and rows without a reward for missing rollouts."""
+    """Yield `count` rows: the rows of the group's rollouts, and rows without a reward in place of missing rollouts."""
     rows = [_row(each, filler) for each in sorted(group.trajectories, key=lambda each: each.index)]
     yield from rows
     for index in range(len(rows), count):
@@ -315,7 +318,7 @@ def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
 
 @contextmanager
 def _sampling_model(trainer: GRPOTrainer) -> Iterator[Any]:
-    """Give the block the trained model, gathered whole and without dropout, so that it can sample."""
+    """Yield the trained model with its weights gathered and dropout disabled, so that it can sample in the block."""
     from trl.models import unwrap_model_for_generation
 
     training = trainer.model.training

@@ -9,7 +9,7 @@ from palaestra import ConfigError, Trajectory
 
 
 class TurnTokens(NamedTuple):
-    """One call: `prompt_ids[P]`, `completion_ids[T]` as sampled, and the engine's `logprobs[T]`."""
+    """One model call: `prompt_ids[P]`, `completion_ids[T]` as sampled, and the engine's `logprobs[T]`."""
 
     number: int
     segment: int
@@ -21,7 +21,7 @@ class TurnTokens(NamedTuple):
 
 
 def sampled_turns(trajectory: Trajectory) -> Iterator[TurnTokens]:
-    """Yield the calls in their order: each sampled token once. Raises `ConfigError` for a rollout without recorded
+    """Yield the calls in order. Each sampled token occurs once. Raises `ConfigError` for a rollout without recorded
     tokens."""
     if trajectory.ledger is None:
         raise ConfigError(f"{trajectory.rollout_id} has no recorded tokens: use a token-exact model server")

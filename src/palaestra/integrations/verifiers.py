@@ -1,11 +1,11 @@
-"""verifiers plays an environment: its tasks as a taskset, and our rollouts as a harness.
+"""verifiers plays an environment: the environment's tasks are a taskset, and our rollouts are a harness.
 
     # my_environment.py, then: eval my_environment --env.taskset.env my_env.py --env.agent.runtime.type subprocess
     from palaestra.integrations.verifiers import EnvironmentHarness, EnvironmentTaskset
     __all__ = ["EnvironmentHarness", "EnvironmentTaskset"]
 
 The interception server of verifiers gives every rollout an address with a key and records the tokens. The agent's loop,
-the slots and the sealed grading work as in a run; the runtime of verifiers stays empty. A rollout without a reward
+the slots and the sealed grading work as in a run; the runtime of verifiers is not used. A rollout without a reward
 raises, which is an error on the trace.
 
 Needs the package `verifiers`. Source: `Harness.launch`, `Taskset` and `Task` of verifiers 0.4.
@@ -28,13 +28,13 @@ RECORD = "palaestra"
 
 
 class EnvironmentData(vf.TaskData):  # type: ignore[misc]
-    """A task of the environment `env`; `id` is the task's."""
+    """A task of the environment `env`; `id` is the task's id."""
 
     env: str
 
 
 class EnvironmentTask(vf.Task[EnvironmentData]):  # type: ignore[misc]
-    """A task whose reward the environment gave."""
+    """A task whose reward comes from the environment."""
 
     @property
     def key(self) -> str:
@@ -78,7 +78,7 @@ class EnvironmentHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
 
 
 class EnvironmentHarness(vf.Harness[EnvironmentHarnessConfig]):  # type: ignore[misc]
-    """Plays the rollouts of `EnvironmentTaskset`, all of one environment in one run."""
+    """Plays the rollouts of `EnvironmentTaskset`. All rollouts of one environment are in one run."""
 
     NEEDS_CONTAINER = EXECUTES_CODE = False  # the model's commands run in a slot
     APPENDS_SYSTEM_PROMPT = True

@@ -1,4 +1,4 @@
-"""verl rolls out an environment with its own model servers: exact tokens, and the environment's rewards.
+"""verl rolls out an environment with its own model servers, and gets exact tokens and the environment's rewards.
 
     # agent_loop_config_path                        # and in the data: agent_name "palaestra", and task_id
     - name: palaestra
@@ -8,7 +8,7 @@
 
 verl cannot mark a sample as dropped, so an unscored rollout has a response of one masked token and the reward 0.0. With
 `adv_estimator=grpo_scored`, GRPO leaves such rows out: they are neither trained nor part of their group's mean.
-`VERL_USE_EXTERNAL_MODULES=palaestra.integrations.verl` registers it. verl's other estimators count the 0.0.
+`VERL_USE_EXTERNAL_MODULES=palaestra.integrations.verl` registers this estimator. verl's other estimators count the 0.0.
 
 Needs the package `verl`. Source: `AgentLoopBase`, `LLMServerClient` and `compute_grpo_outcome_advantage` of verl 0.9.1.
 """
@@ -39,17 +39,17 @@ from palaestra import (
 )
 
 _ASKED: ContextVar[tuple[Any, Mapping[str, Any], str]] = ContextVar("verl_asked")
-"""The rollout's client of the model servers, its sampling settings, and the id that keeps it at one server."""
+"""The rollout's client of the model servers, its sampling settings, and the id that keeps the rollout on one server."""
 
 
 class _ServerClient(TokenChat):
-    """Uses verl's client of its model servers as a model server of a run."""
+    """Uses verl's client for its model servers as the model server of a run."""
 
     async def start(self) -> None:
         """Do nothing: the servers already run."""
 
     async def aclose(self) -> None:
-        """Do nothing: the servers end with the training."""
+        """Do nothing: the servers end with training."""
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         client, wanted, name = _ASKED.get()
