@@ -80,7 +80,8 @@ def available_memory() -> int:
 
 
 def _memory_groups() -> list[Path]:
-    """Return the visible control groups that may limit the memory of this process: its own and those above."""
+    """Return the visible control groups that may limit the memory of this process: its own group and the groups
+    above."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -46,8 +46,8 @@ class CreationGate:
         await self._change(lambda gap_s: 0.0 if gap_s <= _FIRST_S else gap_s / 2)
 
     async def throttled(self, asked_s: float | None = None) -> float:
-        """Slow down, because the provider requests fewer starts, and none for `asked_s` seconds. Returns how many
-        seconds all starts pause."""
+        """Slow down, because the provider has requested fewer starts, and no start for `asked_s` seconds. Returns for
+        how many seconds all starts pause."""
         found = 0.0
 
         def slower(gap_s: float) -> float:

@@ -267,7 +267,7 @@ class SlotPool:
         self._leases += 1
 
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
-        """End a lease and the slot. Does nothing for one that has ended.
+        """End a lease and the slot. Does nothing if the lease has already ended.
 
         `reset_workspace` is part of the contract and has no effect, because a workspace is never reused.
         """

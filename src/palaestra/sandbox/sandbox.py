@@ -37,7 +37,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
 class SandboxSnapshot:
     """The files of a sandbox at one moment, for `Sandbox(snapshot=…)` inside the block of the sandbox that made it.
 
-    `loop` is the event loop of that sandbox, and `thread` the one that runs it for a blocking sandbox.
+    `loop` is the event loop of that sandbox; for a blocking sandbox, `thread` is the thread that runs the loop.
     """
 
     snapshot: Snapshot
@@ -46,12 +46,12 @@ class SandboxSnapshot:
     thread: LoopThread | None = None
 
     def check_open(self) -> None:
-        """Raise `SandboxError` after the end of its sandbox."""
+        """Raise `SandboxError` if the snapshot's sandbox has ended."""
         if self.loop.is_closed() or not self.pool.get_stats()["started"]:
             raise SandboxError("the snapshot ended with the sandbox that made it: open others inside its block")
 
     def check_loop(self) -> None:
-        """Raise `SandboxError` if the running event loop is not that of its sandbox."""
+        """Raise `SandboxError` if the running event loop is not the loop of the snapshot's sandbox."""
         if self.loop is not asyncio.get_running_loop():
             here = "`with`" if self.thread is not None else "`async with`, in the same event loop"
             raise SandboxError(f"the snapshot belongs to another event loop: open sandboxes from it in {here}")

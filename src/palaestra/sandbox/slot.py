@@ -327,7 +327,7 @@ class Slot(Protocol):
     ) -> Process:
         """Start a background process, in a terminal of its own or with a pipe for input (`stdin`).
 
-        Raises FileNotFoundError for a missing program, PermissionError for one that cannot be run.
+        Raises FileNotFoundError for a missing program, and PermissionError for a program that cannot be run.
         """
 
     async def processes(self) -> Sequence[Process]:

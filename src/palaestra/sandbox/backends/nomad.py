@@ -331,7 +331,7 @@ class NomadJob:
                 self._count = before
 
     async def _failed_placement(self, evaluation: str) -> str | None:
-        """Return the reason why an evaluation has placed less than it should; None if it placed all."""
+        """Return the reason why an evaluation has placed less than it should; None if it placed everything."""
         found, index = await self._api.get(f"/v1/evaluation/{evaluation}"), 1
         for _ in range(10):
             if found["Status"] not in ("pending", "blocked") or found.get("FailedTGAllocs"):

@@ -210,7 +210,7 @@ class RemoteBackend(StartedBackend):
         self._started = True
 
     async def check_hosts(self) -> None:
-        """Check every host, and leave out those that fail. Raises `ConfigError` if all do."""
+        """Check every host, and leave out the hosts that fail. Raises `ConfigError` if every host fails."""
         errors = []
         for host in self._hosts:
             try:
@@ -411,7 +411,7 @@ class RemoteBackend(StartedBackend):
         return snapshot
 
     async def _tidy(self) -> None:
-        """End idle places beyond those that are kept, and idle ones whose server has ended."""
+        """End surplus idle places, and idle places whose server has ended."""
         for number, place in list(self._places.items()):
             if place.idle and self._is_spare(place):
                 del self._places[number]

@@ -2,9 +2,9 @@
 output.
 
 The client sends this file as the argument of `python3 -I -S -c`, then the server's files over standard input: a line
-with the size of a compressed tar archive, and the archive. From then on this process passes bytes on between its
-standard streams and the server's socket, and ends the server when either side ends. Runs on Python 3.9 and later with
-nothing but the standard library; the server itself needs 3.11.
+with the size of a compressed tar archive, and the archive. From then on this process passes bytes between its standard
+streams and the server's socket, and ends the server when either side ends. Runs on Python 3.9 and later with nothing
+but the standard library; the server itself needs 3.11.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _FILES = (
 
 
 class PortClient(DistantClient):
-    """A slot server of its own, behind a port."""
+    """The client of a slot server that was started for it behind a port."""
 
     @classmethod
     async def connect(

@@ -72,7 +72,7 @@ def receive_head(connection: DeadlineConnection) -> tuple[str, dict[str, str], b
 
 
 def receive_body(connection: DeadlineConnection, headers: dict[str, str], begun: bytes) -> bytes:
-    """Return the whole body. Raises ValueError for one that is too large or incomplete."""
+    """Return the whole body. Raises ValueError if the body is too large or incomplete."""
     size = int(headers.get("content-length", "0"))
     if not 0 <= size <= MAX_BODY:
         raise ValueError("too large")
@@ -86,7 +86,7 @@ def receive_body(connection: DeadlineConnection, headers: dict[str, str], begun:
 
 
 def unpack(archive: bytes) -> str:
-    """Return a new folder with the files. Removes those of servers that were killed."""
+    """Unpack the files into a new folder and return it. Removes folders of servers that were killed."""
     for name in os.listdir(tempfile.gettempdir()):
         pid = name[len(PREFIX) :].split("-")[0]
         if name.startswith(PREFIX) and not os.path.exists("/proc/" + pid):
@@ -112,7 +112,8 @@ def answer(connection: DeadlineConnection, token: str, arrived: Callable[[str], 
 
 
 def serve(listener: socket.socket, token: str) -> str:
-    """Answer requests, each in a thread of its own, until one has brought the files; returns their folder.
+    """Answer requests, each in its own thread, until one of them has brought the files; returns the folder of the
+    files.
 
     Requests that come after the files wait in the listener for the server.
     """

@@ -52,7 +52,7 @@ UPGRADE = "palaestra-slots"
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
 HEAD_S, BODY_S, MAX_UNKNOWN = 60.0, 60.0, 256
 """Seconds that a connection may be silent before a request; seconds that a body may take; and the maximum number of
-connections that have not shown the token. The oldest of those are closed for new ones."""
+connections that have not shown the token. When there are more, the oldest of them are closed."""
 MAX_OUTPUT_BYTES = 50_000
 """The contract's limit on the output of one call to its routes."""
 FIRST_SLOT_UID = 65536
@@ -82,7 +82,7 @@ class Request:
     body: bytes = b""
 
     def json(self) -> JSON:
-        """Return the body. Raises `Refused` for one that is not JSON."""
+        """Return the body. Raises `Refused` if it is not JSON."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -349,8 +349,8 @@ _REASONS = {
 
 
 async def _read_head(reader: asyncio.StreamReader) -> Request | None:
-    """Return the next request of a connection, without its body; None at its end. Raises ValueError for an invalid one,
-    and `TimeoutError`."""
+    """Return the next request of a connection, without its body; None at its end. Raises ValueError for an invalid
+    request, and `TimeoutError`."""
     try:
         async with asyncio.timeout(HEAD_S):
             head = await reader.readuntil(b"\r\n\r\n")
@@ -366,7 +366,7 @@ async def _read_head(reader: asyncio.StreamReader) -> Request | None:
 
 
 async def _read_body(reader: asyncio.StreamReader, request: Request) -> bytes:
-    """Return the body of a request. Raises ValueError for one without a known size or that is too large, and
+    """Return the body of a request. Raises ValueError if the body's size is unknown or too large, and
     `TimeoutError`."""
     size = int(request.headers.get("content-length", "0"))
     if not 0 <= size <= MAX_BODY:

@@ -31,7 +31,8 @@ IDLE_S = 60.0
 
 @dataclass
 class Visitor:
-    """One connection. `numbers` maps its requests to those sent to the slot server."""
+    """One connection. `numbers` maps the numbers of its requests to the numbers under which they were sent to the slot
+    server."""
 
     writer: asyncio.StreamWriter
     client: bool = False

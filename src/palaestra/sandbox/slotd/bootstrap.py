@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _make_group() -> cgroups.ServerCgroup:
-    """Return the server's control groups. Removes those of dead servers first."""
+    """Return the server's control groups. Removes the groups of dead servers first."""
     if not namespaces.is_real_root():
         raise PermissionError(1, "needs root")
     hierarchies = cgroups.find()

@@ -55,7 +55,7 @@ class SealedLayer(Counted):
 
 
 class NetworkScope(Enum):
-    """The network of a slot: a namespace of its own, that of the server, or none."""
+    """The network of a slot: its own namespace, the server's, or none."""
 
     OWN = "own"
     SHARED = "shared"
@@ -76,7 +76,7 @@ class SlotInit(Protocol):
         """Start the init, which serves the other end of `control`; returns its pid. Never returns in the init."""
 
     def gone(self) -> bool:
-        """Once the init is dead, return whether no process of the slot is left. Kills those that are left."""
+        """Once the init is dead, return whether no process of the slot is left. Kills any processes that are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class NewSlot:
     """A slot before its start. `groups` are its control groups. If the slot shares the host's network, `exposed` is the
     reason."""
 
-    files: Any  # those of the driver; `release` removes them, unless they have become a layer
+    files: Any  # the driver's files; `release` removes them, unless they have become a layer
     groups: tuple[str, ...]
     init: SlotInit
     exposed: str = ""
@@ -130,7 +130,8 @@ class Checkpoints(Protocol[F, L]):
         """Drop the data for the slot's next checkpoint."""
 
     def save(self, layer: L, folder: str) -> Generator[None, None, int]:
-        """Copy a layer and all below it to the host's empty `folder`, as a job; returns the bytes of the files."""
+        """Copy a layer and all layers below it to the host's empty `folder`, as a job; returns the bytes of the
+        files."""
 
     def load(self, folder: str, image: str | None) -> tuple[L, ...]:
         """Return the layers that were saved in a folder, topmost first. Raises OSError if they are gone."""

@@ -104,7 +104,7 @@ class SlotServer:
         }  # fmt: skip
 
     def _stop(self) -> None:
-        """End the loop: the client is gone. Everything ends with this process, which is pid 1 of all that it
+        """End the loop: the client is gone. Everything ends with this process, which is pid 1 of all processes that it
         started."""
         self.loop.running = False
 

@@ -132,7 +132,7 @@ class Download:
 
 
 class Upload:
-    """Takes DATA into a new file; END puts it in place, CANCEL drops it. `uploads` are those of its slot."""
+    """Takes DATA into a new file; END puts it in place, CANCEL drops it. `uploads` are the uploads of its slot."""
 
     def __init__(
         self, number: int, writing: Writing, connection: FrameConnection, open_requests: dict[int, OpenRequest],

@@ -2,8 +2,8 @@
 
 A command's tree is its session, all descendants, and processes that have detached since the command started (a double
 fork with a session of its own ends as a child of init). Processes older than the command, and their descendants, are
-not its own. While several commands run, a detached process belongs to all that are older than it, so a timeout of one
-may kill another's.
+not its own. While several commands run, a detached process belongs to every command that is older than the process, so
+the timeout of one command may kill a process of another.
 
 The process table is read again until the tree is dead. If a tree forks faster than that, everything in the slot but its
 init is killed. `native/init.c` follows the same rules.

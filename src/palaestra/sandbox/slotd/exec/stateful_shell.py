@@ -7,14 +7,15 @@ requests:
                 no_spill, and the input's bytes
     close_shell shell
 
-A shell is an interactive one without a terminal. Its own input is a pipe from this process, so that it returns to the
-top after SIGINT, an error or a syntax error. For each command it gets two lines: the first sources a memory file with
-the command; the second reports the exit status and the command's number on a descriptor of its own. The lines are
+A shell runs in interactive mode, but without a terminal. Its own input is a pipe from this process, so that it returns
+to the top after SIGINT, an error or a syntax error. For each command it gets two lines: the first sources a memory file
+with the command; the second reports the exit status and the command's number on a descriptor of its own. The lines are
 short, since each word costs every command; errors between commands go to a descriptor that is open already.
 
-A command that exceeds its time is interrupted, and its processes are killed. The shell lives on if it returns in time,
-and is killed otherwise. A shell that has ended (also by `exit`, `exec`, `set -e`) is started again for the next
-command; `shell_restarted` is set in the result of the command that ended it, or of the next one if it died in between.
+A command that exceeds its time is interrupted, and its processes are killed. If the shell returns to the top in time,
+it is kept; otherwise it is killed. A shell that has ended (also by `exit`, `exec`, `set -e`) is started again for the
+next command; `shell_restarted` is set in the result of the command that ended it, or of the next one if it died in
+between.
 
 Shells never carry a verdict: a command shares the shell with earlier ones and can write to the status descriptor.
 """

@@ -387,7 +387,7 @@ class LeftoverPipes:
             os.close(self._pipes.pop(0))
 
     def close(self) -> None:
-        """Close all."""
+        """Close all pipes."""
         for fd in self._pipes:
             os.close(fd)
         self._pipes.clear()

@@ -56,7 +56,8 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class StackEntry:
-    """The visible entry at a path. `directories` are those merged into it, topmost first; empty for other kinds."""
+    """The visible entry at a path. `directories` are the directories merged into it, topmost first; empty for other
+    kinds of entries."""
 
     status: os.stat_result
     path: str
@@ -71,8 +72,8 @@ class Stack:
         self._root = StackEntry(os.stat(directories[0]), directories[0], tuple(directories))
 
     def find(self, path: str) -> StackEntry | None:
-        """Return the entry at a relative path, or None. The last component is not followed; the others must be
-        directories."""
+        """Return the entry at a relative path, or None. A link in the last component is not followed; the other
+        components must be directories."""
         entry: StackEntry | None = self._root
         for name in path.split("/") if path else ():
             entry = self._step(entry.directories, name) if entry is not None else None
@@ -127,7 +128,7 @@ class StackedRoot:
 
 def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | None]:
     """Yield how a layer changes the stack below it, as objects with path, kind and opaque; None is a pause. The layer
-    may be that of a running slot."""
+    may belong to a running slot."""
     root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield from _walk(root, "", below, marks, hidden=False, depth=0)

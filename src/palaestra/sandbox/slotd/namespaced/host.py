@@ -5,8 +5,8 @@ The server makes a tmpfs its root and keeps the host's root below it as /host: i
 an existing directory, so nothing is created on the host.
 
 The base system is the lowest tree of slots without an image: top-level directories and an `/etc` of our own. From the
-host's `/etc` it copies only listed files that any user may read: for linking, fonts, time zones and certificates. No
-accounts, keys, host name or resolver.
+host's `/etc` it copies only listed files that any user may read: for linking, fonts, time zones and certificates. It
+has no accounts, keys, host name or resolver.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 There are two kinds of user namespace. A server that runs as root gives each slot one in which uids 0 to 65535 are a
 private range outside. All slots share the range (they cannot see each other's files or processes), but not the
 namespace: the kernel counts inotify instances, queued signals, message queues and locked memory per namespace, and
-charges them to the user who made it. So each namespace has a maker of its own, a uid with no other use. A server
+charges them to the user who made it. Each namespace therefore has a separate maker, a uid with no other use. A server
 without root gives each slot a namespace in which only uid 0 exists: the user who started the server.
 """
 

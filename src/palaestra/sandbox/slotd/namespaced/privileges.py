@@ -136,10 +136,11 @@ def supported() -> bool:
 def program(
     machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True, unix: bool = True, own_user: bool = True
 ) -> bytes:
-    """Return the filter for one architecture, as packed `struct sock_filter`s. For slots without namespaces, `inet`
-    False removes internet sockets, `ipc` False System V objects and message queues, which would outlive the slot, and
-    `unix` False sockets with a path or a name, by which services of the host are reached (pairs of sockets stay).
-    `own_user` False keeps each process from changing the limits and priorities of others, which may be the user's."""
+    """Return the filter for one architecture, as packed `struct sock_filter`s. The other arguments are for slots
+    without namespaces. `inet` False blocks internet sockets. `ipc` False blocks System V objects and message queues,
+    which would outlive the slot. `unix` False blocks sockets with a path or a name, through which services of the host
+    can be reached (socket pairs still work). `own_user` False keeps each process from changing the limits and
+    priorities of others, which may be the user's."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),

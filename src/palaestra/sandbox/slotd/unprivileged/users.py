@@ -53,13 +53,14 @@ def _mapped(kind: str) -> set[tuple[int, int]]:
 
 
 class Users:
-    """The users of one server. Each is given to one slot at a time, the one that has been unused for longest first."""
+    """The users of one server. Each user belongs to at most one slot at a time. A new slot gets the user that has been
+    unused for longest."""
 
     def __init__(self, start: int) -> None:
         self._free = deque(range(start + 1, start + RANGE))
 
     def take(self) -> int:
-        """Return a user that owns nothing. Raises OSError if all are taken."""
+        """Return a user that owns nothing. Raises OSError if all users are taken."""
         if not self._free:
             raise OSError(11, f"all {RANGE - 1} users of this server have a slot")
         return self._free.popleft()
