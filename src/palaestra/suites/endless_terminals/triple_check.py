@@ -28,7 +28,7 @@ _TIMEOUT_S = 120.0
 
 
 async def prove(task: GeneratedTask, slots: SlotSource, spec: SlotSpec) -> None:
-    """Run the three checks. Raises `TaskError` for the one that fails, `InfraError` if a slot fails."""
+    """Run the three checks. Raises `TaskError` if a check fails, and `InfraError` if a slot fails."""
     async with AsyncExitStack() as stack:
         snapshot = await _prepared(task, slots, spec)
         stack.push_async_callback(slots.forget, snapshot)

@@ -51,7 +51,7 @@ class Places:
 
 
 class ControlsTimedOut(GraderError):
-    """The reference solution timed out too, so the machine is too slow to judge work that passed the tests."""
+    """The reference solution timed out as well, so the machine is too slow to judge work that passed the tests."""
 
     certain = True
 

@@ -89,7 +89,7 @@ def _is_fixture(function: Function) -> bool:
 
 
 def find_sites(function: Function, random: Random) -> list[Site]:
-    """Return the sites of a test in source order, always the same sites; `random` draws the new values."""
+    """Return the sites of a test in source order. The sites are always the same; `random` draws the new values."""
     certain = {id(node) for node in _certain(function.body)}
     found = []
     for node in _walk(function.body):
@@ -254,7 +254,7 @@ def _empty(value: ast.expr) -> list[ast.expr]:
 
 _NEVER = ((ast.Eq, ast.NotEq, _boxed), (ast.In, ast.NotIn, _empty))
 """A comparison, its opposite, and values for which it never holds. An assertion and its opposite become the same set of
-variants, so the set does not tell which of them is right."""
+variants, so the set does not show which of them is right."""
 
 
 def _in_calls(function: Function, random: Random) -> list[Site]:

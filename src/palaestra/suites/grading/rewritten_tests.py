@@ -116,7 +116,7 @@ def names_used(tree: ast.Module) -> set[str]:
 
 
 def without_tests(source: str, named: Collection[str], *, keep: bool) -> str:
-    """Return the source with only the named tests (`Class::test`) if `keep`, else with all others.
+    """Return the source without the named tests (`Class::test`) or, with `keep`, without all other tests.
 
     A removed test is replaced by `pass`. With `keep`, the other lines keep their numbers, and a test stays if another
     part of the file refers to it.

@@ -85,8 +85,8 @@ class TaskRoots:
 
 
 def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
-    """Return the configuration in the JSON file next to a ready root, else in the task's Dockerfile if that has one
-    stage."""
+    """Return the configuration from the JSON file next to a ready root or, without this file, from the task's
+    Dockerfile if it has a single stage."""
     beside = image.with_name(f"{image.name.removesuffix('.tar')}.json")
     if beside.is_file() or recipe.dockerfile is None:
         return read_config(image)

@@ -128,7 +128,7 @@ class RepositoryCache:
         return None
 
     async def _fetch(self, path: Path, source: str, row: SweRow) -> None:
-        """Fetch one commit (of a branch also its parent) if the server allows it, else everything."""
+        """Fetch one commit (for a branch, also its parent) if the server allows this, otherwise everything."""
         revision = row.base_commit
         flags = ("--quiet", "--no-tags", "--no-auto-gc", "--no-write-fetch-head")
         wanted = revision if _HASH.fullmatch(revision) else f"+refs/heads/{revision}:refs/fetched/heads/{revision}"

@@ -1,7 +1,7 @@
 """Run the tests that a row names in any supported form, and find out why some could not run.
 
 Invariant: correct work is never judged by tests that could not run. If the agent's tests could not be imported or
-collected, or their session did not end, the same session on the prepared workspace decides: if it cannot run them
+collected, or their session did not end, the same session on the prepared workspace decides. If it cannot run the tests
 either, `GraderError` is raised; otherwise the work broke them.
 """
 

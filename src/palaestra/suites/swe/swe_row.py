@@ -46,7 +46,7 @@ class TestNames(StrEnum):
     __test__ = False
 
     PYTEST = "pytest"
-    """Node ids. One that was cut at a blank (`path::test[a`) stands for all that begin with it."""
+    """Node ids. A node id that was cut at a blank (`path::test[a`) stands for all node ids that begin with it."""
     FUNCTIONS = "functions"
     """Functions (`test_a`) in the files of `test_patch`, as sympy's runner prints them."""
     UNITTEST = "unittest"

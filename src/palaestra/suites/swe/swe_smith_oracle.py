@@ -510,7 +510,7 @@ class SweSmithOracleEnv(ListedEnv):
         return (self._with_requirements(row) if isinstance(row, SweRow) else row for row in rows)
 
     def _with_requirements(self, row: SweRow) -> SweRow:
-        """Return the row with the packages that the settings add to all rows and to those of its repository."""
+        """Return the row with the packages that the settings add to all rows, and to the rows of its repository."""
         further = (*self.config.requirements, *self.config.repo_requirements.get(row.repo, ()))
         if not further or not row.install.editable:
             return row

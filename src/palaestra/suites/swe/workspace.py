@@ -120,7 +120,7 @@ async def write_texts(slot: Slot, repo_dir: str, texts: Mapping[str, str | None]
 
 
 async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | None]:
-    """Return the test files that change for the agent, None for those that it does not get."""
+    """Return the test files that differ for the agent, with None for files that the agent does not get."""
     found: dict[str, str | None] = {}
     failing = {name.partition("::")[0] for name in row.fail_to_pass}
     for path, text in (await test_texts(cache, row)).items():
@@ -143,7 +143,7 @@ async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_di
 
 
 def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: str) -> list[str]:
-    """Return the paths of a change relative to the repository, except `without`; those of kept directories end in a
+    """Return the paths of a change relative to the repository, except `without`. The paths of kept directories end in a
     slash."""
     prefix = f"{repo_dir}/"
     return [

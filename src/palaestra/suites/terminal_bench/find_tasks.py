@@ -115,7 +115,7 @@ def _is_task(folder: Path) -> bool:
 def _unpacked_rows(
     source: str, cache: Path, split: str, fields: Mapping[str, str] | None
 ) -> Iterator[tuple[str, Path | TaskError, bool]]:
-    """Yield the folder of each row, and whether the row asks for live grading."""
+    """Yield the folder of each row, and whether the row requests live grading."""
     for number, row in read_rows(source, split=split, fields=fields):
         if isinstance(row, TaskError):
             yield f"row {number}", row, False

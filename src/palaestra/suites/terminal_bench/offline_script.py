@@ -90,7 +90,7 @@ def _read_script(task: TerminalTask) -> OfflineScript:
     text = read_text(files.pop(name, task.verifier.folder / name))  # Terminal-Bench 1 keeps it next to the folder
     others = {each: read_text(found) for each, found in files.items() if each.endswith(".sh")}
     script = with_others(offline(text), others)
-    # Terminal-Bench 1 has no other verdict than that of pytest.
+    # In Terminal-Bench 1, the only verdict is pytest's.
     return replace(script, pytest=script.pytest or task.format is task.format.TERMINAL_BENCH_1)
 
 
@@ -116,7 +116,7 @@ def needs_network(text: str, output: str) -> bool:
 
 
 def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:
-    """Return the script with the scripts that it may call; its requirements include theirs."""
+    """Return the script with the scripts that it may call; its requirements include those of the other scripts."""
     changed = {name: offline(text) for name, text in others.items()}
     every = (script, *changed.values())
     return replace(

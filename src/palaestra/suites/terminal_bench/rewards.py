@@ -28,7 +28,7 @@ def read_rewards(json_file: bytes | None, text_file: bytes | None) -> Mapping[st
 
 
 def single(rewards: Mapping[str, float]) -> float:
-    """Return the reward to train on: the one called `reward`, else the mean of all."""
+    """Return the reward to train on: the reward called `reward` or, if there is none, the mean of all rewards."""
     return rewards[REWARD] if REWARD in rewards else sum(rewards.values()) / len(rewards)
 
 
@@ -47,7 +47,8 @@ def falls_short(step: TaskStep, score: Score) -> bool:
 def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
     """Return the score of a rollout from the scores of the steps that were verified.
 
-    The rewards are those of the last step, or the mean of each by its name; a reward that a step lacks counts as 0.
+    The result contains the rewards of the last step, or the mean of each reward over the steps, by name. A reward that
+    a step lacks counts as 0.
     """
     found = [step_rewards(score) for score in scores]
     if task.reward_strategy == FINAL:

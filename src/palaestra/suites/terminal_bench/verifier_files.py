@@ -112,7 +112,7 @@ async def install(
     ends_well: bool = False,
     all_tests: bool = False,
 ) -> None:
-    """Copy our commands into a folder of the slot that precedes the others in PATH.
+    """Copy our commands into a folder of the slot that comes first in PATH.
 
     `command` starts Python (empty if it is not needed); `library_path` is the image's LD_LIBRARY_PATH. With
     `ends_well`, pytest exits with status 0, so that the script starts it as often as for passing work. With

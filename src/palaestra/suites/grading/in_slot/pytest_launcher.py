@@ -1,7 +1,7 @@
 """Replace `pytest`, `uv` and `uvx` while a test script runs in a slot, and report what pytest ran.
 
 The first argument is the name it was called by. `uv run` and `uvx` start pytest, or Python with the packages that the
-script asked for; commands that only install packages do nothing. Any other command is reported as `unmet`, which counts
+script requested; commands that only install packages do nothing. Any other command is reported as `unmet`, which counts
 as the grader's failure.
 
 Invariant: nothing of the workspace is on the import path before pytest is imported.

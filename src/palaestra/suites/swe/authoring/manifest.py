@@ -1,7 +1,7 @@
 """The manifest of packages and their bugs, from which tasks are rebuilt without a search.
 
 A package is pinned by the sha256 of its source distribution, a bug by its file, byte span, old text and replacement.
-The manifest contains nothing else of a package.
+The manifest contains nothing else from a package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PinnedMutation:
 
 @dataclass(frozen=True, slots=True)
 class PinnedPackage:
-    """One release. `requirements` are additional to those of the manifest; rows never name `flaky` tests."""
+    """One release. `requirements` are needed in addition to those of the manifest. Rows never name `flaky` tests."""
 
     name: str
     version: str

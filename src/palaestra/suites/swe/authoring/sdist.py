@@ -142,7 +142,8 @@ async def configured_url() -> str:
 
 
 async def _setting(name: str) -> str:
-    """Return a setting of pip from its environment variables, else its files; empty if it is not set."""
+    """Return a setting of pip from pip's environment variables or, if it is not there, from pip's configuration files;
+    empty if it is not set."""
     if not importlib.util.find_spec("pip"):
         return ""
     result = await run_process([sys.executable, "-m", "pip", "config", "list"], timeout_s=_SETTINGS_TIMEOUT_S)
