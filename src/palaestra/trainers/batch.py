@@ -1,4 +1,4 @@
-"""Makes rows with advantages from groups, and refuses those that should not be trained.
+"""Makes rows with advantages from groups, and refuses rows that should not be trained.
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
 advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share get the mean

@@ -263,7 +263,7 @@ class TinkerTrainer:
         await self._opened.aclose()
 
     def _connected(self) -> tinker.ServiceClient:
-        """A client with a session of its own."""
+        """Return a client with its own session."""
         import tinker
 
         key = {"api_key": _LOCAL_KEY} if self._url is not None else {}

@@ -221,7 +221,7 @@ class Training:
         return self._train[order[place]]
 
     async def _split(self) -> tuple[list[Task], list[Task]]:
-        """Return the tasks to train on and those held out, disjoint by id."""
+        """Return the tasks to train on and the held-out tasks, which are disjoint by id."""
         config, tasks = self.config, dict[str, Task]()
         source = self._runner.env.tasks()
         try:
@@ -279,7 +279,7 @@ class _Done(Exception):
 
 
 def split_tasks(tasks: Sequence[Task], held_out: int, seed: int) -> tuple[list[Task], list[Task]]:
-    """Return the tasks to train on, and those held out, drawn from the seed."""
+    """Return the tasks to train on and the held-out tasks, drawn from the seed."""
     order = list(tasks)
     random.Random(f"{seed}:held-out").shuffle(order)
     return order[held_out:], order[:held_out]

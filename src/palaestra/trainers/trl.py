@@ -64,7 +64,8 @@ class TrlTrainer:
     name = "trl"
 
     def __init__(self, server: APIServerConfig, config: TrainingConfig, *, rollouts: int, temperature: float) -> None:
-        """`rollouts` is the maximum number that one step trains on, `temperature` their sampling temperature."""
+        """`rollouts` is the maximum number of rollouts that one step trains on, `temperature` the temperature at which
+        they are sampled."""
         self.model = server.model_name
         self.busy = BusyClock()
         self._server = server.model_copy(update={"server_type": "transformers", "history": "append"})

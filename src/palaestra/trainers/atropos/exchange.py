@@ -91,8 +91,8 @@ class WaitingGroup(msgspec.Struct):
 
 
 _EnvKind: TypeAlias = tuple[str, int]
-"""Requested name and group size. Short groups from environments of the same kind are combined. A restarted environment
-has a new id, so its groups still join those of its former process."""
+"""Requested name and group size. Short groups are combined by kind and not by id, because a restarted environment has a
+new id and its groups should join those of its former process."""
 
 
 class Exchange:

@@ -211,7 +211,7 @@ class Feed:
         return isinstance(answer.body, dict) and answer.body.get("tokens") == line["tokens"]
 
     def _send_again(self, before: Standing, now: Standing) -> None:
-        """Send the groups that the server lost in its restart, except those that its trainer may have."""
+        """Send the groups that the server lost in its restart, except for groups that its trainer may already have."""
         again, perhaps = self._unsaved.lost(before.batch_size, alone=before.alone)
         if now.step > before.step:  # the trainer took a batch that the server could no longer report
             again, perhaps = [], [*again, *perhaps]

@@ -254,7 +254,7 @@ def _weights_file(lora: LoraSettings | None) -> str:
 
 
 def _public_names(state: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> dict[str, torch.Tensor]:
-    """Return the names that peft gives adapters in files; those of full weights stay."""
+    """Return the names that peft gives adapters in files. The names of full weights stay the same."""
     if lora is None:
         return {name: tensor.contiguous() for name, tensor in state.items()}
     return {f"base_model.model.{name.replace('.default.', '.')}": value.contiguous() for name, value in state.items()}

@@ -399,8 +399,8 @@ def loadable_name(source: str) -> str:
 
 
 def _digest(module: PreTrainedModel) -> str:
-    """Return a digest of the first numbers of each tensor, which distinguishes checkpoints of this model from those of
-    others."""
+    """Return a digest of the first numbers of each tensor, which distinguishes checkpoints of this model from
+    checkpoints of other models."""
     seen = hashlib.sha256()
     for name, tensor in module.named_parameters():
         seen.update(f"{name}{tuple(tensor.shape)}".encode())
