@@ -130,7 +130,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
 def grpo_scored(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return verl's GRPO over the rows with a trained token; the advantages of the others are 0. Shapes are those of
+    """Return verl's GRPO over the rows with a trained token; other rows have the advantage 0. Shapes are those of
     `compute_grpo_outcome_advantage`: rewards and mask `[B, T]`, index `[B]`."""
     scored = response_mask.bool().any(dim=1)
     if (config := settings.get("config")) is not None:
