@@ -1,4 +1,4 @@
-"""The slots of one run, leased in the order of requests, up to a limit.
+"""Leases the slots of one run in the order of requests, up to a limit.
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. The timeout covers waiting for
 a free place, not making the slot. While memory is short, a place is free only after another slot has ended

@@ -325,7 +325,8 @@ class Slot(Protocol):
         stdin: bool = True,
         terminal: TerminalSize | None = None,
     ) -> Process:
-        """Start a background process, in a terminal of its own or with a pipe for input (`stdin`).
+        """Start a background process. With `terminal`, it runs in its own terminal; otherwise `stdin` gives it a pipe
+        for input.
 
         Raises FileNotFoundError for a missing program, and PermissionError for a program that cannot be run.
         """

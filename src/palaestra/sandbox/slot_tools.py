@@ -1,4 +1,4 @@
-"""The contract's sandbox tools in one slot: `bash`, `bash_stateful`, `read_file`, `write_file`, run by name.
+"""Runs the contract's sandbox tools in a slot by name: `bash`, `bash_stateful`, `read_file` and `write_file`.
 
 These tools are meant for code: their results hold more output than a model reads, and whole files. The tools for models
 are in `palaestra.tools`.

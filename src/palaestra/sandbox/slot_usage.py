@@ -1,4 +1,4 @@
-"""The containers and sandboxes that the slots of a run have used, and their cost."""
+"""Reports the containers and sandboxes that the slots of a run have used, and their cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots in containers of docker daemons, many slots in each container.
+"""Runs slots in containers of docker daemons, with many slots in each container.
 
 A container is started with `docker run -i --rm`: it has docker's default privileges, no network unless its slots have
 one, and ends with this process. Docker isolates it from the host. Slots in a container are isolated from each other at

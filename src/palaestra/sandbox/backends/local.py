@@ -1,4 +1,4 @@
-"""Slots on this machine's own kernel, without a container runtime.
+"""Runs slots on this machine's own kernel, without a container runtime.
 
 `full` and `userns`: a slot is a set of namespaces around a copy-on-write root; forks stack layers, whatever their size.
 Covered: processes, mounts, IPC, host name and network (with the network on, a device whose packets a server process

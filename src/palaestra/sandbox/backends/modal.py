@@ -1,4 +1,4 @@
-"""Slots in sandboxes of Modal, many slots in each sandbox. Needs the extra `modal` and an account.
+"""Runs slots in sandboxes of Modal, with many slots in each sandbox. Needs the extra `modal` and an account.
 
 A sandbox is created with the image and resources of the configuration; the slot server runs in it as a command whose
 streams are the connection. Modal isolates it from everything else (gVisor); its slots are isolated from each other at

@@ -1,4 +1,4 @@
-"""Slots in the allocations of a Nomad job, many slots in each allocation.
+"""Runs slots in the allocations of a Nomad job, with many slots in each allocation.
 
 The job has one task group `sandbox` with one task `sandbox-server`, which listens on a port that Nomad assigns; its
 secret is in the job. The driver `docker` runs the image's Python; `raw_exec` runs the node's Python, and gives the
@@ -574,7 +574,7 @@ class NomadBackend(RemoteBackend):
 
     def _is_spare(self, place: Place) -> bool:
         """Return whether an idle place should end. Nomad stops the allocations with the highest numbers first, so only
-        places in those end."""
+        places in these allocations end."""
         assert isinstance(place, NomadPlace)
         if not place.is_up:
             return True

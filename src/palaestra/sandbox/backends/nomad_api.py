@@ -1,4 +1,4 @@
-"""The parts of Nomad's HTTP API that the nomad backend uses, and the failures that its answers report.
+"""Calls the parts of Nomad's HTTP API that the nomad backend uses, and finds the reasons for failures in the answers.
 
 Source of paths and bodies: developer.hashicorp.com/nomad/api-docs, and the `api` package of Nomad's repository.
 """

@@ -1,4 +1,5 @@
-"""Slots in other places, such as containers or other machines. Each place runs a slot server, which has many slots.
+"""Runs slots in other places, such as containers or other machines. Each place runs a slot server, which has many
+slots.
 
 A place is started by a local command whose standard input and output are the stream to its server (`docker run -i`,
 `ssh`). The place ends when that stream ends, so nothing is left of it when this process is killed. The isolation level

@@ -1,4 +1,4 @@
-"""The slots of one slot server: the part that all backends share, wherever the server runs.
+"""Makes and ends the slots of one slot server. All backends share this part, wherever their servers run.
 
 A subclass defines how the server starts and which parts of a `SlotSpec` its place offers.
 """

@@ -1,4 +1,4 @@
-"""Slots in containers of Apptainer or Singularity, many slots in each container.
+"""Runs slots in containers of Apptainer or Singularity, with many slots in each container.
 
 A container is started with `apptainer exec` (or `singularity exec`) and ends with this process. It has the user's own
 rights (as root, only those that slots need), its own processes and root file system, and no host directories except

@@ -1,4 +1,4 @@
-"""Slots of several backends in one pool.
+"""Combines slots of several backends in one pool.
 
 `docker=host1,host2 modal=overflow` names two backends: the first with two hosts, the second for slots that do not fit
 into the first. The backend with the largest free share makes the next slot. A backend that fails is left out for a

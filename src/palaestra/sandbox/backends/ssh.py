@@ -1,4 +1,4 @@
-"""Slots on other machines, reached by OpenSSH.
+"""Runs slots on other machines, which it reaches with OpenSSH.
 
 Each host runs one slot server for as long as the connection lasts. Its slots are isolated as on this machine: at `full`
 if the login user is root, otherwise at `userns` or `confined`, as the host's kernel allows.

@@ -1,1 +1,1 @@
-"""Images: turns a tar file or an OCI layout into a directory that slots have below their root."""
+"""Turns images (tar files and OCI layouts) into directories that slots have below their root."""

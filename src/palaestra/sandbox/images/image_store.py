@@ -1,4 +1,4 @@
-"""Images unpacked once, by content, for all runs on a machine.
+"""Unpacks each image once for all runs on a machine, and stores it by its content.
 
     DIGEST/          the root file system          DIGEST.json   its size and source; its time is the last use
     DIGEST.lock      shared while it is in use, exclusive while it is made or removed

@@ -1,4 +1,5 @@
-"""The client's side of a slot server: the process, the stream, and requests as coroutines.
+"""The client of a slot server: starts the server's process, reads and writes its stream, and offers requests as
+coroutines.
 
 Requests are multiplexed by number on one stream, so a slow command delays no other request. File calls raise builtin
 errors (`FileNotFoundError`, …); other calls raise the sandbox's own errors.

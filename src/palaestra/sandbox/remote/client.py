@@ -1,4 +1,5 @@
-"""A slot server behind a command's standard input and output: `docker run -i`, `ssh`, `apptainer exec`.
+"""Connects to a slot server through the standard input and output of a command, such as `docker run -i`, `ssh` or
+`apptainer exec`.
 
 The server's files travel over the stream, so the place needs only Python 3.11. The server ends when the command does,
 and the command when its standard input ends: so nothing stays after this process, however it dies.

@@ -1,4 +1,4 @@
-"""A slot server behind a network port (`port_server.py`), reached with a token."""
+"""Connects to a slot server behind a network port (`port_server.py`), with a token."""
 
 from __future__ import annotations
 

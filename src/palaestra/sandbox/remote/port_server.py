@@ -1,5 +1,5 @@
-"""The slot server behind a network port, for platforms that give no stream to a process in a sandbox: HTTP with a
-token.
+"""Serves slots behind a network port, by HTTP with a token, for platforms that offer no stream to a process in a
+sandbox.
 
     POST /stream?rung=LEVEL    with `Upgrade: palaestra-slots`: 101, then the frames of `slotd/protocol/frames.py`
     PUT  /server               200; the files are here already

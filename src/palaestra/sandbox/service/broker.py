@@ -1,4 +1,4 @@
-"""The process of a service: holds slots for one client at a time.
+"""Runs the process of a service, which holds slots for one client at a time.
 
 It is the slot server's client, and passes frames between that server and the client that is attached to its unix
 socket. When a client leaves, its running commands are cancelled and its snapshots dropped; its slots stay. The next

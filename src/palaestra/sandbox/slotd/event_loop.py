@@ -1,5 +1,5 @@
-"""The server's event loop: descriptors, timers and long jobs, in one thread, because forking next to other threads is
-unsafe.
+"""The server's event loop. It handles descriptors, timers and long jobs in one thread, because forking next to other
+threads is unsafe.
 
 A *job* is a generator that yields between pieces of work. Each round runs one piece of every job, so that no request
 waits for another one's large file.

@@ -1,4 +1,4 @@
-"""Files of a slot, reached from outside through its root: without a shell or program of the slot.
+"""Reads and writes files of a slot from outside, through the slot's root and without a shell or program of the slot.
 
 Every path is opened with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS) from a descriptor of the slot's root, so no
 link, `..` or race leads out of it. Only regular files are read or replaced, so a fifo or device cannot hold up the
@@ -209,7 +209,7 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
 
 
 def remove(root: int, path: str) -> Iterator[None]:
-    """Remove the entry at a path, if it exists, as a job. Raises OSError, also if it is nested too deep."""
+    """Remove the entry at a path, if it exists, as a job. Raises OSError, for example if it is nested too deeply."""
     path = _plain(absolute(path))
     folder, name = posixpath.split(path)
     if not name:

@@ -357,7 +357,7 @@ class SlotServer:
 
     @contextlib.contextmanager
     def _at(self, slot: ServerSlot, path: str, writing: bool = False) -> Iterator[Place]:
-        """Give the block the place of a path of a slot. Errors name the path as the slot sees it."""
+        """Yield the place of a path in a slot. Errors name the path as the slot sees it."""
         place = self._locate(slot, path, writing)
         try:
             yield place

@@ -1,4 +1,4 @@
-"""One slot as the server sees it: its init, its descriptors, its processes, its end.
+"""Manages one slot in the server: its init, its descriptors, its processes, and its end.
 
 A slot is dead when the process descriptor of its init reports it. Its control socket closes earlier, while other
 processes may still run.

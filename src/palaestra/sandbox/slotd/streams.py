@@ -1,4 +1,4 @@
-"""Contents that do not fit into one frame: files, and lists whose length a slot controls.
+"""Transfers contents that do not fit into one frame: files, and lists whose length a slot controls.
 
 A list's JSON is written to a file in memory, some entries at a time, and sent like a file: at the client's pace, so
 that no list exceeds a message or delays others.

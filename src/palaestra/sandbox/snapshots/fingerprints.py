@@ -1,4 +1,4 @@
-"""Cache fingerprints of images, directories, the host and this package.
+"""Computes fingerprints of images, directories, the host and this package for cache keys.
 
 File contents are not read, because that would cost more than preparing the workspace again. Invariant: a change through
 the file system changes the fingerprint. A copy at another place may change it too, which only costs another

@@ -1,4 +1,4 @@
-"""The folder of prepared workspaces, shared by all runs of one user on one machine.
+"""Manages the folder of prepared workspaces, which all runs of one user on one machine share.
 
 An entry gets its name when it is complete (written next to it, synced, renamed), so a crash leaves no incomplete entry.
 An unfinished entry is locked while its maker lives, and removed afterwards. The slot server that uses an entry locks it
@@ -110,7 +110,7 @@ class SnapshotStore:
 
     @contextlib.asynccontextmanager
     async def new(self) -> AsyncIterator[Path]:
-        """Give the block a locked folder to fill, and remove it at the end unless `keep` has taken it."""
+        """Yield a locked folder to fill, and remove it at the end of the block unless `keep` has taken it."""
         path, lock = self._held_folder()
         try:
             (path / "layers").mkdir(mode=0o755)

@@ -1,4 +1,4 @@
-"""The screen of a terminal, from the bytes that a program has sent it.
+"""Derives the screen of a terminal from the bytes that a program has sent to it.
 
 `GhosttyScreen` is a real emulator (libghostty, in the extra `screen`): full-screen programs, the alternate screen, wide
 characters, answers to a program's questions. `PlainScreen` drops control sequences and keeps the last lines, which is

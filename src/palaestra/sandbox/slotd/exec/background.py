@@ -1,4 +1,4 @@
-"""Background processes, which outlive the request that started them. Serves these requests, all with the lease:
+"""Runs background processes, which outlive the request that started them. Serves these requests, all with the lease:
 
     op          fields                                              RESULT
     spawn       argv | command, cwd, env, terminal, stdin           `BackgroundProcess.fields`

@@ -1,4 +1,4 @@
-"""One running command: its pipes, its bounded capture, its time limit, its end.
+"""Follows one running command: reads its pipes into a bounded capture, enforces its time limit, and reports its end.
 
 A command ends with its main process. The output pipe is then read until it is empty, but not until its end: a daemon
 may hold it open, and then the pipe is drained slowly. This process keeps the pipe's writing end open until the command

@@ -1,4 +1,5 @@
-"""Pipes and other descriptors of commands, receiving descriptors over a unix socket, and bounded capture of output.
+"""Makes pipes and other descriptors for commands, receives descriptors over a unix socket, and captures output up to a
+limit.
 
 Received descriptors are never inheritable. `socket.recv_fds` ignores its flags, so every program would inherit a second
 copy of each pipe, including the verdict's pipe, which a grader closes before it runs untrusted code.

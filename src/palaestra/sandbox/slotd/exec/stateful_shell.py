@@ -1,4 +1,4 @@
-"""Stateful shells: each command keeps the directory, variables and functions of the previous one. Serves these
+"""Runs stateful shells: each command keeps the directory, variables and functions of the previous one. Serves these
 requests:
 
     op          fields                                                      RESULT

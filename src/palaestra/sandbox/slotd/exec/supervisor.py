@@ -1,4 +1,4 @@
-"""The processes that a slot's init starts for one side, the server or the client. Serves the request `exec`.
+"""Follows the processes that a slot's init starts for one side, the server or the client. Serves the request `exec`.
 
     op      fields                                                                          RESULT
     exec    command | argv, cwd, env, timeout_s, max_output_bytes, stream, verdict,         see `frames.encode_result`

@@ -1,4 +1,4 @@
-"""The files of slots: one tmpfs per slot, and the immutable layers of sealed slots.
+"""Stores the files of slots: one tmpfs per slot, and the immutable layers of sealed slots.
 
 Each store is a tmpfs of its own: its size is the slot's disk limit, and dropping it costs one umount. If the kernel
 supports overlays on an unmounted tmpfs, only a descriptor holds the store, since mounts in the server's namespace make

@@ -1,4 +1,4 @@
-"""The contents of a stack of layers as overlayfs shows them, and the changes in one layer, computed from the layers.
+"""Computes from a stack of layers the files that overlayfs would show, and the changes in one layer.
 
 Marks of the format (kernel documentation, filesystems/overlayfs): a whiteout is a character device 0:0 and hides the
 entry below; an opaque directory carries the `overlay.opaque` attribute and hides the directory below. The attributes

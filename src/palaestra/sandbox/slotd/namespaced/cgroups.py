@@ -1,4 +1,4 @@
-"""Memory, process and processor limits of slots through control groups, version 1 or 2.
+"""Limits the memory, processes and processor time of slots through control groups of version 1 or 2.
 
 Each server has a directory below its own group (or at the top of the hierarchy if that group is not visible), with one
 per slot. The server locks its directory as long as it lives. A directory that another process can lock is therefore

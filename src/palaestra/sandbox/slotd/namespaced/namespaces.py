@@ -1,4 +1,4 @@
-"""User, process and network namespaces of slots.
+"""Makes and enters the user, process and network namespaces of slots.
 
 There are two kinds of user namespace. A server that runs as root gives each slot one in which uids 0 to 65535 are a
 private range outside. All slots share the range (they cannot see each other's files or processes), but not the

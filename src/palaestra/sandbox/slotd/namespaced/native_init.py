@@ -1,4 +1,4 @@
-"""The init of slots with namespaces: its program, and the steps by which it builds and confines a slot.
+"""Loads the init program of slots with namespaces, and encodes the steps by which it builds and confines a slot.
 
 The program is pid 1 of each slot, built from `native/*.c` and kept in a sealed memory file. An idle slot with native
 code costs kilobytes instead of megabytes. `hatch_build.py` builds it on installation; wheels carry it. The binary's

@@ -1,4 +1,4 @@
-"""The privileges of a slot's root: its capabilities, and the system calls that no command may make.
+"""Limits the privileges of a slot's root user: which capabilities it has, and which system calls no command may make.
 
 The capabilities are those that ordinary programs need on their own files and processes. They hold in the slot's user
 namespace only; none lets a process mount, trace across namespaces, load, configure or create devices.

@@ -1,4 +1,4 @@
-"""The root file system of a slot: its trees, the layers below them, and their mounts.
+"""Builds the root file system of a slot from its trees, the layers below them, and mounts.
 
 A root is one overlay per *tree*. An image is one tree, `/`. Without an image the root is an allow-list: a generated
 base system for `/` (see `host.py`), the host's `/usr` as a second tree, and `/bin`, `/lib`, … as links or directories,

@@ -1,5 +1,5 @@
-"""The server's part in the network access of slots: their devices, their listening sockets, and the process that serves
-both.
+"""Gives slots network access from the server: opens their devices and listening sockets, and starts the process that
+serves both.
 
 The process is forked for the first such slot, and again if it has died: the server keeps the descriptors.
 """

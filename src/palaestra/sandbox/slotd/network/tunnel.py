@@ -1,5 +1,5 @@
-"""The network of slots with the network on. It turns their packets into connections of this process, which the host's
-kernel sends out. It serves all TUN devices of one server (`tunnel_device.py`).
+"""Carries the traffic of slots with the network on. It turns their packets into connections of this process, whose
+packets the host's kernel sends. It serves all TUN devices of one server (`tunnel_device.py`).
 
 TCP: a SYN to X:p opens a connection to X:p. Once that is established, the packets are rewritten so that they seem to
 come from the gateway and go to the listening socket in the slot's namespace: the slot's own kernel terminates the

@@ -1,4 +1,4 @@
-"""The network device of a slot with the network on: a TUN device in the slot's own network namespace.
+"""Makes the network device of a slot with the network on: a TUN device in the slot's own network namespace.
 
 All packets that leave the slot go to the process that holds the device's descriptor (`tunnel.py`). The slot shares no
 loopback, abstract socket or port with the host, and its root has no capability to change the device or its routes.

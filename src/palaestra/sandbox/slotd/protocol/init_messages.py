@@ -1,4 +1,4 @@
-"""Orders to the init of a slot and its reports: one datagram each. No I/O.
+"""Encodes orders to the init of a slot, and decodes its reports; each is one datagram. No I/O.
 
 They are plain structs in the machine's byte order, for the native init (`native/init.c`). Descriptors travel with an
 order; `places` assigns them to the command's numbers.
