@@ -1,4 +1,4 @@
-"""Cache folders on the host that are built once and shared by every run on this machine."""
+"""Build cache folders on the host once, and share them between all runs on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Negative controls detect work that subverts its tests: they run rewritten tests, some of which must fail.
 
-Code under test runs in the process that reports on it, so it can report what it likes. That process therefore contains
+Code under test runs in the same process as the reporter, so it can forge reports. That process therefore contains
 nothing that shows which report earns a reward. Passing work is run against copies of its tests in which every test has
 a new name and form (`rewritten_tests.py`), and in which some variants are falsified (`negate_test.py`). The right
 variants must pass and the falsified ones must fail; only the host knows which is which. Each round has its own

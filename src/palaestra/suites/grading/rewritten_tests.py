@@ -99,8 +99,8 @@ def parse(source: str) -> ast.Module | None:
 
 
 def named_tests(path: str, tree: ast.Module, names: Collection[str]) -> dict[TestPlace, Function]:
-    """Return the test functions of a file that node ids name, also inherited ones; the last if several have one
-    name."""
+    """Return the test functions of a file that node ids name, including inherited ones. If several have the same name,
+    the last one counts."""
     wanted = {name.partition("[")[0].rpartition("::")[2] for name in names if not path or name.startswith(f"{path}::")}
     return {
         TestPlace(path, owner, function.name): function

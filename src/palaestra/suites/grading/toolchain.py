@@ -1,4 +1,5 @@
-"""The toolchain of tests: an interpreter, pytest, and the packages that tests import in addition to the repository.
+"""Install the toolchain of tests: an interpreter, pytest, and the packages that tests import in addition to the
+repository.
 
 `DependencyCache` installs pinned requirements once on the host, into a folder named by its content. Slots mount it
 read-only, so no rollout can change it. `install_editable` makes a virtual environment with the repository in it, inside

@@ -1,4 +1,4 @@
-"""pytest for verifiers: the interpreter of the image with its packages, and our pytest, mounted read-only.
+"""Provide pytest to verifiers: the interpreter of the image with its packages, and our pytest, mounted read-only.
 
 Tests may import packages of the image, so its own `python3` runs them if the agent cannot have changed it, that is, if
 it is a system interpreter in a sealed view (`rollouts/grading/tampering.py`). It starts without `site`, so that no

@@ -1,4 +1,4 @@
-"""A host cache of bare repositories. Slots get the files of one commit and never see the repositories.
+"""Cache bare repositories on the host. Slots get the files of one commit and never see the repositories.
 
 Objects, refs and history stay on the host, because they contain later commits, including the fix. Submodules and large
 files are exported as git archives them: empty directories and pointer files.

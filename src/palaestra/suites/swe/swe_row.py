@@ -1,4 +1,4 @@
-"""One software-engineering task, parsed from a dataset row of any of the common schemas.
+"""Parse software-engineering tasks from dataset rows in any of the common schemas.
 
 - *SWE-smith*: `patch` introduces the bug, so the reference solution is its reverse; the repository has the tests. A row
   without `base_commit` refers to the branch with the name of its `instance_id`.

@@ -378,7 +378,7 @@ class SweEnvironment(ContractEnvironment):
 
     @asynccontextmanager
     async def _fork(self, view: GradedView, work: ResolvedRow, shown: Shown) -> AsyncIterator[Slot]:
-        """Give the block a fresh fork of the graded work, or of the code `shown` in its place."""
+        """Yield a fresh fork of the graded work, or of the code `shown` in its place."""
         async with view.slot.fork() as fork:
             if shown is not Shown.WORK:
                 solved = shown is Shown.RIGHT

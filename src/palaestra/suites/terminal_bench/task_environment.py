@@ -351,7 +351,7 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
 
 @asynccontextmanager
 async def _prepared(rollout: Rollout, grading: Grading) -> AsyncIterator[Slot]:
-    """Give the block a slot with the prepared workspace."""
+    """Yield a slot with the prepared workspace."""
     slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, rollout.snapshot)
     try:
         yield slot

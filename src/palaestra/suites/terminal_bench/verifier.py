@@ -162,8 +162,8 @@ class _Again:
 
     @asynccontextmanager
     async def _look(self, *, ends_well: bool = False, all_tests: bool = False) -> AsyncIterator[Slot]:
-        """Give the block a slot for one more run, which may end without a verdict. Raises `GraderError` if the run
-        times out, since a slow machine is not a sign of tampering."""
+        """Yield a slot for one more run, which may end without a verdict. Raises `GraderError` if the run times out,
+        since a slow machine is not a sign of tampering."""
         setup = self.setup
         library_path = setup.env.get("LD_LIBRARY_PATH")
         async with self.views() as fork:
@@ -195,8 +195,8 @@ class _Again:
         return TestRun({}, complete=False)
 
     async def unearned(self, verdict: VerifierVerdict, run: TestRun) -> str | None:
-        """Return why tests are missing from the outcomes, or the outcomes do not earn the reward; None if all is
-        well."""
+        """Return the reason if tests are missing from the outcomes, or if the outcomes do not earn the reward;
+        otherwise None."""
         texts = _test_files(self.task)
         if problem := await self._left_out(run, texts):
             return problem

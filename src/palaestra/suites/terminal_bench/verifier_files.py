@@ -1,4 +1,5 @@
-"""The files of a verifier in a slot: its tests, our replacements for its bootstrap, and changes that it must not see.
+"""Place the files of a verifier in a slot (its tests, and our replacements for its bootstrap), and find changes that it
+must not see.
 
 `hidden_paths` selects changes of the agent that could influence its grade, in addition to those that every environment
 hides from its grader (`rollouts/grading/tampering.py`): the folders of the verifier, pytest's configuration above the

@@ -1,4 +1,4 @@
-"""Checks of files by their parsed content: layout, quoting and the order of keys are ignored."""
+"""Check files by their parsed content, ignoring layout, quoting and the order of keys."""
 
 from __future__ import annotations
 

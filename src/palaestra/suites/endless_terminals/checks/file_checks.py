@@ -1,4 +1,4 @@
-"""Checks of the file system: text, existence, modes, links, the content of a directory."""
+"""Check the file system: text, existence, modes, links, and the content of a directory."""
 
 from __future__ import annotations
 

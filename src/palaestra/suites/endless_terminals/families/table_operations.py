@@ -1,4 +1,5 @@
-"""Code shared by the table families: a generated table, a target file, and a task part for one operation."""
+"""Build the parts of the table families: generate a table, choose a target file, and make a task part from one
+operation."""
 
 from __future__ import annotations
 

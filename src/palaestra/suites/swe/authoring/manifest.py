@@ -1,4 +1,4 @@
-"""The manifest of packages and their bugs, from which tasks are rebuilt without a search.
+"""Read and write the manifest of packages and their bugs, from which tasks are rebuilt without a search.
 
 A package is pinned by the sha256 of its source distribution, a bug by its file, byte span, old text and replacement.
 The manifest contains nothing else from a package.

@@ -1,4 +1,4 @@
-"""Procedural bugs: small changes to Python source that a person might make by mistake.
+"""Make procedural bugs: small changes to Python source that a person might make by mistake.
 
 Procedural bug injection follows SWE-smith (arXiv 2504.21798). Changes are found in the syntax tree and applied to the
 text, inside functions only, never in tests, docstrings or comments.

@@ -1,4 +1,4 @@
-"""Downloads source distributions from pip's package index, reads their files, and makes git repositories of them.
+"""Download source distributions from pip's package index, read their files, and make git repositories from them.
 
 This code contains no index address: the caller's flag comes first, then pip's configuration or environment variables,
 then the default that pip prints in its own help. Wire formats: the simple repository API, HTML (PEP 503) and JSON (PEP
