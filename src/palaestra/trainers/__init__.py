@@ -1,1 +1,1 @@
-"""The trainers that learn from rollouts, and the protocols that deliver rollouts to them."""
+"""Trainers that learn from rollouts, and the protocols that deliver rollouts to trainers."""

@@ -1,4 +1,4 @@
-"""The curves of a training run, for its report."""
+"""Draws the curves of a training run for its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a training run, in `training/` of the run's folder: `steps.jsonl`, and the checkpoints.
+"""Reads and writes the files of a training run, in `training/` of the run's folder: `steps.jsonl`, and the checkpoints.
 
 A checkpoint is a folder `step-000010` with the trainer's files and `state.json`. It is written under another name and
 renamed when it is on the disk, so every checkpoint that exists is complete.

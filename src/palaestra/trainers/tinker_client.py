@@ -1,4 +1,4 @@
-"""`TinkerTrainer`: trains an adapter through the Tinker SDK, on the service or on a server that speaks its wire.
+"""`TinkerTrainer` trains an adapter through the Tinker SDK, on the service or on a server with the same wire format.
 
 The engine samples with a sampling client for the weights of the last step. The loss `importance_sampling` is a sum over
 tokens: advantages are divided by the number of sampled tokens in the step, so that each of them has the same weight.

@@ -1,4 +1,5 @@
-"""`Trainer`: turns rows with advantages into new weights, and owns the engine that samples with them. No I/O."""
+"""Defines `Trainer`, which turns rows with advantages into new weights, and owns the engine that samples with these
+weights. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`TrlTrainer`: the loss and the optimizer of TRL's `GRPOTrainer`, step by step, with the trained model as the engine.
+"""`TrlTrainer` trains step by step with the loss and the optimizer of TRL's `GRPOTrainer`; the trained model is the
+engine.
 
 TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that `Training` decides when TRL
 takes a step, and the model's weights change only while nothing samples. TRL subtracts the mean of a batch from its

@@ -1,4 +1,5 @@
-"""An environment's connection to a trajectory server: requests, registration, and what the server reports.
+"""Connects an environment to a trajectory server: sends requests, registers the environment, and keeps the server's
+reports.
 
 Invariants: each request is sent once, because only `feed` knows which requests may be repeated. Only one status request
 is in progress at a time, so an older report never replaces a newer one. If the server has forgotten the environment,

@@ -1,4 +1,4 @@
-"""The state of a trajectory server: its trainer, its environments, and the groups that wait. No I/O.
+"""Keeps the state of a trajectory server: its trainer, its environments, and the groups that wait. No I/O.
 
 Every change is an event, and only `apply` changes the state: the same events in the same order give the same exchange.
 The other methods make the decisions: they return an event, or raise `RequestRefusal`.

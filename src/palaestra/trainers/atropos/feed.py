@@ -1,4 +1,4 @@
-"""An environment's side of the trajectory API: keeps in step with the trainer, and sends each group once.
+"""Feeds an environment's groups to the trajectory API: keeps in step with the trainer, and sends each group once.
 
 Invariants: a group is sent under one delivery id until the server has it, also across restarts; no more groups begin
 than the trainer's off-policy limit allows.

@@ -1,4 +1,4 @@
-"""The trajectory server: the routes of the Atropos API over one `Exchange`, and the store of its events.
+"""Runs a trajectory server: serves the routes of the Atropos API over one `Exchange`, and stores its events.
 
 Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
 It speaks plain HTTP. Callers are checked before their bodies are read: by the token if there is one, which a server

@@ -1,4 +1,4 @@
-"""The shapes of the trajectory API, and the checks that make a group fit to train on. No I/O.
+"""Defines the messages of the trajectory API, and checks that a group is fit to train on. No I/O.
 
 Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-probability rows as token rows, each row
 is as long as its tokens, and all its numbers are finite.

@@ -1,4 +1,5 @@
-"""Checkpoints of the training server on disk: `FOLDER/RUN/KIND/NAME.json` and the tensors' folder that it names.
+"""Stores the training server's checkpoints on disk: `FOLDER/RUN/KIND/NAME.json`, and the folder with tensors that it
+names.
 
 The weights' folder is one that peft (LoRA) or transformers (full weights) loads; AdamW's state is a file next to them.
 Invariants: a checkpoint exists once its JSON file has its final name, which happens after all its content is on the

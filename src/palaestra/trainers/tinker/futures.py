@@ -1,4 +1,4 @@
-"""Results that clients fetch later: each accepted request has an id and, once it is done, one answer.
+"""Keeps results that clients fetch later. Each accepted request has an id and, once it is done, one answer.
 
 Invariants: a request that a client repeats gets the same id and runs once; an answer stays until `KEPT_S` after it was
 fetched, so that a broken connection loses nothing; the waiting requests and the kept answers are bounded in number and

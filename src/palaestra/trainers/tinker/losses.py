@@ -1,4 +1,4 @@
-"""The losses of the Tinker API, on the log-probabilities of one sequence's targets.
+"""Computes the losses of the Tinker API from the log-probabilities of one sequence's targets.
 
 All losses are sums over positions. p is the probability under the trained model, q the probability under the model that
 sampled, A the advantage; sg stops the gradient. Sources: the loss pages of the Tinker documentation

@@ -1,4 +1,4 @@
-"""Sampling from one set of weights, and scoring of given tokens.
+"""Samples from one set of weights, and scores given tokens.
 
 Requests are sampled in one batch (`inference.engines.batcher`), and requests that only score share forward passes too.
 Both take turns with the trainer. Log-probabilities are the model's own, at temperature 1 and before `top_k` and

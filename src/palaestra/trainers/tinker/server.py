@@ -1,4 +1,4 @@
-"""The routes of the Tinker API (SDK 0.38) over one `TinkerService`.
+"""Serves the routes of the Tinker API (SDK 0.38) over one `TinkerService`.
 
 Source of the wire: the SDK itself (PyPI `tinker`), whose requests and responses are used as they are. Invariant: no
 answer makes the SDK repeat a request forever. An invalid request gets a status for which the SDK raises immediately, or

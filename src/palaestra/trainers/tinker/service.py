@@ -1,4 +1,4 @@
-"""The state of a training server: sessions, models in training and samplers, and the order of their work.
+"""Keeps the state of a training server (sessions, models in training, samplers), and orders their work.
 
 One thread trains; samplers have their own threads, and all take turns on the device. Invariants: a model's requests run
 once each, in the order of their sequence numbers. An invalid request consumes its number and fails with the reason, so

@@ -1,4 +1,4 @@
-"""The messages of the Tinker SDK 0.38: protobuf batches in, protobuf results out.
+"""Decodes and encodes the messages of the Tinker SDK 0.38: protobuf batches in, protobuf results out.
 
 The message classes are those of the SDK (`tinker.proto`, `tinker.types`), so both sides read a message alike. Tensors
 are little-endian bytes. Position i of a datum holds the target for the token after `model_input[i]`.
