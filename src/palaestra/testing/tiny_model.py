@@ -1,4 +1,4 @@
-"""The tiny model: a folder with a Qwen3 model of random weights, its tokenizer and its chat template.
+"""Makes the tiny model: a folder with a Qwen3 model with random weights, its tokenizer and its chat template.
 
 After some steps of practice the model writes well-formed tool calls most of the time, so that rollouts run tools and
 last several turns. Its replies do not depend on the question. Invariant: the same seed, sizes and library versions give
