@@ -1,1 +1,2 @@
-"""Background processes as sessions with ids, kept per task, with output read by cursor. Start at `registry.py`."""
+"""Keeps the background processes of each task as sessions with ids, whose output is read by cursor. Start at
+`registry.py`."""

@@ -1,4 +1,4 @@
-"""The output of a process as text, by cursor.
+"""Reads the output of a process as text, by cursor.
 
 A cursor is an offset in bytes. A reader that continues at the cursor of the last reply gets all output exactly once;
 bytes that were dropped in between are counted. An incomplete character or control sequence is left for the next read.

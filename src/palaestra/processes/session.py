@@ -1,4 +1,4 @@
-"""A background process of a slot as a session, to which an agent refers by id.
+"""Wraps a background process of a slot in a session, to which an agent refers by id.
 
 The slot keeps the output, exit code and input, so the cost of a session does not depend on the amount of output.
 
