@@ -1,4 +1,4 @@
-"""AReaL rolls out an environment as an agent.
+"""Lets AReaL roll out an environment as an agent.
 
     trainer.train(workflow=Agent("my_env.py", agent="codex"))
 

@@ -1,5 +1,5 @@
-"""NeMo Gym rolls out an environment through an agent server, whose `/run` plays a rollout, grades it and returns the
-result.
+"""Lets NeMo Gym roll out an environment through an agent server, whose `/run` plays a rollout, grades it and returns
+the result.
 
     # app.py of your agent server
     from palaestra.integrations.nemo_gym import EnvironmentAgent

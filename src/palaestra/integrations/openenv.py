@@ -1,4 +1,4 @@
-"""OpenEnv drives rollouts of an environment: sessions with tools and a reward, and traces of exact tokens.
+"""Lets OpenEnv drive rollouts of an environment: provides sessions with tools and a reward, and traces of exact tokens.
 
     factory = SessionFactory(env)
     session = factory.create(task_id)          # initial_messages, list_tools, call_tool, verify, close

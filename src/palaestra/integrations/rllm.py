@@ -1,4 +1,4 @@
-"""rLLM rolls out an environment, as an agent flow next to its trainer or as a remote runtime.
+"""Lets rLLM roll out an environment, as an agent flow next to rLLM's trainer or as a remote runtime.
 
     AgentTrainer(agent_flow=EnvironmentFlow("my_env.py"), evaluator=evaluate, …)
 

@@ -1,4 +1,4 @@
-"""slime generates samples by rolling out an environment, with exact tokens from slime's SGLang router and the
+"""Lets slime generate samples by rolling out an environment, with exact tokens from slime's SGLang router and the
 environment's rewards.
 
     generate = custom_generate("my_env.py")        # --custom-generate-function-path my_module.generate

@@ -1,4 +1,4 @@
-"""TRL trains on the rollouts of an environment.
+"""Lets TRL train on the rollouts of an environment.
 
     trainer = GRPOTrainer(
         model=model, args=config, processing_class=tokenizer, train_dataset=dataset(env),

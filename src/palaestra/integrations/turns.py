@@ -1,4 +1,5 @@
-"""The model calls of a recorded rollout with their exact tokens, for trainers that take calls instead of rows."""
+"""Extracts the model calls of a recorded rollout with their exact tokens, for trainers that take calls instead of
+rows."""
 
 from __future__ import annotations
 

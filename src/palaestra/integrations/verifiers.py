@@ -1,4 +1,4 @@
-"""verifiers plays an environment: the environment's tasks are a taskset, and our rollouts are a harness.
+"""Lets verifiers play an environment: the environment's tasks are a taskset, and our rollouts are a harness.
 
     # my_environment.py, then: eval my_environment --env.taskset.env my_env.py --env.agent.runtime.type subprocess
     from palaestra.integrations.verifiers import EnvironmentHarness, EnvironmentTaskset

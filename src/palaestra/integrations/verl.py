@@ -1,4 +1,5 @@
-"""verl rolls out an environment with its own model servers, and gets exact tokens and the environment's rewards.
+"""Lets verl roll out an environment with verl's own model servers; verl gets exact tokens and the environment's
+rewards.
 
     # agent_loop_config_path                        # and in the data: agent_name "palaestra", and task_id
     - name: palaestra
