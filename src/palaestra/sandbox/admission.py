@@ -16,8 +16,8 @@ DEFAULT_SLOTS = 512
 SLOT_BYTES = 8 << 20
 """The memory assumed per slot. Measured: 0.4 MiB for an idle one, 5.6 MiB while a small Python program runs."""
 SLOT_FILES = 8
-"""The descriptors assumed per slot. Measured: the slot server has 4 per slot, or 6 during a command; this process has
-4."""
+"""The descriptors assumed per slot. Measured per slot: 4 in the slot server (6 during a command), and 4 in this
+process."""
 OTHER_FILES = 512
 """The descriptors reserved for everything else: connections to the model server, journals, logs."""
 RESERVE_BYTES = 512 << 20

@@ -1,8 +1,8 @@
 """Limits the rate at which all processes of a user on this host together start containers and sandboxes.
 
-The state is in files of a shared folder: one with the time at which the next start may begin, and one lock for each
-concurrent start, which the kernel releases when its holder dies. After a provider's "too many requests", all processes
-start more slowly until some starts have succeeded.
+The state is in files of a shared folder. One file has the time at which the next start may begin. Each concurrent start
+holds one lock file; the kernel releases the lock when the holder dies. After a provider's "too many requests", all
+processes start more slowly until some starts have succeeded.
 """
 
 from __future__ import annotations

@@ -212,7 +212,8 @@ def _blocking(
 
 
 class SyncSandbox:
-    """A sandbox whose methods block, also where another event loop runs, as in a notebook: `with Sandbox() as box:`."""
+    """A sandbox whose methods block: `with Sandbox() as box:`. It also works while another event loop runs, as in a
+    notebook."""
 
     def __init__(self, box: Sandbox, loop: LoopThread | None = None) -> None:
         self._box = box

@@ -1,11 +1,11 @@
 """Runs slots on this machine's own kernel, without a container runtime.
 
-`full` and `userns`: a slot is a set of namespaces around a copy-on-write root; forks stack layers, whatever their size.
-Covered: processes, mounts, IPC, host name and network (with the network on, a device whose packets a server process
-forwards, but never to the host itself); a root with only the image or an allow-list of system directories; no new
-privileges, few capabilities, a system call filter; limits on disk, open files and output. If one of our processes is
-killed, the kernel ends all slots. A list of allowed hosts needs root: the slot's network then contains only a proxy
-that enforces the list.
+`full` and `userns`: a slot is a set of namespaces around a copy-on-write root. A fork adds a layer on top, whatever the
+size of the layers. Covered: processes, mounts, IPC, host name and network (with the network on, a device whose packets
+a server process forwards, but never to the host itself); a root with only the image or an allow-list of system
+directories; no new privileges, few capabilities, a system call filter; limits on disk, open files and output. If one of
+our processes is killed, the kernel ends all slots. A list of allowed hosts needs root: the slot's network then contains
+only a proxy that enforces the list.
 
 `full` needs root. Outside the slot, the slot's root user is a private uid from one range that all slots of a backend
 share. Owners of system files are mapped, so the slot can change everything in its root. Control groups limit memory
@@ -19,8 +19,8 @@ processor time is not limited.
 filter, limits per process and, for root, a user. Covered: files outside its own workspace, home and TMPDIR (it can read
 the system's programs and settings), signals, tracing, System V objects; and, with the network off, TCP, UDP and
 abstract sockets. Not covered: names and command lines of all processes in the container, sockets that are files open to
-all users (without root: to the same user), total disk and memory, processor time; before Linux 6.12 abstract sockets
-while the network is on. Differences for commands: no list of hosts, no image, mounts only at their own path;
+all users (without root: to the same user), total disk and memory, processor time, and, before Linux 6.12, abstract
+sockets while the network is on. Differences for commands: no list of hosts, no image, mounts only at their own path;
 `/workspace` is a link, if root was able to make it (the link does not work in programs that close all descriptors);
 TMPDIR instead of /tmp; absolute paths into a workspace are wrong in its forks, which are copies. Without root there is
 one slot at a time, and a command can end its own slot.
@@ -28,8 +28,8 @@ one slot at a time, and a command can end its own slot.
 `none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
 Not covered at any level: kernel bugs, and side channels between slots. At `confined`, and if /dev/net/tun is missing,
-slots with the network on share the host's network and loopback; they reach cloud metadata addresses, except at `full`
-with control groups of version 2. A slot can read files under the host's /usr.
+slots with the network on share the host's network and loopback. They can then reach cloud metadata addresses, except at
+`full` with control groups of version 2. A slot can read files under the host's /usr.
 """
 
 from __future__ import annotations

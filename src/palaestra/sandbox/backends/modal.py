@@ -4,9 +4,10 @@ A sandbox is created with the image and resources of the configuration; the slot
 streams are the connection. Modal isolates it from everything else (gVisor); its slots are isolated from each other at
 the best level that Modal allows. The image needs Python 3.11 as `python3`.
 
-A sandbox costs money only while it is used. It ends with its place, at the latest `max_lifetime` after its start, and
-`idle_timeout` after its server has ended; the server ends when this process has been silent for that long. Each sandbox
-is also tagged with this process: a later start on this machine ends the sandboxes of processes that are gone.
+A sandbox costs money only while it is used. It ends with its place, and `max_lifetime` after its start at the latest.
+It also ends `idle_timeout` after its server has ended, and the server ends when this process has been silent for
+`idle_timeout`. Each sandbox is also tagged with this process: a later start on this machine ends the sandboxes of
+processes that are gone.
 
 A slot starts only in a sandbox whose remaining lifetime is long enough for a whole rollout.
 """
@@ -176,8 +177,9 @@ class ModalSandboxConfig:
     def load_profiles(
         cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None
     ) -> dict[str, ModalSandboxConfig]:
-        """Return the profiles by name: those of a YAML file with `profiles:` (the argument, or
-        ATROPOS_MODAL_PROFILES_FILE), those that ATROPOS_MODAL_PROFILES lists (see `from_env`), and `default`."""
+        """Return the profiles by name. They come from a YAML file with `profiles:` (the argument, or
+        ATROPOS_MODAL_PROFILES_FILE) and from the variables of profiles that ATROPOS_MODAL_PROFILES lists (see
+        `from_env`); `default` always exists."""
         environ = os.environ if environ is None else environ
         path = path or environ.get("ATROPOS_MODAL_PROFILES_FILE")
         found: dict[str, ModalSandboxConfig] = {}

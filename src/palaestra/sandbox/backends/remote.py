@@ -7,7 +7,7 @@ that the server reaches there separates the slots of a place (`backends/local.py
 isolates the place itself.
 
 Slots that start from a snapshot start in the place that made it. If a place dies, its slots and snapshots are lost, and
-the next slot starts a new one; a host whose places do not start is left out for a while if there is another.
+the next slot starts a new place. A host whose places do not start is left out for a while if there is another host.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ sandbox.
     POST /execute /batch /reset /artifacts/read|list|archive      calls in the numbered slots `slot_0`, `slot_1`, …
 
 Each stream has its own slot server, which ends with the stream. Streams therefore share no slots, and no slot server
-runs here after the last stream has ended. The other routes are the contract's, for its existing clients: a numbered
-slot is made by its first call, with the network that this call allows, and ends with `/reset`; a later call that needs
-another network is refused.
+runs here after the last stream has ended. The other routes are those of the contract, for its existing clients. A
+numbered slot is made by its first call, with the network that this call allows, and ends with `/reset`. A later call
+that needs another network is refused.
 
 Every request needs `Authorization: Bearer TOKEN`, which is checked before its body is read. A connection that a user of
 a slot makes is closed whatever it sends, because slots with the network on share this host's network. Standard library
@@ -51,8 +51,8 @@ from palaestra.sandbox.terminal.pane import Pane
 UPGRADE = "palaestra-slots"
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
 HEAD_S, BODY_S, MAX_UNKNOWN = 60.0, 60.0, 256
-"""Seconds that a connection may be silent before a request; seconds that a body may take; and the maximum number of
-connections that have not shown the token. When there are more, the oldest of them are closed."""
+"""The seconds that a connection may be silent before a request, the seconds that a body may take, and the maximum
+number of connections that have not shown the token. When there are more, the oldest of them are closed."""
 MAX_OUTPUT_BYTES = 50_000
 """The contract's limit on the output of one call to its routes."""
 FIRST_SLOT_UID = 65536

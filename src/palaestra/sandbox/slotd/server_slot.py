@@ -85,8 +85,8 @@ class ServerSlot:
     def kill(self, then: Callable[[], None]) -> None:
         """End every process of the slot; `then` is called when they are dead, instead of `on_end`.
 
-        The root is closed first, so that the dying init unmounts it: an unmount waits for the kernel, and many slots
-        can wait at the same time, but all others wait for this process.
+        The root is closed first, so that the dying init unmounts it and not this process. An unmount waits for the
+        kernel. Many slots can wait at the same time, but if this process waited, all slots would.
         """
         self.ending = then
         self._close_root()

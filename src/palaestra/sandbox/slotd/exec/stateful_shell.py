@@ -13,9 +13,9 @@ with the command; the second reports the exit status and the command's number on
 short, since each word costs every command; errors between commands go to a descriptor that is open already.
 
 A command that exceeds its time is interrupted, and its processes are killed. If the shell returns to the top in time,
-it is kept; otherwise it is killed. A shell that has ended (also by `exit`, `exec`, `set -e`) is started again for the
-next command; `shell_restarted` is set in the result of the command that ended it, or of the next one if it died in
-between.
+it is kept; otherwise it is killed. If a shell has ended (for example by `exit`, `exec` or `set -e`), the next command
+starts a new one. `shell_restarted` is set in the result of the command that ended the shell or, if the shell died
+between two commands, in the result of the second.
 
 Shells never carry a verdict: a command shares the shell with earlier ones and can write to the status descriptor.
 """

@@ -1,8 +1,8 @@
 """Stores the files of slots: one tmpfs per slot, and the immutable layers of sealed slots.
 
 Each store is a tmpfs of its own: its size is the slot's disk limit, and dropping it costs one umount. If the kernel
-supports overlays on an unmounted tmpfs, only a descriptor holds the store, since mounts in the server's namespace make
-every new slot more expensive: a slot begins with a copy of that namespace.
+supports overlays on an unmounted tmpfs, only a descriptor holds the store. A mount would make every new slot more
+expensive, because a slot begins with a copy of the server's mount namespace.
 
 A layer is one upper directory per tree of a root. Layers and stores are kept until their last user releases them.
 """

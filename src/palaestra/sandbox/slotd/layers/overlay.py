@@ -1,8 +1,8 @@
 """Computes from a stack of layers the files that overlayfs would show, and the changes in one layer.
 
-Marks of the format (kernel documentation, filesystems/overlayfs): a whiteout is a character device 0:0 and hides the
-entry below; an opaque directory carries the `overlay.opaque` attribute and hides the directory below. The attributes
-are `trusted.` ones, or `user.` ones if the server is not root.
+The format has two marks (kernel documentation, filesystems/overlayfs). A whiteout is a character device 0:0 and hides
+the entry below. An opaque directory carries the `overlay.opaque` attribute and hides the directory below. The
+attributes are `trusted.` ones, or `user.` ones if the server is not root.
 
 Layers hold names that an agent chose: no symbolic link is followed.
 """

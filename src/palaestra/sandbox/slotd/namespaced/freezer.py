@@ -1,8 +1,8 @@
 """Stops every process of a slot and lets it continue, from outside: for a consistent copy, or while no agent acts.
 
-It uses SIGSTOP and SIGCONT, not the freezer of control groups: this works at every level, a stopped process can be
-killed (a frozen one of version 1 cannot), and a killed server leaves nothing to undo. But a program in `epoll_wait` and
-the like may see EINTR, as after Ctrl-Z.
+It uses SIGSTOP and SIGCONT instead of the freezer of control groups. This works at every level, a stopped process can
+be killed (a process that version 1 has frozen cannot), and a killed server leaves nothing to undo. However, a program
+in `epoll_wait` or a similar call may see EINTR, as after Ctrl-Z.
 
 Processes that the slot itself had stopped stay stopped. Children continue before their parents, so that no shell finds
 a stopped job. The slot's init is not stopped; it acts only on orders.

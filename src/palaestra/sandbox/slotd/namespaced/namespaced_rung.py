@@ -4,9 +4,9 @@ The server lays out a slot (its store, its trees with all layers below, its limi
 confines it by a list of steps (`native_init.py`).
 
 A checkpoint copies the slot's own change to a store of checkpoints while the slot is stopped. Files that have not
-changed since the slot's last checkpoint are linked to the copies in it: the kernel's time of change and the size must
-be the same, the time must be older than the last copy by a margin (file times are coarse), and no process may be able
-to write through memory, which sets no time; otherwise everything is copied.
+changed since the slot's last checkpoint are linked to the copies in that checkpoint. A file counts as unchanged if its
+size and the kernel's time of change are the same, and this time is older than the last copy by a margin (file times are
+coarse). If a process can write to files through memory, which sets no time, everything is copied.
 
 A saved layer is a folder `N/TREE` per layer of a snapshot, topmost first, with whiteouts, marks and owners. It is used
 in place, as a read-only lower, under a shared lock that keeps it from being evicted.

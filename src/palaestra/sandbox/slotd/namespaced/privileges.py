@@ -3,10 +3,10 @@
 The capabilities are those that ordinary programs need on their own files and processes. They hold in the slot's user
 namespace only; none lets a process mount, trace across namespaces, load, configure or create devices.
 
-The filter is a classic BPF program for x86-64 and aarch64, a deny list: it blocks parts of the kernel that ordinary
-programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, AIO, vsock sockets, foreign ABIs, the
-state of the page cache), and everything that would make new namespaces or mounts. It is the second line of defence; the
-first is that the slot has no privilege over anything outside.
+The filter is a classic BPF program for x86-64 and aarch64, with a deny list. It blocks parts of the kernel that
+ordinary programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, AIO, vsock sockets, foreign
+ABIs, the state of the page cache). It also blocks everything that would make new namespaces or mounts. It is the second
+line of defence; the first is that the slot has no privilege over anything outside.
 
 `clone3` answers ENOSYS, since a filter cannot read its flags in memory; C libraries then use `clone`.
 """

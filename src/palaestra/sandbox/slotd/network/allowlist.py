@@ -46,7 +46,8 @@ _TRANSLATED_BYTES = ((6, 7, 9, 10), (7, 9, 10, 11), (9, 10, 11, 12), (12, 13, 14
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One entry: a name (`*.` before it: all names below), or a range of addresses; `ports` None is every port."""
+    """One entry: a name (with `*.` before it, all names below it) or a range of addresses. If `ports` is None, the
+    entry covers every port."""
 
     name: str
     range: Range | None

@@ -1,8 +1,8 @@
 """Keeps slots that share the host's network from cloud metadata addresses.
 
-The kernel runs programs for the sockets of a control group (bpf(2), bpf-cgroup): one refuses packets to these
-addresses, and four refuse to connect, so that a program gets an error instead of no answer. The kernel removes the
-programs with the group. Port 53 stays open: on some clouds the same address is the resolver.
+The kernel runs BPF programs for the sockets of a control group (bpf(2), bpf-cgroup). One of them refuses packets to
+these addresses. Four others refuse connections, so that a program in the slot gets an error instead of no answer. The
+kernel removes the programs with the group. Port 53 stays open: on some clouds the same address is the resolver.
 
 Needs root and a control group of version 2, with or without controllers. Slots without network cannot reach these
 addresses, and the proxy refuses them to slots with a list of hosts (`allowlist.py`).

@@ -1,13 +1,15 @@
 """Carries the traffic of slots with the network on. It turns their packets into connections of this process, whose
 packets the host's kernel sends. It serves all TUN devices of one server (`tunnel_device.py`).
 
-TCP: a SYN to X:p opens a connection to X:p. Once that is established, the packets are rewritten so that they seem to
-come from the gateway and go to the listening socket in the slot's namespace: the slot's own kernel terminates the
-connection, and the two are joined. UDP: each pair of addresses has a socket. Other protocols are dropped.
+TCP: a SYN to X:p opens a connection to X:p. Once that connection is established, the slot's packets are rewritten so
+that they seem to come from the gateway and go to the listening socket in the slot's namespace. The kernel thus
+terminates the slot's connection at this socket, and the two connections are joined. UDP: each pair of addresses has a
+socket. Other protocols are dropped.
 
 Invariant: every destination is judged (`refusal`), and connections go to the judged address. The host's own addresses,
-its loopback first, are refused except for named ports, which slots reach at the gateway's address; so is cloud
-metadata, except port 53, where some clouds have their resolver. The gateway's port 53 is the host's resolver.
+above all its loopback, are refused, except for named ports, which slots reach at the gateway's address. Cloud metadata
+addresses are refused too, except for port 53, where some clouds have their resolver. The gateway's port 53 is the
+host's resolver.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ class Spawn(NamedTuple):
 
 class InitReport(NamedTuple):
     """READY comes with the slot's root as a descriptor. `value` is the exit code of EXIT (negative: the signal), the
-    pid of STARTED, the errno of NOT_STARTED and FAILED. `flag`: for NOT_STARTED, the directory is the reason; for
-    KILLED, everything in the slot had to be killed.
+    pid of STARTED, the errno of NOT_STARTED and FAILED. For NOT_STARTED, `flag` means that the directory is the reason;
+    for KILLED, that everything in the slot had to be killed.
     """
 
     kind: ReportKind

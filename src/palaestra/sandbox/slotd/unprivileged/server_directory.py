@@ -7,8 +7,8 @@
 The server's directory is locked as long as the server, or the process that watches it, lives. If its lock can be taken,
 its owner is dead: the processes of those users are killed and the files removed.
 
-`/workspace`, if the name is free, becomes a link to descriptor `WORKSPACE_FD` of the process that follows it: every
-command of a slot has its own workspace open at that number.
+If the name is free, `/workspace` becomes a link to descriptor `WORKSPACE_FD` of the process that follows the link.
+Every command of a slot has its own workspace open under that number.
 """
 
 from __future__ import annotations
