@@ -22,7 +22,7 @@ from palaestra.sandbox.slot import ExecutionResult, Slot
 
 @dataclass(frozen=True, slots=True, order=True)
 class Alarm:
-    """A report of the audit hook: the event, and the file below the root that caused it (empty: unknown)."""
+    """A report of the audit hook: the event, and the file below the root that caused it (empty if unknown)."""
 
     event: str
     path: str = ""

@@ -40,9 +40,9 @@ _SYSTEM = ("/usr", "/bin", "/lib")
 class Install:
     """What the tests of a repository need.
 
-    `requirements` are pinned and mounted read-only (with `editable`: any requirement of pip, `.[extra]` of the
-    repository, and `-rFILE` inside it); `python_path` are importable directories of the repository; `pytest_args`
-    precede the tests. `editable` asks for a virtual environment with the repository installed in it, made once per
+    `requirements` are pinned and mounted read-only. With `editable`, they may be any requirement of pip, `.[extra]` of
+    the repository, or `-rFILE` inside it. `python_path` are importable directories of the repository; `pytest_args`
+    precede the tests. `editable` requests a virtual environment in which the repository is installed, made once per
     commit; rows of the public data sets run this way.
     """
 

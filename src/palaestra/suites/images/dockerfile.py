@@ -43,7 +43,8 @@ class Instruction:
 
     @property
     def exec_form(self) -> list[str] | None:
-        """The arguments in the JSON form; None for the shell form, which may begin with `[` too: `[ -d /app ]`."""
+        """The arguments in the JSON form. None for the shell form, which may also begin with `[`, as in `[ -d /app
+        ]`."""
         if not self.arguments.startswith("["):
             return None
         try:

@@ -1,8 +1,9 @@
 """Provide pytest to verifiers: the interpreter of the image with its packages, and our pytest, mounted read-only.
 
-Tests may import packages of the image, so its own `python3` runs them if the agent cannot have changed it, that is, if
-it is a system interpreter in a sealed view (`rollouts/grading/tampering.py`). It starts without `site`, so that no
-start-up file runs; the directories that `site` finds before the agent begins are added after our packages.
+Tests may import packages of the image. The image's own `python3` therefore runs the tests if the agent cannot have
+changed it, that is, if it is a system interpreter in a sealed view (`rollouts/grading/tampering.py`). The interpreter
+starts without `site`, so that no start-up file runs. The directories that `site` finds before the agent begins are
+added after our packages.
 
 Otherwise an interpreter of this machine runs the tests. It is mounted at its own path, with the libraries that it loads
 but without the C library. If it cannot run in an image either (another C library, or an interpreter in this machine's

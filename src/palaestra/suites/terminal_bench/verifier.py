@@ -4,14 +4,14 @@ The order is Harbor's: old rewards are removed, the tests are copied into the sl
 `test-stdout.txt`, its exit status is ignored, and the reward is read from the files it wrote. A Terminal-Bench 1 script
 writes no reward: every test that pytest reports must pass.
 
-A verifier that wrote no reward, did not finish, or ran no test raises `GraderError` and never scores 0.0, unless the
-work itself kept the tests from running: pytest could not collect them because a module of the workspace is missing or
-broken.
+If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised and the work is not scored 0.0.
+The only exception is work that kept the tests from running, because a module of the workspace is missing or broken and
+pytest could not collect the tests.
 
 A positive verdict is checked again, each time in a fork of the same work: once with the same tests, and twice with
-rewritten ones, some of them falsified (`grading/controls.py`), in random order, so recognizing the first check gains
-nothing. Not covered: scripts without pytest, and (in a task that is graded live) code under test that remembers an
-earlier run.
+rewritten tests, some of which are falsified (`grading/controls.py`). The order is random, so recognizing the first
+check gains nothing. Not covered: scripts without pytest, and (in a task that is graded live) code under test that
+remembers an earlier run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Place the files of a verifier in a slot (its tests, and our replacements for its bootstrap), and find changes that it
 must not see.
 
-`hidden_paths` selects changes of the agent that could influence its grade, in addition to those that every environment
-hides from its grader (`rollouts/grading/tampering.py`): the folders of the verifier, pytest's configuration above the
-tests, and start-up files of shells if the verifier's script loads them. The path alone decides. `find_shadows` finds
-files that the verifier's programs would load in place of those of the image.
+`hidden_paths` selects changes of the agent that could influence its grade: the folders of the verifier, pytest's
+configuration above the tests, and start-up files of shells if the verifier's script loads them. It adds them to the
+changes that every environment hides from its grader (`rollouts/grading/tampering.py`). The path alone decides.
+`find_shadows` finds files that the verifier's programs would load in place of files of the image.
 
 Not covered: programs that a task installed and a verifier trusts, and tests that import the work into their process;
 `verifier.py` checks a passing verdict with negated tests.
