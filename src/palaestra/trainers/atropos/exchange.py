@@ -3,8 +3,9 @@
 Every change is an event, and only `apply` changes the state: the same events in the same order give the same exchange.
 The other methods make the decisions: they return an event, or raise `RequestRefusal`.
 
-Invariants: a group is in a batch once, and the groups of a batch sum to the registered batch size exactly; a repeated
-delivery is not accepted again. The time of an environment's last request is not part of the record.
+Invariants: each group is in at most one batch, and the sequences of a batch's groups sum exactly to the registered
+batch size. A repeated delivery is not accepted again. The time of an environment's last request is not part of the
+record.
 """
 
 from __future__ import annotations
@@ -311,8 +312,8 @@ class Exchange:
     def _promised(self, room: int, now_s: float) -> dict[int, WaitingGroup] | None:
         """Return the oldest groups that meet the environments' minima, by serial number; None while groups are missing.
 
-        Environments take turns, and groups that no longer fit stay in the queue: if groups do not fill the minima
-        exactly, the minima may need more groups than a batch has room for.
+        Environments take turns, and groups that no longer fit stay in the queue. If groups do not fill the minima
+        exactly, the minima may need more groups than fit into a batch.
         """
         lacking = dict(self._minima(room, now_s))
         waiting = {env_id: [each for each in self.queue if each.env_id == env_id] for env_id in lacking}

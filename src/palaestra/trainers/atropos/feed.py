@@ -1,7 +1,7 @@
 """Feeds an environment's groups to the trajectory API: keeps in step with the trainer, and sends each group once.
 
-Invariants: a group is sent under one delivery id until the server has it, also across restarts; no more groups begin
-than the trainer's off-policy limit allows.
+Invariants: a group is sent under the same delivery id until the server has it, even across restarts. No more groups
+begin than the trainer's off-policy limit allows.
 
 A server of this project accepts a delivery only once, so repeating is safe. The original server has no delivery ids: if
 an answer is lost, the feed compares the server's last group with its own before it sends the group again. The original

@@ -52,8 +52,8 @@ NO_EXAMPLE: dict[str, JSON] = {
 class EventStore:
     """A server's events on disk, one JSON object per line, read again at the next start.
 
-    Invariants: an event whose `commit` returned survives a power cut; only one server at a time has the file open.
-    Raises `ConfigError` for a file that cannot be written, belongs to another server or has another schema.
+    Invariants: once `commit` has returned, the events before it survive a power cut. Only one server at a time has the
+    file open. Raises `ConfigError` for a file that cannot be written, belongs to another server or has another schema.
     """
 
     _events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

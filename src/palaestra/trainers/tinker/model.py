@@ -2,8 +2,8 @@
 
 Each trained model is a separate `torch` module. With LoRA it shares the base's tensors and adds those of its adapter;
 with full weights it has its own tensors. A sampler is a module with a copy of the trained tensors, so later steps do
-not change it. Invariants: log-probabilities are the model's own in float32 at temperature 1, for samplers and trainers
-alike; a batch that fails leaves the gradients as they were.
+not change it. Invariants: log-probabilities are the model's own, in float32 at temperature 1, in samplers and trainers
+alike. A batch that fails leaves the gradients as they were.
 
 Extra: `tinker` (torch, transformers, peft).
 """

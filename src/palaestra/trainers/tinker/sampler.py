@@ -53,8 +53,9 @@ class Scoring:
 
 @dataclass(slots=True)
 class ScoredTokens:
-    """Log-probabilities `[prompt]`, NaN before `first`; the top ones as (ids, log-probabilities) of `[prompt, k]` and
-    `[sampled, k]`; those of the targets `[prompt - 1, K]`; alternatives as (ids, log-probabilities)."""
+    """The scores: log-probabilities `[prompt]`, NaN before `first`; the top tokens as (ids, log-probabilities) of
+    `[prompt, k]` and `[sampled, k]`; the log-probabilities of the targets `[prompt - 1, K]`; the alternatives as (ids,
+    log-probabilities)."""
 
     logprobs: torch.Tensor
     top_prompt: tuple[torch.Tensor, torch.Tensor] | None = None

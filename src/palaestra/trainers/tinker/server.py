@@ -469,8 +469,8 @@ async def serving(
 ) -> AsyncIterator[ServedModel]:
     """Run a server of one base model. Port 0 takes a free port.
 
-    Raises `ConfigError` for a model that cannot be loaded, a folder that cannot be written, a token without the prefix
-    `tml-`, which the SDK requires, and for a host beyond the loopback without a token.
+    Raises `ConfigError` if the model cannot be loaded, the folder cannot be written, the token lacks the prefix `tml-`
+    (which the SDK requires), or the host is not the loopback and there is no token.
     """
     require_token(host, token)
     if token is not None and not token.startswith(KEY_PREFIX):
