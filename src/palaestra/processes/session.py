@@ -3,8 +3,8 @@
 The slot keeps the output, exit code and input, so the cost of a session does not depend on the amount of output.
 
 Replies have the contract's shapes. `status` is running or exited for `poll`; exited, timeout or interrupted for `wait`;
-killed or already_exited for `kill`; ok for `write`; or error, or lost if the process cannot be reached any more.
-Failures of the slot itself (`InfraError`) are raised.
+killed or already_exited for `kill`; ok for `write`; for any action, it may also be error, or lost if the process cannot
+be reached any more. Failures of the slot itself (`InfraError`) are raised.
 """
 
 from __future__ import annotations
