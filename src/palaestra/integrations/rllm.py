@@ -8,7 +8,7 @@ the slots and the sealed grading work as in a run, so the evaluator only reads t
 A rollout without a reward raises `Dropped` in the flow: rLLM plays it again, and if it fails again, raises or keeps an
 episode without a trajectory (`raise_on_error=False`). The remote runtime returns `finished=False` with the termination
 reason `ERROR`. rLLM's engine writes the reward 0.0 into such a result, and leaves it out of training only if both
-`rllm.compact_filtering.enable` and `mask_error` are set, so set both.
+`rllm.compact_filtering.enable` and `mask_error` are set. Therefore set both.
 
 Needs the package `rllm`, which is not on PyPI. Source: `rllm/types.py`, `rllm/engine/remote_runtime/protocol.py` of
 August 2026.

@@ -97,7 +97,7 @@ class EnvironmentFactory:
 
 
 def environment_factory(env: object, **settings: Any) -> EnvironmentFactory:
-    """Return an `environment_factory` for `env`: TRL's own loop samples and calls our tools, in a slot per rollout;
+    """Return an `environment_factory` for `env`. TRL's own loop samples and calls our tools, in one slot per rollout;
     `reward` seals and grades the work. `settings` are those of `palaestra.Session`.
 
     All tasks have the tools of the first task. Each rollout holds its slot until it is graded, so `slots` must be at
