@@ -127,7 +127,7 @@ def run_server(
     handover: socket.socket | None = None,
 ) -> NoReturn:
     """Run the server, in the child of a fork, until the client or the watching process is gone. An OSError before the
-    start reaches the client as a refusal, a later error as the reason for the server's end."""
+    start reaches the client as a refusal, and a later error as the reason for the server's end."""
     status, started = 1, False
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -79,8 +79,8 @@ def _load() -> int:
 
 def inside(init: int, noted: Noted) -> Moment:
     """Convert a moment from this process's namespace to that of a slot's init, by the number of the youngest living
-    process that had started by then. Process ids only order processes that began in the same tick, so any of those is
-    enough."""
+    process that had started by then. Process ids only order processes that began in the same tick, so any process of
+    that tick is enough."""
     started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
     return started, max(before, default=0)

@@ -165,7 +165,7 @@ class Supervisor:
         return "bash" if files.describe(self.owner.root, "/bin/bash") is not None else "sh"
 
     def with_variables(self, variables: dict[str, str] | None) -> EnvBlock:
-        """Return the environment of a command that sets further variables. Raises ValueError for invalid ones."""
+        """Return the environment of a command that sets further variables. Raises ValueError for invalid variables."""
         if not variables:
             return self.environment
         return init_messages.env_block({**self.environment.variables(), **variables})

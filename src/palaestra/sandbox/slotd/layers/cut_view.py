@@ -1,5 +1,5 @@
-"""Cuts a layer down to a view: keeps some of its paths without some others, so that everywhere else the stack below
-shows.
+"""Cuts a layer down to a view: keeps only some of its paths, and drops others below them. Everywhere else, the stack
+below shows.
 
 Grading depends on this, so the layer must not decide where a path leads:
 
