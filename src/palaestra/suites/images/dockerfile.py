@@ -43,8 +43,7 @@ class Instruction:
 
     @property
     def exec_form(self) -> list[str] | None:
-        """The arguments in the JSON form. None for the shell form, which may also begin with `[`, as in `[ -d /app
-        ]`."""
+        """The arguments in the JSON form. None for the shell form, which may also begin with `[`."""
         if not self.arguments.startswith("["):
             return None
         try:

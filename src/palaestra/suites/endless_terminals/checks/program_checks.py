@@ -1,4 +1,4 @@
-"""Check scripts, archives, databases, repositories and running processes by running a program in the slot.
+"""Check scripts, archives, databases, repositories and running processes in the slot.
 
 An agent's programs run in the grading slot with inputs that the agent never saw, and only their output is compared.
 """
