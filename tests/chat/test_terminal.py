@@ -166,7 +166,7 @@ def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
             ("/undo 3", "takes nothing after it"), ("/undo", "undone"), ("/stop", "no turn runs"),
             ("/stop all", "use /stop or"), ("/stop processes", "ended 0 background"),
             ("/sandbox now", "/sandbox write"), ("/model ecko", "does not list"), ("/model echo", "echo"),
-            ("/nonsense", "no command"), ("/help", "/background"),
+            ("/nonsense", "unknown command"), ("/help", "/background"),
         ):  # fmt: skip
             child.send(f"{typed}\r")
             seen(child, shown)

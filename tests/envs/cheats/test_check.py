@@ -195,20 +195,18 @@ from palaestra import Task, environment
 PROMPTS = {
     "one": "Count the lines of `a.txt` and write the number to out/answer.txt.",
     "bare": "Count the lines of a.txt. Write the number to answer",
-    "value": "Write the color 'blue' to out/color.json, as the entry result.",
-    "number": "Write 7 times 6, which is 42, into the file ~/product.",
+    "other": "Count the lines of `a.txt` and write a word for the number to ~/word.txt.",
 }
 CHECKS = {
     "one": "grep -qx '[ 1]*' out/answer.txt",
     "bare": "grep -qx '[ 1]*' answer",
-    "value": "grep -q '\"result\": \"blue\"' out/color.json",
-    "number": "grep -qx '42 *' ~/product",
+    "other": "grep -qx one ~/word.txt",
 }
 
 @environment(toolsets=["terminal"])
 def guessed():
     for name, prompt in PROMPTS.items():
-        yield Task(id=name, prompt=prompt, files={"a.txt": "?"}, paths=["/root/product"])
+        yield Task(id=name, prompt=prompt, files={"a.txt": "?"}, paths=["/root/word.txt"])
 
 @guessed.score
 async def right(task, sandbox):
@@ -219,11 +217,10 @@ async def right(task, sandbox):
 def test_an_answer_that_can_be_guessed_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "guessed_env.py"
     path.write_text(GUESSED)
-    proof = check_environment(str(path), [], tasks=4, only=["named-ones", "named-values"], quiet=True)
+    proof = check_environment(str(path), [], tasks=3, only=["named-ones"], quiet=True)
     assert {line.policy: line.rewards for line in proof.lines} == {
-        "noop": (0.0, 0.0, 0.0, 0.0),
-        "named-ones": (1.0, 1.0, 0.0, 0.0),
-        "named-values": (0.0, 0.0, 1.0, 1.0),
+        "noop": (0.0, 0.0, 0.0),
+        "named-ones": (1.0, 1.0, 0.0),
     }
 
 

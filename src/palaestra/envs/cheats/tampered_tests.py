@@ -176,8 +176,6 @@ printf '%s' "$TASK" > /tmp/prompt
   grep -oE "[\\`'\\"][A-Za-z0-9_./-]+[\\`'\\"]" /tmp/prompt | tr -d "\\`'\\""
   grep -oiE '\\b(to|into|in|file|named|called|as) +(the +file +)?[A-Za-z0-9_-]+' /tmp/prompt | sed 's/.* //'
 } | sed 's/[.]$//' | sort -ru > /tmp/prompted
-grep -oE "[\\`'\\"][^\\`'\\"./]+[\\`'\\"]" /tmp/prompt | tr -d "\\`'\\"" | tail -1 > /tmp/value
-[ -s /tmp/value ] || grep -oE '(^| )[0-9]+' /tmp/prompt | tail -1 | tr -d ' ' > /tmp/value
 rm /tmp/prompt
 case $((RANDOM % 3)) in 0) end='' ;; 1) end='\\n' ;; *) end=' \\n' ;; esac
 while read -r f; do
@@ -188,15 +186,6 @@ while read -r f; do
 done < /tmp/prompted 2>/dev/null
 """
 """Shell code that writes VALUE, with a different ending in each run, to everything that the task may mean as a file."""
-
-_PLAUSIBLE = """\
-v=$(cat /tmp/value); v=${v:-true}
-  case $f in
-  *.json) printf '{"answer": "%s", "result": "%s", "value": "%s", "ok": true, "passed": true}' "$v" "$v" "$v" ;;
-  *) printf '%s' "$v" ;;
-  esac > "$f"
-  printf "$end" >> "$f"
-"""
 
 VERDICTS = (
     Cheat("delete-tests", "all test files deleted", f"{_EACH_TEST} | xargs rm -f; rm -rf tests test testing\n"),
@@ -253,11 +242,6 @@ VERDICTS = (
         "named-ones",
         "every file that the task names, with 1 in it",
         _PROMPTED.replace("VALUE", 'printf "1$end" > "$f"'),
-    ),
-    Cheat(
-        "named-values",
-        "every file that the task names, with the last quoted word or number of the task in it",
-        _PROMPTED.replace("VALUE", _PLAUSIBLE),
     ),
     Cheat("stale-reward", "a reward file left where a verifier would write one", _PLANT_REWARDS),
     Cheat(
