@@ -99,7 +99,7 @@ def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: 
             if not trajectory.scored:
                 refuse(group.number, report.failed, trajectory.error or trajectory.outcome.value)
     for group, trajectory, names in samples(recording, meta, unscored):
-        if report.rows[-1:] != array("q", [group.number]):
+        if not report.rows or report.rows[-1] != group.number:
             report.rows.append(group.number)
         if why := discarded(trajectory):
             refuse(group.number, report.discarded, "; ".join(why))

@@ -22,6 +22,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 import msgspec
 
 from palaestra.core.errors import ConfigError, DiskError
+from palaestra.core.io.durable_files import KEPT
 from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incoming
 
 T = TypeVar("T")
@@ -423,7 +424,7 @@ class Mailbox:
         except sqlite3.Error as error:
             if self._connection.in_transaction:
                 self._connection.execute("rollback")
-            failure = DiskError(f"cannot write {self.path}: {error}. Earlier data is kept")
+            failure = DiskError(f"cannot write {self.path}: {error}{KEPT}")
             results = [(work, None, failure) for work in batch]
         for work, result, problem in results:
             work.loop.call_soon_threadsafe(_resolve, work.future, result, problem)

@@ -21,6 +21,9 @@ import msgspec
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.types import JSON
 
+KEPT = ". Earlier data is kept"
+"""How the message of a failed write ends."""
+
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -33,7 +36,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def not_written(path: Path, error: OSError) -> DiskError:
     """Return the error for a file that cannot be written."""
-    return DiskError(f"cannot write {path}: {error.strerror or error}. Earlier data is kept")
+    return DiskError(f"cannot write {path}: {error.strerror or error}{KEPT}")
 
 
 def private(path: str, flags: int) -> int:

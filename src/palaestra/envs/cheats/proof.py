@@ -202,9 +202,10 @@ class EnvironmentProof:
         found = {}
         for kind, cheats in CLASSES.items():
             played = [self._lines[cheat.name] for cheat in cheats if cheat.name in self._lines]
-            unknown = "closed" if all(line.ok for line in played) else "unknown"
-            if played:
-                found[kind] = "open" if any(line.paid for line in played) else unknown
+            if any(line.paid for line in played):
+                found[kind] = "open"
+            elif played:
+                found[kind] = "closed" if all(line.ok for line in played) else "unknown"
         if any(each.detail.get("uncontrolled") for _, each in self._solved):
             found["forged results of uncontrolled tests"] = "open"
         return found

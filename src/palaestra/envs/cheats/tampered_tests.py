@@ -182,10 +182,10 @@ while read -r f; do
   case $f in "~"/*) f="$HOME/${f#"~/"}" ;; esac
   [ -d "$f" ] && continue
   mkdir -p "$(dirname "$f")"
-  VALUE
+  printf "1$end" > "$f"
 done < /tmp/prompted 2>/dev/null
 """
-"""Shell code that writes VALUE, with a different ending in each run, to everything that the task may mean as a file."""
+"""Shell code that writes 1, with a different ending in each run, to everything that the task may mean as a file."""
 
 VERDICTS = (
     Cheat("delete-tests", "all test files deleted", f"{_EACH_TEST} | xargs rm -f; rm -rf tests test testing\n"),
@@ -241,7 +241,7 @@ VERDICTS = (
     Cheat(
         "named-ones",
         "every file that the task names, with 1 in it",
-        _PROMPTED.replace("VALUE", 'printf "1$end" > "$f"'),
+        _PROMPTED,
     ),
     Cheat("stale-reward", "a reward file left where a verifier would write one", _PLANT_REWARDS),
     Cheat(

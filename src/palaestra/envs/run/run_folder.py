@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError, DiskError
-from palaestra.core.io.durable_files import private
+from palaestra.core.io.durable_files import KEPT, private
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import ARGUMENTS, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
@@ -306,7 +306,7 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
             try:
                 copy = GroupsFile(Path(config.data_path_to_save_groups), env=env, model=model, messages=keeps)
             except DiskError as error:
-                why = str(error).partition(". Earlier data")[0]
+                why = str(error).removesuffix(KEPT)
                 raise ConfigError(f"{why} (--out, data_path_to_save_groups)") from None
         opened.pop_all()
     settings |= {"groups_file": str((copy or groups).path.resolve()), "run_folder": str(folder.path.resolve())}

@@ -247,9 +247,11 @@ class Grading:
         if view is None:
             task = self.rollout.task
             view = await self.view(task.paths, programs=task.programs)
-            seen = [each for each in await self.changes() if _is_seen(each, view.only)]
-            seen = [each for each in seen if not is_below(each.path, view.without)]
-            self._seen = [replace(each, path=each.path.removeprefix(CARRIED)) for each in seen]
+            self._seen = [
+                replace(each, path=each.path.removeprefix(CARRIED))
+                for each in await self.changes()
+                if _is_seen(each, view.only) and not is_below(each.path, view.without)
+            ]
         if view == View():
             return sealed
         narrowed = await self.pool.view(sealed, view)
