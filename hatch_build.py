@@ -1,8 +1,8 @@
-"""Builds the init of slots (`sandbox/slotd/native/`), without which slots have no namespaces.
+"""Builds the init of slots (`sandbox/slotd/native/`), which slots need for their namespaces.
 
-As a build hook of hatchling it compiles with `cc` or with the `ziglang` package: for this machine when a checkout is
-installed, for x86-64 and aarch64 when a wheel is built. As a script, `python hatch_build.py` builds for this machine
-and exits with 1 if it cannot.
+As a build hook of hatchling, this module compiles with `cc` or with the `ziglang` package: for this machine when a
+checkout is installed, and for x86-64 and aarch64 when a wheel is built. As a script, `python hatch_build.py` builds for
+this machine, and exits with code 1 if it cannot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLAGS = ("-std=gnu11", "-Os", "-s", "-static", "-Wall")
 
 
 def build(machines: tuple[str, ...]) -> list[Path]:
-    """The binaries for these machines that exist or can be built."""
+    """Return the binaries for these machines that exist or can be built."""
     sources = sorted(FOLDER.glob("*.[ch]"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     built = []
@@ -53,13 +53,14 @@ def _compile(target: Path, machine: str) -> bool:
 
 
 def _compilers(machine: str) -> list[list[str]]:
-    """Zig comes first: it builds for both machines, and its C library, musl, keeps the process small."""
+    """Return the compilers to try. Zig comes first, because it builds for both machines, and its C library, musl, keeps
+    the process small."""
     found = []
     if find_spec("ziglang") is not None:
         found.append([sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-musl"])
     if machine == platform.machine():
         musl = shutil.which("musl-gcc")
-        if musl is not None:  # it finds only its own headers; those of Linux are the system's
+        if musl is not None:  # the compiler finds only its own headers; Linux's headers are the system's
             found.append([musl, "-idirafter", "/usr/include", "-idirafter", f"/usr/include/{machine}-linux-gnu"])
         found += [[path] for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
     return found
@@ -83,10 +84,10 @@ except ImportError:  # run as a script by an interpreter without hatchling
 else:
 
     class NativeInit(BuildHookInterface[Any]):
-        """Adds the binaries to what is built."""
+        """Adds the binaries to the distribution that is built."""
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-            """Hatchling calls this before it collects the files."""
+            """Compile the binaries; hatchling calls this before it collects the files."""
             machines = MACHINES if version == "standard" else (platform.machine(),)
             for path in build(tuple(machine for machine in machines if machine in MACHINES)):
                 build_data["artifacts"].append(str(path.relative_to(Path(__file__).parent)))

@@ -1,6 +1,6 @@
-"""Runs `true` through an agent package, once per line of standard input, and prints the seconds.
+"""Runs `true` through an agent package, once for each line of standard input, and prints the seconds.
 
-For an interpreter of its own that has swe-rex or mini-swe-agent; imports nothing of Palaestra.
+Runs in a separate interpreter that has swe-rex or mini-swe-agent; imports nothing from Palaestra.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def mini_swe_agent() -> Callable[[], object]:
 
 
 def swe_rex(session: bool) -> Callable[[], object]:
-    """The local runtime in this process: without its HTTP server, which would come on top."""
+    """The local runtime in this process, without its HTTP server, which would take additional time."""
     from swerex.runtime.abstract import BashAction, Command, CreateBashSessionRequest
     from swerex.runtime.local import LocalRuntime
 
@@ -35,7 +35,7 @@ def swe_rex(session: bool) -> Callable[[], object]:
 
 
 def main(name: str) -> None:
-    """Say `ready`, then answer every line."""
+    """Print `ready`, then answer every line."""
     with contextlib.redirect_stdout(io.StringIO()):
         once = mini_swe_agent() if name == "mini-swe-agent" else swe_rex(name == "swe-rex-session")
         once()

@@ -1,5 +1,5 @@
-"""The chat servers of other packages, over an engine that has its one answer ready. Each runs in an interpreter of its
-own, which has that package; imports nothing of Palaestra.
+"""The chat servers of other packages, over an engine with one prepared answer. Each server runs in a separate
+interpreter that has its package. This module imports nothing from Palaestra.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LOGPROB = -0.5
 
 
 def atropos(folder: str, reply: str) -> Callable[[], Chat]:
-    """The managed server of atroposlib 0.4.0. Its server object answers ids, as its SGLang client would."""
+    """The managed server of atroposlib 0.4.0. Its server object returns token ids, as its SGLang client would."""
     from atroposlib.envs.server_handling.managed_server import ManagedServer
     from transformers import PreTrainedTokenizerFast
 
@@ -33,8 +33,9 @@ def atropos(folder: str, reply: str) -> Callable[[], Chat]:
 
 def verifiers(folder: str, reply: str) -> Callable[[], Chat]:
     """The training client of verifiers 0.4 with the Qwen3 renderer, as its interception server uses it: parse the
-    request, resolve the prompt in the trace, ask, commit the turn. Without the server, and with the HTTP client
-    answered in the process: it decodes the JSON of a reply, which the others are spared.
+    request, resolve the prompt in the trace, call the model, commit the turn. The interception server does not run, and
+    the HTTP client gets its replies in this process. Unlike the other cases, this client decodes the JSON of each
+    reply.
     """
     from renderers import Qwen3RendererConfig
     from renderers.base import load_tokenizer

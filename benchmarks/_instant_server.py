@@ -1,7 +1,8 @@
-"""A model server that answers at once, for benchmarks: what is left is the cost of whoever asks.
+"""A model server that answers immediately, so that a benchmark measures only the client's cost.
 
-`serve(conversation)` speaks chat completions and SGLang's `/generate`; which reply comes is read from the request, by
-how many replies it holds already. It imports nothing of Palaestra, so that peers can be asked the same.
+`serve(conversation)` implements chat completions and SGLang's `/generate`. The number of replies that a request already
+contains decides which reply the server returns. The module imports nothing from Palaestra, so that peers can use it
+too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 Conversation = Sequence[bytes]
-"""The replies in order, each a whole body. The last one goes on for ever."""
+"""The replies in order, each a whole body. The last reply repeats without end."""
 
 
 def chat_reply(content: str | None, calls: Sequence[tuple[str, dict[str, object]]] = (), turn: int = 0) -> bytes:
-    """A chat completion that says something, or asks for tools by name and arguments."""
+    """Return a chat completion with text or with tool calls, each given by name and arguments."""
     message: dict[str, object] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -35,13 +36,13 @@ def chat_reply(content: str | None, calls: Sequence[tuple[str, dict[str, object]
 
 
 def token_reply(ids: Sequence[int]) -> bytes:
-    """What SGLang's `/generate` answers: these ids, each with a log-probability."""
+    """Return an answer of SGLang's `/generate` with these ids, each with a log-probability."""
     info = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.1, number, None] for number in ids]}
     return json.dumps({"text": "", "meta_info": info}).encode()
 
 
 class InstantServer(asyncio.Protocol):
-    """Enough HTTP to answer requests with a Content-Length at once."""
+    """Implements enough HTTP to answer requests that have a Content-Length."""
 
     def __init__(
         self, chat: Conversation, tokens: Conversation, turns: Callable[[bytes], int], delay_s: float = 0.0
@@ -86,8 +87,8 @@ async def serve(
     *,
     delay_s: float = 0.0,
 ) -> None:
-    """Print the address, and answer until standard input ends. `turns` counts the replies in a body of ids; each reply
-    of the model takes `delay_s`."""
+    """Print the address, and answer until standard input ends. `turns` counts the replies in a body of token ids; the
+    server waits `delay_s` before each reply."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: InstantServer(chat, tokens, turns, delay_s), "127.0.0.1", 0, backlog=2048)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)

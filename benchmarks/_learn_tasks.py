@@ -1,8 +1,8 @@
-"""Two tool tasks that a model of half a million weights can learn, and the tiny model that has practised them badly.
+"""Two tool tasks that a model with half a million weights can learn, and a tiny model that has practised them badly.
 
-`count`: ask a command for the number of lines of a file, and answer with it. `write`: write a word to a file. Only the
-command's output has the number, and only the workspace shows whether the word was written. The practice is supervised,
-on conversations in which most commands are wrong, and without the tasks that the training holds out.
+`count`: run a command that counts the lines of a file, and answer with the number. `write`: write a word to a file.
+Only the command's output contains the number, and only the workspace shows whether the word was written. The practice
+is supervised, on conversations in which most commands are wrong, and excludes the held-out tasks of the training.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NAMES = ("ash", "birch", "cedar", "elm", "fir", "oak")
 WORDS = ("red", "blue", "green", "gold", "grey", "pink")
 COUNTS = range(1, 9)
 CLEAN, RIGHT = 0.8, 0.3
-"""The first part of the practice, in which all commands are right, and the share of right ones after it: the model
-learns to copy names, and then to do it seldom."""
+"""The first part of the practice, in which all commands are right, and the share of right commands after it. The model
+first learns to copy names, and then to copy them only seldom."""
 
 VOCABULARY = 480
 
@@ -48,7 +48,8 @@ TEMPLATE = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""A chat template of few tokens: tools by the names of them and their parameters, calls in the Hermes form."""
+"""A chat template with few tokens: it shows only the names of tools and parameters, and writes calls in the Hermes
+format."""
 
 HIDDEN, LAYERS, HEADS = 128, 2, 4
 BATCH, LEARNING_RATE = 16, 2e-3
@@ -107,7 +108,8 @@ async def right(task: Task, rollout: Rollout, sandbox: Slot) -> bool:
 
 
 def conversation(task: Task, rng: random.Random, hit: bool) -> list[Message]:
-    """A task with its practised conversation: the right command on a `hit`, and the true output of whatever it is."""
+    """Return a task with a conversation for practice: the right command if `hit` is true, otherwise a wrong one, with
+    the command's real output."""
     if task.id.startswith("count"):
         _, name, lines = task.id.split("-")
         chosen = name if hit else rng.choice(NAMES)
@@ -131,7 +133,7 @@ def conversation(task: Task, rng: random.Random, hit: bool) -> list[Message]:
 
 
 def make_model(out: Path, tasks: Sequence[Task], *, practice: int, seed: int) -> float:
-    """Make a new model in the folder `out`, which has practised `tasks`; returns the last loss in nats per token."""
+    """Create a model in the folder `out`, let it practise `tasks`, and return the last loss in nats per token."""
     import torch
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -189,7 +191,7 @@ def make_model(out: Path, tasks: Sequence[Task], *, practice: int, seed: int) ->
 
 
 def encoded(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
-    """`ids[T]` and `labels[T]` of a conversation, with labels for the assistant's tokens alone."""
+    """Return `ids[T]` and `labels[T]` of a conversation; only the assistant's tokens have labels."""
     made = tokenizer.apply_chat_template(
         list(messages), tools=[TOOL], return_dict=True, return_assistant_tokens_mask=True
     )

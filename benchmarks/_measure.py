@@ -1,8 +1,9 @@
-"""What the benchmarks share: interleaved medians, fresh processes, peak memory, one table, one JSON form.
+"""Functions that all benchmarks share: interleaved medians, fresh processes, peak memory, one table and one JSON
+format.
 
-A number is only worth something beside its peer from the same run: cases take turns within a round, so that a noisy
-neighbour hits all of them alike, and the median over the rounds is reported. Each sample runs in a process of its own,
-so that one case's heap does not hide another's.
+A number only means something next to its peer's number from the same run. The cases alternate within a round, so that a
+noisy neighbour affects all of them equally, and the median over the rounds is reported. Each sample runs in a separate
+process, so that the heap of one case does not hide that of another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 TICK_S = 0.01
 
 Sample = Mapping[str, float]
-"""What one run of one case measured, by name."""
+"""The numbers that one run of one case measured, by name."""
 
 
 @dataclass(frozen=True)
@@ -42,38 +43,38 @@ class Row:
 
 
 def with_ceiling(row: Row, target: float) -> Row:
-    """The row, judged: its value must not be above the target."""
+    """Return the row with a target that its value must not exceed."""
     return replace(row, target=target, ok=row.value <= target)
 
 
 def with_floor(row: Row, target: float) -> Row:
-    """The row, judged: its value must not be below the target."""
+    """Return the row with a target that its value must reach."""
     return replace(row, target=target, ok=row.value >= target)
 
 
 def judged(row: Row, target: float, ok: bool) -> Row:
-    """The row with a target that is not for its value, but for its ratio."""
+    """Return the row with a target for its ratio instead of its value; `ok` reports whether the target is met."""
     return replace(row, target=target, ok=ok)
 
 
 def options_parser(description: str | None, rounds: int = 5) -> argparse.ArgumentParser:
-    """`--quick` for a short look, `--json FILE` for the rows, `--rounds N` for how often every case is measured."""
+    """Return a parser with `--quick`, `--json FILE` and `--rounds N`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one short round: shows that it runs, proves no number")
+    parser.add_argument("--quick", action="store_true", help="one short round: only checks that the benchmark runs")
     parser.add_argument("--rounds", type=int, default=None, help=f"how often every case is measured (default {rounds})")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to FILE as well")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the rows to FILE")
     return parser
 
 
 def parse_options(description: str | None, rounds: int = 5) -> argparse.Namespace:
-    """The options of a benchmark that has no others."""
+    """Parse the options of a benchmark that has only the shared ones."""
     options = options_parser(description, rounds).parse_args()
     options.rounds = options.rounds or (1 if options.quick else rounds)
     return options
 
 
 def interleaved(cases: Mapping[str, Callable[[], Sample]], rounds: int) -> dict[str, dict[str, float]]:
-    """The medians of every case's numbers, the cases taking turns."""
+    """Measure the cases in turns, and return the medians of each case's numbers."""
     samples: dict[str, list[Sample]] = {name: [] for name in cases}
     for number in range(rounds):
         for name, measure in cases.items():
@@ -87,13 +88,14 @@ def interleaved(cases: Mapping[str, Callable[[], Sample]], rounds: int) -> dict[
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies."""
+    """Return the value below which this share of the values lies."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 @asynccontextmanager
 async def lag() -> AsyncIterator[list[float]]:
-    """How many seconds late a timer of this event loop fires, every 10 ms, for as long as the block runs."""
+    """Yield a list that collects, every 10 ms while the block runs, how many seconds late a timer of this event loop
+    fires."""
     late: list[float] = []
 
     async def tick() -> None:
@@ -111,13 +113,13 @@ async def lag() -> AsyncIterator[list[float]]:
 
 
 def progress(text: str) -> None:
-    """A line that the next one overwrites, on a terminal only."""
+    """Print a line that the next call overwrites; print nothing if stderr is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r{text:<70}\r", end="", file=sys.stderr, flush=True)
 
 
 def fresh_process(script: str, *arguments: str) -> Sample:
-    """Run a script with this interpreter; the last line it prints is its sample as JSON."""
+    """Run a script with this interpreter, and return the sample that it prints as JSON in its last line."""
     done = subprocess.run([sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     sample: Sample = json.loads(done.stdout.splitlines()[-1])
     return sample
@@ -125,9 +127,9 @@ def fresh_process(script: str, *arguments: str) -> Sample:
 
 @contextmanager
 def serving(script: str, *arguments: str) -> Iterator[str]:
-    """A server in a process of its own, for as long as the block runs. Its first line says where it listens.
+    """Run a server in a separate process while the block runs, and yield its first line of output, the address.
 
-    It ends when its standard input does, so it cannot outlive this process, however that ends.
+    The server ends when its standard input is closed, so it cannot outlive this process.
     """
     command = [sys.executable, script, *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
@@ -140,33 +142,34 @@ def serving(script: str, *arguments: str) -> Iterator[str]:
 
 
 class Meter:
-    """CPU seconds, wall seconds and growth of resident memory between `start` and `sample`, of this process."""
+    """Measures CPU seconds, wall seconds and the growth of resident memory of this process between `start` and
+    `sample`."""
 
     def start(self) -> None:
-        """Begin: garbage collected, the peak of memory set back to what is resident now."""
+        """Begin: collect garbage, and reset the peak to the memory that is resident now."""
         gc.collect()
         forget_peak()
         self._rss_kb = resident_kb()
         self._cpu_s, self._wall_s = time.process_time(), time.perf_counter()
 
     def sample(self) -> dict[str, float]:
-        """`cpu_s`, `wall_s` and `peak_kb`: how far resident memory rose above where it started."""
+        """Return `cpu_s`, `wall_s` and `peak_kb`, the highest rise of resident memory since `start`."""
         cpu_s, wall_s = time.process_time() - self._cpu_s, time.perf_counter() - self._wall_s
         return {"cpu_s": cpu_s, "wall_s": wall_s, "peak_kb": float(max(0, peak_kb() - self._rss_kb))}
 
 
 def resident_kb() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     return _status_kb("VmRSS")
 
 
 def peak_kb() -> int:
-    """Its peak, since the start or since it was last forgotten."""
+    """Return the peak of resident memory since the process started or since the last `forget_peak`."""
     return _status_kb("VmHWM")
 
 
 def forget_peak() -> None:
-    """Let the peak begin anew at what is resident now. Source: proc(5), clear_refs."""
+    """Reset the peak to the memory that is resident now. Source: proc(5), clear_refs."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -177,7 +180,7 @@ def _status_kb(field: str) -> int:
 
 
 def report(title: str, rows: Sequence[Row], json_file: Path | None) -> int:
-    """Print the table, write the JSON; 1 when a target was missed, else 0."""
+    """Print the table and write the JSON; returns 1 if a target was missed, else 0."""
     print(f"{title}\n{machine()}\n")
     print("| what | value | unit | relative to the peer | target | |")
     print("|---|---:|---|---:|---:|---|")
@@ -192,7 +195,7 @@ def report(title: str, rows: Sequence[Row], json_file: Path | None) -> int:
 
 
 def machine() -> str:
-    """What it ran on, and how busy that was."""
+    """Describe the machine and its load."""
     load = os.getloadavg()[0]
     python = platform.python_version()
     return f"Python {python}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores, load {load:.1f}"

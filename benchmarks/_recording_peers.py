@@ -1,9 +1,9 @@
-"""The recording proxies of other packages, before one model server. Each runs in an interpreter of its own, which has
-that package; imports nothing of Palaestra.
+"""The recording proxies of other packages, in front of one model server. Each proxy runs in a separate interpreter that
+has its package. This module imports nothing from Palaestra.
 
     python _recording_peers.py NAME UPSTREAM ROLLOUTS
 
-prints the process's id, then an address with a key per rollout, as JSON, and serves until standard input ends.
+prints the process id, then an address with a key for each rollout, as JSON, and serves until standard input is closed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ async def openenv(upstream: str, rollouts: int) -> Addresses:
 
 
 async def verifiers(upstream: str, rollouts: int) -> Addresses:
-    """The interception server of verifiers 0.4 with the client of evaluations: it keeps the messages, not tokens."""
+    """The interception server of verifiers 0.4 with the client for evaluations, which records messages but no
+    tokens."""
     from verifiers.v1.clients import EvalClientConfig, ModelContext
     from verifiers.v1.interception import InterceptionServer
     from verifiers.v1.session import RolloutSession
@@ -51,7 +52,7 @@ async def verifiers(upstream: str, rollouts: int) -> Addresses:
 
 
 async def agent_lightning(upstream: str, rollouts: int) -> Addresses:
-    """The proxy of Agent-Lightning 1.0.2, which keeps the token ids and log-probabilities that the server sends."""
+    """The proxy of Agent-Lightning 1.0.2, which records the token ids and log-probabilities that the server sends."""
     import httpx
     import uvicorn
     from agentlightning.server.app import create_app

@@ -1,7 +1,8 @@
-"""What `slots.py` compares slots with: each peer runs `bash -c true` once per sample and says how long that took.
+"""The peers of `slots.py`. Each peer runs `bash -c true` once per sample and returns the seconds that this took.
 
-A peer that this machine lacks raises `Absent` with the reason, which the table shows. Peers are warm when measured:
-the container runs, the session is open. Only bubblewrap makes its sandbox anew each time; it knows no other way.
+A peer that this machine lacks raises `Absent` with the reason, which the table shows. Peers are warm when they are
+measured: the container runs, the session is open. Only bubblewrap creates its sandbox for each sample, because it has
+no other mode.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root", "LANG": 
 TRUE = ["/bin/bash", "-c", "true"]
 
 Peer = Callable[[], float]
-"""Runs the command once; seconds."""
+"""Runs the command once and returns the seconds."""
 
 
 class Absent(Exception):
-    """A peer that cannot be measured here; the message says why."""
+    """A peer cannot be measured on this machine; the message gives the reason."""
 
 
 def floor() -> float:
-    """What everything is compared to: a bare `posix_spawn` of `bash -c true`, until it has ended."""
+    """Measure the floor: a bare `posix_spawn` of `bash -c true`, until the process has ended."""
     started = time.perf_counter()
     os.waitpid(os.posix_spawn(TRUE[0], TRUE, ENVIRONMENT), 0)
     return time.perf_counter() - started
 
 
 def timed(command: list[str]) -> float:
-    """The same for any program, which must succeed."""
+    """Measure a bare `posix_spawn` of any program, which must succeed."""
     started = time.perf_counter()
     pid = os.posix_spawn(command[0], command, {**ENVIRONMENT, **_docker_host()})
     _, status = os.waitpid(pid, 0)
@@ -46,7 +47,8 @@ def timed(command: list[str]) -> float:
 
 @contextmanager
 def bubblewrap() -> Iterator[Peer]:
-    """All namespaces, the host's /usr read-only, a private /tmp: no limits, no filter, nothing to write to."""
+    """All namespaces, the host's /usr read-only, a private /tmp; without limits, a system call filter or a writable
+    workspace."""
     program = shutil.which("bwrap")
     if program is None:
         raise Absent("bwrap is not installed (apt-get install bubblewrap)")
@@ -65,7 +67,7 @@ def _docker_host() -> dict[str, str]:
 
 @contextmanager
 def docker_exec() -> Iterator[Peer]:
-    """`docker exec` in a running container without network, through the command line."""
+    """`docker exec`, run from the command line, in a running container without a network."""
     program, daemon = shutil.which("docker"), shutil.which("dockerd")
     if program is None or daemon is None or os.geteuid() != 0:
         raise Absent("needs root, docker and dockerd (apt-get install docker.io)")
@@ -91,7 +93,7 @@ def _docker(command: list[str], environment: Mapping[str, str], stdin: bytes = b
 
 @contextmanager
 def _daemon(program: str, folder: Path) -> Iterator[None]:
-    """A daemon of our own, with nothing of the host's configuration, until the block ends."""
+    """Run a separate daemon without the host's configuration while the block runs."""
     options = ["--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "-H", f"unix://{folder}/d.sock"]
     options += ["-p", f"{folder}/pid", "--iptables=false", "--bridge=none"]
     with open(folder / "log", "wb") as log, subprocess.Popen([program, *options], stdout=log, stderr=log) as process:
@@ -107,7 +109,7 @@ def _daemon(program: str, folder: Path) -> Iterator[None]:
 
 
 def _minimal_root(folder: Path) -> bytes:
-    """A tar with bash, sleep and the libraries they need, taken from this machine."""
+    """Return a tar file with this machine's bash and sleep and the libraries that they need."""
     root = folder / "root"
     for program in ("/bin/bash", "/bin/sleep"):
         needed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout.split()
@@ -120,7 +122,8 @@ def _minimal_root(folder: Path) -> bytes:
 
 @contextmanager
 def agent_peer(name: str, interpreter: str | None) -> Iterator[Peer]:
-    """An agent package in a virtual environment of its own, asked over a pipe; it takes the time itself."""
+    """An agent package in a separate virtual environment, called over a pipe; the package's process measures the
+    time."""
     if interpreter is None:
         raise Absent("give --peers PYTHON, an interpreter that has swe-rex and mini-swe-agent")
     script = str(Path(__file__).with_name("_agent_peer.py"))
@@ -144,7 +147,7 @@ def agent_peer(name: str, interpreter: str | None) -> Iterator[Peer]:
 
 
 def peers(interpreter: str | None) -> dict[str, Callable[[], AbstractContextManager[Peer]]]:
-    """Every peer by the name the table gives it; entering its context starts it."""
+    """Return the peers by their names in the table; entering the context of a peer starts it."""
     return {
         "bubblewrap": bubblewrap,
         "docker exec": docker_exec,

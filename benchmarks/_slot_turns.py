@@ -1,4 +1,4 @@
-"""What the benchmarks of slots in containers and sandboxes share."""
+"""Functions that the benchmarks of slots in containers and sandboxes share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from palaestra.sandbox.slot import Slot, SlotSpec
 
 
 async def timed(call: Callable[[], Awaitable[object]]) -> float:
-    """Milliseconds of a call."""
+    """Return the milliseconds that a call takes."""
     begun = time.perf_counter()
     await call()
     return 1000 * (time.perf_counter() - begun)
 
 
 async def many_slots(backend: RemoteBackend, slots: int, noun: str, most: int) -> list[measure.Row]:
-    """Seconds until so many slots have run a command, and how many places they took, `most` at most."""
+    """Measure the seconds until this many slots have run a command, and the number of places that they used, at most
+    `most`."""
     async with backend:
 
         async def one(number: int) -> Slot:

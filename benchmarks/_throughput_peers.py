@@ -1,8 +1,8 @@
 """Whole rollouts through other packages: python _throughput_peers.py PEER URL CONCURRENCY ROLLOUTS
 
-For an interpreter of its own that has atroposlib 0.4.0 (`atropos`) or verifiers 0.1.14 (`verifiers`). The agent's
-commands run as plain subprocesses of this machine, without isolation, and so does the one that scores. Prints rollouts
-per second as JSON; starting and importing are not counted.
+Runs in a separate interpreter that has atroposlib 0.4.0 (`atropos`) or verifiers 0.1.14 (`verifiers`). The agent's
+commands and the command that scores run as plain subprocesses on this machine, without isolation. Prints rollouts per
+second as JSON, without the time for start-up and imports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHECK = "cat answer.txt"
 
 
 async def shell(command: str, folder: str) -> str:
-    """`bash -c` on this machine."""
+    """Run `bash -c` on this machine."""
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", command, cwd=folder, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -40,7 +40,8 @@ async def shell(command: str, folder: str) -> str:
 
 
 async def atropos(url: str, concurrency: int, rollouts: int) -> float:
-    """`process` of atroposlib: it runs one group at a time, so the group is as large as what may be in flight."""
+    """The command `process` of atroposlib. It runs one group at a time, so the group has as many rollouts as may be in
+    flight."""
     from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
     class Steps(BaseEnv):  # type: ignore[misc]
@@ -147,7 +148,7 @@ async def verifiers(url: str, concurrency: int, rollouts: int) -> float:
 
 
 def _tokenizer(folder: str) -> str:
-    """A byte-level tokenizer without merges, in a folder, since the package insists on loading one."""
+    """Save a byte-level tokenizer without merges in a folder, because the package always loads a tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,5 @@
-"""An environment without slots for benchmarks of the runner: one tool in this process, a score that looks at it."""
+"""An environment without slots for benchmarks of the runner: one tool in this process, and a score that checks whether
+the tool was called."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from palaestra.tools.tool import FunctionTool, ToolRun, ToolSchema
 
 
 class Adding(Environment):
-    """Each rollout is a task of its own; what counts is that the tool was asked."""
+    """An environment in which each rollout is a separate task; its score is 1.0 if the tool was called."""
 
     name = "adding"
 
@@ -50,7 +51,7 @@ class Adding(Environment):
         self._registry = ToolRegistry([FunctionTool(schema, add, toolset="arithmetic")])
 
     async def roll_out(self) -> int:
-        """One group of one; says how many turns it had."""
+        """Run a group of one rollout, and return the number of its turns."""
         self._count += 1
         task = Task(id=f"t{self._count}", prompt=self._prompt)
         group = await GroupRun(self, self._shared, self._count, task).run()
@@ -70,9 +71,10 @@ class Adding(Environment):
 
 @asynccontextmanager
 async def services(url: str, **kind: JSON) -> AsyncIterator[RunContext]:
-    """What a run shares, with a journal in a temporary folder. The pool is never started: nobody asks for a slot.
+    """Create the objects that the rollouts of a run share, with a journal in a temporary folder. The pool is never
+    started, because no rollout needs a slot.
 
-    `kind` are further settings of the model server.
+    `kind` contains further settings of the model server.
     """
     engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False, **kind))
     await engine.start()

@@ -1,4 +1,5 @@
-"""A toy task of several steps, and a learner that is one table: softmax weights for each step, trained by gradient.
+"""A toy task with several steps, and a learner that consists of one table: softmax weights for each step, trained by
+gradient.
 
 The safe opens with one code. Each turn presses one key, which the tool appends to a file in the slot; the reward is the
 share of right keys, read from the sealed file. The learner samples tokens through the token-exact server and learns
@@ -39,7 +40,7 @@ def safe(n: int = 1_000_000) -> Iterator[Task]:
 
 
 calls = 0
-"""Commands that were run in slots since the last training began."""
+"""The number of commands that ran in slots since the last training run began."""
 
 
 @safe.tool
@@ -80,14 +81,14 @@ class TableEngine(TokenChat):
 
 
 class Reached(TrainerError):
-    """The table is good enough, so the training ends."""
+    """Ends the training, because the table has reached the target."""
 
 
 class TableTrainer:
     """Implements `Trainer`. The right keys of the first `known` steps are likely from the beginning.
 
-    `history` has the commands run so far and the expected reward of the table after each step. A step raises `Reached`
-    when the expected reward is at least `target`.
+    `history` contains, after each step, the number of commands run so far and the expected reward of the table. A step
+    raises `Reached` when the expected reward is at least `target`.
     """
 
     name = "table"
@@ -111,11 +112,11 @@ class TableTrainer:
 
     @property
     def expected_reward(self) -> float:
-        """The mean reward of the present table."""
+        """The expected reward of the current table."""
         return sum(math.exp(self.logprobs_of(step)[int(CODE[step])]) for step in range(STEPS)) / STEPS
 
     def _presses(self, row: TrainedRow) -> Iterator[tuple[int, int, int]]:
-        """The trained calls of a row: the place of each in the completion, its step and its key."""
+        """Yield the trained calls of a row: the position of each call in the completion, its step and its key."""
         tokens, begin, mask = row.tokens, len(row.row.prompt_ids), row.row.mask
         for place, on in enumerate(mask):
             if on and (place == 0 or not mask[place - 1]):

@@ -1,10 +1,10 @@
 """How fast `palaestra batch` answers prompts: python benchmarks/batch.py [--quick] [--json FILE]
 
-Prompts against a model server that answers at once, in a process of its own: one reply per prompt without tools, and
-one command in a slot of its own per prompt. The rate is that of the whole command, its files and its report included.
-Each case is one batch of 10,000 prompts, which takes minutes and needs no median; `--rounds` repeats it.
-`growth` is how much resident memory rises from the first 1,000 prompts to the last, per 1,000. `at the end` is how far
-memory rises above that while the report and the files of the batch are written.
+The model server answers immediately, in a separate process. In one case each prompt gets one reply without tools; in
+the other, the model runs one command in the prompt's own slot. The rate is that of the whole command, including its
+files and its report. Each case is one batch of 10,000 prompts, which takes minutes and needs no median; `--rounds`
+repeats it. `growth` is the rise of resident memory per 1,000 prompts, from the first 1,000 prompts to the last. `at the
+end` is the further rise of memory while the report and the files of the batch are written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REPLIES = {
 
 
 class Memory:
-    """Resident memory after the first prompts and after the latest. Subscribes to the events of a run."""
+    """Records resident memory after the first prompts and after the latest. Subscribes to the events of a run."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -55,7 +55,7 @@ class Memory:
 
 
 async def sample(case: str, url: str, prompts: int) -> dict[str, float]:
-    """One batch."""
+    """Run one batch."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder, "prompts.jsonl")
         rows.write_text(

@@ -1,9 +1,9 @@
-"""How soon `palaestra chat` is there, and how soon it shows text: python benchmarks/chat.py [--quick] [--json FILE]
+"""How fast `palaestra chat` starts and shows text: python benchmarks/chat.py [--quick] [--json FILE]
 
-The command runs in a pseudo-terminal against a streaming server, a process of its own. `start to prompt` is the wall
-time from the start of the process until the prompt is on the screen, with the processor time beside it. Each answer
-begins with the time at which the server writes it, and then pauses: `first character` is how much later the terminal
-shows it.
+The command runs in a pseudo-terminal against a streaming server in a separate process. `start to prompt` is the wall
+time from the start of the process until the prompt is on the screen; the table also shows the processor time. Each
+answer begins with the time at which the server writes it, and then pauses: `first character` is the time from then
+until the terminal shows the answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Terminal:
         self._shown = b""
 
     def wait_for(self, pattern: bytes) -> tuple[re.Match[bytes], float]:
-        """The next match on the screen, and when it was there. What was before it is forgotten."""
+        """Wait for the next match on the screen, and return it with its time. Everything before the match is
+        dropped."""
         at = time.monotonic()
         until = at + PATIENCE_S
         while (found := re.search(pattern, self._shown)) is None:
@@ -59,7 +60,7 @@ class Terminal:
         os.write(self._terminal, text)
 
     def kill(self) -> float:
-        """End it at once; returns its processor time in seconds."""
+        """Kill the command, and return its processor time in seconds."""
         os.kill(self.pid, signal.SIGKILL)
         used = os.wait4(self.pid, 0)[2]
         os.close(self._terminal)
@@ -68,7 +69,7 @@ class Terminal:
 
 @contextmanager
 def chat(url: str) -> Iterator[tuple[Terminal, float]]:
-    """The command, and when it was started."""
+    """Start the command, and return it with the time of its start."""
     with tempfile.TemporaryDirectory() as folder:
         own = {"PALAESTRA_STATE": folder, "XDG_CONFIG_HOME": folder, "TERM": "xterm-256color"}
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI", "PALAESTRA"))}

@@ -1,8 +1,8 @@
-"""Slots in docker containers beside `docker exec`: python benchmarks/docker_slots.py --image NAME [--host ADDRESS]
+"""Slots in docker containers against `docker exec`: python benchmarks/docker_slots.py --image NAME [--host ADDRESS]
 
-Needs a docker daemon and an image with Python 3.11. The cases take turns: a command in a slot of a container, the same
-command by `docker exec`, and the same by a slot of this machine; then a slot from a snapshot beside a new container,
-and 200 slots in 10 containers at once.
+Needs a docker daemon and an image with Python 3.11. The cases alternate: a command in a slot of a container, the same
+command with `docker exec`, and the same in a slot on this machine; then a slot from a snapshot and a new container;
+finally 200 slots in 10 containers concurrently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import SlotSpec
 
 TIMES_FASTER = 10.0
-"""How much faster than `docker exec` a command in a slot must be."""
+"""The factor by which a command in a slot must be faster than `docker exec`."""
 CONTAINERS, SLOTS = 10, 200
 
 
@@ -32,7 +32,7 @@ async def run(*command: str) -> None:
 
 
 async def commands(image: str, docker: list[str], hosts: list[str], rounds: int) -> list[measure.Row]:
-    """Milliseconds of a command and of a fresh workspace, each way."""
+    """Measure the milliseconds of a command and of a fresh workspace, in each way."""
     name = f"palaestra-benchmark-{time.time_ns()}"
     found: dict[str, list[float]] = {}
     async with DockerBackend(image, hosts=hosts) as backend, LocalBackend() as local:
@@ -70,7 +70,7 @@ async def commands(image: str, docker: list[str], hosts: list[str], rounds: int)
 
 
 async def many(image: str, hosts: list[str]) -> list[measure.Row]:
-    """Seconds until so many slots have run a command."""
+    """Measure the seconds until this many slots have run a command."""
     backend = DockerBackend(image, hosts=hosts, containers=CONTAINERS, slots_per_container=SLOTS // CONTAINERS)
     return await turns.many_slots(backend, SLOTS, "containers", CONTAINERS)
 

@@ -1,11 +1,11 @@
-"""Whether anybody waits for somebody else's slow call: python benchmarks/executor.py [--quick] [--json FILE]
+"""Whether one trajectory's slow call delays the others: python benchmarks/executor.py [--quick] [--json FILE]
 
-First: 200 trajectories, each in a slot of its own through `ToolExecutor`, make `terminal` calls between which their
-model "thinks" (seeded); once alone, and once beside a trajectory whose call sleeps for a minute, in turns. Target: the
-99th percentile of their latencies is at most 1.5 times what it is alone.
+First: 200 trajectories, each in its own slot, make `terminal` calls through `ToolExecutor`; between calls their model
+"thinks" (seeded). The trajectories run alternately alone and next to a trajectory whose call sleeps for a minute.
+Target: next to this call, the 99th percentile of their latencies is at most 1.5 times as high as alone.
 
 Then: 100 rollouts with calls like these, while reward functions written with synchronous calls (`ctx.terminal(…)`)
-score others in the same event loop. Target: at the 99th percentile a timer fires at most 50 ms late.
+score other rollouts in the same event loop. Target: at the 99th percentile, a timer fires at most 50 ms late.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 TRAJECTORIES, CALLS = 200, 6
 THINKS_S = (0.5, 4.0)
 ROLLOUTS, REWARDS = 100, 8
-"""Rollouts at a time, and how many reward functions are under way beside them."""
+"""The number of concurrent rollouts, and the number of reward functions that run at the same time."""
 
 RATIO_TARGET, LAG_TARGET_MS = 1.5, 50.0
 TRUE = ToolCall("terminal", {"command": "true"})
@@ -40,7 +40,7 @@ SLOW = ToolCall("terminal", {"command": "sleep 60", "timeout": 90})
 
 
 async def trajectory(executor: ToolExecutor, number: int, calls: int = CALLS) -> list[float]:
-    """The latencies of one trajectory's calls, the first left out: it makes the slot."""
+    """Measure the latencies of one trajectory's calls, except the first, which creates the slot."""
     rng, name, latencies = random.Random(number), f"trajectory-{number}", []
     await asyncio.sleep(rng.uniform(0, THINKS_S[1]))
     for _ in range(1 + calls):
@@ -53,7 +53,7 @@ async def trajectory(executor: ToolExecutor, number: int, calls: int = CALLS) ->
 
 
 async def side_by_side(pool: SlotPool, count: int, calls: int, disturbed: bool) -> list[float]:
-    """All latencies of so many trajectories at a time."""
+    """Measure all latencies of this many concurrent trajectories."""
     async with ToolExecutor(pool, build_tool_registry(["terminal"])) as executor:
         slow = asyncio.create_task(executor.execute("slow", SLOW)) if disturbed else None
         done = await asyncio.gather(*(trajectory(executor, number, calls) for number in range(count)))
@@ -65,14 +65,14 @@ async def side_by_side(pool: SlotPool, count: int, calls: int, disturbed: bool) 
 
 
 async def reward(ctx: ToolContext) -> float:
-    """As reward functions are written: synchronous calls, one after the other."""
+    """Score as reward functions do: with synchronous calls, one after the other."""
     ctx.write_file("seen.txt", "seen\n")
     passed = ctx.terminal("python3 -c 'print(sum(range(10**5)))'")["exit_code"] == 0
     return float(passed and ctx.read_file("seen.txt")["content"] == "seen\n")
 
 
 async def scoring(pool: SlotPool, seconds: float) -> int:
-    """Score one rollout after the other until the time is over: how many."""
+    """Score one rollout after the other until the time is over; returns their number."""
     registry, until, count = build_tool_registry(["terminal"]), time.monotonic() + seconds, 0
     while time.monotonic() < until:
         slot = await pool.acquire("scored", spec=SlotSpec())
@@ -88,7 +88,7 @@ async def scoring(pool: SlotPool, seconds: float) -> int:
 
 
 async def run(options: argparse.Namespace) -> list[measure.Row]:
-    """All rows."""
+    """Measure all rows."""
     count, calls = (40, 2) if options.quick else (TRAJECTORIES, CALLS)
     p50s: dict[bool, list[float]] = {False: [], True: []}
     p99s: dict[bool, list[float]] = {False: [], True: []}
@@ -101,7 +101,7 @@ async def run(options: argparse.Namespace) -> list[measure.Row]:
                 latencies = await side_by_side(pool, count, calls, disturbed)
                 p50s[disturbed].append(measure.quantile(latencies, 0.5) * 1e3)
                 p99s[disturbed].append(measure.quantile(latencies, 0.99) * 1e3)
-        measure.progress("reward functions beside rollouts")
+        measure.progress("reward functions during rollouts")
         seconds = 5.0 if options.quick else 20.0
         async with ToolExecutor(pool, build_tool_registry(["terminal"])) as executor, measure.lag() as late:
             others = [asyncio.create_task(trajectory(executor, number, calls)) for number in range(ROLLOUTS)]
@@ -111,11 +111,11 @@ async def run(options: argparse.Namespace) -> list[measure.Row]:
     return [
         measure.Row(f"{count} trajectories alone, p50", statistics.median(p50s[False]), "ms"),
         measure.Row("… p99", alone, "ms", 1.0),
-        measure.Row("beside a call that sleeps, p50", statistics.median(p50s[True]), "ms"),
+        measure.Row("next to a call that sleeps, p50", statistics.median(p50s[True]), "ms"),
         measure.judged(
             measure.Row("… p99", beside, "ms", beside / alone), RATIO_TARGET, beside <= RATIO_TARGET * alone
         ),
-        measure.Row(f"rewards scored beside {ROLLOUTS} rollouts", scored / seconds, "1/s"),
+        measure.Row(f"rewards scored during {ROLLOUTS} rollouts", scored / seconds, "1/s"),
         measure.with_ceiling(
             measure.Row("event loop lag meanwhile, p99", measure.quantile(late, 0.99) * 1e3, "ms"), LAG_TARGET_MS
         ),
@@ -127,7 +127,7 @@ def main() -> int:
     options = measure.options_parser(__doc__).parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
     rows = asyncio.run(run(options))
-    return measure.report(f"Calls beside a slow one, median of {options.rounds}", rows, options.json)
+    return measure.report(f"Calls during a slow call, median of {options.rounds}", rows, options.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What the gateway adds to an answer, with 200 sessions: python benchmarks/gateway.py [--quick] [--json FILE]
+"""The latency that the gateway adds, with 200 sessions: python benchmarks/gateway.py [--quick] [--json FILE]
 
-200 people on the loopback platform write a message each every `PAUSE_S` seconds, at random moments; the model server, a
-process of its own, answers after `MODEL_S`. Added latency is the time from the person's message to the answer less the
-model server's time. Beside it, in the same run, are the same conversations without a gateway (`palaestra.chat` alone).
+200 people on the loopback platform each write a message every `PAUSE_S` seconds, at random moments. The model server,
+in a separate process, answers after `MODEL_S` seconds. The added latency is the time from the person's message to the
+answer, minus the model server's time. For comparison, the same run measures the same conversations without a gateway
+(`palaestra.chat` alone).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ SESSIONS, PAUSE_S, MODEL_S = 200, 4.0, 0.1
 TARGET_MS = 50.0
 
 Say = Callable[[int, int], Awaitable[None]]
-"""Sends message `number` of a person and returns when it is answered."""
+"""Sends message `number` of a person, and returns when the answer has arrived."""
 
 
 async def people(say: Say, messages: int) -> list[float]:
-    """The added latency of every message, in milliseconds."""
+    """Measure the added latency of every message, in milliseconds."""
     rng, added = random.Random(1), list[float]()
 
     async def person(which: int, first_s: float) -> None:

@@ -1,12 +1,12 @@
-"""What preparing a group costs beside preparing one rollout: python benchmarks/group_preparation.py [--quick]
+"""The cost of preparing a group compared with one rollout: python benchmarks/group_preparation.py [--quick]
 
-The preparation really works: it unpacks a source tree (the standard library), compiles every file of it and installs
-the result into a new virtual environment, about ten seconds on one core, without a network. `one` is a group of one
-rollout, `group` one of 16; every rollout leases its own slot and finds the installed tree in it. Wall time is from
-the group's start until the last rollout has its slot; CPU time is that of this process and of all that ran in slots,
-making and dropping them included. `kept` is a group that is also kept for other runs, in a store that is empty, and
-`again` the same group in another process, which finds it there. Each sample is a process of its own and the cases take
-turns; both targets are ratios to `one` in the same run.
+The preparation does real work: it unpacks a source tree (the standard library), compiles every file and installs the
+result into a new virtual environment. This takes about ten seconds on one core and needs no network. `one` is a group
+of one rollout, and `group` a group of 16; every rollout leases its own slot and finds the installed tree in it. Wall
+time is measured from the group's start until the last rollout has its slot. CPU time is that of this process and of all
+processes in slots, including the creation and removal of slots. `kept` is a group whose workspace is also written to an
+empty store for other runs; `again` is the same group in another process, which finds the workspace in the store. Each
+sample runs in a separate process, and the cases alternate; both targets are ratios to `one` in the same run.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ python3 -m venv --without-pip env
 cp -a src/. env/lib/python3*/site-packages/
 env/bin/python -c 'import json, sys; assert json.loads("1") == 1' && touch installed
 """
-"""Unpack, compile, install. A few files of the library's own tests are meant not to compile."""
+"""Unpack, compile, install. A few files of the library's own tests are not supposed to compile."""
 
 WHOLE, PART = ".", "email json asyncio"
 
 
 def sample(rollouts: int, parts: str, store: str) -> measure.Sample:
-    """Prepare a group of so many rollouts in this process, with a store where one is named, and say what it took."""
+    """Prepare a group of this many rollouts in this process, with a store if one is given, and return the time that
+    this took."""
     with tempfile.TemporaryDirectory() as folder:
         wall_s = asyncio.run(prepared(Path(folder), rollouts, parts, store))
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -51,7 +52,7 @@ def sample(rollouts: int, parts: str, store: str) -> measure.Sample:
 
 
 async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float:
-    """Seconds until every rollout of the group has its slot, with the installed tree in it."""
+    """Measure the seconds until every rollout of the group has its slot with the installed tree."""
     from palaestra.core.types import Limits, Score, Task
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.server_group import ServerGroup
@@ -71,7 +72,7 @@ async def prepared(folder: Path, rollouts: int, parts: str, store: str) -> float
     ready: list[float] = []
 
     class Prepared(Environment):
-        """One task with the preparation; its rollouts only look whether it was made."""
+        """One task with the preparation; its rollouts only check that the preparation has run."""
 
         @property
         def name(self) -> str:
@@ -116,7 +117,7 @@ NAMES = {
 
 
 def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
-    """The table: what one takes, and the groups beside it."""
+    """Return the rows of the table: one rollout, and the groups compared with it."""
     table: list[measure.Row] = []
     for key, what in (("wall_s", "until the last has its slot"), ("cpu_s", "CPU")):
         for case, name in NAMES.items():
@@ -138,7 +139,7 @@ def main() -> int:
             shutil.rmtree(store, ignore_errors=True)
         return measure.fresh_process(__file__, "--sample", str(size), parts, store)
 
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # a disk, where /tmp may be memory
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # on disk, because /tmp may be in memory
         store = f"{folder}/store"
         cases = {
             "one": lambda: case(1),

@@ -1,11 +1,11 @@
-"""Whether correct work is ever taken for tampering: variants of solutions over the demo's tasks and the environments.
+"""Whether correct work is ever mistaken for tampering: plays variants of the solutions of tasks and environments.
 
     make demo                                        # builds the tasks in data/demo/tasks.jsonl
     .venv/bin/python benchmarks/honest_work.py       # --part 0.1 plays a tenth of the variants
     .venv/bin/python benchmarks/honest_work.py --results honest.jsonl   # resumes where an earlier run ended
 
-Each variant is another spelling of a reference solution (renamed variables, extracted functions, other comparisons,
-other order, types, added files; see `tests/suites/honest_work.py`). Prints those that do not earn the whole reward.
+Each variant is a rewritten reference solution (renamed variables, extracted functions, rewritten comparisons, reordered
+code, types, added files; see `tests/suites/honest_work.py`). Prints the variants that do not earn the full reward.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PLANNED = [
     ("terminalbench_2", [], 2, 2),
     ("swe_smith_oracle", DEMO, 12, 13),
 ]
-"""Environment, settings, tasks, and variants of each: 200 in all."""
+"""Environment, settings, tasks, and variants of each task: 200 variants in all."""
 
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--part", type=float, default=1.0, help="the part of the variants to play (default 1)")
+    arguments.add_argument("--part", type=float, default=1.0, help="the share of the variants to play (default 1)")
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--workers", type=int, default=3, help="how many rollouts run at the same time (default 3)")
+    arguments.add_argument("--workers", type=int, default=3, help="the number of concurrent rollouts (default 3)")
     arguments.add_argument("--results", type=Path, help="append results to this file; skip variants that it contains")
     wanted = arguments.parse_args()
     started = time.monotonic()
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def read_results(path: Path | None, seed: int) -> list[PlayedVariant]:
-    """The variants of this seed that an earlier run wrote to the file."""
+    """Return the variants of this seed that an earlier run wrote to the file."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
     return [PlayedVariant(**row) for row in rows if row.pop("seed") == seed]
 

@@ -1,12 +1,13 @@
-"""Terminal tasks in the forms that are published, over a root file system: played by the oracle and by doing nothing.
+"""Terminal tasks in their published formats, over a root file system, played by the oracle and by doing nothing.
 
     root=$(palaestra images make debian:12 --include python3 --include gcc --include libc6-dev --include make \\
       --include git --include sqlite3 --include xz-utils --include bzip2 --include nginx-light --include procps)
     .venv/bin/python benchmarks/image_tasks.py --root "$root"
     .venv/bin/python benchmarks/image_tasks.py --root "$root" --quick       # three tasks of each form
 
-`image_tasks.toml` has the tasks. Each is a Harbor folder; some are Terminal-Bench 1 folders and packed rows too. Their
-Dockerfiles are followed over the root. A task is ok if the reference solution earns 1.0 and doing nothing 0.0.
+`image_tasks.toml` contains the tasks. Each task becomes a Harbor folder; some also become Terminal-Bench 1 folders and
+packed rows. The instructions of their Dockerfiles run over the root file system. A task is ok if the reference solution
+earns 1.0 and doing nothing 0.0.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class ImageTask:
         return {"test.sh": script, **self.tests} | ({"test_outputs.py": self.test} if self.test else {})
 
     def harbor(self) -> dict[str, str]:
-        """The files of a Harbor folder."""
+        """Return the files of a Harbor folder."""
         grading = f'grading = "{self.grading}"\n' if self.grading else ""
         toml = (
             f'version = "1.0"\n\n[metadata]\ndifficulty = "medium"\ncategory = "software-engineering"\n{grading}\n'
@@ -103,7 +104,7 @@ class ImageTask:
         return files | {f"tests/{path}": text for path, text in self.verifier.items()}
 
     def terminal_bench_1(self) -> dict[str, str]:
-        """The files of a Terminal-Bench 1 folder."""
+        """Return the files of a Terminal-Bench 1 folder."""
         yaml = f"instruction: |-\n  {self.instruction}\nauthor_email: unknown\ndifficulty: easy\ncategory: files\n"
         yaml += "parser_name: pytest\nmax_agent_timeout_sec: 300.0\nmax_test_timeout_sec: 300.0\n"
         base = "ghcr.io/laude-institute/t-bench/ubuntu-24-04:20250624"
@@ -111,7 +112,7 @@ class ImageTask:
         return files | self.build(base) | {"docker-compose.yaml": COMPOSE, "tests/test_outputs.py": self.test}
 
     def row(self) -> dict[str, JSON]:
-        """The columns of a packed row."""
+        """Return the columns of a packed row."""
         return {
             "task_name": self.name,
             "instruction": self.instruction,
@@ -132,7 +133,7 @@ class ImageTask:
 
 
 def packed(files: Mapping[str, str]) -> str:
-    """A .tar.gz of files in base64."""
+    """Return a .tar.gz of the files in base64."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for path, text in files.items():
@@ -150,7 +151,7 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def sources(tasks: Sequence[ImageTask], folder: Path, count: int | None) -> dict[str, Path]:
-    """Write at most `count` tasks of each form; returns the source of each form."""
+    """Write at most `count` tasks in each format; returns the source of each format."""
     older = [task for task in tasks if "terminal-bench-1" in task.forms]
     for task in tasks[:count]:
         write(folder / "harbor" / task.name, task.harbor())
@@ -167,10 +168,10 @@ def sources(tasks: Sequence[ImageTask], folder: Path, count: int | None) -> dict
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", required=True, help="a root file system, or `host` (which fails some of the tasks)")
+    parser.add_argument("--root", required=True, help="a root file system, or `host` (on which some of the tasks fail)")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="only tasks whose names contain a word")
-    parser.add_argument("--quick", action="store_true", help="three tasks of each form")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as well")
+    parser.add_argument("--quick", action="store_true", help="three tasks in each format")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     options = parser.parse_args()
     tasks = [ImageTask(**task) for task in tomllib.loads(TASKS.read_text())["tasks"]]
     tasks = [task for task in tasks if not options.only or any(word in task.name for word in options.only)]

@@ -1,14 +1,16 @@
-"""Does a model learn? A tiny one practises two tool tasks badly, and is trained on them in slots with sealed grading.
+"""Does a model learn? A tiny model practises two tool tasks badly, and is then trained on them in slots with sealed
+grading.
 
-    python benchmarks/learn.py               # three seeds, one after the other; `make learn` does one
-    python benchmarks/learn.py --quick       # one seed and few steps: shows that it runs, proves no number
+    python benchmarks/learn.py               # three seeds, one after the other; `make learn` runs one
+    python benchmarks/learn.py --quick       # one seed and few steps: only checks that the benchmark runs
 
-Needs the extra 'trl' (`scripts/torch_env` makes an environment with it). Nothing is downloaded and no GPU is used. For
-each seed, a new model is made and practised, then trained with `palaestra.train`; the reward of held-out tasks before
-and after is sampled, not greedy. The curves are written as PNG, and as HTML in the report of each run.
+Needs the extra 'trl' (`scripts/torch_env` makes an environment with it). It downloads nothing and uses no GPU. For each
+seed, the script creates a new model, lets it practise and trains it with `palaestra.train`. The reward of held-out
+tasks before and after the training is sampled, not greedy. The curves are written as PNG, and as HTML in the report of
+each run.
 
 Targets: the held-out reward rises by at least 0.3 for each seed; the log-probabilities of sampler and trainer differ by
-at most 1e-4 on every step; at most 10 % of the time goes to anything but sampling, training and commands.
+at most 1e-4 on every step; at most 10 % of the time is spent on anything other than sampling, training and commands.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than one are slower on models of this size
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # with models of this size, more than one thread is slower
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from _learn_tasks import make_model, two_tools
@@ -38,9 +40,9 @@ LEAST_RISE, MOST_DIFFERENCE, MOST_OVERHEAD = 0.3, 100, 0.1
 
 def main() -> int:
     parser = options_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="the number of seeds (default 3)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
-    parser.add_argument("--out", type=Path, default=Path("runs/learn"), help="where models, runs and curves are kept")
+    parser.add_argument("--out", type=Path, default=Path("runs/learn"), help="the folder for models, runs and curves")
     options = parser.parse_args()
     seeds = range(options.first, options.first + (1 if options.quick else options.seeds))
     rows: list[Row] = []
@@ -73,7 +75,7 @@ def main() -> int:
 
 
 def learn(seed: int, out: Path, *, quick: bool) -> TrainingReport:
-    """Make a model in `out`, let it practise what is not held out, and train it."""
+    """Create a model in `out`, let it practise the tasks that are not held out, and train it."""
     import torch
 
     torch.set_num_threads(1)
@@ -107,7 +109,7 @@ def learn(seed: int, out: Path, *, quick: bool) -> TrainingReport:
 
 
 def plot(runs: dict[int, Path], picture: Path) -> None:
-    """Draw the rewards of all seeds."""
+    """Draw the learning curves of all seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

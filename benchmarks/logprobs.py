@@ -1,12 +1,13 @@
-"""Are the log-probabilities that rollouts record those of the model? 200 tool rollouts by a tiny real model per engine.
+"""Do rollouts record the model's own log-probabilities? A tiny real model plays 200 tool rollouts with each engine.
 
     python benchmarks/logprobs.py            # needs the extra 'train'; `make test-torch` sets up an environment with it
     python benchmarks/logprobs.py --quick
 
-A tiny model, practised until it writes tool calls, plays the one agent loop through token-exact chat: in process, and
-behind servers on the loopback that speak SGLang's and vLLM's wires. In process its weights are loaded anew several
-times under way, so that requests are aborted and resumed. Then every ledger is verified, and every row is given to the
-model again in one forward pass (float32): the largest difference to what was recorded counts. Target: at most 1e-3.
+The model has practised until it writes tool calls, and plays the agent loop through token-exact chat: in this process,
+and behind loopback servers that implement SGLang's and vLLM's APIs. In this process, its weights are reloaded several
+times during the rollouts, so that requests are aborted and resumed. Then every ledger is verified, and the model
+processes every row again in one forward pass (float32). The result is the largest difference from the recorded
+log-probabilities. Target: at most 1e-3.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TOOLS: list[dict[str, JSON]] = [
 
 
 async def answer(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """A tool that needs no sandbox; what it says differs from call to call, half of it hard to tokenise."""
+    """A tool that needs no sandbox. Its reply differs from call to call, and half of the reply is hard to tokenise."""
     return json.dumps({"output": f"{task_id} {name} {dict(arguments)} ½ naïve 東京\n\t{'=' * (len(str(task_id)) % 7)}"})
 
 
@@ -59,7 +60,7 @@ async def answer(name: str, arguments: Mapping[str, JSON], task_id: str | None) 
 async def servers(
     kind: str, engine: TransformersEngine, folder: Path
 ) -> AsyncIterator[ServerGroup | TransformersEngine]:
-    """The engine itself, or a client of a server on the loopback that samples with it."""
+    """Yield the engine itself, or a client of a loopback server that samples with the engine."""
     if kind == "transformers":
         yield engine
         return
@@ -76,7 +77,7 @@ async def servers(
 
 
 async def roll_out(kind: str, engine: TransformersEngine, folder: Path, rollouts: int) -> list[LedgerRecord]:
-    """The ledgers of so many rollouts."""
+    """Return the ledgers of this many rollouts."""
     numbers, versions = iter(range(rollouts)), itertools.count(1)
     records: list[LedgerRecord] = []
 
@@ -105,7 +106,7 @@ async def roll_out(kind: str, engine: TransformersEngine, folder: Path, rollouts
 
 
 def largest_difference(engine: TransformersEngine, record: LedgerRecord) -> float:
-    """Recorded log-probabilities against one forward pass over each row."""
+    """Return the largest difference between recorded log-probabilities and those of one forward pass over each row."""
     import torch
 
     worst = 0.0
@@ -121,7 +122,7 @@ def largest_difference(engine: TransformersEngine, record: LedgerRecord) -> floa
 
 
 async def measure(folder: Path, rollouts: int) -> list[Row]:
-    """The table's rows for all engines, over one model."""
+    """Measure the table's rows for all engines, with one model."""
     engine = TransformersEngine(APIServerConfig(server_type="transformers", model_name=str(folder)), seed=0)
     await engine.start()
     rows: list[Row] = []
@@ -159,7 +160,7 @@ def main() -> int:
     options = parse_options(__doc__)
     import torch
 
-    torch.set_num_threads(1)  # several threads spin on a busy machine, and the model is tiny
+    torch.set_num_threads(1)  # several threads would spin on a busy machine, and the model is tiny
     with tempfile.TemporaryDirectory() as folder:
         made = make_tiny(Path(folder), force=True, practice=30 if options.quick else PRACTICE_STEPS)
         title = f"Recorded log-probabilities against one forward pass ({made.parameters:,} parameters, float32)"

@@ -1,14 +1,16 @@
-"""What token-exact chat costs per turn beside its peers: python benchmarks/managed_overhead.py [--quick] [--json FILE]
+"""The cost of token-exact chat per turn, next to its peers: python benchmarks/managed_overhead.py [--quick] [--json
+FILE]
 
-A conversation of 1, 8, 32 and 128 turns with a tool, against an engine in the same process that answers at once, with a
-byte-level BPE trained on the standard library and Qwen3's own template, which comes from the wheel of `trl` at run time
-(`--templates PATH` names a wheel or folder instead). CPU time per turn, over all turns: what grows with history shows
-in the long ones.
+A conversation of 1, 8, 32 and 128 turns with a tool, against an engine in the same process that answers immediately. It
+uses a byte-level BPE trained on the standard library and Qwen3's own template, which is read from the wheel of `trl` at
+run time (`--templates PATH` names a wheel or folder instead). The result is the CPU time per turn, averaged over all
+turns, so costs that grow with the history show in the long conversations.
 
-Peers run where they are given, each in a virtual environment of its own, on the same conversations (`_chat_peers`):
-`--atropos PYTHON` is an interpreter that has atroposlib 0.4.0. Its managed server renders and decodes the whole
-conversation every turn. It can show and parse tools only where vLLM is installed, so it is compared without.
-`--verifiers PYTHON` is one that has verifiers 0.4: its training client, with tools and with the parser of its renderer.
+Peers run if you name their interpreters, each in a separate virtual environment, on the same conversations
+(`_chat_peers`): `--atropos PYTHON` is an interpreter that has atroposlib 0.4.0. Its managed server renders and decodes
+the whole conversation every turn. It can show and parse tools only if vLLM is installed, so it is compared without
+tools. `--verifiers PYTHON` is an interpreter that has verifiers 0.4; its training client is measured with tools and
+with the parser of its renderer.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ TEMPLATE = "qwen3"
 LENGTHS = (1, 8, 32, 128)
 TARGET_MS = 0.5
 FLAT = 1.5
-"""A turn of 128 may cost so many times what one of 8 does."""
+"""A turn in a conversation of 128 turns may cost at most this many times as much as a turn in a conversation of 8."""
 
 CHEAPER, CHEAPER_AT = 5.0, 32
-"""How many times cheaper than the peers a turn must be, in a conversation of so many."""
+"""The factor by which a turn must be cheaper than the peers', and the length of the conversation, in turns."""
 
 PEERS = {"atropos": ("atroposlib 0.4.0", "chat"), "verifiers": ("verifiers 0.4 with tools and parser", "tools")}
-"""The peers' names, and to which of our cases they compare."""
+"""The peers' names, and the cases of Palaestra with which they are compared."""
 
 PROMPT = "Look through the files and say which of them has the error. " * 20
 CALL = 'I look into the next file.\n<tool_call>\n{"name": "read", "arguments": {"path": "src/module.py"}}\n</tool_call>'
@@ -56,7 +58,7 @@ TOOL = {
 
 
 async def conversation(chat: Chat, turns: int, tools: bool) -> float:
-    """CPU milliseconds per turn. The messages are written as an agent loop writes them."""
+    """Measure CPU milliseconds per turn. The messages are those that an agent loop writes."""
     messages: list[dict[str, object]] = [{"role": "user", "content": PROMPT}]
     started = time.process_time()
     for _ in range(turns):
@@ -79,7 +81,7 @@ async def conversation(chat: Chat, turns: int, tools: bool) -> float:
 
 
 def repeated(start: Callable[[], Chat], turns: int, tools: bool) -> float:
-    """The median over several conversations, after one to warm up."""
+    """Return the median over several conversations, after one conversation to warm up."""
 
     async def go() -> float:
         count = max(3, 64 // turns)
@@ -91,7 +93,7 @@ def repeated(start: Callable[[], Chat], turns: int, tools: bool) -> float:
 
 
 def ours(turns: int, template: str, tools: bool) -> float:
-    """Managed chat of this project, with tools and a parser or without either."""
+    """Palaestra's managed chat, with tools and a parser or without both."""
     from palaestra.inference.templates import ChatFormat
     from palaestra.inference.token_exact.managed_chat import ManagedChat
     from palaestra.testing.fake_engine import ToyEngine
@@ -108,7 +110,7 @@ def ours(turns: int, template: str, tools: bool) -> float:
 
 
 class Instant:
-    """An engine that has its one answer ready."""
+    """An engine with one prepared answer."""
 
     name = "instant"
 
@@ -123,7 +125,7 @@ class Instant:
 
 
 def make_tokenizer():  # type: ignore[no-untyped-def]
-    """A byte-level BPE of 4,096 ids trained on the standard library, with ChatML's special tokens."""
+    """Return a byte-level BPE with 4,096 ids, trained on the standard library, with ChatML's special tokens."""
     from palaestra.testing.fake_engine import toy_tokenizer
 
     corpus = [Path(module.__file__).read_text(encoding="utf-8") for module in (asyncio, argparse, subprocess)]
@@ -132,7 +134,7 @@ def make_tokenizer():  # type: ignore[no-untyped-def]
 
 
 def save_tokenizer(folder: Path, template: str) -> None:
-    """The same tokenizer and template in the form that peers load."""
+    """Return the same tokenizer and template in the form that peers load."""
     tokenizer = make_tokenizer()
     tokenizer.save(folder / "tokenizer.json")
     config = {
@@ -146,7 +148,7 @@ def save_tokenizer(folder: Path, template: str) -> None:
 
 
 def measured(python: str, *case: str) -> measure.Sample:
-    """One case in a process of its own."""
+    """Measure one case in a separate process."""
     done = subprocess.run([python, __file__, "--case", *case], stdout=subprocess.PIPE, text=True, check=True)
     return {"ms": float(done.stdout.splitlines()[-1])}
 
@@ -177,7 +179,7 @@ def rows_of(found: dict[str, dict[str, float]]) -> list[measure.Row]:
 
 
 def run_case(kind: str, turns: int, folder: str) -> float:
-    """One case, in the interpreter that has what it needs."""
+    """Measure one case in the interpreter that has the packages for it."""
     if kind in peers.PEERS:
         return repeated(peers.PEERS[kind](folder, CALL), turns, tools=PEERS[kind][1] == "tools")
     return ours(turns, (Path(folder) / "chat_template.jinja").read_text(), kind == "tools")
@@ -185,7 +187,7 @@ def run_case(kind: str, turns: int, folder: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round: shows that it runs, proves no number")
+    parser.add_argument("--quick", action="store_true", help="one round: only checks that the benchmark runs")
     parser.add_argument("--rounds", type=int, default=None, help="how often every case is measured (default 5)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to FILE as well")
     parser.add_argument("--atropos", default=None, metavar="PYTHON", help="an interpreter that has atroposlib 0.4.0")

@@ -1,13 +1,14 @@
 """A thousand slots on one machine: python benchmarks/many_slots.py [--slots N] [--rollouts N] [--quick] [--json FILE]
 
-First: so many live slots are made one after the other; how long each took at the beginning and at the end, and what an
-idle one costs in memory, everything counted: by how much the kernel's MemAvailable shrank while only slots were made
-(processes, page tables, namespaces, mounts, the server's and this process's own growth); the median over ten batches,
-since other programs take and give back memory too. The server's and the inits' own part is shown beside it.
+First, live slots are created one after the other. Measured are the time per slot at the beginning and at the end, and
+the total memory of an idle slot: the decrease of the kernel's MemAvailable while only slots are created (processes,
+page tables, namespaces, mounts, the growth of the server and of this process). This is the median over ten batches,
+because other programs also use and free memory. The shares of the server and of the inits are shown separately.
 
-Then: simulated rollouts, each in a slot of its own, whose model "thinks" for 2 to 20 seconds (seeded, uniform) and then
-calls a tool: `true` three times out of four, a 4 KiB file otherwise. What a call took beyond the same call on an idle
-server is the added latency; how late a timer of this process's event loop fires is its lag.
+Then, rollouts are simulated, each in its own slot. Their model "thinks" for 2 to 20 seconds (seeded, uniform) and then
+calls a tool: `true` three times out of four, otherwise a write of a 4 KiB file. The added latency is the time
+of a call minus that of the same call on an idle server. The lag is the delay with which a timer of this process's event
+loop fires.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ IDLE_TARGET_KIB, P50_TARGET_MS, P99_TARGET_MS, LAG_TARGET_MS = 600.0, 5.0, 50.0,
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """Seconds until it is done."""
+    """Return the seconds until the call is done."""
     started = time.perf_counter()
     await work
     return time.perf_counter() - started
 
 
 def available_kib() -> float:
-    """What the kernel says could still be used without swapping (proc_meminfo(5))."""
+    """Return the memory that can still be used without swapping, as the kernel reports it (proc_meminfo(5))."""
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return float(line.split()[1])
 
 
 def proportional_kib(name: str) -> float:
-    """The proportional set size of all processes of this name."""
+    """Return the proportional set size of all processes with this name."""
     total = 0.0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -59,15 +60,15 @@ def proportional_kib(name: str) -> float:
 
 
 async def call(slot: Slot, kind: int) -> float:
-    """One tool call of a rollout."""
+    """Make one tool call of a rollout; returns its seconds."""
     if kind == 0:
         return await timed(slot.write_bytes("file", b"x" * 4096))
     return await timed(slot.execute("true"))
 
 
 async def creation(backend: LocalBackend, count: int) -> tuple[list[Slot], list[measure.Row]]:
-    """The live slots, and what they cost."""
-    for _ in range(20):  # whatever is made once is made before anything is counted
+    """Create the live slots, and measure their cost."""
+    for _ in range(20):  # create everything that is created only once before the measurement begins
         await backend.destroy(await backend.create(SlotSpec(), "first"))
     slots: list[Slot] = []
     times: list[float] = []
@@ -93,7 +94,7 @@ async def creation(backend: LocalBackend, count: int) -> tuple[list[Slot], list[
 
 
 async def idle_costs(slots: Sequence[Slot]) -> list[float]:
-    """The median of each kind of call when nothing else happens."""
+    """Measure the median time of each kind of call on an idle server."""
     costs = []
     for kind in (0, 1):
         await call(slots[0], kind)
@@ -102,7 +103,7 @@ async def idle_costs(slots: Sequence[Slot]) -> list[float]:
 
 
 async def rollouts(slots: Sequence[Slot], count: int) -> list[measure.Row]:
-    """Added latency per tool call and lag of the event loop, with so many rollouts at a time."""
+    """Measure the added latency per tool call and the lag of the event loop with this many concurrent rollouts."""
     idle = await idle_costs(slots)
     added: list[float] = []
 
@@ -131,9 +132,9 @@ async def rollouts(slots: Sequence[Slot], count: int) -> list[measure.Row]:
 
 
 async def run(options: argparse.Namespace) -> list[measure.Row]:
-    """All rows."""
+    """Measure all rows."""
     async with LocalBackend() as backend:
-        measure.progress(f"making {options.slots} slots")
+        measure.progress(f"creating {options.slots} slots")
         slots, rows = await creation(backend, options.slots)
         measure.progress(f"{options.rollouts} rollouts of {TURNS} calls, {THINKS_S[0]:g} to {THINKS_S[1]:g} s apart")
         rows += await rollouts(slots, options.rollouts)
@@ -148,8 +149,8 @@ async def run(options: argparse.Namespace) -> list[measure.Row]:
 def main() -> int:
     """Measure and print the table."""
     parser = measure.options_parser(__doc__)
-    parser.add_argument("--slots", type=int, help=f"how many live slots (default {SLOTS})")
-    parser.add_argument("--rollouts", type=int, help=f"how many rollouts at a time (default {ROLLOUTS})")
+    parser.add_argument("--slots", type=int, help=f"the number of live slots (default {SLOTS})")
+    parser.add_argument("--rollouts", type=int, help=f"the number of concurrent rollouts (default {ROLLOUTS})")
     options = parser.parse_args()
     options.slots = options.slots or (50 if options.quick else SLOTS)
     options.rollouts = options.rollouts or (50 if options.quick else ROLLOUTS)

@@ -1,13 +1,13 @@
 """Whether a long run's memory stays flat: python benchmarks/memory.py [--quick] [--rollouts N] [--json FILE]
 
-A run of 10,000 short rollouts in groups of four, as its command line starts it: tasks, scripted engine, tool, score,
-the journal on disk, the groups file, metrics, and at the end figures and report. No slot is taken: what is measured is
-what the run itself keeps. Each sample is a whole run in a process of its own.
+A run of 10,000 short rollouts in groups of four, as the command line starts it: tasks, scripted engine, tool, score,
+the journal on disk, the groups file, metrics, and at the end summary and report. The rollouts lease no slots, so only
+the memory that the run itself keeps is measured. Each sample is a whole run in a separate process.
 
-Resident memory is read at every 25th task. The first fifth settles caches and the allocator and is left out; through
-the rest goes a line. `growth` is its slope, per rollout. `at the end` is how far memory rises above the last reading
-while the run is closed. `journal` says how much there is to keep: that is what would be in memory if nothing were let
-go.
+Resident memory is read at every 25th task. The first fifth of the readings is left out, because caches and the
+allocator settle then; a line is fitted to the rest. `growth` is the slope of this line per rollout. `at the end` is the
+rise of memory above the last reading while the run is closed. `journal` is the size of the journal: the memory that the
+run would need if it kept everything.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ ROLLOUTS, QUICK = 10_000, 1_000
 READ_EVERY = 25
 SETTLED = 0.2
 GROWTH_TARGET_KB = 0.25
-"""Per rollout, 2.5 MB in all: about a fortieth of a record."""
+"""Maximum growth per rollout; 2.5 MB for the whole run. A rollout's record is about thirty times as large."""
 END_TARGET_KB = 16_000.0
-"""For one group at a time, whatever the length of the run."""
+"""Maximum rise at the end. The report is computed one group at a time, so the limit does not depend on the run's
+length."""
 
 read_kb: list[float] = []
 
@@ -57,12 +58,12 @@ def add(a: int, b: int) -> str:
 
 @sums.score
 async def asked(rollout) -> float:  # type: ignore[no-untyped-def]
-    """Whether the tool was asked."""
+    """Score 1.0 if the tool was called."""
     return float(any(message["role"] == "tool" for message in rollout.messages))
 
 
 async def sample(rollouts: int) -> measure.Sample:
-    """One whole run in this process and in this folder."""
+    """Run the whole environment in this process and in this folder."""
     from palaestra.envs.config.command_line import CommandLine, Parsed
     from palaestra.envs.discovery import form_of
     from palaestra.envs.run.run import run
@@ -86,7 +87,7 @@ async def sample(rollouts: int) -> measure.Sample:
 
 
 def rows(found: dict[str, float], rollouts: int) -> list[measure.Row]:
-    """The table."""
+    """Return the rows of the table."""
     growth = measure.Row(f"growth over {rollouts} rollouts", found["growth_kb"], "KB/rollout")
     end = measure.Row("at the end, above the last reading", found["end_kb"], "KB")
     return [
@@ -100,7 +101,7 @@ def rows(found: dict[str, float], rollouts: int) -> list[measure.Row]:
 def main() -> int:
     """Measure and print the table."""
     parser = measure.options_parser(__doc__)
-    parser.add_argument("--rollouts", type=int, default=None, help=f"how many rollouts (default {ROLLOUTS})")
+    parser.add_argument("--rollouts", type=int, default=None, help=f"the number of rollouts (default {ROLLOUTS})")
     options = parser.parse_args()
     rollouts = options.rollouts or (QUICK if options.quick else ROLLOUTS)
     rounds = options.rounds or 1

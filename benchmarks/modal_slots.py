@@ -1,9 +1,9 @@
-"""Slots in Modal's sandboxes beside Modal's own `exec`: python benchmarks/modal_slots.py [--real]
+"""Slots in Modal's sandboxes against Modal's own `exec`: python benchmarks/modal_slots.py [--real]
 
-Without --real, Modal's client talks to the stand-in of `palaestra.testing.fake_modal`: then the numbers are the cost of
-the client, the streams and the slots, without Modal's network and machines. The cases take turns: a command in a slot
-and by `Sandbox.exec`; a new slot and one from a snapshot beside a new sandbox; and 50 slots in 5 sandboxes at once.
---real needs the credentials of an account, which pays for it.
+Without --real, Modal's client talks to the stand-in of `palaestra.testing.fake_modal`. The numbers are then the cost of
+the client, the streams and the slots, without Modal's network and machines. The cases alternate: a command in a slot
+and with `Sandbox.exec`; a new slot, a slot from a snapshot and a new sandbox; finally 50 slots in 5 sandboxes
+concurrently. --real needs the credentials of an account, which is charged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SANDBOXES, SLOTS = 5, 50
 
 
 async def commands(rounds: int) -> list[measure.Row]:
-    """Milliseconds of a command and of a fresh workspace, each way."""
+    """Measure the milliseconds of a command and of a fresh workspace, in each way."""
     found: dict[str, list[float]] = {}
     app = await modal.App.lookup.aio(DEFAULT_APP, create_if_missing=True)
     image = modal.Image.from_registry("python:3.11")
@@ -78,7 +78,7 @@ async def commands(rounds: int) -> list[measure.Row]:
 
 
 async def many() -> list[measure.Row]:
-    """Seconds until so many slots have run a command."""
+    """Measure the seconds until this many slots have run a command."""
     config = ModalSandboxConfig(max_sandboxes=SANDBOXES, slots_per_sandbox=SLOTS // SANDBOXES)
     return await turns.many_slots(ModalBackend(config), SLOTS, "sandboxes", SANDBOXES)
 

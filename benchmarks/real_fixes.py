@@ -1,10 +1,10 @@
-"""Real bug fixes of public repositories as rows of the published schemas, played by the oracle and by doing nothing.
+"""Real bug fixes from public repositories, as rows in the published schemas, played by the oracle and by doing nothing.
 
     git clone https://github.com/pallets/click clones/pallets/click         # and so on
     .venv/bin/python benchmarks/real_fixes.py --clones clones               # all fixes, about a minute each
     .venv/bin/python benchmarks/real_fixes.py --clones clones --quick       # one fix of each schema
 
-`real_fixes.jsonl` names repositories, commits and tests; patches and messages come from the clones, which lie in
+`real_fixes.jsonl` names repositories, commits and tests; patches and messages come from the clones in
 `CLONES/OWNER/NAME`. Packages come from the package index. A row is ok if the oracle earns 1.0 and doing nothing 0.0.
 """
 
@@ -39,7 +39,7 @@ SCHEMAS = ("SWE-bench", "SWE-smith", "SWE-rebench V2", "SWE-bench 5")
 
 @dataclass(frozen=True)
 class Fix:
-    """A commit that fixes a bug, and tests that it makes pass or keeps passing."""
+    """A commit that fixes a bug, with the tests that start to pass with the fix and those that keep passing."""
 
     repository: str
     commit: str
@@ -69,7 +69,7 @@ class Played:
 
 
 def git(folder: Path, *arguments: str, data: bytes | None = None) -> bytes:
-    """The output of git in a repository. Raises `CalledProcessError` with git's words on stderr."""
+    """Return the output of git in a repository. Raises `CalledProcessError`; git prints its message on stderr."""
     who = ["-c", "user.name=author", "-c", "user.email=author@example.org", "-c", "safe.directory=*"]
     return subprocess.run(
         ["git", "-C", folder, *who, *arguments], input=data, stdout=subprocess.PIPE, check=True
@@ -87,7 +87,7 @@ def is_test(path: str) -> bool:
 
 
 def row_of(fix: Fix, clone: Path, mirrors: Path) -> dict[str, JSON]:
-    """The row of a fix, as its data set publishes it. SWE-smith needs a repository of its own below `mirrors`."""
+    """Return the row of a fix in the schema of its dataset. SWE-smith needs a separate repository below `mirrors`."""
     base = text(clone, "rev-parse", f"{fix.commit}^").strip()
     paths = text(clone, "diff", "--name-only", "-z", base, fix.commit).split("\0")[:-1]
     tests = [path for path in paths if is_test(path)]
@@ -120,7 +120,7 @@ def row_of(fix: Fix, clone: Path, mirrors: Path) -> dict[str, JSON]:
             patch = text(mirrors.parent / repository, "diff", "main", f"{fix.name}~")
             kept = {name: row[name] for name in ("problem_statement", "FAIL_TO_PASS", "PASS_TO_PASS", "created_at")}
             return kept | {"instance_id": fix.name, "repo": repository, "patch": patch}
-    raise ValueError(f"{fix.name}: its schema is none of {', '.join(SCHEMAS)}")
+    raise ValueError(f"{fix.name}: its schema is not one of {', '.join(SCHEMAS)}")
 
 
 def mirror(fix: Fix, clone: Path, patch: str, mirrors: Path) -> str:
@@ -155,7 +155,7 @@ async def play(rows: Path, repositories: Path, fixes: Sequence[Fix], workers: in
 
     async def both(runs: PolicyRuns, fix: Fix, task: Task | None) -> Played:
         if task is None:
-            return Played(fix.name, fix.schema, None, None, "the environment left this row out")
+            return Played(fix.name, fix.schema, None, None, "the environment skipped this row")
         async with width:
             noop, noop_error = await reward(runs, NoopPolicy(), task)
             oracle, oracle_error = await reward(runs, OraclePolicy(), task)
@@ -172,7 +172,7 @@ async def play(rows: Path, repositories: Path, fixes: Sequence[Fix], workers: in
 
 
 def chosen(wanted: Sequence[str], quick: bool) -> list[Fix]:
-    """The fixes whose names contain one of the words; with `quick` the first one of each schema."""
+    """Return the fixes whose names contain one of the words; with `quick`, the first fix of each schema."""
     fixes = [Fix(**json.loads(line)) for line in FIXES.read_text().splitlines()]
     fixes = [fix for fix in fixes if not wanted or any(word in fix.name for word in wanted)]
     return list({fix.schema: fix for fix in reversed(fixes)}.values()) if quick else fixes
@@ -182,9 +182,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clones", type=Path, required=True, help="a folder with the clones, as OWNER/NAME")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="only fixes whose names contain a word")
-    parser.add_argument("--workers", type=int, default=2, help="rows that are played at the same time (default 2)")
+    parser.add_argument("--workers", type=int, default=2, help="the number of concurrent rows (default 2)")
     parser.add_argument("--quick", action="store_true", help="one fix of each schema")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     options = parser.parse_args()
     fixes = chosen(options.only, options.quick)
     if missing := sorted({fix.repository for fix in fixes if not (options.clones / fix.repository).exists()}):

@@ -1,17 +1,17 @@
-"""The cost of the recording endpoint: CPU and latency of a call, beside the same engine called directly.
+"""The cost of the recording endpoint: CPU and latency of a call, compared with the same engine called directly.
 
-The engine writes fixed replies immediately, so that everything else is seen. One client sends the same conversations,
-with tools and growing histories, to both sides; both keep the exact tokens in a ledger. Each side is a process that
-waits for every call, as an engine does between the calls of an agent. All CPU of the endpoint's process counts; of the
-engine called directly, only that of `chat_completion`. The sides alternate after every conversation, and the medians
-over all conversations are reported.
+The engine returns fixed replies immediately, so that only the other costs are measured. One client sends the same
+conversations, with tools and growing histories, to both sides; both record the exact tokens in a ledger. Each side is a
+process that waits for the next call, as an engine does between the calls of an agent. For the endpoint, the CPU time of
+the whole process counts; for the engine called directly, only that of `chat_completion`. The sides alternate after
+every conversation, and the medians over all conversations are reported.
 
-Also: how much later the first streamed piece arrives than the engine's reply, and 256 agents at a time whose engine
+Also measured: the delay of the first streamed piece after the engine's reply, and 256 concurrent agents whose engine
 takes 50 ms for a reply.
 
 `--peers` instead compares the endpoint with the recording proxies of OpenEnv, verifiers and Agent-Lightning: the same
-calls, whole, before one model server that answers at once. The endpoint asks it for tokens (SGLang), and renders the
-prompts; the peers ask for chat with token ids (vLLM). Needs `make faces`.
+calls, without streaming, go to one model server that answers immediately. The endpoint renders the prompts and requests
+tokens (SGLang); the peers request chat completions with token ids (vLLM). Needs `make faces`.
 
     python benchmarks/recording.py [--quick] [--peers] [--json FILE]
 """
@@ -50,7 +50,7 @@ from palaestra.testing.fake_engine import toy_tokenizer
 
 T = TypeVar("T")
 TURNS, ROLLOUTS = 12, 100
-"""The calls of a conversation, and the conversations of a round."""
+"""The number of calls in a conversation, and of conversations in a round."""
 RESULT = "total 12\ndrwxr-xr-x 2 root root 4096 README.md src tests\n" * 8
 CALL = 'I look.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls -la src"}}\n</tool_call>'
 TOOLS: JSON = [
@@ -133,14 +133,15 @@ async def serve(rollouts: int, wait_s: float) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """The CPU seconds of another process. Source of the clock's number: clock_getcpuclockid(3)."""
+    """Return the CPU seconds of another process. Source of the clock's number: clock_getcpuclockid(3)."""
     return time.clock_gettime(~pid << 3 | 2)
 
 
 async def conversation(
     session: aiohttp.ClientSession, url: str, key: str, turns: int, *, stream: bool, seconds: list[float]
 ) -> None:
-    """One rollout's calls; `seconds` gets the time until the first piece of each reply, or the whole of it."""
+    """Make one rollout's calls; `seconds` gets the time until the first piece of each reply, or until the whole
+    reply."""
     messages = opening()
     for _ in range(turns):
         body = {"model": "m", "messages": messages, "tools": TOOLS, "temperature": 1.0, "stream": stream}
@@ -178,7 +179,7 @@ Sample = dict[str, float]
 
 
 async def through_endpoint(session: aiohttp.ClientSession, pid: int, address: JSON, *, stream: bool) -> Sample:
-    """One conversation."""
+    """Hold one conversation."""
     seconds: list[float] = []
     began = cpu_s(pid)
     await conversation(session, *address, TURNS, stream=stream, seconds=seconds)
@@ -186,7 +187,7 @@ async def through_endpoint(session: aiohttp.ClientSession, pid: int, address: JS
 
 
 async def direct(session: aiohttp.ClientSession, url: str) -> Sample:
-    """The same conversation without the endpoint."""
+    """Hold the same conversation without the endpoint."""
     await conversation(session, url, "k", TURNS, stream=False, seconds=[])
     async with session.get(f"{url}/spent") as response:
         cpu, seconds = zip(*await response.json(), strict=True)
@@ -194,7 +195,8 @@ async def direct(session: aiohttp.ClientSession, url: str) -> Sample:
 
 
 async def at_once(addresses: list[JSON], wait_s: float, turns: int) -> Sample:
-    """Many agents at a time: calls per second, and how much longer than the engine the slow calls take."""
+    """Run many concurrent agents: returns the calls per second, and the time that slow calls take beyond the
+    engine's."""
     seconds: list[float] = []
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -208,11 +210,12 @@ async def at_once(addresses: list[JSON], wait_s: float, turns: int) -> Sample:
 
 PEERS = {"openenv": ".venv-faces-openenv", "verifiers": ".venv-faces", "agent_lightning": ".venv-faces"}
 PROMPT_TOKENS = 1500
-"""How many ids of the prompt the model server sends to the peers: those of the middle of these conversations."""
+"""The number of prompt ids that the model server sends to the peers: as many as in the middle of these
+conversations."""
 
 
 async def upstream() -> None:
-    """The model server of all sides: chat as vLLM answers it with token ids, and SGLang's `/generate`."""
+    """The model server of all sides: chat completions with token ids, as from vLLM, and SGLang's `/generate`."""
     logprobs = [{"token": "t", "logprob": -0.1, "bytes": None, "top_logprobs": []} for _ in REPLY]
     replies = []
     for turn in range(TURNS):
@@ -224,7 +227,7 @@ async def upstream() -> None:
 
 
 async def serve_before(url: str, rollouts: int) -> None:
-    """As `serve`, with that model server."""
+    """Like `serve`, with the shared model server."""
     config = APIServerConfig(server_type="sglang", base_url=url, model_name="m", tool_parser="hermes")
     engine = SGLangEngine(config, tokenizer=TOKENIZER)
     async with RecordingEndpoint() as endpoint:
@@ -238,7 +241,7 @@ async def serve_before(url: str, rollouts: int) -> None:
 
 @contextmanager
 def peer_serving(name: str, url: str, rollouts: int) -> Iterator[str]:
-    """A peer's proxy, in its own interpreter."""
+    """Run a peer's proxy in its own interpreter."""
     here = Path(__file__).parent
     command = [here.parent / PEERS[name] / "bin" / "python", "-W", "ignore", here / "_recording_peers.py", name, url]
     with subprocess.Popen(
@@ -253,7 +256,7 @@ def peer_serving(name: str, url: str, rollouts: int) -> Iterator[str]:
 
 
 def proxied(name: str, rollouts: int) -> Sample:
-    """The calls through one proxy, or straight to the model server (`direct`)."""
+    """Make the calls through one proxy, or directly to the model server (`direct`)."""
     with serving(__file__, "upstream") as url:
         if name == "direct":
             return one_by_one([[f"{url}/v1", "k"]] * rollouts, os.getpid())
@@ -264,7 +267,7 @@ def proxied(name: str, rollouts: int) -> Sample:
 
 
 def one_by_one(addresses: Sequence[JSON], pid: int) -> Sample:
-    """The medians over one conversation for each address."""
+    """Return the medians over one conversation for each address."""
     with client() as (run, session):
         left = iter(addresses)
         case = {"": lambda: run(through_endpoint(session, pid, next(left), stream=False))}
@@ -273,7 +276,7 @@ def one_by_one(addresses: Sequence[JSON], pid: int) -> Sample:
 
 @contextmanager
 def client() -> Iterator[tuple[Callable[[Coroutine[None, None, T]], T], aiohttp.ClientSession]]:
-    """A client's session, and a function that runs coroutines which use it."""
+    """Yield a client's session, and a function that runs coroutines in the session's event loop."""
 
     async def opened() -> aiohttp.ClientSession:
         return aiohttp.ClientSession()
@@ -287,7 +290,7 @@ def client() -> Iterator[tuple[Callable[[Coroutine[None, None, T]], T], aiohttp.
 
 
 def against_direct(rollouts: int) -> dict[str, dict[str, float]]:
-    """The medians of the engine called directly, through the endpoint, and streamed."""
+    """Return the medians of calls that go directly to the engine, through the endpoint, and through it as a stream."""
     serve = serving(__file__, "serve", str(2 * rollouts), "0")
     with serve as line, serving(__file__, "direct") as url, client() as (run, session):
         pid, *addresses = json.loads(line)
@@ -307,10 +310,10 @@ def many(turns: int) -> Sample:
 
 
 def compare_peers(rollouts: int, rounds: int, json_file: Path | None) -> int:
-    """The table of CPU per call and of added time."""
+    """Return the table with the CPU time per call and the added time."""
     missing = [folder for folder in PEERS.values() if not Path(__file__).parents[1].joinpath(folder).is_dir()]
     if missing:
-        print(f"There is no {missing[0]}: run `make faces` first.", file=sys.stderr)
+        print(f"{missing[0]} does not exist: run `make faces` first.", file=sys.stderr)
         return 2
     names = ("direct", "palaestra", *PEERS)
     found = interleaved({name: (lambda name=name: proxied(name, rollouts)) for name in names}, rounds)
@@ -320,7 +323,7 @@ def compare_peers(rollouts: int, rounds: int, json_file: Path | None) -> int:
         each = found[name]
         rows.append(Row(f"{name}: CPU of the proxy per call", each["cpu_ms"], "ms", each["cpu_ms"] / ours["cpu_ms"]))
         rows.append(Row(f"{name}: reply later than the model server's", each["reply_ms"] - base, "ms"))
-    return report("Recording proxies before one model server", rows, json_file)
+    return report("Recording proxies in front of one model server", rows, json_file)
 
 
 def main() -> int:

@@ -1,16 +1,16 @@
-"""What the agent loop costs when nothing else does: python benchmarks/rollout_floor.py [--quick] [--json FILE]
+"""The cost of the agent loop alone: python benchmarks/rollout_floor.py [--quick] [--json FILE]
 
-A rollout of five turns with a tool that runs in this process, against a server that answers at once, at concurrency
-1, 64 and 512.
+A rollout has five turns with a tool that runs in this process, against a server that answers immediately. 1, 64 and 512
+rollouts run concurrently.
 
-Five cases take turns: `bare` is an aiohttp loop that calls the same server and knows nothing of limits, validation,
-retries or records; `palaestra` is `HermesAgentLoop` over the chat completions engine; `whole` is a group of one as a
-run has it: the same loop with the tool registry, outcome and score, all of it in the journal on disk; `exact` is that
-against a server that continues token ids, with the ledger of exact tokens (about 600 at the end); `no http` is the
-loop over a server object in the same process, which is what the loop alone costs.
+Five cases alternate. `bare` is an aiohttp loop that calls the same server, without limits, validation, retries or
+records. `palaestra` is `HermesAgentLoop` with the chat completions engine. `whole` is a group of one rollout, as in a
+run: the same loop with the tool registry, outcome, score and a journal on disk. `exact` is `whole` with a server that
+continues token ids, and with the ledger of exact tokens (about 600 at the end). `no http` is the loop over a server
+object in the same process: the cost of the loop itself.
 
-The server runs in a process of its own; CPU and memory are those of the client. Memory is how far the resident set
-rises above where it was when the rollouts began, divided by how many are in flight: connections and tasks included.
+The server runs in a separate process; CPU and memory are those of the client. Memory is the rise of the resident set
+since the rollouts began, divided by the number of rollouts in flight; it includes connections and tasks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import _measure as measure
 import aiohttp
 from _instant_server import chat_reply, serve
 
-if TYPE_CHECKING:  # the bare case must not pay for importing any of it
+if TYPE_CHECKING:  # the bare case must not import any of this
     from palaestra.inference.chat_server import ChatServer
     from palaestra.inference.engine import ChatCompletion
 
@@ -52,23 +52,23 @@ CPU_TARGET_MS = 0.5
 MEMORY_TARGET_KB = 64.0
 
 OneRollout = Callable[[], Awaitable[int]]
-"""Runs one rollout and says how many turns it had."""
+"""Runs one rollout and returns the number of its turns."""
 
 
 def completion(turn: int) -> bytes:
-    """What the server answers in a turn from 0: a tool call, and a plain answer in the last."""
+    """Return the server's answer in a turn (counted from 0): a tool call, or plain text in the last turn."""
     if turn < TURNS - 1:
         return chat_reply(None, [("add", {"a": 1, "b": 2})], turn)
     return chat_reply("The answer is 3.")
 
 
 def tool_reply(a: int, b: int) -> str:
-    """What the tool gives: its sum and some padding, 200 bytes in all."""
+    """Return the tool's result: the sum and some padding, 200 bytes in all."""
     return json.dumps({"result": a + b, "pad": PROSE[:176]})
 
 
 async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
-    """The floor: what anybody would write in ten minutes."""
+    """The floor: the simplest loop that works."""
 
     async def one() -> int:
         messages: list[dict[str, object]] = [{"role": "user", "content": PROMPT}]
@@ -113,7 +113,7 @@ async def whole(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None
 
 
 async def exact(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
-    """The same, token-exactly: what was sampled is kept with its log-probabilities."""
+    """The same with exact tokens: sampled tokens are recorded with their log-probabilities."""
     from _exact import saved_tokenizer
     from _toy_environment import Adding, services
 
@@ -123,7 +123,7 @@ async def exact(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None
 
 
 async def model_server() -> None:
-    """The replies as chat completions, and as tokens of the tiny model's tokenizer."""
+    """Return the replies as chat completions, and as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
 
     from palaestra.inference.tokenizers import load_tokenizer
@@ -192,7 +192,7 @@ async def sample(case: str, url: str, concurrency: int, rollouts: int) -> measur
 
 
 def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
-    """The table: per concurrency, what each case cost, beside the bare loop."""
+    """Return the rows of the table: the cost of each case at each concurrency, relative to the bare loop."""
     table: list[measure.Row] = []
     for key, numbers in found.items():
         case, _, concurrency = key.rpartition(" at ")
@@ -202,9 +202,9 @@ def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
         memory = measure.Row(f"{key}: memory", numbers["kb"], "KB/rollout", numbers["kb"] / max(floor["kb"], 0.1))
         if case == "no http":
             table.append(cpu)
-        elif case == "exact":  # its turns have a target of their own, in managed_overhead
+        elif case == "exact":  # managed_overhead has a target for its turns
             table += [cpu, rate] if concurrency == "1" else [cpu, rate, measure.with_ceiling(memory, MEMORY_TARGET_KB)]
-        elif concurrency == "1":  # one rollout's memory drowns in what the interpreter allocates for itself
+        elif concurrency == "1":  # the interpreter's own allocations hide the memory of a single rollout
             table += [cpu, rate]
         elif case == "bare":
             table += [cpu, rate, memory]

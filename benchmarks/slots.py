@@ -1,13 +1,13 @@
-"""What slots cost: python benchmarks/slots.py [--peers PYTHON] [--rung full|userns] [--quick] [--json FILE]
+"""The cost of slots: python benchmarks/slots.py [--peers PYTHON] [--rung full|userns] [--quick] [--json FILE]
 
 Every row is a ratio to the floor F, a bare `posix_spawn` of `bash -c true` on the host with the same environment:
-row and F take turns, so that each ratio is that of one time. Slots are isolated (network off, all limits on) and used
-through the async client. Peers that this machine has are measured beside them; PYTHON is an interpreter with swe-rex
-and mini-swe-agent. Medians over the rounds (default 100; 5 with --quick), and beside them the lowest tenth, which is
-what a machine would show that other work did not share; the targets are judged by the medians.
+measurements of a row and of F alternate, so that both see the same conditions. Slots are isolated (network off, all
+limits on) and used through the async client. Peers that this machine has are measured too; PYTHON is an interpreter
+with swe-rex and mini-swe-agent. The table shows medians over the rounds (default 100; 5 with --quick) and the lowest
+tenth, which estimates the time on a machine without other work. The targets apply to the medians.
 
-With --mixed all rows take turns with each other too. No row then finds in the caches what it left there, which is what
-a run of very different operations pays: the cheapest are some hundredths of F dearer.
+With --mixed, all rows also alternate with each other. Then no row finds its own data in the caches, as in a run with
+very different operations: the cheapest rows cost some hundredths of F more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Rung, Shell, Slot, SlotSpec, Snapshot, View
 
 FEW, MANY = 5_000, 50_000
-"""Files in the two prepared workspaces that are forked."""
+"""The number of files in the two prepared workspaces that are forked."""
 
 BULK_BYTES = 64 << 20
 IN_FLIGHT = 64
@@ -41,14 +41,14 @@ Case = Callable[[], Awaitable[float]]
 
 
 async def timed(work: Awaitable[object]) -> float:
-    """How long it takes."""
+    """Perform the operation; returns the seconds that it took."""
     started = time.perf_counter()
     await work
     return time.perf_counter() - started
 
 
 class Slots:
-    """The operations that are measured, on one pool. What a case needs around the timed part happens outside it."""
+    """The measured operations, on one pool. Each case does its preparation and clean-up outside the timed part."""
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool, self._backend = pool, pool.backend
@@ -58,7 +58,7 @@ class Slots:
         self._many: Snapshot
 
     async def prepare(self) -> None:
-        """A slot to use, and two workspaces to fork."""
+        """Create a slot to use, and two workspaces to fork."""
         self._slot = await self._backend.create(SlotSpec(), "bench")
         self._shell = await self._slot.shell()
         await self._slot.write_bytes("small", b"x" * 4096)
@@ -73,7 +73,7 @@ class Slots:
         return await self._backend.seal(slot)
 
     def cases(self) -> dict[str, Case]:
-        """Every latency that has a row, by its name."""
+        """Return every latency that has a row, by the row's name."""
         return {
             "stateless command": lambda: timed(self._slot.execute("true")),
             "stateful command": lambda: timed(self._shell.run("true")),
@@ -94,7 +94,7 @@ class Slots:
         return elapsed
 
     async def _reset(self) -> float:
-        """A used slot is ended and another one is there in its place."""
+        """Measure the time to end a used slot and to have a new slot in its place."""
         slot = await self._backend.create(SlotSpec(), "reset")
         await slot.execute("echo 1 > f; sleep 1000 &")
         started = time.perf_counter()
@@ -113,7 +113,8 @@ class Slots:
         return elapsed
 
     async def _grade(self) -> float:
-        """From the end of the agent's work to a slot that sees it without its change of the tests."""
+        """Measure the time from the end of the agent's work to a slot that sees the work but not its change to the
+        tests."""
         slot = await self._backend.create(SlotSpec(), "agent", self._few)
         await slot.execute("echo 2 > tests/t; echo 2 > src/1; sleep 1000 &")
         started = time.perf_counter()
@@ -127,7 +128,7 @@ class Slots:
         return elapsed
 
     async def bulk(self) -> dict[str, float]:
-        """MB/s of one large file, written and read back."""
+        """Measure MB/s of one large file, written and read back."""
         data = os.urandom(1 << 20) * (BULK_BYTES >> 20)
         written = await timed(self._slot.write_bytes("bulk", data))
         read = await timed(self._slot.read_bytes("bulk", max_bytes=BULK_BYTES))
@@ -135,7 +136,7 @@ class Slots:
         return {"write": BULK_BYTES / written / 1e6, "read": BULK_BYTES / read / 1e6}
 
     async def throughput(self, commands: int) -> float:
-        """Commands per second with 64 in flight, over eight slots."""
+        """Measure commands per second with 64 in flight, over eight slots."""
         slots = [await self._backend.create(SlotSpec(), f"load-{number}") for number in range(8)]
         left = iter(range(commands))
 
@@ -154,7 +155,7 @@ class Slots:
 
 
 def bare_throughput(commands: int, threads: int) -> float:
-    """Commands per second of a loop that only spawns and waits, in so many threads."""
+    """Measure commands per second of a loop that only spawns and waits, in this many threads."""
     left = iter(range(commands))
 
     def loop() -> None:
@@ -186,14 +187,14 @@ BULK_TARGET_MB_S, THROUGHPUT_TARGET = 500.0, 0.9
 
 @dataclass
 class Samples:
-    """Seconds of one case, and of the floor in turns with it."""
+    """Measure the seconds of one case, alternating with the floor."""
 
     own: list[float] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
 
 
 async def latencies(cases: dict[str, Case], rounds: int, mixed: bool) -> dict[str, Samples]:
-    """Every case in turns with the floor: one case after the other, or all of them in each round."""
+    """Measure every case, alternating with the floor: one case after the other, or all cases in each round."""
     found = {name: Samples() for name in cases}
     whole = rounds if mixed else 1
     for number in range(whole):
@@ -207,7 +208,7 @@ async def latencies(cases: dict[str, Case], rounds: int, mixed: bool) -> dict[st
 
 
 async def throughputs(slots: Slots, rounds: int, commands: int) -> tuple[float, float]:
-    """Ours and that of the best bare loop, in commands per second, medians of rounds that take turns."""
+    """Return the commands per second of the slots and of the best bare loop, as medians over alternating rounds."""
     ours: list[float] = []
     bare: dict[int, list[float]] = {1: [], 4: [], 8: []}
     for _ in range(rounds):
@@ -218,7 +219,7 @@ async def throughputs(slots: Slots, rounds: int, commands: int) -> tuple[float, 
 
 
 def start_peers(stack: ExitStack, interpreter: str | None) -> dict[str, peers.Peer]:
-    """The peers that are here; those that are not are named with the reason."""
+    """Yield the peers that this machine has; print the others with the reason."""
     found: dict[str, peers.Peer] = {}
     for name, start in peers.peers(interpreter).items():
         try:
@@ -231,7 +232,7 @@ def start_peers(stack: ExitStack, interpreter: str | None) -> dict[str, peers.Pe
 
 
 def case_of(peer: peers.Peer) -> Case:
-    """A peer, which times itself, as a case."""
+    """A peer, which measures its own time, as a case."""
 
     async def case() -> float:
         return peer()
@@ -240,7 +241,7 @@ def case_of(peer: peers.Peer) -> Case:
 
 
 async def run(options: argparse.Namespace, others: dict[str, peers.Peer]) -> list[measure.Row]:
-    """All rows. Peers are slow: they have a tenth of the rounds."""
+    """Measure all rows. Peers are slow, so they run only a tenth of the rounds."""
     rung = None if options.rung is None else Rung[options.rung.upper()]
     async with SlotPool(SlotPoolConfig(max_slots=16), LocalBackend(rung=rung)) as pool:
         slots = Slots(pool)
@@ -267,7 +268,8 @@ async def run(options: argparse.Namespace, others: dict[str, peers.Peer]) -> lis
 
 
 def latency_rows(name: str, samples: Samples) -> list[measure.Row]:
-    """The median, judged by its ratio to the floor's where there is a target; the lowest tenth beside the floor's."""
+    """Return the rows of the median, with its ratio to the floor's median and its target if it has one, and of the
+    lowest tenth."""
     median, low = statistics.median(samples.own), _lowest_tenth(samples.own)
     ratio = median / statistics.median(samples.floor)
     row = measure.Row(name, median * 1e3, "ms", ratio)
@@ -284,14 +286,14 @@ def main() -> int:
     """Measure everything in turns and print the table."""
     parser = measure.options_parser(__doc__)
     parser.add_argument("--peers", metavar="PYTHON", help="an interpreter that has swe-rex and mini-swe-agent")
-    parser.add_argument("--mixed", action="store_true", help="all rows take turns with each other too")
-    parser.add_argument("--rung", choices=("full", "userns"), help="the rung (default: the best there is)")
+    parser.add_argument("--mixed", action="store_true", help="also alternate all rows with each other")
+    parser.add_argument("--rung", choices=("full", "userns"), help="the isolation level (default: the best that works)")
     options = parser.parse_args()
     options.rounds = options.rounds or (5 if options.quick else 100)
     with ExitStack() as stack:
         others = start_peers(stack, options.peers)
         rows = asyncio.run(run(options, others))
-    return measure.report("Slots beside bare processes; targets are ratios to F", rows, options.json)
+    return measure.report("Slots next to bare processes; targets are ratios to F", rows, options.json)
 
 
 if __name__ == "__main__":

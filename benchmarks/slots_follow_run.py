@@ -1,17 +1,18 @@
 """Whether slots keep up with the model server: python benchmarks/slots_follow_run.py [--quick] [--json FILE]
 
-The model server takes one second per call, in a process of its own. Rollouts in groups of eight run in slots, 64 and
-512 at a time. A rollout has `CALLS` model calls and nine commands, and its score reads a file in a fresh slot. If no
-rollout waits for a slot, N rollouts at a time finish N/CALLS per second: the ideal rate, to which the ratio refers. The
-pool has its defaults, so the limit is what this machine carries. 512 rollouts have more calls, because two cores
-execute about 300 commands a second, which is what would be measured otherwise.
+The model server takes one second per call and runs in a separate process. Rollouts in groups of eight run in slots, 64
+and 512 concurrently. A rollout has `CALLS` model calls and nine commands, and its score reads a file in a fresh slot.
+If no rollout waits for a slot, N concurrent rollouts finish at the ideal rate of N/CALLS per second, to which the ratio
+refers. The pool has its default settings, so only the machine limits the number of slots. With 512 rollouts, each
+rollout makes more calls, because two cores execute only about 300 commands a second; otherwise this would limit the
+rate.
 
-A run has `WAVES` times N rollouts. The rate is that of the rollouts that end after the first N and before the last N,
-so that N are in flight all the time: all slots are made before, in the first wave, and the last wave only empties.
-`whole run` is the rate from the start to the last end.
+A run has `WAVES` times N rollouts. The rate counts the rollouts that end after the first N and before the last N, so
+that N rollouts are always in flight: all slots are created in the first wave, and in the last wave no new rollouts
+begin. `whole run` is the rate from the start of the run to the end of the last rollout.
 
-`memory` is by how much the available memory shrank at most, per rollout in flight. `leftovers` are slots that are in
-use after the last rollout.
+`memory` is the largest decrease of the available memory, per rollout in flight. `leftovers` is the number of slots that
+are still in use after the last rollout.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 CALL_S, COMMANDS, GROUP = 1.0, 9, 8
 WAVES, QUICK_WAVES, ROUNDS = 4, 3, 3
 CALLS = {64: 10, 512: 20}
-"""Model calls per rollout, by rollouts at a time."""
+"""The number of model calls per rollout, by the number of concurrent rollouts."""
 TARGET = 0.9
 PROMPT = "Do the steps of task.txt"
 
 
 def conversation(calls: int) -> list[bytes]:
-    """The replies of one rollout, of which `COMMANDS` run a command and the others read the task again."""
+    """Return the replies of one rollout; `COMMANDS` of them run a command, and the others read the task again."""
     replies = []
     for turn in range(calls - 1):
         runs = (turn + 1) * COMMANDS // (calls - 1) > turn * COMMANDS // (calls - 1)
@@ -60,19 +61,19 @@ def conversation(calls: int) -> list[bytes]:
 
 @environment(toolsets=["terminal", "file"])
 async def steps(n: int = 8):
-    """Tasks whose workspace is prepared once per group."""
+    """An environment whose tasks prepare their workspace once per group."""
     for number in range(n):
         yield Task(id=f"t{number}", prompt=PROMPT, files={"task.txt": "ten steps\n"})
 
 
 @steps.score
 async def right(sandbox):
-    """Whether all commands ran."""
+    """Score 1.0 if all commands ran."""
     return await sandbox.read_text("done.txt", missing="") == "step\n" * COMMANDS
 
 
 class Ends:
-    """When each rollout ended. Subscribes to the events of a run."""
+    """Records the time at which each rollout ended. Subscribes to the events of a run."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -83,7 +84,7 @@ class Ends:
 
 @contextlib.asynccontextmanager
 async def lowest_memory() -> AsyncIterator[list[int]]:
-    """The available memory at the start, and the lowest since."""
+    """Records the available memory at the start, and the lowest value since."""
     seen = [available_memory()] * 2
 
     async def look() -> None:
@@ -99,7 +100,7 @@ async def lowest_memory() -> AsyncIterator[list[int]]:
 
 
 async def run(url: str, at_once: int, waves: int) -> dict[str, float]:
-    """Rollouts per second with so many in flight, and what they took."""
+    """Measure the rollouts per second with this many in flight, and the memory that they use."""
     with tempfile.TemporaryDirectory() as folder:
         engine = ServerGroup(APIServerConfig(base_url=url, model_name="m", health_check=False))
         await engine.start()
@@ -127,7 +128,7 @@ async def run(url: str, at_once: int, waves: int) -> dict[str, float]:
 
 
 def rows(at_once: int, calls: int, found: measure.Sample) -> list[measure.Row]:
-    """The figures of one size; the rate is judged by its share of the ideal one."""
+    """Return the rows for one number of rollouts; the target applies to the share of the ideal rate."""
     ideal = at_once / (calls * CALL_S)
     rate = measure.Row(f"{at_once} rollouts of {calls} calls", found["per_s"], "rollouts/s", found["per_s"] / ideal)
     return [

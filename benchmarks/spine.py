@@ -1,16 +1,17 @@
-"""How much code one rollout passes through: python benchmarks/spine.py [--quick] [--json FILE] [--files]
+"""The amount of code that one rollout passes through: python benchmarks/spine.py [--quick] [--json FILE] [--files]
 
-Counts the package's files in which a function is called, and the deepest stack of the package's frames, in two real
-runs of the command line, each in a process of its own:
+Counts the package's files in which a function is called, and the deepest stack of the package's frames, in real runs of
+the command line, each in a separate process:
 
 `run` is one task, one rollout and one command in a slot (the reference solution), scored by a function that reads one
-file. Grading is also counted alone, with all that is called until it returns. `calls` is a rollout with two commands,
-of which the second is counted: it finds a slot. `tokens` is a token-exact run of two turns that executes no tool; the
-functions that handle its tokens are counted: sampling, the record, the journal and the exported group.
+file. Grading is also counted alone, with everything that is called until it returns. `calls` is a rollout with two
+commands, of which only the second is counted, because the first creates the slot. `tokens` is a token-exact run of two
+turns that executes no tool; the functions that handle its tokens are counted: sampling, the record, the journal and the
+exported group.
 
-Only this process counts, not the slot server. Code that runs while a module is imported never counts. The figures
-include what happens concurrently, so they may differ by one or two between runs. Exits with 1 if a figure is above its
-cap, which leaves some room. `--files` lists the files behind each figure.
+Only the process of the run counts, not the slot server. Code that runs while a module is imported does not count. The
+numbers include code that runs concurrently, so they can differ by one or two between runs. The exit code is 1 if a
+number is above its cap. `--files` lists the files behind each number.
 """
 
 from __future__ import annotations
@@ -65,15 +66,17 @@ async def spoken(rollout):
     return "hello" in rollout.final_response
 """
 UNKNOWN_CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
-"""The first reply of the token-exact run: an unknown tool's, so that there is a second turn and nothing is executed."""
+"""The first reply of the token-exact run. It calls an unknown tool, so that a second turn follows and nothing is
+executed."""
 LAST_REPLY = "hello"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a run: the time in which calls of these functions are under way, the first `skipped` of them excepted.
+    """A part of a run: the time during which calls of these functions are in progress, except the first `skipped`
+    calls.
 
-    Functions are given as `file:qualified name`, with the file's path in the package.
+    Functions are written as `file:qualified name`, with the file's path in the package.
     """
 
     functions: tuple[str, ...]
@@ -95,13 +98,13 @@ PARTS = {
 }
 WHOLE = "whole run"
 RUNS = {"run": (WHOLE, "grading"), "calls": ("tool call",), "tokens": ("token to group",)}
-"""The runs, and what is counted in each."""
+"""The runs, and the parts that are counted in each run."""
 
 GOALS = {WHOLE: 85, "tool call": 26, "grading": 26, "token to group": 32}
-"""Files."""
+"""The target for the number of files of each part."""
 DEPTH_GOAL = 20
 CAPS = {WHOLE: 85, "tool call": 24, "grading": 29, "token to group": 34}
-"""Files above which the exit status is 1: with room for what differs between runs."""
+"""The number of files of each part above which the exit code is 1."""
 DEPTH_CAP = 22
 
 NAMES = {
@@ -116,7 +119,7 @@ _YIELD_VALUE, _RESUME = dis.opmap["YIELD_VALUE"], dis.opmap["RESUME"]
 
 @dataclass(frozen=True)
 class Traced:
-    """One traced run: frames of the deepest stack, and the sorted files of each part."""
+    """The result of one traced run: the frames of the deepest stack, and the sorted files of each part."""
 
     depth: int
     files: dict[str, list[str]]
@@ -124,7 +127,8 @@ class Traced:
 
 @dataclass
 class Tracer:
-    """Records the package's files that run, as a whole and by part. `depth` is the deepest stack of its frames."""
+    """Records the package's files whose code runs, in total and by part. `depth` is the number of the package's frames
+    on the deepest stack."""
 
     package: str
     parts: Sequence[str]
@@ -134,7 +138,7 @@ class Tracer:
     _open: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """A profile function. Source of the events: `sys.setprofile`."""
+        """The profile function. Source of the events: `sys.setprofile`."""
         if event not in ("call", "return") or not frame.f_code.co_filename.startswith(self.package):
             return
         file = frame.f_code.co_filename.removeprefix(self.package)
@@ -154,7 +158,7 @@ class Tracer:
                 self.files.setdefault(opened, set()).add(file)
 
     def _depth(self, frame: FrameType) -> int:
-        """Frames of the package on the stack; 0 while a module is imported."""
+        """Return the number of the package's frames on the stack; 0 while a module is imported."""
         depth, each = 0, cast("FrameType | None", frame)
         while each is not None:
             if each.f_code.co_name == "<module>" and each.f_code.co_filename.startswith(self.package):
@@ -167,25 +171,26 @@ class Tracer:
         return [part for part in self.parts if part in PARTS and place in PARTS[part].functions]
 
     def missing(self) -> list[str]:
-        """The functions of the parts that were not called."""
+        """Return the functions of the parts that were not called."""
         functions = (each for part in self.parts if part in PARTS for each in PARTS[part].functions)
         return [each for each in functions if not self._called[each]]
 
 
 def _is_suspended(frame: FrameType) -> bool:
-    """Whether the frame has yielded or waits, and has not returned: both are `return` events."""
+    """Return whether the frame has yielded or awaits, and has not really returned; both cause `return` events."""
     return frame.f_code.co_code[frame.f_lasti] == _YIELD_VALUE
 
 
 def _is_resumed(frame: FrameType) -> bool:
-    """Whether the frame continues and was not called: both are `call` events. Source: opcode `RESUME` in `dis`."""
+    """Return whether the frame is resumed rather than called; both cause `call` events. Source: opcode `RESUME` in
+    `dis`."""
     code, at = frame.f_code.co_code, frame.f_lasti
     return code[at] == _RESUME and code[at + 1] & 3 != 0
 
 
 @contextmanager
 def tracing(tracer: Callable[[FrameType, str, object], None]) -> Iterator[None]:
-    """Trace this thread and those that start in the block."""
+    """Trace this thread and the threads that start in the block."""
     threading.setprofile(tracer)
     sys.setprofile(tracer)
     try:
@@ -215,7 +220,7 @@ def sample(run: str, url: str) -> Traced:
         assert not code, f"{sys.argv} ended with {code}:\n{log.getvalue()}"
         (groups,) = Path("runs").rglob("groups.jsonl")
         assert json.loads(groups.read_text())["scores"] == [1.0], log.getvalue()
-    assert not tracer.missing(), f"never called, or renamed: {tracer.missing()}"
+    assert not tracer.missing(), f"these functions were never called, or were renamed: {tracer.missing()}"
     return Traced(tracer.depth, {part: sorted(files) for part, files in tracer.files.items()})
 
 
@@ -227,7 +232,7 @@ def _token_server(url: str, folder: str) -> list[str]:
 
 
 async def model_server() -> None:
-    """The replies of the token-exact run, as tokens of the tiny model's tokenizer."""
+    """Return the replies of the token-exact run, as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
     from _instant_server import serve
 
@@ -239,7 +244,8 @@ async def model_server() -> None:
 
 
 def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
-    """The table: files of each part, and the deepest stacks. Only that of the first run has a cap."""
+    """Return the table: the files of each part, and the deepest stacks. Of the stacks, only that of the first run has a
+    target."""
     counts = {part: found[run][part] for run, parts in RUNS.items() for part in parts}
     table = [
         measure.with_ceiling(measure.Row(f"{name}: files", counts[part], "files"), GOALS[part])
@@ -251,7 +257,7 @@ def rows(found: dict[str, dict[str, float]]) -> list[measure.Row]:
 
 
 def traced(run: str, url: str) -> Traced:
-    """Trace one run in a process of its own."""
+    """Trace one run in a separate process."""
     command = [sys.executable, __file__, "--sample", run, url]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -261,7 +267,7 @@ def traced(run: str, url: str) -> Traced:
 def main() -> int:
     """Trace the runs and print the table."""
     parser = measure.options_parser(__doc__)
-    parser.add_argument("--files", action="store_true", help="list the files behind each figure on standard error")
+    parser.add_argument("--files", action="store_true", help="list the files behind each number on standard error")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else 3)
     listed: dict[str, list[str]] = {}

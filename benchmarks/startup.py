@@ -1,7 +1,7 @@
-"""What a command costs before it does anything: python benchmarks/startup.py [--peers] [--quick] [--json FILE]
+"""The cost of a command before it does its work: python benchmarks/startup.py [--peers] [--quick] [--json FILE]
 
-Each command is a process of its own. Reported is the processor time of the process with its children, which does not
-depend on what else the machine does, and beside it the wall time. The five-task run plays the reference solutions of an
+Each command runs in a separate process. The table shows the processor time of the process and its children, which
+depends little on other work on the machine, and the wall time. The five-task run plays the reference solutions of an
 environment with one command each. `inspect --help` (inspect-ai) and `vf-eval --help` (verifiers) are the peers. With
 --peers they are installed once, with pip, into a virtual environment in the user's cache folder; otherwise they are
 measured if they are on PATH.
@@ -66,11 +66,11 @@ CEILINGS_S = {
     "palaestra run my_env.py --policy oracle": 1.2,
 }
 PEERS = {"inspect": "inspect-ai", "vf-eval": "verifiers"}
-"""The peers' programs, and the distributions that they come with."""
+"""The peers' programs, and the distributions that contain them."""
 
 
 def installed_peers() -> Path:
-    """The programs of a virtual environment with the peers, made on the first call (1 to 3 minutes)."""
+    """Return the programs of a virtual environment with the peers, which the first call creates (1 to 3 minutes)."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "startup-peers"
     programs, python = folder / "bin", Path(sys.executable).resolve()
     if not all((programs / name).exists() for name in PEERS):
@@ -82,7 +82,7 @@ def installed_peers() -> Path:
 
 
 def sample(words: tuple[str, ...], folder: str) -> measure.Sample:
-    """The seconds of one process."""
+    """Measure the seconds of one process."""
     begun = time.perf_counter()
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, _, used = os.wait4(process.pid, 0)
@@ -91,7 +91,7 @@ def sample(words: tuple[str, ...], folder: str) -> measure.Sample:
 
 def main() -> int:
     parser = measure.options_parser(__doc__)
-    parser.add_argument("--peers", action="store_true", help="install the peers in an environment of their own")
+    parser.add_argument("--peers", action="store_true", help="install the peers into a separate virtual environment")
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 5)
     places = str(installed_peers()) if options.peers else None

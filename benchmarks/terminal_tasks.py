@@ -1,9 +1,10 @@
-"""How many terminal tasks are generated, and held to their triple check, per minute.
+"""The number of terminal tasks that are generated, and pass through the triple check, per minute.
 
     .venv/bin/python benchmarks/terminal_tasks.py --n 200 --seed 7
 
-Prints one line for each: tasks, seconds, tasks per minute, and the processor time of one task: that of this process,
-its slot server and all that ran in slots. It is the better figure on a machine that has other things to do.
+Prints one line for generating and one for checking: tasks, seconds, tasks per minute, and the processor time of one
+task. The processor time includes this process, its slot server and all processes in slots; on a busy machine it is more
+reliable than the wall time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from palaestra.suites.endless_terminals.generated_task import to_line
 
 
 class Stopwatch:
-    """Time, and processor time of this process and those that it has waited for."""
+    """Return the time, and the processor time of this process and of the child processes that it has waited for."""
 
     def __init__(self) -> None:
         self._begun, self._used = time.perf_counter(), self._processor()
@@ -42,7 +43,7 @@ class Stopwatch:
 
 
 async def checked(choice: TaskSelection, count: int) -> int:
-    """Build the tasks; returns how many did not hold."""
+    """Build the tasks; returns the number of tasks that failed a check."""
     async with make_pool(HermesAgentEnvConfig()) as pool:
         return len((await build(choice, count, pool, parallel=max(1, pool.total_slots // 2))).problems)
 

@@ -1,16 +1,18 @@
-"""Whole rollouts per second beside peers that isolate nothing: python benchmarks/throughput.py [--quick] [--json FILE]
+"""Whole rollouts per second, next to peers that isolate nothing: python benchmarks/throughput.py [--quick] [--json
+FILE]
 
 A rollout has five turns with a shell command each, a last turn that only answers, and a sixth command that scores it;
-the model server answers at once, in a process of its own. At 1, 16 and 64 rollouts at a time:
+the model server answers immediately, in a separate process. With 1, 16 and 64 concurrent rollouts:
 
-- `commands`: the six commands as plain subprocesses in a directory of their own, and nothing else: the floor.
-- `palaestra`: a run as users have it: the workspace forked from a prepared one, an isolated slot with all limits, every
-  call validated, the work sealed, scored in a fresh slot, all of it in the journal on disk.
+- `commands`: the six commands as plain subprocesses in a directory of their own, and nothing else. This is the floor.
+- `palaestra`: a run as users start it. The workspace is forked from a prepared one, the slot is isolated with all
+  limits, every call is validated, the work is sealed and scored in a fresh slot, and everything is recorded in the
+  journal on disk.
 - `palaestra, exact`: the same against a server that continues token ids, with the ledger of exact tokens.
-- `--atropos PYTHON`, `--verifiers PYTHON`: interpreters that have atroposlib 0.4.0 and verifiers 0.1.14, whose newest
-  in-process tool environment that is; they run the same commands as plain subprocesses (`_throughput_peers`).
+- `--atropos PYTHON`, `--verifiers PYTHON`: interpreters that have atroposlib 0.4.0 and verifiers 0.1.14, the newest
+  version with an in-process tool environment. They run the same commands as plain subprocesses (`_throughput_peers`).
 
-Target: at 16 and at 64, both of ours are at least as fast as either peer.
+Target: with 16 and with 64 rollouts, both Palaestra cases are at least as fast as the faster peer.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ PEERS = {"atropos": "atroposlib 0.4.0", "verifiers": "verifiers 0.1.14"}
 
 
 async def commands(url: str, concurrency: int, rollouts: int) -> float:
-    """The six commands of each rollout, in a directory of its own."""
+    """Run the six commands of each rollout in a separate directory."""
     left = iter(range(rollouts))
 
     async def worker() -> None:
@@ -55,7 +57,7 @@ async def commands(url: str, concurrency: int, rollouts: int) -> float:
 
 
 async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = False) -> float:
-    """A run of groups of one, from its first task to its last line on disk."""
+    """Run groups of one rollout each, from the first task to the last line on disk."""
     from _exact import saved_tokenizer
 
     from palaestra import Task, environment
@@ -69,7 +71,7 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
     from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
     @environment(toolsets=["terminal"])
-    async def steps():  # annotations would be looked up in the module
+    async def steps():  # the annotations would be looked up in the module
         for number in range(rollouts):
             yield Task(id=f"t{number}", prompt=PROMPT, files={"task.txt": "five steps\n"})
 
@@ -95,7 +97,7 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
 
 
 async def model_server() -> None:
-    """The six replies, as chat completions and as tokens of the tiny model's tokenizer."""
+    """Return the six replies, as chat completions and as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
 
     from palaestra.inference.tokenizers import load_tokenizer
@@ -109,7 +111,7 @@ async def model_server() -> None:
 
 
 def peer(interpreter: str, name: str, url: str, concurrency: int, rollouts: int) -> measure.Sample:
-    """One sample of a peer, in its own virtual environment."""
+    """Measure one sample of a peer in its own virtual environment."""
     script = str(Path(__file__).with_name("_throughput_peers.py"))
     command = [interpreter, script, name, url, str(concurrency), str(rollouts)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -120,7 +122,7 @@ def peer(interpreter: str, name: str, url: str, concurrency: int, rollouts: int)
 
 
 def rows(found: Mapping[str, Mapping[str, float]], peers: Mapping[str, str]) -> list[measure.Row]:
-    """The table; a rate of ours is judged beside the fastest peer."""
+    """Return the rows of the table; the target of Palaestra's rates is the rate of the fastest peer."""
     table = []
     for key, numbers in found.items():
         case, _, concurrency = key.rpartition(" at ")

@@ -1,11 +1,13 @@
-"""What does the Tinker server cost? Requests, sampled tokens and training steps through the SDK, beside bare torch.
+"""What does the Tinker server cost? Requests, sampled tokens and training steps through the SDK, compared with bare
+torch.
 
-    python benchmarks/tinker_server.py             # needs the extra tinker: see `make test-torch`
+    python benchmarks/tinker_server.py             # needs the extra 'tinker': see `make test-torch`
     python benchmarks/tinker_server.py --quick
 
-The server runs in a process of its own, as for users; the SDK is the real one. The peer is the same model in this
-process: its decoder for sampled tokens, and forward, backward and AdamW on the same batch for the step. The largest
-difference between the log-probabilities of sampler and trainer is measured on the way: at most 1e-4.
+The server runs in a separate process, as for users, and the SDK is the real one. The peer is the same model in this
+process: its decoder for sampled tokens, and forward, backward and AdamW on the same batch for the training step. The
+benchmark also measures the largest difference between the log-probabilities of sampler and trainer, which must be at
+most 1e-4.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ AGREEMENT = 1e-4
 
 @contextmanager
 def server(model: Path, checkpoints: Path) -> Iterator[str]:
-    """The command `palaestra serve tinker` in a process of its own; the value is its address."""
+    """Run `palaestra serve tinker` in a separate process, and yield its address."""
     command = [sys.executable, "-m", "palaestra", "serve", "tinker", str(model), "--port", "0", "--device", "cpu"]
     with subprocess.Popen(
         [*command, "--checkpoints", str(checkpoints)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -45,7 +47,7 @@ def server(model: Path, checkpoints: Path) -> Iterator[str]:
 
 
 def seconds(work: Callable[[], Any], times: int) -> float:
-    """The median of several runs, after one that is not counted."""
+    """Return the median of several runs, after one run that is not counted."""
     work()
     taken = []
     for _ in range(times):
@@ -56,7 +58,7 @@ def seconds(work: Callable[[], Any], times: int) -> float:
 
 
 def data(sequences: list[list[int]], logprobs: list[list[float]]) -> list[Any]:
-    """One datum per sampled reply, with alternating advantages."""
+    """Return one datum per sampled reply, with alternating advantages."""
     from tinker import types
 
     zeros, found = [0.0] * (PROMPT_TOKENS - 1), []
@@ -150,7 +152,7 @@ def main() -> int:
             ours = through_the_sdk(url, times)
         bare = bare_torch(model, times)
     rows = [
-        Row("requests without a model, by 100 at once", ours["requests"], "1/s"),
+        Row("requests without a model, 100 concurrently", ours["requests"], "1/s"),
         Row(
             f"sampled tokens, {REPLIES} replies of one prompt",
             ours["sampled"],
@@ -165,7 +167,7 @@ def main() -> int:
         ),
         with_ceiling(Row("largest difference of sampler and trainer", ours["difference"], "nats"), AGREEMENT),
     ]
-    return report("The Tinker server through the SDK, beside bare torch", rows, options.json)
+    return report("The Tinker server through the SDK, compared with bare torch", rows, options.json)
 
 
 if __name__ == "__main__":

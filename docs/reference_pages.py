@@ -1,4 +1,4 @@
-"""Writes the pages of the reference that come from the code: commands, settings, Python, errors, exit codes."""
+"""Generates the reference pages from the code: commands, settings, Python, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ TOPICS = {
     "Errors": ("palaestra.core.errors",),
     "Common types": ("palaestra",),
 }
-"""Topics of the Python reference, with the packages whose public names belong to each; the first that fits counts."""
+"""Topics of the Python reference, with the packages whose public names belong to each topic; the first topic that fits
+counts."""
 
 
 def write(folder: Path) -> None:
@@ -36,7 +37,7 @@ def write(folder: Path) -> None:
         "errors": _errors(),
     }.items():
         page, text = folder / f"{name}.md", "\n".join(lines) + "\n"
-        if not page.exists() or page.read_text() != text:  # an unchanged page is not built again
+        if not page.exists() or page.read_text() != text:  # Sphinx does not rebuild an unchanged page
             page.write_text(text)
 
 
@@ -87,7 +88,7 @@ def _settings() -> Iterator[str]:
 
 
 def _python() -> Iterator[str]:
-    yield "# Python\n\nEverything public is imported from `palaestra`. [Python](../python.md) shows it in use.\n"
+    yield "# Python\n\nImport public names from `palaestra`. [Python](../python.md) shows how to use them.\n"
     topics: dict[str, list[str]] = {title: [] for title in TOPICS}
     for name in sorted(palaestra.__all__, key=str.lower):
         module = getattr(getattr(palaestra, name), "__module__", "palaestra")
@@ -104,12 +105,12 @@ def _python() -> Iterator[str]:
             kind = "exception" if inspect.isclass(found) and issubclass(found, Exception) else "class"
             if not inspect.isclass(found) or found.__module__ == "builtins":
                 kind = "function" if inspect.isfunction(found) else "data"
-            directive = f"auto{kind}" if kind != "data" else "py:data"  # a value's own docstring is that of its class
+            directive = f"auto{kind}" if kind != "data" else "py:data"  # a value has only its class's docstring
             yield f"```{{eval-rst}}\n.. {directive}:: palaestra.{name}\n```\n"
 
 
 def _errors() -> Iterator[str]:
-    yield "# Errors\n\nAll errors that Palaestra raises, and the exit code of a command that ends with one.\n"
+    yield "# Errors\n\nAll errors that Palaestra raises, and the exit code of a command that ends with each error.\n"
     yield "| error | kind of | exit code | blame | meaning |\n|---|---|---|---|---|"
     for name, error in vars(errors).items():
         if inspect.isclass(error) and issubclass(error, errors.PalaestraError):

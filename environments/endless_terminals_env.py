@@ -1,4 +1,4 @@
-"""Terminal work of every kind: generated from a seed, or read from a file or from task folders.
+"""Many kinds of terminal work, generated from a seed or read from a file or from task folders.
 
     palaestra run endless_terminals process --env.n 20 --env.seed 7 --env.level 2 --policy oracle
     palaestra run endless_terminals process --env.dataset_name tasks.jsonl \\

@@ -1,10 +1,10 @@
-"""Runs the attacks behind the claims of docs/security.md, keeps their results, and writes the table of the page.
+"""Runs the attacks behind the claims of docs/security.md, stores their results, and writes the page's tables.
 
-    .venv/bin/python scripts/claims.py run      # runs the attacks: minutes, as root
-    .venv/bin/python scripts/claims.py write    # only writes the table from the kept results
+    .venv/bin/python scripts/claims.py run      # runs the attacks, which takes minutes and needs root
+    .venv/bin/python scripts/claims.py write    # only writes the tables from the stored results
 
-A claim holds at an isolation level if each of its tests promises it there (`contained_on`) and has passed. A test in
-`tests/docs/` compares the page, the kept results and the tests.
+A claim holds at an isolation level if each of its tests promises protection at this level (`contained_on`) and has
+passed. A test in `tests/docs/` compares the page, the stored results and the tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE, RESULTS, SUITE = ROOT / "docs/security.md", ROOT / "tests/abuse/results.js
 BEGIN, END = "<!-- claims: written by scripts/claims.py -->", "<!-- end of claims -->"
 LEVELS = ("full", "userns", "confined")
 
-# Each claim about slots, with the tests of `tests/abuse` that attack it, as file:part of the test's name.
+# Each claim about slots, with the tests in `tests/abuse` that attack it, written as file:part of the test's name.
 SLOTS: dict[str, tuple[str, ...]] = {
     "the host's files, accounts and settings": (
         "files:links_lead_nowhere", "files:system_is_written", "network:accounts_of_the_host",
@@ -71,8 +71,8 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "remains:lock_on_a_shared_file", "remains:watch_sees_no_other", "remains:read_leaves_no_time",
         "remains:lock_on_a_device", "remains:watch_on_a_device",
     ),
-    "counters of the machine in /proc": ("remains:counters_of_the_machine", "remains:no_number_of_proc"),
-    "remains of one lease": ("files:nothing_of_one_lease", "output:former_holder"),
+    "machine-wide counters in /proc": ("remains:counters_of_the_machine", "remains:no_number_of_proc"),
+    "traces of an earlier lease": ("files:nothing_of_one_lease", "output:former_holder"),
     "processes that outlive a call, a timeout, a freeze or a seal": (
         "processes:timeout_takes_what", "processes:timeout_takes_a_process", "processes:detached_process",
         "processes:family_without_main_threads",
@@ -95,7 +95,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
 # Claims about the host's own programs, with test files or single tests (file::test).
 HOST: dict[str, tuple[str, ...]] = {
     "archives, image folders and files of tasks": ("tests/abuse/test_archives.py", "tests/sandbox/images"),
-    "a run's folder chooses no code, isolation or file": (
+    "a run's folder that chooses code, isolation or files": (
         "tests/cli/test_replay.py::test_a_recording_chooses_no_code_and_no_isolation",
         "tests/cli/test_replay.py::test_a_recording_chooses_no_file_to_write",
         "tests/cli/test_replay.py::test_a_folder_with_links_is_not_resumed",
@@ -105,7 +105,7 @@ HOST: dict[str, tuple[str, ...]] = {
         "tests/cli/test_foreign_runs.py",
     ),
     "servers: token before body, foreign pages, bounds": ("tests/core/io/test_http_server.py",),
-    "one list of metadata addresses": ("tests/tools/net/test_host_policy.py",),
+    "cloud metadata addresses": ("tests/tools/net/test_host_policy.py",),
     "DNS answers and redirects to this machine": ("tests/tools/net/test_dns_answers.py",),
     "secrets in written text; keys on command lines": (
         "tests/core/test_redaction.py", "tests/core/io/test_process_arguments.py",
@@ -119,12 +119,13 @@ HOST: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 Results = dict[str, dict[str, list[int]]]
-"""By claim and level (`host` for claims about the host): how many tests hold, and how many were run there."""
+"""By claim and level (`host` for claims about the host): the number of attacks that failed, and the number of attacks
+that ran."""
 
 
 @functools.cache
 def promises() -> dict[str, tuple[str, ...]]:
-    """The levels that each attack on a slot names, by `file:test`."""
+    """Return the levels at which each attack on a slot must fail, by `file:test`."""
     found = {}
     for path in sorted((ROOT / SUITE).glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -137,19 +138,20 @@ def promises() -> dict[str, tuple[str, ...]]:
 
 
 def tests_of(claim: str) -> list[str]:
-    """The attacks on a slot behind a claim. Raises ValueError for a part of a name that is not one test's."""
+    """Return the attacks on a slot behind a claim. Raises ValueError if a part of a name does not match exactly one
+    test."""
     found = []
     for wanted in SLOTS[claim]:
         file, _, part = wanted.partition(":")
         fitting = [name for name in promises() if name.startswith(f"{file}:") and part in name]
         if len(fitting) != 1:
-            raise ValueError(f"{wanted} names {fitting or 'no test'}")
+            raise ValueError(f"{wanted} must match exactly one test, but matches {fitting or 'none'}")
         found += fitting
     return found
 
 
 def run() -> Results:
-    """Run everything. Raises SystemExit if an attack on a slot fails its own test."""
+    """Run all attacks. Raises SystemExit if the test of an attack on a slot fails."""
     promised, results = promises(), {}
     slots = _outcomes([SUITE, "--deselect", f"{SUITE}/test_unprivileged.py"])
     for claim in SLOTS:
@@ -167,13 +169,13 @@ def _count(tests: list[str], level: str, promised: dict[str, tuple[str, ...]], o
 
 
 def _is_at(case: str, name: str, level: str) -> bool:
-    """Whether a case is of the test of this name, at this level, with or without further parameters."""
+    """Return whether a case belongs to the test with this name, at this level, with or without further parameters."""
     test, _, parameters = case.removesuffix("]").partition("[")
     return test == name and level in parameters.split("-")
 
 
 def _outcomes(arguments: list[str]) -> dict[str, bool]:
-    """Whether each test passed, by `file:test[parameters]`; skipped ones are left out."""
+    """Return whether each test passed, by `file:test[parameters]`; skipped tests are left out."""
     with tempfile.TemporaryDirectory() as folder:
         report = f"{folder}/report.xml"
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
@@ -188,12 +190,12 @@ def _outcomes(arguments: list[str]) -> dict[str, bool]:
 
 
 def table(results: Results) -> str:
-    """The page's tables."""
+    """Return the page's tables."""
     lines = ["| attacks on | `full` | `userns` | `confined` |", "|---|---|---|---|"]
     for claim in SLOTS:
         cells = [_cell(*results[claim][level]) for level in LEVELS]
         lines.append(f"| {claim} | {' | '.join(cells)} |")
-    lines += ["", "Attacks that a level does not promise to hold:", ""]
+    lines += ["", "Attacks that a level does not promise to stop:", ""]
     promised = promises()
     for level in LEVELS:
         open_ones = [name for claim in SLOTS for name in tests_of(claim) if level not in promised[name]]
@@ -213,12 +215,12 @@ def _cell(held: int, ran: int) -> str:
 
 
 def page(text: str, results: Results) -> str:
-    """The page with the tables between its marks."""
+    """Return the page with the tables between its markers."""
     return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table(results)}\n{END}", text, flags=re.DOTALL)
 
 
 def main() -> None:
-    """Run if asked to, and write."""
+    """Run the attacks if requested, and write the page."""
     if sys.argv[1:] == ["run"]:
         RESULTS.write_text(json.dumps(run(), indent=1) + "\n", encoding="utf-8")
     elif sys.argv[1:] != ["write"]:

@@ -1,6 +1,6 @@
-"""Roll out real bug-fixing tasks in local sandboxes, with the reference solution and with doing nothing.
+"""Roll out real bug-fixing tasks in local sandboxes, with the reference solutions and with a policy that does nothing.
 
-Ends with exit code 0 only when the oracle scores 1.0 and doing nothing 0.0 on every rollout of every task.
+The exit code is 0 only if the oracle scores 1.0 and doing nothing 0.0 in every rollout of every task.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Played:
 
     @property
     def right(self) -> bool:
-        """Whether every rollout of every task got the reward that it must get."""
+        """Whether every rollout of every task got the required reward."""
         groups = self.run.groups
         rewards = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
         return bool(groups) and all(each == [self.wanted] * GROUP_SIZE for each in rewards)
@@ -45,10 +45,10 @@ class Played:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--tasks", type=int, default=12, help="how many tasks (default 12)")
+    arguments.add_argument("--tasks", type=int, default=12, help="the number of tasks (default 12)")
     wanted = arguments.parse_args()
     started = time.monotonic()
-    print(f"building {wanted.tasks} tasks from real packages (the first time asks the package index) …", flush=True)
+    print(f"building {wanted.tasks} tasks from real packages (the first build uses the package index) …", flush=True)
     asyncio.run(build_tasks(wanted.tasks))
     built = time.monotonic()
     played = [Played("oracle", 1.0, play("oracle")), Played("noop", 0.0, play("noop"))]
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 async def build_tasks(count: int) -> None:
-    """Build the first tasks of the manifest; they lie in rounds over its packages."""
+    """Build the first tasks of the manifest, which lists tasks of different packages in turn."""
     TASKS.parent.mkdir(parents=True, exist_ok=True)
     options = SweBuildOptions(out=TASKS, cache=Path(SweSmithOracleEnvConfig().cache_dir).expanduser(), limit=count)
     async with palaestra.SlotPool() as pool:
@@ -87,9 +87,9 @@ def play(policy: str) -> Run:
 def table(played: list[Played]) -> Table:
     """One row per task. `uncontrolled` counts tests that a forger could report as passed.
 
-    Preparing is once per group; seconds and the time to fork slots are a rollout's, the median.
+    A group is prepared once; seconds and the time to fork a slot are medians over its rollouts.
     """
-    shown = Table(title="Real bugs, fixed and left alone")
+    shown = Table(title="Real bugs, fixed and unfixed")
     shown.add_column("task", no_wrap=True)
     for column in ("F2P", "P2P", "uncontrolled", "oracle", "noop", "seconds", "prepare ms", "fork ms"):
         shown.add_column(column, justify="right")
@@ -131,7 +131,7 @@ def _median(values: list[float]) -> float:
 
 
 def verdict(played: list[Played]) -> int:
-    """0 when every reward is what it must be; else 1, with what went wrong."""
+    """Return 0 if every reward is as required; otherwise print the errors and return 1."""
     for each in played:
         if not each.right:
             print(f"{each.policy}: not every reward is {each.wanted:g}", file=sys.stderr)

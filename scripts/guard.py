@@ -1,6 +1,7 @@
-"""Refuse to commit what belongs to one machine: registry addresses, home directories, absolute workspace paths.
+"""Refuse to commit text that belongs to one machine or is secret: registry addresses, home directories, workspace
+paths, keys.
 
-Looks at every tracked text file. Prints each offending line and exits with 1 when there is one.
+Checks every tracked text file. Prints each offending line, and exits with code 1 if there is one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ITSELF = Path("scripts/guard.py")
 
 
 def offences(path: Path, text: str) -> list[str]:
-    """`path:line: what: text` for each line that must not be committed."""
+    """Return `path:line: what: text` for each line that must not be committed."""
     return [
         f"{path}:{number}: {what}: {line.strip()[:100]}"
         for number, line in enumerate(text.splitlines(), 1)
@@ -43,7 +44,7 @@ def main() -> int:
         data = path.read_bytes()
         if b"\0" not in data:
             found += offences(path, data.decode(errors="replace"))
-    print("\n".join(found) or "nothing of one machine is committed")
+    print("\n".join(found) or "no tracked file contains a machine's addresses, paths or keys")
     return 1 if found else 0
 
 

@@ -1,6 +1,6 @@
-"""Refuse import cycles between modules, imports for types and inside functions included.
+"""Refuse import cycles between modules, including imports for types and imports inside functions.
 
-Prints one cycle and exits with 1 when there is one.
+If there is a cycle, prints one and exits with code 1.
 """
 
 from __future__ import annotations

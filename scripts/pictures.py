@@ -1,8 +1,8 @@
 """Make the pictures of the README and the documentation: `make pictures`.
 
-A picture shows what the program printed or drew when this script ran it. `docs/pictures/sources.json` holds, for each
-picture, a hash of the source text that it shows; `--check` makes nothing and fails when one no longer agrees. Needs
-Chromium, and npm for the diagram, which mermaid-cli draws.
+A picture shows the output of the program when this script ran it. `docs/pictures/sources.json` contains, for each
+picture, a hash of the source text behind the picture; `--check` makes no pictures and fails if a hash no longer
+matches. The script needs Chromium, and npm for the diagram, which mermaid-cli draws.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ MERMAID = "@mermaid-js/mermaid-cli@11.12.0"
 
 @dataclass(frozen=True)
 class Picture:
-    """How a picture is made, and the text that it shows: files below the root, whole or what a pattern finds."""
+    """How a picture is made, and its source text: files below the root, either whole or only the matches of a
+    pattern."""
 
     make: Callable[[Path, Path], None]
     shows: dict[str, str]
@@ -59,7 +60,7 @@ class Picture:
 
 
 def readme_environment(folder: Path) -> Path:
-    """The environment that the README prints, as a file."""
+    """Write the README's environment to a file."""
     (block,) = re.findall(_EXAMPLE, (ROOT / "README.md").read_text(), re.DOTALL)
     path = folder / "my_env.py"
     path.write_text(block)
@@ -67,7 +68,7 @@ def readme_environment(folder: Path) -> Path:
 
 
 def record_run(folder: Path, target: Path) -> None:
-    """A first run with the reference solutions, and the check of the environment."""
+    """Record a first run with the reference solutions, and the check of the environment."""
     readme_environment(folder)
     screen = Screen()
     for line in ("palaestra run my_env.py --policy oracle --env.n 20", "palaestra env check my_env.py"):
@@ -77,7 +78,7 @@ def record_run(folder: Path, target: Path) -> None:
 
 
 def record_chat(folder: Path, target: Path) -> None:
-    """A conversation with a question before a dangerous command, against a server with fixed answers."""
+    """Record a conversation, with a question before a dangerous command, against a server with fixed answers."""
     (folder / "logs").mkdir()
     (folder / "logs/old.log").write_text("GET /\nGET /\n")
     (folder / "report.csv").write_text("name,points\nada,3\ngrace,5\n")
@@ -95,7 +96,7 @@ def record_chat(folder: Path, target: Path) -> None:
 
 
 def draw_report(folder: Path, target: Path) -> None:
-    """The report of a run in which a scripted model solves about every second task."""
+    """Draw the report of a run in which a scripted model solves about every second task."""
     report = asyncio.run(run_half_solved(folder))
     with sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
@@ -106,7 +107,7 @@ def draw_report(folder: Path, target: Path) -> None:
 
 
 def draw_spine(folder: Path, target: Path) -> None:
-    """The diagram of the architecture page."""
+    """Draw the diagram of the architecture page."""
     (folder / "browser.json").write_text(json.dumps({"executablePath": chromium(), "args": ["--no-sandbox"]}))
     subprocess.run(
         ["npx", "--yes", MERMAID, "-i", str(PICTURES / "spine.mmd"), "-o", str(target), "-p", "browser.json"],
@@ -123,7 +124,7 @@ ALL = {
 
 
 class Screen:
-    """A terminal's screen, fed with what programs print, and saved as SVG."""
+    """A terminal's screen, which shows the output of programs and is saved as SVG."""
 
     def __init__(self) -> None:
         self._screen = pyte.Screen(WIDTH, HEIGHT)
@@ -137,13 +138,13 @@ class Screen:
         self._until_end(child)
 
     def talk(self, words: list[str], folder: Path, message: str) -> None:
-        """Type the message, allow the command and the change of a file that are asked about, and end."""
+        """Type the message, allow the command and the file change that the chat asks about, and end the chat."""
         child = self._spawn(words, folder)
         self._until(child, "›")
         child.send(f"{message}\r")
         for question in ("Run it", "y: yes"):
             self._until(child, question)
-            time.sleep(0.5)  # what is typed before the question does not count
+            time.sleep(0.5)  # input before the question does not count
             child.send("y\r")
         self._until(child, "›")
         time.sleep(0.5)
@@ -180,7 +181,8 @@ class Screen:
         )  # fmt: skip
 
     def _until(self, child: pexpect.spawn, pattern: str) -> None:
-        """Show what is printed until the pattern. The terminal answers where its cursor is, as a real one does."""
+        """Show the output up to the pattern. Like a real terminal, the screen answers requests for the cursor's
+        position."""
         while True:
             found = child.expect([r"\x1b\[6n", pattern])
             self._stream.feed(child.before + child.after)
@@ -201,7 +203,7 @@ def _color(name: str) -> str | None:
 
 
 def half_solved(messages: Sequence[Message]) -> dict[str, JSON]:
-    """A policy that counts lines, or characters for about every second conversation."""
+    """A policy that counts lines, or wrongly counts characters in about every second conversation."""
     if messages[-1]["role"] == "tool":
         return {"content": "I have written the number to answer.txt."}
     flag = CHANCE.choice("lc")
@@ -209,7 +211,7 @@ def half_solved(messages: Sequence[Message]) -> dict[str, JSON]:
 
 
 def tidy_up(messages: Sequence[Message]) -> dict[str, JSON]:
-    """A policy that answers the message of `record_chat`."""
+    """A policy that answers the message that `record_chat` sends."""
     done = sum(message["role"] == "tool" for message in messages)
     if done == 0:
         return {
@@ -230,7 +232,7 @@ CHANCE = random.Random(7)
 
 
 async def run_half_solved(folder: Path) -> Path:
-    """A run of the README's environment; returns its report."""
+    """Run the README's environment; returns the path of the report."""
     async with EchoChatServer(reply=half_solved) as server:
         run = await palaestra.run(
             str(readme_environment(folder)), base_url=server.url, model=MODEL, n=8, group_size=4, folder=folder / "runs"
@@ -242,21 +244,21 @@ def chromium() -> str:
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if found := shutil.which(name):
             return found
-    raise SystemExit("pictures: Chromium is missing: apt-get install chromium")
+    raise SystemExit("pictures: Chromium is missing; install it with: apt-get install chromium")
 
 
 def main() -> int:
-    """Make the pictures that are named, or all; or check that all are current."""
+    """Make the named pictures, or all; or check that all pictures are current."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="PICTURE", help=f"any of {', '.join(ALL)}")
-    parser.add_argument("--check", action="store_true", help="make nothing; fail if a picture is older than its source")
+    parser.add_argument("names", nargs="*", metavar="PICTURE", help=f"one or more of {', '.join(ALL)}")
+    parser.add_argument("--check", action="store_true", help="fail if a picture is older than its source")
     options = parser.parse_args()
     if unknown := set(options.names) - set(ALL):
         parser.error(f"no such picture: {', '.join(sorted(unknown))}")
     hashes = json.loads(SOURCES.read_text()) if SOURCES.exists() else {}
     if options.check:
         old = [name for name, picture in ALL.items() if hashes.get(name) != picture.hash()]
-        print(f"older than what they show, so run make pictures: {', '.join(old)}" if old else "pictures are current")
+        print(f"older than their sources; run `make pictures`: {', '.join(old)}" if old else "pictures are current")
         return bool(old)
     PICTURES.mkdir(exist_ok=True)
     for name in options.names or ALL:

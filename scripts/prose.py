@@ -1,7 +1,7 @@
-"""Count stiff English in the documentation and the docstrings, and fail above a limit.
+"""Count stiff phrases in the documentation and the docstrings, and fail above a limit.
 
-`python scripts/prose.py` checks; `python scripts/prose.py docs/tools.md src/palaestra/chat` lists each place in these
-files. Code blocks and `code` do not count. A single hit can be right English; the limits are on the rate.
+`python scripts/prose.py` checks; `python scripts/prose.py docs/tools.md src/palaestra/chat` lists each stiff phrase in
+these files. Code blocks and `code` do not count. A single hit can be good English, so the limits apply to the rate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 LIMITS = {"README.md": 4.0, "docs": 4.0, "CHANGELOG.md": 5.0, "docstrings": 5.0}
-"""Hits per 1,000 words."""
+"""The maximum number of hits per 1,000 words."""
 
 STIFF = {
     "name the noun": r"\b(?:of|to|for|by|in|with|from|and|but|is|are|on) (?:what|whom|whose|who)\b(?! (?:to|if)\b)"
@@ -32,7 +32,7 @@ _PATTERN = re.compile("|".join(f"(?:{pattern})" for pattern in STIFF.values()), 
 
 
 def docstrings(path: Path) -> str:
-    """All docstrings of a module, and the strings below attributes that document them."""
+    """Return all docstrings of a module, including the strings that document attributes."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         for each in getattr(node, "body", ()) if not isinstance(node, (ast.Lambda, ast.IfExp)) else ():
@@ -46,7 +46,7 @@ def docstrings(path: Path) -> str:
 
 
 def prose(text: str) -> str:
-    """The text without its code, tables' rules and links' targets."""
+    """Return the text without code and the targets of links."""
     text = re.sub(r"^( *)(```|~~~).*?^\1\2", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`]*`|\]\([^)]*\)|https?://\S+", "`", text)
 

@@ -1,8 +1,8 @@
-"""Write the snapshots of what models are shown and users name: tool schemas, toolsets, distributions.
+"""Write the snapshots of tool schemas, which models see, and of toolsets and distributions, which users name.
 
     make snapshots
 
-The tests compare against these files, so a change of a schema is a visible difference in a commit.
+The tests compare the code with these files, so each change of a schema is visible in a commit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ GROUPS = TESTS / "groups.json"
 
 
 def schemas() -> dict[str, JSON]:
-    """Each tool's OpenAI definition, by name."""
+    """Return each tool's OpenAI definition, by name."""
     return {tool.name: tool.schema.to_dict() for tool in builtin_tools()}
 
 
 def groups() -> dict[str, JSON]:
-    """What the names of toolsets, distributions and aliases stand for."""
+    """Return the tools, toolsets or names that each toolset, distribution and alias stands for."""
     return {
         "toolsets": {name: resolve_toolsets([name]) for name in TOOLSETS},
         "distributions": {name: each["toolsets"] for name, each in list_distributions().items()},
@@ -36,7 +36,7 @@ def groups() -> dict[str, JSON]:
 
 
 def text(value: JSON) -> str:
-    """The form of every snapshot."""
+    """Return the text of a snapshot."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -27,7 +27,7 @@ _SUBMODULES = frozenset(
         "tool_call_parsers", "tool_context", "tool_executor", "tools", "type_definitions",
     }
 )  # fmt: skip
-"""Modules that scripts import as a name of their package."""
+"""Submodules that scripts import by name from their package."""
 
 
 class _OldModule(ModuleType):

@@ -24,7 +24,7 @@ PRICES = Prices(prompt=1_000_000, completion=2_000_000)
         (Budget(output_bytes=10), Used(output_bytes=9), ""),
         (Budget(output_bytes=10), Used(output_bytes=30), "10 bytes of tool output used up (30)"),
         (Budget(cost=7, prices=PRICES), Used(prompt_tokens=2, completion_tokens=2), ""),
-        (Budget(cost=7, prices=PRICES), Used(prompt_tokens=3, completion_tokens=2), "budget of 7 used up (it cost 7)"),
+        (Budget(cost=7, prices=PRICES), Used(prompt_tokens=3, completion_tokens=2), "cost budget of 7 used up (7)"),
         (Budget(wall_s=1.5), Used(elapsed_s=1.4), ""),
         (Budget(wall_s=1.5), Used(elapsed_s=1.5), "1.5 seconds"),
     ],

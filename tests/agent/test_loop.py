@@ -400,7 +400,7 @@ def test_budgets() -> None:
     ("budget", "turns", "says"),
     [
         (Budget(tokens=31), 3, "31 tokens used up (45)"),
-        (Budget(cost=40, prices=Prices(1e6, 2e6)), 2, "budget of 40 used up (it cost 40)"),
+        (Budget(cost=40, prices=Prices(1e6, 2e6)), 2, "cost budget of 40 used up (40)"),
         (Budget(output_bytes=25), 3, "25 bytes of tool output used up (30)"),
     ],
 )

@@ -300,7 +300,7 @@ def test_a_conversation_is_resumed_with_its_history_by_one_process_at_a_time(tmp
         conversation = Conversation.begin(chat, title="named")
         await said(conversation, "say first")
         async with service(tmp_path, server) as other:
-            with pytest.raises(ConfigError, match="open already"):
+            with pytest.raises(ConfigError, match="already open"):
                 Conversation.open(other, "named")
             await conversation.close()
             resumed = Conversation.open(other, "named")

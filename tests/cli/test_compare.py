@@ -56,7 +56,7 @@ def test_tasks_are_paired_whatever_their_order_and_size() -> None:
     bounds = [2 * (middle + sign * reach) / (1 + square) - 1 for sign in (-1, 1)]
     assert [found.low, found.high] == pytest.approx(bounds, abs=1e-4)
     assert found.winner == 0
-    assert "one run only" in found.undecided
+    assert "only one of the runs" in found.undecided
     alone = compared(FIRST[:1], OTHER)
     assert (alone.low, alone.high) == pytest.approx((0.5 * 0.2066 - 0.7934, 0.5 * 0.2066 + 0.7934), abs=1e-4)
 
@@ -94,12 +94,12 @@ def test_two_runs_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[-2].startswith("+0.333 (-0.")
     assert lines[-1].startswith("no winner: ")
     assert "6 of 7 rollouts scored, 4 tasks" in lines[0]
-    assert f"only in {other}: rewards of 1 task\n" in told.err
+    assert f"1 task with a reward only in {other}\n" in told.err
     assert said(other, first, "--json") == 0
     assert json.loads(capsys.readouterr().out)["difference"] == pytest.approx(-0.5)
     empty = write_run(tmp_path / "empty", group(0, "z", 1.0))
     assert said(first, empty) == 2
-    assert "no task has a reward in both: 4 have one in the first run, 1 in the other" in capsys.readouterr().err
+    assert "no task has a reward in both runs: 4 have one in the first run, 1 in the other" in capsys.readouterr().err
 
 
 def test_tasks_that_asked_something_else_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +114,7 @@ def test_tasks_that_asked_something_else_are_said(tmp_path: Path, capsys: pytest
     assert compared(first, again).asked_otherwise == ()
     paths = [str(write_run(tmp_path / name, *run)) for name, run in (("first", first), ("other", other))]
     cli.main(["compare", *paths], standalone_mode=False)
-    assert "1 of these tasks (the first is item-1) have another prompt" in capsys.readouterr().err
+    assert "1 of these tasks (the first is item-1) have a different prompt" in capsys.readouterr().err
 
 
 def test_those_that_differ_most_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

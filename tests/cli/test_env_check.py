@@ -70,7 +70,7 @@ def test_a_check_prints_what_is_to_be_done(
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) == 2
     assert "1 task (w0)" in shown.out
-    assert "2 ways of reward hacking score nothing" in shown.out
+    assert "2 ways of reward hacking score 0" in shown.out
     assert "ok" not in shown.err
     assert main(["env", "check", "my_env.py", *only, "--all"]) == 0
     assert "git-log-all" in capsys.readouterr().out

@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(tmp_path: Path, capsys: 
     ("argv", "message"),
     [
         (["--to", "sharegtp"], "Did you mean sharegpt?"),
-        ([], "--to and one of atropos, openai"),
+        ([], "--to, as one of atropos, openai"),
         (["--to", "openai", "--out", "/proc/nowhere/x"], "cannot write /proc/nowhere/x"),
         (["--to", ":Name"], "cannot load the export format :Name: Empty module name"),
         (["--to", "pathlib:PurePath"], "pathlib:PurePath is not an export format: it lacks ending, everything, export"),
@@ -204,7 +204,7 @@ def test_a_file_has_its_name_when_it_is_whole(folder: Path, tmp_path: Path, monk
 def test_a_disk_that_is_full_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / f".x.jsonl.{os.getpid()}.tmp").symlink_to("/dev/full")
     assert run(folder, "--to", "openai", "--out", tmp_path / "x.jsonl") == 2
-    assert "x.jsonl: No space left on device; name another file with --out" in capsys.readouterr().err
+    assert "x.jsonl: No space left on device; choose a different file with --out" in capsys.readouterr().err
     assert not (tmp_path / "x.jsonl").exists()
 
 
@@ -217,7 +217,8 @@ def test_standard_output_on_a_full_disk_is_one_line(folder: Path) -> None:
             text=True,
         )
     assert done.returncode == 2
-    assert done.stderr == "error: cannot write standard output: No space left on device; name another file with --out\n"
+    problem = "cannot write standard output: No space left on device; choose a different file with --out"
+    assert done.stderr == f"error: {problem}\n"
 
 
 def test_a_pipe_is_written_to_and_nothing_made_beside_it(
@@ -241,8 +242,8 @@ def test_a_pipe_is_written_to_and_nothing_made_beside_it(
     [
         (["--min-reward", "0.5"], [1.0], {"reward below 0.5, or none": 3}),
         (["--max-reward", "0.5"], [0.25, 0.0], {"reward above 0.5, or none": 2}),
-        (["--outcome", "max_turns"], [0.0], {"another outcome": 3}),
-        (["--task", "no*", "--task", "other"], [], {"another task": 4}),
+        (["--outcome", "max_turns"], [0.0], {"different outcome": 3}),
+        (["--task", "no*", "--task", "other"], [], {"different task": 4}),
     ],
 )
 def test_rollouts_are_chosen_by_reward_outcome_and_task(

@@ -63,7 +63,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["rnu"], "Did you mean run?"),
         (["doctor", "--jsn"], "unknown flag --jsn. Did you mean --json? See `palaestra doctor --help`"),
         (["list"], "Did you mean runs?"),
-        (["xyz"], "there is no command 'xyz'. There are"),
+        (["xyz"], "there is no command 'xyz'. The commands are"),
         (["run", "count_lines", "--limit", "3"], "Did you mean --tasks?"),
         (["run"], "Missing argument 'ENV'"),
         (["run", "--policy", "oracle"], "Missing argument 'ENV'"),

@@ -152,11 +152,11 @@ def test_what_cannot_be_played_says_why(folder: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     (folder / "recorded_env.py").rename(folder / "moved_env.py")
     assert palaestra("replay", run) == 2
-    assert "name the file with --environment" in capsys.readouterr().err
+    assert "specify the file with --environment" in capsys.readouterr().err
     assert palaestra("replay", run, "--environment", "moved_env.py", "--tasks", "1") == 0
     (folder / "other_env.py").write_text(scripts.COUNT_LINES)
     assert palaestra("replay", run, "--environment", "other_env.py") == 2
-    assert "the run is of 'noisy', but other_env.py is 'count_lines'" in capsys.readouterr().err
+    assert "the run used the environment 'noisy', but other_env.py is 'count_lines'" in capsys.readouterr().err
     (folder / "moved_env.py").write_text(NOISY.replace("task-{i}", "other-{i}"))
     assert palaestra("replay", run, "--environment", "moved_env.py") == 2
     assert "the environment's tasks changed" in capsys.readouterr().err
@@ -256,7 +256,7 @@ def test_a_run_recorded_here_names_its_own_environment(folder: Path, capsys: pyt
     moved = run.rename(folder / "elsewhere")
     capsys.readouterr()
     assert palaestra("replay", moved) == 2
-    assert "name the file with --environment" in capsys.readouterr().err
+    assert "specify the file with --environment" in capsys.readouterr().err
 
 
 @pytest.mark.slots

@@ -81,7 +81,7 @@ def test_a_run_is_resumed_with_the_settings_that_it_was_given(
     monkeypatch.chdir(elsewhere)
     assert main(["resume", str(journal.parent)]) == 0
     said = capsys.readouterr().err
-    assert "kept 1 group with 2 rollouts, in progress 1 group" in said
+    assert "kept 1 group with 2 rollouts, 1 group in progress" in said
     run = open_run(journal.parent)
     assert [len(group.trajectories) for group in run.groups] == [2, 2]
     assert run.recording.meta.seed == 7
@@ -90,7 +90,7 @@ def test_a_run_is_resumed_with_the_settings_that_it_was_given(
 def test_a_resumed_run_can_be_extended(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", "last", "--env.n", "3"]) == 0
     said = capsys.readouterr().err
-    assert "2 groups kept from before" in said
+    assert "2 groups kept from earlier parts of the run" in said
     assert [line.partition(":")[0] for line in said.splitlines() if line.startswith("[")] == ["[3/3] w2"]
     assert [group.task_id for group in open_run().groups] == ["w0", "w1", "w2"]
     assert main(["run", "my_env.py", "--policy", "oracle", "--group", "2", "--env.seed", "7", "--resume", "last"]) == 0
@@ -99,13 +99,13 @@ def test_a_resumed_run_can_be_extended(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_resumed_run_reports_a_setting_that_differs(caplog: pytest.LogCaptureFixture) -> None:
     assert main(["resume", "last", "--env.n", "1"]) == 0
-    assert "resumed with a changed setting: n was 2, is 1" in caplog.text
+    assert "resumed with a changed setting: n was 2, and is 1 now" in caplog.text
     assert len(open_run().groups) == 2
     caplog.clear()
     assert main(["resume", "last"]) == 0
     assert "changed setting" not in caplog.text, "the latest settings count"
     assert main(["resume", "last", "--tasks", "1", "--concurrency", "2"]) == 0
-    assert "tasks was -1, is 1" in caplog.text
+    assert "tasks was -1, and is 1 now" in caplog.text
     assert "concurrency was 1, is 2" in caplog.text
 
 
@@ -116,7 +116,7 @@ def test_a_run_of_nothing_is_an_error_and_a_command_after_settings_is_named(
         (["--tasks", "0"], "tasks is 0"),
         (["--tasks", "0", "--dry-run"], "tasks is 0"),
         (["--env.n", "0"], "words has no task"),
-        (["evaluate"], "evaluate is a command: write it before the settings"),
+        (["evaluate"], "evaluate is a command; write it before the settings"),
     ):
         assert main(["run", "my_env.py", "--policy", "oracle", *words]) == 2, words
         assert named in capsys.readouterr().err

@@ -247,7 +247,7 @@ def test_variables_are_honoured_named_or_refused(capsys: pytest.CaptureFixture[s
     )
     assert (settings.allow_network, settings.acquire_timeout_s) == (False, 5.0)
     assert "TOOL_EXECUTOR_SLOTS has no effect: --slots sets the number of slots." in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"ALOW_NETWORK sets nothing\. Did you mean TOOL_EXECUTOR_ALLOW_NETWORK"):
+    with pytest.raises(ConfigError, match=r"ALOW_NETWORK is not a setting\. Did you mean TOOL_EXECUTOR_ALLOW_NETWORK"):
         executor_settings({"TOOL_EXECUTOR_ALOW_NETWORK": "1"})
     with pytest.raises(ConfigError, match=r"TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S 'x'"):
         executor_settings({"TOOL_EXECUTOR_ACQUIRE_TIMEOUT_S": "x"})

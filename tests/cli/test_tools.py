@@ -36,6 +36,6 @@ def test_the_list_for_people_names_everything_and_the_reasons(capsys: pytest.Cap
     text = printed(capsys)
     for tool in builtin_tools():
         assert tool.name in text
-    assert "missing: no model that looks at images is configured" in text
+    assert "missing: no vision model is configured" in text
     assert "vision           Look at images: (1 missing)" in text
     assert "terminal_tasks   terminal 97, file 97, web 97" in text

@@ -22,5 +22,5 @@ def test_what_is_no_network_is_refused(wrong: object) -> None:
         NetworkPolicy(agent=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a network is 'on', 'off'"):
         SlotSpec(network=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"a list of hosts must be a list, such as \['example.org'\]"):
+    with pytest.raises(ValueError, match=r"the hosts must be a list, such as \['example.org'\]"):
         AllowList("example.org")  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def test_a_column_that_is_not_there_is_named(
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"quest": "x"}\n')
     told("hermes_swe", "rows.jsonl", "--env.dataset_fields", "prompt=question")
-    assert "row 1: no column 'question', which is to be 'prompt'. Did you mean quest?" in caplog.text
+    assert "row 1: no column 'question' for the field 'prompt'. Did you mean quest?" in caplog.text
 
 
 UNEVEN = """
@@ -132,7 +132,7 @@ def test_an_item_that_is_no_task_is_named_and_the_others_run(
     ]
     assert [len(group.scored) for group in groups] == [1, 0, 0, 1]
     assert "item 1 cannot be a task: KeyError: 'prompt' (uneven_env.py, line 20)" in groups[1].error
-    assert "format_prompt gave None" in groups[2].error
+    assert "format_prompt returned None" in groups[2].error
     assert "4 groups (2 failed)" in capsys.readouterr().err
 
 
@@ -169,7 +169,7 @@ def test_a_script_that_cannot_be_loaded_says_where(
     assert main(["run", "an_env.py", "--policy", "noop"]) == 2
     assert said in capsys.readouterr().err
     assert main(["run", "an", "--policy", "noop"]) == 2
-    assert "an_env.py exists here: write an_env.py." in capsys.readouterr().err
+    assert "an_env.py exists here; to run it, use the name an_env.py." in capsys.readouterr().err
 
 
 BROKEN = """
@@ -293,8 +293,8 @@ def test_what_a_class_scores_is_read_as_what_a_function_scores(
     assert found["score"].metrics == {"m": 3.0}
     for name in ("none", "one", "text"):
         assert found[name].blame is Blame.GRADER
-        assert "verifying.verify_and_score_trajectory gave " in found[name].error
-        assert "it must give a number, a bool, a Score or (number, metrics)" in found[name].error
+        assert "verifying.verify_and_score_trajectory returned " in found[name].error
+        assert "it must return a number, a bool, a Score or (number, metrics)" in found[name].error
 
 
 @pytest.mark.parametrize(
@@ -303,11 +303,11 @@ def test_what_a_class_scores_is_read_as_what_a_function_scores(
         ("config, [APIServerConfig(model_name='mine')]", None),
         ("config, APIServerConfig(model_name='mine')", None),
         ("config, ServerBaseline(model_name='mine')", None),
-        ("config", "UnevenEnv.config_init must give (HermesAgentEnvConfig, [APIServerConfig, …]), and gave "),
-        ("config, [{}]", "UnevenEnv.config_init must give (HermesAgentEnvConfig, [APIServerConfig, …]), and gave "),
+        ("config", "UnevenEnv.config_init must return (HermesAgentEnvConfig, [APIServerConfig, …]), but returned "),
+        ("config, [{}]", "UnevenEnv.config_init must return (HermesAgentEnvConfig, [APIServerConfig, …]), but "),
         (
             "type('Own', (HermesAgentEnvConfig,), {'__annotations__': {'mine': int}, 'mine': 1})(mine=2), []",
-            "UnevenEnv.config_init gives Own: set env_config_cls = Own in the class",
+            "UnevenEnv.config_init returns Own; set env_config_cls = Own in the class",
         ),
     ],
 )

@@ -50,7 +50,10 @@ def test_columns_under_other_names(tmp_path: Path) -> None:
         lines.write('{"id": "c", "quest": "x"}\n')
     found = [row for _, row in read_rows(path, fields={"prompt": "question"})]
     assert found[0] == {**ROWS[0], "prompt": ROWS[0]["question"]}
-    assert str(found[2]) == "no column 'question', which is to be 'prompt'. Did you mean quest? It has 'id', 'quest'"
+    assert (
+        str(found[2])
+        == "no column 'question' for the field 'prompt'. Did you mean quest? The columns are 'id', 'quest'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,9 +80,9 @@ def test_a_bad_row_is_an_error_and_the_rest_goes_on(tmp_path: Path, name: str, t
         ("t.json", "{}", "t.json must hold a list of rows"),
         ("t.json", "[", "t.json is not JSON"),
         ("t.json", "[" * 100_000, "t.json is not JSON: maximum recursion depth"),
-        ("t.json", '{"id": 1}\n{"id": 2}\n', "not JSON: Extra data.*name the file .jsonl"),
+        ("t.json", '{"id": 1}\n{"id": 2}\n', "not JSON: Extra data.*rename the file to .jsonl"),
         ("t.txt", "a prompt\nanother\n", "t.txt is not JSONL"),
-        ("t.csv", "id,x,id\n1,2,3\n", "several columns that are called 'id'"),
+        ("t.csv", "id,x,id\n1,2,3\n", "several columns called 'id'"),
         ("t.parquet", "no", "t.parquet is not a readable Parquet file"),
     ],
 )

@@ -191,7 +191,7 @@ def test_strict_refuses_to_run_without_a_tool_that_was_asked_for(
 ) -> None:
     strict = ("--env.strict_tools", "true", "--env.enabled_toolsets")
     run(here, DRAWN, *strict, "file", "vision", code=2)
-    assert "missing: vision_analyze: no model that looks at images" in capsys.readouterr().err
+    assert "missing: vision_analyze: no vision model" in capsys.readouterr().err
     assert len(run(here, DRAWN, *strict, "file")) == 8
 
 
@@ -208,7 +208,7 @@ def test_a_tool_without_a_description_is_refused_when_it_is_declared() -> None:
     def toy() -> Iterator[Task]:
         yield Task(id="one", prompt="?")
 
-    with pytest.raises(ConfigError, match="tool ask has no docstring"):
+    with pytest.raises(ConfigError, match="tool ask needs a docstring"):
 
         @toy.tool
         def ask(question: str) -> str:

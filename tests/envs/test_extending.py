@@ -102,7 +102,7 @@ def test_no_group_is_of_two_questions(capsys: pytest.CaptureFixture[str]) -> Non
     assert "The prompt of task 1 (t-1) changed" in capsys.readouterr().err
     for _ in range(2):
         assert run.go(3, 4) == 0
-        assert "The prompt of task t-1 changed since its earlier rollouts were recorded" in capsys.readouterr().err
+        assert "The prompt of task t-1 has changed since its earlier rollouts were recorded" in capsys.readouterr().err
         groups = list(Recording(run.journal))
         assert [len(group.trajectories) for group in groups] == run.lines == [4, 2, 4]
         assert [group.asked for group in groups][:2] == asked
@@ -129,7 +129,7 @@ def test_an_extended_run_is_replayed_whole(capsys: pytest.CaptureFixture[str]) -
     assert palaestra("replay", str(run.journal.parent), "--environment", "plain_env.py") == 1, (
         "what it was is not what it would give now"
     )
-    assert "no task has this number any more" in capsys.readouterr().out
+    assert "no task has this number now" in capsys.readouterr().out
 
 
 def test_a_damaged_last_line_costs_that_line_however_often_the_run_goes_on() -> None:
@@ -166,7 +166,7 @@ def test_one_process_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     run = Extended(1, 1)
     before, held = run.journal.read_bytes(), Journal(run.journal)
     assert run.go(2, 1) == 2
-    assert "being written by another process" in capsys.readouterr().err
+    assert "another process is writing" in capsys.readouterr().err
     assert run.journal.read_bytes() == before
     held.close()
     assert run.go(2, 1, "--env.seed", "5") == 2

@@ -62,4 +62,4 @@ def test_every_agent_has_the_servers_tools_and_no_record_has_its_key(
     played = json.loads(capsys.readouterr().out)
     assert (played["observations"], played["rewards_equal"], played["differences"]) == (8, 4, [])
     assert run(*flags) == 2
-    assert "cannot read the file of MCP servers" in capsys.readouterr().err
+    assert "cannot read the MCP servers in" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_a_session_whose_conversation_is_gone_begins_anew(tmp_path, command):
                 file.unlink()
         async with a_gateway(tmp_path) as scene:
             answer = await scene.ask(command, message_id="b")
-            assert "is not stored any more" in answer
+            assert "is no longer stored" in answer
             assert "could not be answered" not in answer
             assert (await scene.ask("two", message_id="c")).startswith("echo")
             assert "not stored" not in await scene.ask("three", message_id="d")

@@ -128,7 +128,7 @@ def test_a_run_is_skipped_while_the_earlier_one_is_not_finished(tmp_path):
             clock.moved_s += 60
             await until(lambda: len(scene.model.requests) == 3)
             clock.moved_s += 60
-            assert "was not finished" in (await scene.platform.receive("anna")).text
+            assert "had not finished" in (await scene.platform.receive("anna")).text
             assert "word word" in (await scene.platform.receive("anna")).text
 
     asyncio.run(main())
@@ -162,7 +162,7 @@ def test_what_cannot_be_a_job_is_refused(tmp_path):
         async with a_gateway(tmp_path, settings=TOOLS) as scene:
             for arguments, problem in (
                 ({"prompt": "x"}, "needs prompt and schedule"),
-                ({"prompt": "x", "schedule": "soon"}, "no schedule"),
+                ({"prompt": "x", "schedule": "soon"}, "not a schedule"),
                 ({"prompt": "x", "schedule": "every 5s"}, "once a minute"),
                 ({"prompt": "x", "schedule": "1h", "deliver": "loopback:bert"}, "may write to"),
             ):

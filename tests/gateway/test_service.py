@@ -83,7 +83,7 @@ def test_stop_interrupts_the_turn_of_its_chat_only(tmp_path):
             await scene.platform.say(f"slowly {words}", chat_id="a", user_id="a", message_id="a1")
             await scene.platform.say("slowly all of this", chat_id="b", user_id="b", message_id="b1")
             await until(lambda: "a1" in scene.platform.streamed)
-            assert await scene.ask("/stop", "c") == "Nothing runs in this chat."
+            assert await scene.ask("/stop", "c") == "Nothing is running in this chat."
             assert await scene.ask("/stop", "a") == "Stopping."
             stopped = (await scene.platform.receive("a")).text
             assert 0 < stopped.count("word") < 60
@@ -239,7 +239,7 @@ def test_a_person_over_the_limit_is_told_when_to_write_again(tmp_path):
             assert await scene.ask("two") == "echo 2: two"
             assert "Write again in 60 min" in await scene.ask("three")
             assert await scene.ask("one", "other") == "echo 1: one"
-            assert (await scene.ask("/status")).startswith("No turn runs")
+            assert (await scene.ask("/status")).startswith("No turn is running")
 
     asyncio.run(main())
 
@@ -274,7 +274,7 @@ def test_messages_that_cannot_be_taken_are_refused_with_the_reason(tmp_path):
             assert "empty" in await scene.ask("  ")
             await scene.platform.say("slowly one two three four five six seven eight", message_id="s1")
             await scene.platform.say("second")
-            assert "not taken" in (await scene.platform.receive()).text
+            assert "not accepted" in (await scene.platform.receive()).text
             assert (await scene.platform.receive()).text.startswith("one")
             assert len(scene.model.requests) == 1
 
@@ -397,7 +397,7 @@ def test_retry_and_undo_change_the_history(tmp_path):
             for command in ("/undo 3", "/retry it", "/new one", "/status all"):
                 assert "nothing was done" in await scene.ask(command)
             assert "Nothing was stopped" in await scene.ask("/stop it")
-            assert "taken back" in await scene.ask("/undo")
+            assert "was undone" in await scene.ask("/undo")
             assert await scene.ask("three") == "echo 2: three"
 
     asyncio.run(main())
@@ -409,7 +409,7 @@ def test_stop_processes_ends_the_background_processes_of_its_chat(tmp_path):
         async with a_gateway(tmp_path) as scene:
             await scene.ask("start sleep 1000", "a")
             await scene.ask("start sleep 1000", "b")
-            assert await scene.ask("/stop", "a") == "Nothing runs in this chat."
+            assert await scene.ask("/stop", "a") == "Nothing is running in this chat."
             assert "running: sleep" in await scene.ask("/status", "a")
             said = [await scene.ask("/stop processes", "a"), (await scene.platform.receive("a")).text]
             assert "Ended 1 background process." in said

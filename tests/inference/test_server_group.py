@@ -148,5 +148,5 @@ def test_scripted_sessions_and_the_missing_token_mode() -> None:
     group = ServerGroup(APIServerConfig(server_type="scripted", model_name="noop"))
     reply = asyncio.run(group.chat_completion(messages=HI, n=1, temperature=1.0))
     assert reply.choices[0].finish_reason == "stop"
-    with pytest.raises(NotImplementedError, match="do not give tokens"):
+    with pytest.raises(NotImplementedError, match="do not return tokens"):
         group.managed_server(tokenizer=None)

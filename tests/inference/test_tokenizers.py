@@ -90,7 +90,7 @@ def test_a_home_directory_that_is_not_there_is_one_error() -> None:
 
 def test_a_hub_that_cannot_be_reached_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"nor could it be fetched \(LocalEntryNotFoundError"):
+    with pytest.raises(ConfigError, match=r"and could not be fetched \(LocalEntryNotFoundError"):
         load_tokenizer("nobody/has-this-model")
 
 

@@ -97,8 +97,8 @@ def test_each_group_comes_once_although_the_server_is_killed(
     assert len(groups) == 8
     assert sorted(groups) == sorted(journalled(tmp_path))
     said = (tmp_path / "said").read_text()
-    assert said.count("which the trainer's server had and lost") == 3
-    assert "not sending again" not in said
+    assert said.count("because the trainer's server lost them") == 3
+    assert "not sending groups again" not in said
 
 
 @pytest.mark.slots

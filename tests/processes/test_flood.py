@@ -43,7 +43,7 @@ def test_a_flood_keeps_its_tail_and_costs_no_memory(on_backend: OnBackend) -> No
             event = await asyncio.to_thread(registry.notifications.completion_queue.get, True, 20)
             gc.collect()
             assert event["type"] == "watch_match"
-            assert re.fullmatch(r"THE END( \(\d+ bytes came too fast to be looked through\))?", event["output"])
+            assert re.fullmatch(r"THE END( \(\d+ bytes came too fast to be searched\))?", event["output"])
             assert resident_bytes(ours) - before < GROWTH_BYTES
             assert (ended["exit_code"], ended["output_total_bytes"]) == (3, SIZE + 8)
             assert ended["output"].endswith("0123456\nTHE END\n")

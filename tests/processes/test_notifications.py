@@ -60,7 +60,7 @@ def test_matches_are_told_only_so_often(with_registry: WithRegistry) -> None:
             session = await registry.spawn(slot, "for i in $(seq 20); do echo x$i; done", task_id="t", watch=watch)
             events = [await reported(registry) for _ in range(MAX_MATCHES + 1)]
             assert [event["output"].split()[0] for event in events[:-1]] == [f"x{n}" for n in range(1, MAX_MATCHES + 1)]
-            assert events[-2]["output"].endswith("(the patterns are no longer looked for)")
+            assert events[-2]["output"].endswith("(the search for the patterns has ended)")
             assert (events[-1]["type"], events[-1]["session_id"]) == ("completion", session.id)
 
     with_registry(scene)

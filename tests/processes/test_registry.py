@@ -210,7 +210,7 @@ def test_so_many_at_once_and_no_more(with_registry: WithRegistry) -> None:
     async def scene(registry: ProcessRegistry, slot: Slot) -> None:
         sessions = [await registry.spawn(slot, "read x; exit $x", task_id="t") for _ in range(MAX_PROCESSES)]
         assert MAX_PROCESSES == 64
-        with pytest.raises(BlockingIOError, match="64 background processes run already; kill one first"):
+        with pytest.raises(BlockingIOError, match="64 background processes are running; kill one first"):
             await registry.spawn(slot, "true", task_id="t")
         assert len(await registry.list_sessions("t")) == MAX_PROCESSES
         await asyncio.gather(*(registry.submit_stdin(session.id, str(n)) for n, session in enumerate(sessions)))
@@ -244,7 +244,7 @@ def test_a_session_whose_process_the_slot_has_dropped_is_told_as_lost(with_regis
         await session.reach().forget()
         reply = await registry.poll(session.id)
         assert reply["status"] == "lost"
-        assert "dropped what it knew" in reply["error"]
+        assert "dropped its record" in reply["error"]
         assert [entry["status"] for entry in await registry.list_sessions("t")] == ["lost"]
         assert not await registry.has_active_processes("t")
 

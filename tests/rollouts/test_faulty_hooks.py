@@ -68,7 +68,7 @@ async def pays_too_much(rollout: Rollout) -> float:
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
-        (awaits_what_is_cancelled, "something that it waited for was cancelled"),
+        (awaits_what_is_cancelled, "an awaited operation was cancelled"),
         (exits, "SystemExit: 0"),
         (says_half_a_letter, "ValueError: bad ? text"),
         (pays_too_much, "returned -1e+300, which is not a reward"),
@@ -321,7 +321,7 @@ def with_tool(function: JSON) -> Sums:
 
 
 @pytest.mark.parametrize(
-    ("hook", "said"), [(awaits_what_is_cancelled, "something that it waited for was cancelled"), (exits, "SystemExit")]
+    ("hook", "said"), [(awaits_what_is_cancelled, "an awaited operation was cancelled"), (exits, "SystemExit")]
 )
 def test_a_tool_that_misbehaves_answers_with_its_failure(tmp_path: Path, hook: JSON, said: str) -> None:
     async def broken(arguments: JSON, run: JSON) -> JSON:

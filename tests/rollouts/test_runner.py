@@ -290,7 +290,9 @@ def test_a_slot_that_cannot_be_is_the_fault_of_its_task(tmp_path: Path) -> None:
 
     _, (broken, fine) = run(Prepared(2), changed(services(tmp_path), pool=NoImage()))
     assert (broken.blame, broken.trajectories) == (Blame.TASK, [])
-    assert broken.error == "TaskError: no slot can be made for 000000-sum-0:prepare: the image 'nowhere' is not there"
+    assert (
+        broken.error == "TaskError: no slot can be created for 000000-sum-0:prepare: the image 'nowhere' is not there"
+    )
     assert len(fine.scored) == 2
 
 

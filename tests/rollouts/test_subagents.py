@@ -532,9 +532,9 @@ def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({}, "Give one goal, or tasks"),
-        ({"goal": "x", "tasks": [{"goal": "y"}]}, "Give one goal, or tasks"),
-        ({"goal": "x", "model": "another"}, "leave model out"),
+        ({}, "Give either goal or tasks"),
+        ({"goal": "x", "tasks": [{"goal": "y"}]}, "Give either goal or tasks"),
+        ({"goal": "x", "model": "another"}, "omit model"),
         ({"goal": "x", "toolsets": ["terminall"]}, "Unknown toolset 'terminall'. Did you mean 'terminal'"),
         ({"tasks": [{"goal": "x"}] * 4}, "Invalid arguments"),
         ({"tasks": [{"context": "x"}]}, "Invalid arguments"),

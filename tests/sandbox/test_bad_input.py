@@ -46,7 +46,7 @@ def test_paths_that_lead_out_name_what_is_in_the_slot(on_each_rung: WithSlot, tm
             assert caught.value.errno == number
         shell = await slot.shell(cwd="/nowhere")
         for start in (slot.execute("true", cwd="/nowhere"), slot.spawn("true", cwd="/nowhere"), shell.run("true")):
-            with pytest.raises(FileNotFoundError, match="no directory to start in: '/nowhere'"):
+            with pytest.raises(FileNotFoundError, match="cannot start a command in the directory: '/nowhere'"):
                 await start
 
     on_each_rung(body)
@@ -251,7 +251,7 @@ def test_descriptors_end_before_slots_do(rung: str) -> None:
     if "IsolationUnavailable" in ran.stderr:
         pytest.skip(ran.stderr[-300:])
     full, outputs, whole = ran.stdout.splitlines()
-    assert "files open and may have 256; raise the limit (ulimit -Hn)" in full
+    assert "files open, out of at most 256; raise the limit (ulimit -Hn)" in full
     assert (outputs, whole) == ("{'ran\\n'}", "True")
 
 
@@ -271,4 +271,4 @@ except IsolationUnavailable as error:
 @pytest.mark.parametrize("rung", ["FULL", "USERNS", "CONFINED", "NONE"])
 def test_too_few_descriptors_are_no_slots_and_no_failed_commands(rung: str) -> None:
     ran = subprocess.run([sys.executable, "-c", FEW, rung], capture_output=True, text=True, timeout=60)
-    assert "only 100 files may be open here, and slots take 256; raise the limit (ulimit -Hn)" in ran.stdout
+    assert "only 100 files may be open here, but slots need 256; raise the limit (ulimit -Hn)" in ran.stdout

@@ -252,7 +252,7 @@ def test_the_contracts_calls_run_in_a_slot() -> None:
 
 def test_settings_of_nomad_are_refused_by_other_backends_and_have_the_contracts_defaults() -> None:
     config = SlotPoolConfig(nomad_address="http://nomad:4646", job_id="mine", slots_per_container=5)
-    with pytest.raises(ConfigError, match=r"nomad_address, job_id of the backend nomad") as refused:
+    with pytest.raises(ConfigError, match=r"nomad_address, job_id, which only the nomad backend reads") as refused:
         SlotPool(config, LocalBackend())
     assert "\n" not in str(refused.value)
     assert (config.max_slots, config.max_containers, config.scale_cooldown, config.cpu) == (50, 10, 60.0, 500)

@@ -127,7 +127,7 @@ def test_what_is_plainly_meant_is_told_and_still_not_run() -> None:
     assert quoted in refusal({"command": "x", "timeout": "60"})
     assert "quotes" not in refusal({"command": "x", "timeout": "soon"})
     assert "quotes" not in refusal({"command": "x", "timeout": "1.5"})
-    assert "got null (to say nothing about it, leave it out)" in refusal({"command": "x", "timeout": None})
+    assert "got null (to leave it unset, omit it)" in refusal({"command": "x", "timeout": None})
     assert "leave it out" not in refusal({"command": None})
     assert refusal({}).endswith('Expected: command (string, required), timeout (integer), mode ("fast"|"slow").')
 
@@ -189,5 +189,5 @@ def test_any_text_gives_a_valid_object_or_one_refusal(raw: str) -> None:
 def test_very_many_unknown_arguments_are_not_all_told() -> None:
     with pytest.raises(InvalidArguments) as refused:
         parse_arguments({f"x{number}": 1 for number in range(20_000)}, {"properties": {"path": {"type": "string"}}})
-    assert "19988 more that are unknown" in str(refused.value)
+    assert "19988 more unknown arguments" in str(refused.value)
     assert len(str(refused.value)) < 1000

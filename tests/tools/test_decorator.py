@@ -216,7 +216,7 @@ def test_an_argument_may_be_called_like_what_can_be_asked_for() -> None:
 
 
 def test_only_an_environment_has_the_task() -> None:
-    with pytest.raises(ConfigError, match="tool cheat asks for the task, which only an environment"):
+    with pytest.raises(ConfigError, match="tool cheat has a task parameter, which only an environment"):
 
         @tool
         def cheat(task: Task) -> str:
@@ -269,13 +269,13 @@ def unknown(city: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F821
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (untold, "tool untold has no docstring"),
+        (untold, "tool untold needs a docstring"),
         (untyped, "parameter 'city' has no type"),
         (many, "cities.* has no name that a model could use"),
         (misspelt, "describes 'cty', which is not a parameter. Did you mean city"),
         (opaque, "tool opaque: .*Queue"),
-        (circular, "its type Chain contains itself"),
-        (unknown, "annotations cannot be read: name 'Nowhere'"),
+        (circular, "the type Chain contains itself"),
+        (unknown, "annotations of tool .* cannot be read: name 'Nowhere'"),
     ],
 )
 def test_a_function_that_no_model_could_use_is_refused_by_name(function: Callable[..., object], message: str) -> None:

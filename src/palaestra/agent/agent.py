@@ -3,7 +3,7 @@
     result = await Agent("Qwen/Qwen3-8B", base_url="http://localhost:8000/v1", tools=[forecast, "terminal"]).run("…")
     print(result.final_response)
 
-It runs the agent loop of rollouts with its own server, tools and sandbox. Nothing is recorded or scored.
+It runs the same agent loop as a rollout, with its own server, tools and sandbox. Nothing is recorded or scored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ToolSource: TypeAlias = Tool | Callable[..., object] | str
 
 
 class Agent:
-    """Answers prompts with a model. `tools` holds tools, typed functions and names of toolsets.
+    """Answers prompts with a model. `tools` lists tools, typed functions and names of toolsets.
 
     The model is `model` at `base_url`, or a `server` (`APIServerConfig`, or several). `sandbox` is an open sandbox that
     the tools work in; without one, each `run` that needs a sandbox gets a new one, without a network. Raises

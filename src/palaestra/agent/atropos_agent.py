@@ -1,7 +1,7 @@
-"""`AtroposAgent`: an agent that writes its tool calls as Hermes XML, on top of the one agent loop.
+"""`AtroposAgent`: an agent that writes its tool calls as Hermes XML, on top of the agent loop.
 
-It serves environments of the `AgentEnv` form and code that runs one agent by hand. `HermesAgentLoop` runs it, and
-`HermesText` translates its calls. Invariant: however it ends, cancellation included, `agent.result` is a complete
+It is for environments of the `AgentEnv` form, and for code that runs one agent by hand. `HermesAgentLoop` runs it, and
+`HermesText` translates its calls. Invariant: however a run ends, cancellation included, `agent.result` is a complete
 trajectory whose messages are the text turns that the model saw and wrote.
 """
 
@@ -51,7 +51,7 @@ ExecuteTool: TypeAlias = Callable[[ToolCall], Awaitable[CallResult]]
 
 @dataclass(slots=True)
 class AgentConfig:
-    """Sampling settings and limits of the agent. Names and defaults are the contract's."""
+    """Sampling settings and limits of the agent. The contract fixes their names and defaults."""
 
     temperature: float = 0.7
     max_tokens: int | None = 4096
@@ -114,12 +114,13 @@ class AtroposAgent:
         return await self.converse([*(initial_messages or ()), {"role": "user", "content": task}])
 
     async def converse(self, messages: Sequence[Message]) -> AgentResult:
-        """Continue a whole conversation as `run` does, with the agent's system prompt in front unless it has one."""
+        """Continue a whole conversation as `run` does. The agent's system prompt is added if the conversation has
+        none."""
         await self._go_on(self.opening(messages), self.config.max_steps)
         return self.result
 
     async def run_single_turn(self, messages: Sequence[Message], execute_tools: bool = True) -> AgentStep:
-        """Get one reply to exactly these messages, and its calls; with `execute_tools`, run them too."""
+        """Get one reply to exactly these messages; with `execute_tools`, also run its calls."""
         if execute_tools:
             return (await self._go_on(messages, 1)).steps[-1]
         chat = HermesText(self.server)
@@ -135,14 +136,15 @@ class AtroposAgent:
         return steps_of([said], chat.as_text([said], turn))[0]
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the conversation, with the agent's system prompt in front unless it has one."""
+        """Return the conversation with the tools in its system prompt, which is the agent's if the conversation has
+        none."""
         if messages and messages[0].get("role") == "system":
             prompt = with_tools(str(messages[0].get("content") or ""), self.tools.definitions())
             return [{**messages[0], "content": prompt}, *messages[1:]]
         return [{"role": "system", "content": self._build_system_prompt()}, *messages]
 
     def _build_system_prompt(self) -> str:
-        """Return the system prompt with the tools. Environments of the contract call it by this name."""
+        """Return the system prompt with the tools. Contract environments call it by this name."""
         prompt = AGENT_SYSTEM_PROMPT if self.config.system_prompt is None else self.config.system_prompt
         return with_tools(prompt, self.tools.definitions())
 
@@ -222,7 +224,7 @@ class AtroposAgent:
 
 @dataclass(frozen=True, slots=True)
 class TextConversation:
-    """One conversation of an `AtroposAgent`. After `run`, however it ended, `loop.result` holds the text form."""
+    """One conversation of an `AtroposAgent`. After `run`, however it ended, `loop.result` has the text form."""
 
     agent: AtroposAgent
     loop: HermesAgentLoop

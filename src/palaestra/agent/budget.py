@@ -1,7 +1,7 @@
 """The limits of one rollout: ceilings for turns, tokens, output and cost, and a wall clock that ends a conversation.
 
-The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The timeout of a request is
-set by the client, and that of a command by the tool.
+The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The client sets
+a request's timeout, and the tool sets a command's timeout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from palaestra.core.io.threads import running_loop
 from palaestra.core.types import JSON, Message, Prices
 
 BYTES_PER_TOKEN = 4
-"""The estimate used until an engine has counted: English and code have three to five bytes per token."""
+"""The estimate used until an engine has counted the tokens: English and code have three to five bytes per token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Budget:
     """Ceilings for a whole rollout; None means no limit. A rollout that reaches one is scored, with outcome `budget`.
 
     `tokens` are prompt and completion tokens. `cost` needs `prices` and is in their currency. `wall_s` also cuts
-    off a call in progress and does not count `uncharged` time; the others are checked between turns, so the last turn
-    may exceed them. Raises `ConfigError` for a cost without prices.
+    off a call in progress and does not count `uncharged` time; the other ceilings are checked between turns, so the
+    last turn may exceed them. Raises `ConfigError` for a cost without prices.
     """
 
     turns: int | None = None
@@ -52,10 +52,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.prices is None:
-            raise ConfigError("a budget of a cost needs the prices of tokens")
+            raise ConfigError("a cost budget needs the prices of tokens")
 
     def used_up(self, used: Used) -> str:
-        """Return the ceiling that has been reached, as a sentence; empty if none."""
+        """Return a message that names the ceiling that has been reached, or an empty string if none has."""
         tokens = used.prompt_tokens + used.completion_tokens
         if self.turns is not None and used.turns >= self.turns:
             return f"budget of {self.turns} turns used up"
@@ -68,7 +68,7 @@ class Budget:
         if self.cost is not None and self.prices is not None:
             cost = self.prices.cost(used.prompt_tokens, used.completion_tokens)
             if cost >= self.cost:
-                return f"budget of {self.cost:g} used up (it cost {cost:.4g})"
+                return f"cost budget of {self.cost:g} used up ({cost:.4g})"
         if self.wall_s is not None and used.elapsed_s >= self.wall_s:
             return f"budget of {self.wall_s:g} seconds used up"
         return ""
@@ -93,7 +93,7 @@ class Budget:
         )
 
     def reply_tokens(self, max_tokens: int | None, completion_tokens: int) -> int | None:
-        """Return the limit of the next reply in tokens, given a limit per reply and the tokens used so far."""
+        """Return the token limit of the next reply, given a limit per reply and the completion tokens used so far."""
         if self.completion_tokens is None:
             return max_tokens
         left = max(1, self.completion_tokens - completion_tokens)
@@ -104,8 +104,8 @@ class WallClock:
     """The time that one conversation takes, from `start`, and the limit that ends it.
 
     Time that the conversation spends waiting for a slot or for an overloaded model server is not counted
-    (`uncharged`); if any of several concurrent tasks waits, the clock stops. The limit uses the event loop's clock,
-    all other times the given one.
+    (`uncharged`); the clock stops while any of several concurrent tasks waits. The limit uses the event loop's clock;
+    all other times use the given clock.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -1,9 +1,9 @@
-"""Sub-agents for `delegate_task` calls that come from outside our agent loop: their models and their limits.
+"""Sub-agents for `delegate_task` calls that come from outside our agent loop, with their models and limits.
 
     ToolSession(delegates=Delegates(APIServerConfig(base_url="http://127.0.0.1:8000/v1", model_name="m")))
 
 They serve `ToolExecutor` and `ToolSession`, whose callers make calls but have no model. In a rollout, the agent creates
-the sub-agents. Invariants: no model is called before the first delegated work, and the usage of a task's sub-agents
+the sub-agents. Invariants: no model is called before work is delegated, and the usage of a task's sub-agents
 counts for the task.
 """
 
@@ -25,11 +25,12 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 
 
 class Delegates:
-    """Sub-agents for the tasks of one executor or session; `servers` are their models. Implements `DelegationSource`.
+    """Sub-agents for the tasks of one executor or session; `servers` are their model servers. Implements
+    `DelegationSource`.
 
-    `max_turns` and the sampling settings are those of each sub-agent; `budget` covers all work of one task, except that
-    its seconds limit each piece of work. `on_end` gets every sub-agent with the id of its task, however it ended: its
-    `result` has the conversation and, from a token-exact server, the tokens.
+    `max_turns` and the sampling settings apply to each sub-agent. `budget` covers all work of one task, except that
+    its `wall_s` limits each sub-agent. `on_end` gets every sub-agent with the id of its task, however the sub-agent
+    ended; its `result` has the conversation and, from a token-exact server, the tokens.
 
     Raises `ConfigError` for invalid servers, and `EngineError` in a call if a server cannot be reached.
     """
@@ -80,7 +81,7 @@ class Delegates:
             await engine.aclose()
 
     async def _above(self, task_id: str) -> HermesAgentLoop:
-        """Return a loop that stands for the task's caller: it never runs, and counts what the sub-agents use."""
+        """Return a loop that stands for the task's caller. It never runs, but counts what the sub-agents use."""
         return HermesAgentLoop(
             (await self._opened()).session(SessionContext(task_id)),
             (),

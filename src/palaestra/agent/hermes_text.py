@@ -1,6 +1,6 @@
 """Tool calls as text over any chat server: `<tool_call>` in replies, `<tool_response>` in user turns.
 
-`HermesText` is a `ChatServer` around another one, so that the agent loop also works with models that are prompted to
+`HermesText` wraps another `ChatServer`, so that the agent loop also works with models that are prompted to
 write calls. The inner server sees plain text turns and no `tools`; the loop sees structured calls. Token-exact servers
 handle the call formats of other model families.
 
@@ -105,7 +105,8 @@ class HermesText(ChatServer):
         return self._inner.get_state()
 
     def as_text(self, messages: Sequence[Message], turn: int = 0) -> list[Message]:
-        """Return structured messages as plain turns; neighbouring tool answers are one user turn, joined by newlines.
+        """Return structured messages as plain turns; consecutive tool answers become one user turn, joined by
+        newlines.
 
         `turn` counts the assistant turns before these messages.
         """
@@ -146,7 +147,7 @@ class HermesText(ChatServer):
         sampled: Message = {"role": "assistant", "content": written(content, calls)}
         if reasoning:
             sampled["reasoning_content"] = reasoning
-        if not calls:  # a scripted policy gives structured calls; a model writes text only
+        if not calls:  # a scripted policy returns structured calls; a model writes only text
             parsed = self._parser.parse(content, tools=tools, cut=reply.cut_off)
             content, reasoning = parsed.content or "", reasoning or parsed.reasoning
             found = enumerate(parsed.all_tool_calls or ())
@@ -228,8 +229,8 @@ def result_text(success: bool, output: str, error: str, metadata: Mapping[str, J
 
 
 def result_from(text: str) -> ToolResult:
-    """Return the result in a tool message; the loop's own refusals are failures. The result has no id, which would only
-    cost tokens, because results are matched to calls by their order."""
+    """Return the result in a tool message; a call that the loop refused is a failure. The result has no id, which would
+    only cost tokens, because results are matched to calls by their order."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,5 @@
-"""The agent loop: ask the model, run the calls it requests, append the results, until it is done or reaches a limit.
+"""The agent loop: ask the model, run the calls it requests, append the results, until the model is done or a limit is
+reached.
 
 The server samples, the tool runtime runs tools. Invariants: the history is the caller's own list and only grows (A2);
 however a rollout ends, cancellation included, `loop.result` is a complete trajectory with an outcome, and every call in
@@ -40,8 +41,8 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """Run a call, as the default handler: with the tools of the rollout that `task_id` names, or else with the
-    package's tools in a slot of the task's own."""
+    """Run a call as the default handler does: with the tools of the rollout that `task_id` names, or else with the
+    package's tools in the task's own slot."""
     if (found := tools_of_task(task_id)) is not None:
         return await found.tools().handle(name, arguments)
     from palaestra.tools.runtime.function_calls import handle_function_call_async  # imports the sandbox
@@ -56,10 +57,10 @@ class HermesAgentLoop:
     and returns the JSON text for the model, or is a `ToolRuntime`. The default is `handle_function_call`, which leases
     a slot for the task until `cleanup_vm(task_id)`. `max_tokens` limits one reply, `max_context_tokens` the
     conversation, `budget` the whole rollout. Calls of the `parallel_safe` tools may run concurrently. `beyond` allows
-    tools that reach beyond this conversation (`memory`, `session_search`): without it, they are refused, because
+    tools that reach beyond this conversation (`memory`, `session_search`); by default, these are refused, because
     rollouts must not learn from each other.
 
-    `failure` is the infrastructure failure that ended the latest run, `wall` its clock.
+    `failure` is the infrastructure failure that ended the latest run, `wall` that run's clock.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class HermesAgentLoop:
             return _End(Outcome.BUDGET, f"budget of {self.budget.wall_s:g} seconds used up")
 
     def _limit_reached(self, result: AgentResult) -> _End | None:
-        """Return the limit that forbids another turn; None if there is none."""
+        """Return the reason to end if a limit forbids another turn, otherwise None."""
         if result.turns_used - self._turns_before >= self.max_turns:
             return _End(Outcome.MAX_TURNS)
         if used_up := self.budget.used_up(self.used()):
@@ -206,7 +207,7 @@ class HermesAgentLoop:
         if any_valid:
             return None
         if reply.cut_off:
-            used_up = self.budget.used_up(self.used())  # the budget shortens the last reply, so it is checked first
+            used_up = self.budget.used_up(self.used())  # the budget may have shortened the reply
             return _End(Outcome.BUDGET, used_up) if used_up else _End(Outcome.LENGTH, "the reply was cut off")
         return None if reply.calls else _End(Outcome.NATURAL)
 

@@ -38,13 +38,13 @@ MODEL = "policy"
 TOOL_SERVER = "environment"
 """The name of the MCP server with the environment's tools."""
 TOOL_S = 3600
-"""Seconds that agents wait for a tool. Tools end their own calls earlier."""
+"""The maximum seconds that an agent waits for a tool call. The tools' own limits are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAssignment:
-    """The task of a program and its model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's. `tools_url`
-    is the MCP server of the environment's tools, empty if there are none. All three use the same key."""
+    """A program's task and model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's. `tools_url`
+    is the MCP server with the environment's tools, empty if there are none. All three use the same key."""
 
     prompt: str
     url: str
@@ -145,7 +145,7 @@ class NpmProgram:
     async def install(self) -> Sequence[Mount]:
         node = shutil.which("node")
         if node is None:
-            raise ConfigError(f"agent {self.name} needs Node.js 20 or newer on this machine, and node is not installed")
+            raise ConfigError(f"agent {self.name} needs Node.js 20 or newer on this machine, but node is not installed")
         target = f"{self.package}@{self.version}"
         npm = "npm", "install", "--no-audit", "--no-fund", "--prefix", str(self.folder), target
         await _installed(self.name, self.folder, self.binary, [npm])
@@ -165,9 +165,9 @@ class NpmProgram:
 
 @dataclass(frozen=True)
 class PipProgram:
-    """An agent from PyPI, in a virtual environment of this Python. The script `program` runs with `arguments`,
+    """An agent from PyPI, in a virtual environment made with this Python. The script `program` runs with `arguments`,
     where `{prompt}` stands for the task. `also` lists requirements that the package does not declare, with versions.
-    It calls the environment's tools by a command that its prompt describes."""
+    The agent calls the environment's tools with a command that its prompt describes."""
 
     name: str
     package: str
@@ -236,7 +236,7 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
             stderr=asyncio.subprocess.STDOUT,
         )
     except FileNotFoundError:
-        raise ConfigError(f"agent {name} is installed with {command[0]}, which this machine does not have") from None
+        raise ConfigError(f"agent {name} cannot be installed: {command[0]} is not on this machine") from None
     try:
         async with asyncio.timeout(INSTALL_S):
             output, _ = await process.communicate()
@@ -362,9 +362,9 @@ PROGRAMS: Mapping[str, AgentProgram] = {
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_GLOBAL_CONFIG_DIR": f"{HOME}/mini-swe-agent",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it fetches its price list from the network
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise litellm fetches its price list from the network
         },
-        ("litellm[mcp]==1.106.2",),  # it imports `mcp` for every request with tools
+        ("litellm[mcp]==1.106.2",),  # litellm imports `mcp` for every request with tools
     ),
 }
 

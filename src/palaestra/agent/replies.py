@@ -16,7 +16,7 @@ from palaestra.core.errors import EngineReplyError
 from palaestra.core.types import JSON, Message
 
 _BROKEN_OFF = ("abort", "error")
-"""The finish reasons of a request that SGLang or vLLM aborted, and of one whose provider failed at OpenRouter."""
+"""The finish reasons of a request that SGLang or vLLM aborted, and of an OpenRouter request whose provider failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class Reply:
 
 
 def read_reply(completion: object, turn: int) -> Reply:
-    """Return the first choice of a chat completion. `turn` (from 1) becomes part of the ids made for calls without one.
+    """Return the first choice of a chat completion. `turn` (from 1) becomes part of the ids made for calls without an
+    id.
 
     Raises `EngineReplyError` if there is no choice or no message in it, or if the server broke off the reply.
     """
@@ -100,7 +101,7 @@ def text_of(content: JSON) -> str:
 
 
 def _reasoning(message: object) -> str | None:
-    """Return the reasoning text. Servers use three names for it; the first that holds text counts."""
+    """Return the reasoning text. Servers use three names for it; the first that contains text counts."""
     for name in ("reasoning_content", "reasoning"):
         value = part(message, name)
         if isinstance(value, str) and value:
@@ -121,7 +122,7 @@ def _calls(raw_calls: JSON, turn: int) -> tuple[RequestedCall, ...]:
         function = part(raw, "function")
         call_id, name = part(raw, "id"), part(function, "name")
         if not isinstance(call_id, str) or not call_id or call_id in seen:
-            call_id = f"call_{turn}_{index}"  # two calls with one id could not be told apart
+            call_id = f"call_{turn}_{index}"  # calls with the same id could not be told apart
         seen.add(call_id)
         calls.append(RequestedCall(call_id, name if isinstance(name, str) else "", _raw(part(function, "arguments"))))
     return tuple(calls)

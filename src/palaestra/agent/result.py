@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass(slots=True)
 class SequenceData:
-    """The tokens of a rollout in the contract's shape: `tokens[T]`, `masked_tokens[T]` (-100 if not trained) and
+    """The tokens of a rollout in the contract's format: `tokens[T]`, `masked_tokens[T]` (-100 if not trained) and
     `logprobs[T]` (1.0 if not sampled). Results hold the ledger's rows, which have the same fields."""
 
     full_text: str
@@ -86,7 +86,7 @@ class Subagent:
     """The conversation of one sub-agent, started by a call of `delegate_task`.
 
     `number` counts from 1 over the whole rollout; `turn` is the turn of the agent that delegated the work. `segments`
-    are the segments of the rollout's ledger with its tokens, if the engine gives tokens.
+    are the segments of the rollout's ledger with the sub-agent's tokens, if the engine reports tokens.
     """
 
     number: int
@@ -159,7 +159,7 @@ class AgentResult:
 
     def to_scored_data(self, score: float) -> dict[str, JSON] | None:
         """Return the training row (`tokens[T]`, `masks[T]`, `inference_logprobs[T]`, `scores`, `messages`); None if the
-        server gave no tokens."""
+        server returned no tokens."""
         node = self.trajectory_data
         if node is None:
             return None

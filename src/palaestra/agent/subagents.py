@@ -38,7 +38,7 @@ MAX_DEPTH = 1
 """The maximum nesting of sub-agents; the deepest have no `delegate_task`."""
 
 NOT_FOR_SUBAGENTS = frozenset({"clarify", "memory", "session_search", "send_message"})
-"""Tools that address a person or keep notes for one: only the rollout's own agent has them."""
+"""Tools that address a person or keep notes for a person. Only the rollout's own agent has them."""
 
 SYSTEM_PROMPT = (
     "You are a sub-agent: another agent has given you one piece of work and waits for your report. Do that work with "
@@ -65,7 +65,7 @@ class SubagentSetup:
 
 
 class Agent(Protocol):
-    """An agent that delegates work: its server, and how it creates a sub-agent of its kind."""
+    """An agent that delegates work: its server, and how it creates a sub-agent of its own kind."""
 
     @property
     def server(self) -> ChatServer: ...
@@ -74,7 +74,8 @@ class Agent(Protocol):
 
 
 class SubagentConversation(Protocol):
-    """A conversation that is ready to run. After `run`, however it ended, `loop.result` is as the model saw it."""
+    """A conversation that is ready to run. After `run`, however it ended, `loop.result` has the conversation as the
+    model saw it."""
 
     @property
     def agent(self) -> Agent: ...
@@ -147,7 +148,8 @@ class Subagents:
             self.tools.share(Delegation(self.work))
 
     async def work(self, assignments: Sequence[Assignment]) -> list[SubagentReport]:
-        """Run all assignments concurrently. Raises `ToolMistake` before any of them starts, and `PalaestraError`."""
+        """Run all assignments concurrently. Raises `ToolMistake` before any of them starts, and the error of
+        a sub-agent that fails."""
         registries = [self._registry(assignment) for assignment in assignments]
         started = [
             self._started(assignment, registry, len(assignments))
@@ -238,14 +240,14 @@ class _Running:
         raise failure
 
     def _account(self) -> None:
-        """Count its turns, tokens and output for the rollout, and complete its record."""
+        """Count the sub-agent's turns, tokens and output for the rollout, and complete its record."""
         self.record.result = self.conversation.loop.result
         self.on_turn()
         self.record.segments = list(self.server.segments)
         self.above.delegated(self.conversation.loop)
 
     async def _close(self) -> None:
-        """Close its own tools, such as pages of a browser, also when it is cancelled."""
+        """Close the sub-agent's own tools, such as browser pages, even when it is cancelled."""
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.shield(self.tools.aclose())

@@ -2,8 +2,8 @@
 
 `ToolRuntime` checks and runs each call; this module decides which tools a rollout may call and which calls run
 concurrently, and writes the messages. Invariants: a malformed call is answered with one error and never run, and its
-valid siblings run (A1); calls marked parallel-safe run together and answers keep call order (A2); an infrastructure
-failure (`InfraError`) or a configuration error (`ConfigError`) is raised, never shown to the model.
+valid siblings run (A1); calls marked parallel-safe run concurrently, and answers keep call order (A2); an
+infrastructure failure (`InfraError`) or a configuration error (`ConfigError`) is raised, never shown to the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ NOT_IN_ROLLOUTS = {
     "memory": "Memory is not available in RL environments.",
     "session_search": "Session search is not available in RL environments.",
 }
-"""Tools that reach beyond a rollout. A loop runs them only if its `beyond` allows it."""
+"""Maps each tool that reaches beyond a rollout to the error that refuses it. A loop runs such a tool only if its
+`beyond` allows it."""
 _ANY_OBJECT = ArgumentSchema({"type": "object", "properties": {}, "additionalProperties": True})
 
 
@@ -70,7 +71,7 @@ class CallAnswer:
 class ToolCalls:
     """Checks and runs the calls of one rollout with `tools`; calls of tools outside `valid_names` are refused.
 
-    `beyond` names the tools of `NOT_IN_ROLLOUTS` that may run nevertheless.
+    `beyond` names the tools of `NOT_IN_ROLLOUTS` that are allowed.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ToolCalls:
 
     def _checked(self, call: RequestedCall, cut_off: bool) -> CallAnswer:
         if not call.name:
-            problem = f"Malformed tool call: no tool's name can be read in {call.arguments[:200]!r}"
+            problem = f"Malformed tool call: no tool name found in {call.arguments[:200]!r}"
         elif call.name not in self._valid_names:
             problem = f"Unknown tool '{call.name[:200]}'. Available tools: {sorted(self._valid_names)}"
         else:
@@ -157,7 +158,7 @@ def handler_runtime(
     task_id: str | None,
     middleware: Sequence[ToolMiddleware] = (),
 ) -> ToolRuntime:
-    """Return a runtime in which a `tool_handler` runs the tools of these `names`; a tool without a schema accepts any
+    """Return a runtime in which a `tool_handler` runs the tools with these `names`; a tool without a schema accepts any
     object.
 
     Raises `ConfigError` for a schema that cannot be used.

@@ -1,10 +1,10 @@
-"""Lists and calls the environment's tools, for agents that know only a shell. Standard library only.
+"""Lists and calls the environment's tools, for agents that can use only a shell. Standard library only.
 
     python3 tools.py
     python3 tools.py NAME '{"argument": "value"}'
 
-This file is not imported: its text runs on the slot's own Python, 3.7 or newer. It prints a tool's reply, and ends with
-status 1 if the call failed.
+This file is not imported: its text is run by the slot's own Python, 3.7 or newer. It prints a tool's reply, and ends
+with status 1 if the call failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import urllib.request
 
 
 def ask(method: str, params: dict[str, object]) -> dict[str, object]:
-    """Send one request to the MCP server. Exits with its error."""
+    """Send one request to the MCP server and return the result. Exits with the server's error, if it sends one."""
     with open(os.environ["PALAESTRA_MCP_CONFIG"], encoding="utf-8") as file:
         (server,) = json.load(file)["mcpServers"].values()
     body = json.dumps({"jsonrpc": "2.0", "id": 1, "method": method, "params": params}).encode()

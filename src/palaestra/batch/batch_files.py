@@ -1,4 +1,5 @@
-"""The files of a batch, made from its journal: rows per batch, all kept rows, discarded ones, statistics, checkpoint.
+"""Writes the files of a batch from its journal: `batch_N.jsonl`, `trajectories.jsonl`, `discarded.jsonl`,
+`statistics.json` and `checkpoint.json`.
 
 All files are rewritten whenever the batch ends or stops, so a resumed batch counts all of its samples. Each new file
 replaces the old one atomically.
@@ -32,7 +33,7 @@ class BatchReport:
     kept: int = 0
     without_reasoning: int = 0
     rows: array[int] = field(default_factory=lambda: array("q"))
-    """The numbers of the rows with a sample, in order."""
+    """The numbers of the rows that have a scored sample, in order."""
     discarded: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     tools: dict[str, Counter[str]] = field(default_factory=dict)

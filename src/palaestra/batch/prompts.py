@@ -1,7 +1,7 @@
 """The environment of `palaestra batch`: every row of a file is a prompt, and nothing is graded.
 
-A sample that meets `require` scores 1; a discarded one scores 0, with the reason in its record. Tasks have the numbers
-of their rows, so equal prompts in several rows are separate samples. The ids of tasks contain a hash of the row, so a
+A sample that meets `require` scores 1; a discarded one scores 0, with the reason in its record. A task's id contains
+the number of its row, so that equal prompts in several rows are separate samples, and a hash of the row, so that a
 resumed batch detects a changed file.
 """
 
@@ -37,7 +37,7 @@ Requirement = Literal["reasoning", "natural", "known_tools", "tool_calls"]
 
 REQUIREMENTS: Mapping[str, tuple[str, Callable[[Rollout], bool]]] = {
     "reasoning": ("no reply has any reasoning", lambda rollout: _reasons(rollout)),
-    "natural": ("the agent did not end by itself", lambda rollout: rollout.outcome is Outcome.NATURAL),
+    "natural": ("the agent did not finish on its own", lambda rollout: rollout.outcome is Outcome.NATURAL),
     "known_tools": ("the agent called an unknown tool", lambda rollout: not unknown_tools(rollout)),
     "tool_calls": ("the agent called no tool", lambda rollout: any(turn.tool_names for turn in _turns(rollout))),
 }
@@ -49,10 +49,10 @@ class BatchConfig(HermesAgentEnvConfig):
 
     group_size: int = setting(1, "Samples per row.", ge=1)
     total_steps: int = setting(-1, "Maximum number of rows; -1: all.", ge=-1)
-    max_num_workers: int = setting(64, "Rows that are in progress concurrently.", ge=1)
+    max_num_workers: int = setting(64, "Maximum number of rows in progress concurrently.", ge=1)
     max_agent_turns: int = setting(10, "Maximum model calls per sample.", ge=1)
-    include_messages: bool = setting(False, "Keep the messages in groups.jsonl, too.")
-    dataset_name: str | None = setting(None, "The file of prompts, or the name of a data set of the hub.")
+    include_messages: bool = setting(False, "Also keep the messages in groups.jsonl.")
+    dataset_name: str | None = setting(None, "The file of prompts, or the name of a data set on the Hugging Face Hub.")
     batch_size: int = setting(100, "Number of rows per file batch_N.jsonl.", ge=1)
     require: list[Requirement] = setting(
         [],
@@ -152,8 +152,8 @@ class BatchEnvironment(EvaluatedEnvironment):
             yield self._task(number - 1, row)
 
     def _task(self, index: int, row: Mapping[str, JSON] | TaskError) -> Task:
-        """Return the task of a row. The task of a bad row fails when it starts, so that the others keep their
-        numbers."""
+        """Return the task of a row. The task of a bad row fails when it starts, so that the other tasks keep
+        their numbers."""
         if isinstance(row, TaskError):
             return Task(id=f"{index}-unreadable", prompt="", data=row)
         digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:8]
@@ -221,9 +221,9 @@ def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
         return [dict(each) for each in given]
     if given is None:
         named = ", ".join(map(repr, row)) or "none"
-        raise TaskError(f"it has no column {field!r}, which is to hold the prompt (--prompt-field); it has {named}")
+        raise TaskError(f"it has no column {field!r} for the prompt (--prompt-field); its columns are: {named}")
     empty = "empty" if given in ("", []) else f"of the type {type(given).__name__}"
-    raise TaskError(f"its column {field!r} is {empty}, and not a text or a list of messages with roles")
+    raise TaskError(f"its column {field!r} is {empty}; it must be a text or a list of messages with roles")
 
 
 def _read_messages(path: str) -> list[Message]:

@@ -1,9 +1,9 @@
 """`palaestra acp`: the conversations of `palaestra chat` for editors, over the Agent Client Protocol on stdio.
 
-Source of the protocol: agentclientprotocol.com, version 1. The package `agent-client-protocol` implements the
-transport. A session is a stored conversation, and its folder (`cwd`) a shared folder (`workdir.py`): the agent works on
-a copy, and with `--write ask` the editor asks the person before changes are written back. Only the MCP servers of the
-settings are started, not those that an editor names.
+Protocol: agentclientprotocol.com, version 1. The package `agent-client-protocol` implements the transport. A session is
+a stored conversation, and its folder (`cwd`) is a shared folder (`workdir.py`): the agent works on a copy, and with
+`--write ask` the editor asks the person before changes are written back. Only the MCP servers in the settings are
+started, not those that an editor requests.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ChatAgent:
     ) -> schema.NewSessionResponse:
         """Begin a conversation about a folder."""
         if mcp_servers:
-            logger.warning("MCP servers of the editor are not started; name them in the settings: --mcp FILE")
+            logger.warning("the editor's MCP servers are not started; list them in the settings instead (--mcp FILE)")
         folder = self._folder(cwd)
         people: list[str] = []
         conversation = Conversation.begin(
@@ -147,7 +147,7 @@ class ChatAgent:
         return schema.ResumeSessionResponse()
 
     async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
-        """Return a new conversation that begins with another one's history."""
+        """Fork a conversation: return a new one that begins with the same history."""
         people: list[str] = []
         other = await self._conversation(session_id).fork(people=self._people(people))
         self._join(other, self._folder(cwd), people)
@@ -156,7 +156,7 @@ class ChatAgent:
     async def list_sessions(
         self, cwd: str | None = None, cursor: str | None = None, **_: Any
     ) -> schema.ListSessionsResponse:
-        """Return the stored conversations of editors, or those of one folder."""
+        """Return the stored conversations that editors began, or only those about the folder `cwd`."""
         found = []
         for record in self._service.store.conversations(key="acp", limit=200):
             where = str(record.settings.get("cwd") or "")
@@ -167,7 +167,7 @@ class ChatAgent:
         return schema.ListSessionsResponse(sessions=found)
 
     async def close_session(self, session_id: str, **_: Any) -> None:
-        """Close a conversation; it stays stored."""
+        """Close a conversation, but keep it in the store."""
         self._folders.pop(session_id, None)
         await self._conversation(session_id).close()
 
@@ -287,7 +287,7 @@ class ChatAgent:
             if await self._ask(conversation.id, call, options) != "yes":
                 return
         for change in folder.apply(changes):
-            self._tell(conversation.id, f"{change.path} is not written: {change.problem}")
+            self._tell(conversation.id, f"{change.path} was not written back: {change.problem}")
 
     async def _ask(
         self, session_id: str, call: schema.ToolCallUpdate, options: list[schema.PermissionOption]
@@ -297,7 +297,8 @@ class ChatAgent:
         return outcome.option_id if isinstance(outcome, schema.AllowedOutcome) else None
 
     def _people(self, name: list[str]) -> People:
-        """Return the person behind the editor; `name` gets the session's id once it is known."""
+        """Return callbacks that ask and notify the person through the editor. The caller adds the session's id to
+        `name` once it is known."""
 
         async def approve(request: ApprovalRequest) -> ApprovalAnswer:
             self._calls += 1
@@ -351,7 +352,7 @@ class ChatAgent:
     def _conversation(self, session_id: str) -> Conversation:
         found = self._service.conversations.get(session_id)
         if not isinstance(found, Conversation):
-            raise acp.RequestError.invalid_params({"session_id": session_id, "details": "no such open session"})
+            raise acp.RequestError.invalid_params({"session_id": session_id, "details": "no open session has this id"})
         return found
 
     def _first_words(self, conversation: str) -> str:
@@ -360,7 +361,7 @@ class ChatAgent:
 
 
 def _content(blocks: Sequence[Any]) -> JSON:
-    """Return the content of a message from the blocks of the protocol."""
+    """Convert the protocol's content blocks to the content of a chat message."""
     texts: list[str] = []
     images: list[JSON] = []
     for block in blocks:

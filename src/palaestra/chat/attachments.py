@@ -1,4 +1,5 @@
-"""`@file` in a message: text files are appended to it, images become image parts of the chat completions API."""
+"""Attaches the files that a message names with `@file`. Text files are appended to the message's text; images become
+image parts of the chat completions API."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def named_files(text: str) -> list[Path]:
 
 
 def missing_files(text: str) -> list[Path]:
-    """Return the paths that a text names with `@name` and that have a suffix or a folder, but are not files."""
+    """Return the paths that a text names with `@name` and that look like files (they have a suffix or a folder), but
+    are not."""
     return [path for path in _named(text) if not path.is_file() and (path.suffix or len(path.parts) > 1)]
 
 
@@ -31,8 +33,9 @@ def _named(text: str) -> list[Path]:
 
 
 def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JSON:
-    """Return the message with the files that it names, and `images`. `piped` is added to the text; names in it attach
-    no files, because another person may have written it. Raises `ConfigError` for a file that cannot be sent."""
+    """Return the content of a message: `text`, the files that it names, and `images`. `piped` is added to the text, but
+    names in `piped` attach no files, because another person may have written it. Raises `ConfigError` for a file that
+    cannot be sent."""
     parts: list[JSON] = []
     named = named_files(text)
     text = "\n\n".join(part for part in (text, piped) if part)
@@ -40,7 +43,9 @@ def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JS
         kind = mimetypes.guess_type(path.name)[0] or ""
         limit = MAX_IMAGE_BYTES if kind.startswith("image/") else MAX_TEXT_BYTES
         if path.stat().st_size > limit:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes; a message can hold at most {limit}")
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes; an attached file of its type can have at most {limit}"
+            )
         data = path.read_bytes()
         if kind.startswith("image/"):
             url = f"data:{kind};base64,{base64.b64encode(data).decode()}"

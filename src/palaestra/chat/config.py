@@ -29,7 +29,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.sandbox.slot import SlotSpec
 
 AGENTS_FILES = ("AGENTS.md", "CLAUDE.md")
-"""Files with instructions for agents; the first one in the folder counts."""
+"""Files with instructions for agents; the first one that exists in the folder is used."""
 
 MAX_AGENTS_BYTES = 64 << 10
 
@@ -38,7 +38,7 @@ class ChatConfig(HermesAgentEnvConfig):
     """The settings of conversations: those of every agent, and the shared folder."""
 
     enabled_toolsets: list[str] | None = setting(
-        [*TOOLSETS, "todo", "clarify", "session_search"], "Toolsets of the agent."
+        [*TOOLSETS, "todo", "clarify", "session_search"], "The agent's toolsets."
     )
     max_agent_turns: int = setting(60, "Maximum model calls for one message.", ge=1)
     system_prompt: str | None = setting(SYSTEM_PROMPT, "The system message; the instructions of AGENTS.md are added.")
@@ -47,7 +47,7 @@ class ChatConfig(HermesAgentEnvConfig):
     write: Literal["ask", "yes", "no"] = setting(
         "ask", "Whether the agent's changes are written back to the shared folder after each turn."
     )
-    store: str | None = setting(None, "The file of the conversations. Default: your own.")
+    store: str | None = setting(None, "The file that stores conversations. Default: one in your state folder.")
     context_tokens: int | None = setting(
         None, "The size of the model's context window in tokens. Default: unknown.", gt=0
     )
@@ -55,7 +55,7 @@ class ChatConfig(HermesAgentEnvConfig):
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """The settings of one start of the program."""
+    """The settings with which the program starts."""
 
     config: ChatConfig
     servers: Sequence[APIServerConfig]
@@ -65,7 +65,7 @@ class ChatOptions:
 
 
 def read_options(words: Sequence[str], prog: str) -> ChatOptions:
-    """Merge the settings of flags, variables and files. Raises `ConfigError`."""
+    """Merge the settings from flags, variables and files. Raises `ConfigError`."""
     line = CommandLine(prog=prog, env_type=ChatConfig, server_type=APIServerConfig, command="process")
     file = settings_file()
     known = ["--config", str(file)] if file.is_file() else []
@@ -79,7 +79,7 @@ def read_options(words: Sequence[str], prog: str) -> ChatOptions:
 
 
 def open_store(config: ChatConfig) -> ConversationStore:
-    """Return the file of conversations. Raises `ConfigError`."""
+    """Open the store that the settings name, or the default one. Raises `ConfigError`."""
     return ConversationStore(Path(config.store).expanduser() if config.store else None)
 
 
@@ -87,8 +87,8 @@ def open_store(config: ChatConfig) -> ConversationStore:
 async def chat_service(
     options: ChatOptions, store: ConversationStore
 ) -> AsyncIterator[tuple[ChatService, WorkFolder | None]]:
-    """Yield the service of these settings, and the shared folder if there is one. MCP servers are open in the block.
-    Raises `ConfigError`, and `ToolServerError` for a required MCP server that does not start."""
+    """Yield the service for these settings, and the shared folder if there is one. The MCP servers run until the block
+    ends. Raises `ConfigError`, and `ToolServerError` for a required MCP server that does not start."""
     config = options.config
     folder = None if config.workdir is None else WorkFolder(Path(config.workdir).expanduser())
     async with AsyncExitStack() as stack:
@@ -116,8 +116,8 @@ async def chat_service(
 
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
-    """Return the system prompt, with the instructions of the shared folder, or else of the current one. A link out of
-    the folder is not followed, because it could send other files to the model."""
+    """Return the system prompt with the instructions from the shared folder or, without one, from the current folder. A
+    symlink that leads out of the folder is not followed, because it could send private files to the model."""
     where = (folder.root if folder is not None else Path.cwd()).resolve()
     for name in AGENTS_FILES:
         file_path = (where / name).resolve()
@@ -133,5 +133,5 @@ def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
 
 
 def spec(config: ChatConfig) -> SlotSpec:
-    """Return the sandbox of a conversation."""
+    """Return the specification of a conversation's sandbox."""
     return SlotSpec(image=config.image, network=Network.ON if config.allow_network else Network.OFF, limits=Limits())

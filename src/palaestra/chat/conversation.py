@@ -1,17 +1,18 @@
-"""`Conversation`: one conversation with a person, on the agent loop of rollouts, with one slot and a stored history.
+"""`Conversation`: a conversation with a person, with one slot and a stored history, run by the agent loop of rollouts.
 
     async for event in conversation.send("What is in this folder?"):
         ...                                       # events.py; the last one is TurnEnded
-    conversation.interrupt()                      # from elsewhere: stops the model or the running tool
+    conversation.interrupt()                      # from another task: stops the model or the running tool
 
 `Conversation.begin` makes a new conversation, `Conversation.open` opens a stored one. Invariants:
 
 - Every message is stored as soon as it exists, every tool call before it begins and after it has ended (`store.py`).
-- A turn of a killed process stays open. Opening the conversation again closes its tool calls: a finished call keeps its
-  result; one that began and did not finish is reported as *outcome unknown*, to the model as a tool result and to the
-  person as a notice, and is never repeated automatically. `resume` continues the turn.
+- A turn stays open if its process is killed. When the conversation is opened again, each tool call of that turn gets a
+  result: a finished call keeps its own; one that began and did not finish is reported as *outcome unknown*, to the
+  model as a tool result and to the person as a notice, and is never repeated automatically. `resume` continues the
+  turn.
 - A message with a known `message_id` gets its stored answer, without a model call.
-- When no turn runs, the history ends with a message of the assistant, and every call in it has a result.
+- When no turn runs, the history ends with an assistant message, and every tool call in the history has a result.
 - With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
 """
 
@@ -81,9 +82,9 @@ UNKNOWN = (
 NOT_BEGUN = "Not run: the program ended before this call began."
 STOPPED = "Interrupted by the user while it ran. It was stopped, and may have run in part."
 NOT_REACHED = "Not run: the user interrupted the turn before this call began."
-NEW_SANDBOX = "The sandbox is a new one: files and processes of the earlier one are gone, unless they were copied out."
+NEW_SANDBOX = "The sandbox is new: the earlier one is gone with its processes and all files that were not copied out."
 COPIED_SANDBOX = (
-    "The sandbox is a copy: it has the files as they are now, also after a fork from an earlier turn, and no processes."
+    "The sandbox is a copy: it has the current files, even after a fork from an earlier turn, but no processes."
 )
 
 _BEYOND = frozenset({"memory", "session_search"})
@@ -100,8 +101,8 @@ _current_call: ContextVar[str] = ContextVar("current_call", default="")
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """Callbacks to the person. `approve` decides on dangerous commands (with None, they run), `answer` answers the
-    questions of `clarify`, and `notice` receives notices at any time, also between turns."""
+    """Callbacks to the person. `approve` decides on dangerous commands (with None, they run), `answer` answers
+    questions of the `clarify` tool, and `notice` receives notices at any time, also between turns."""
 
     approve: Approve | None = None
     answer: Answer | None = None
@@ -109,7 +110,7 @@ class People:
 
 
 class Conversation:
-    """One open conversation. Its methods belong to the event loop of its service; turns run one after the other."""
+    """One open conversation. Call its methods only in the service's event loop. Turns run one at a time."""
 
     def __init__(self, service: ChatService, record: ConversationRecord, people: People, lock: int) -> None:
         self.id = record.id
@@ -117,7 +118,7 @@ class Conversation:
         self.people = people
         self.toolsets: tuple[str, ...] = tuple(record.settings.get("toolsets") or service.settings.toolsets)
         self.prepare = service.settings.prepare
-        """Fills a new slot."""
+        """Called to fill a new slot."""
         self.failure: PalaestraError | None = None
         """The infrastructure failure that ended the latest turn."""
         self._service, self._store, self._lock = service, service.store, lock
@@ -265,7 +266,7 @@ class Conversation:
             return turns[-1].content
 
     async def retry(self) -> AsyncGenerator[Event, None]:
-        """Undo the last turn and send its message again. Raises `ConfigError` without a turn."""
+        """Undo the last turn and send its message again. Raises `ConfigError` if there is no turn."""
         content = await self.undo()
         if content is None:
             raise ConfigError("there is no message to send again")
@@ -274,8 +275,9 @@ class Conversation:
                 yield event
 
     async def fork(self, turn: int | None = None, people: People | None = None) -> Self:
-        """Return a new conversation with the history up to a turn (with None, the whole history) and, if the backend
-        has layers, with a copy of the current files. Raises `ConfigError` for an unknown turn."""
+        """Return a new conversation with the history up to a turn (with None, the whole history). If the slot can be
+        checkpointed, the new conversation gets a copy of the current files. Raises `ConfigError` for an unknown
+        turn."""
         record = self._store.fork(self.id, turn, title=self.record.title)
         other = self._opened(self._service, record, people or self.people)
         if self._slot is not None:
@@ -298,7 +300,7 @@ class Conversation:
         """Replace the history with a summary that the model writes; returns the summary. Raises `EngineError`."""
         async with self._busy:
             if len(self.turns()) < 2:
-                raise ConfigError("the conversation is too short to be compacted")
+                raise ConfigError("the conversation is too short to compact")
             session = await self._server_session()
             request: Message = {"role": "user", "content": _SUMMARIZE}
             completion = await session.child(next(self._branches)).chat_completion(
@@ -323,8 +325,9 @@ class Conversation:
         self._server, self._session = server, None
 
     async def use_model(self, model: str) -> bool:
-        """Use another model of the service's server, also when the conversation is resumed. Returns True if the server
-        lists the model, and False if the server has no list. Raises `ConfigError` if the list lacks the model."""
+        """Switch to another model of the service's server; a resumed conversation keeps that model. Returns True if the
+        server lists the model, and False if the server has no list. Raises `ConfigError` if the list lacks the
+        model."""
         server = self._service.server_for(model)
         listed = await self._service.models()
         if listed and model not in listed:
@@ -335,7 +338,7 @@ class Conversation:
         return bool(listed)
 
     async def use_toolsets(self, toolsets: Sequence[str]) -> None:
-        """Give the model other tools from the next message on. Raises `ConfigError` for an unknown toolset."""
+        """Change the model's toolsets from the next message on. Raises `ConfigError` for an unknown toolset."""
         self._service.registry(toolsets)
         async with self._busy:
             self.toolsets = tuple(toolsets)
@@ -363,7 +366,7 @@ class Conversation:
         return self._slot
 
     async def drop_slot(self) -> None:
-        """End the slot with its processes; the next command gets a new one."""
+        """End the slot and its processes; the next command gets a new slot."""
         async with self._busy:
             await self._end_slot()
 
@@ -375,11 +378,12 @@ class Conversation:
             self._notes.append(NEW_SANDBOX)
 
     async def close(self, *, keep_slot: bool = False) -> None:
-        """Interrupt a running turn, end the slot with its processes, and release the conversation. Idempotent."""
+        """Interrupt a running turn, end the slot and its processes, and release the conversation. With `keep_slot`, the
+        slot and its processes continue. Idempotent."""
         if self._service.conversations.get(self.id) is not self:
             return
         self.interrupt()
-        with suppress(TimeoutError):  # no one reads the events of the turn any more, so it stays open, as after a kill
+        with suppress(TimeoutError):  # a turn whose events nobody reads cannot end; it stays open, as after a kill
             async with asyncio.timeout(_CLOSE_S), self._busy:
                 pass
         del self._service.conversations[self.id]
@@ -466,7 +470,7 @@ class Conversation:
             self._save_ledger(turn, service)
 
     async def _streamed(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Pass on the reply in pieces, and store it before any of its calls begins. This is chat middleware."""
+        """Pass on the reply in pieces, and store it before any of its tool calls begins. This is chat middleware."""
         if call.branch or self._loop is None or self._turn is None or self._session is None:
             return await ask(call)
         if "on_delta" in self._session.features:
@@ -497,7 +501,7 @@ class Conversation:
             self._emit(TextDelta(text=delta.content))
 
     async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        """Store the agent's own calls in the journal of side effects. This is tool middleware."""
+        """Record the agent's own tool calls in the journal of side effects. This is tool middleware."""
         if not call.by_agent or call.conversation or self._turn is None:
             return await then(call)
         effect = self._store.begin_effect(
@@ -527,7 +531,7 @@ class Conversation:
         return outcome
 
     def _on_turn(self, turn: Turn, messages: list[Message]) -> None:
-        """Store the results of a model call's tool calls; those that were refused have no events yet."""
+        """Store the results of the tool calls in one reply, and emit events for refused calls, which have none yet."""
         names = {call["id"]: call["function"] for call in messages[0].get("tool_calls") or ()}
         for message in messages[1:]:
             call_id = message.get("tool_call_id", "")
@@ -584,7 +588,7 @@ class Conversation:
     def _finish(
         self, turn: StoredTurn, outcome: str, problem: str, report: Mapping[str, JSON] | None = None
     ) -> TurnEnded:
-        """End a turn in the store, with a closing message of the assistant if it needs one."""
+        """End a turn in the store. If its last message is not an answer, add a closing assistant message first."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or last.get("tool_calls"):
             said = "".join(self._partial)
@@ -643,7 +647,7 @@ class Conversation:
             await tools.aclose()
 
     async def _lose_failed_slot(self) -> None:
-        """Give up the slot if it failed; the next command gets a new one."""
+        """Release the slot if it failed; the next command gets a new one."""
         if not isinstance(self.failure, SandboxError):
             return
         if self._slot is not None:
@@ -686,7 +690,7 @@ class Conversation:
         return notices
 
     def _answer_calls(self, turn: StoredTurn, messages: list[Message]) -> list[Notice]:
-        """Store and append a result for each of the last calls that has none."""
+        """Store and append a result for each tool call of the last reply that has none."""
         stored = self._store.messages_of(turn)
         asking = next((n for n in range(len(stored) - 1, -1, -1) if stored[n][1].get("role") == "assistant"), None)
         if asking is None:
@@ -709,7 +713,8 @@ class Conversation:
                 shown = preview(effect.name, effect.payload)
                 notices.append(
                     Notice(
-                        text=f"Outcome unknown: {effect.name} {shown} had begun. It is not repeated.", kind="recovery"
+                        text=f"Outcome unknown: {effect.name} {shown} did not finish. It is not repeated.",
+                        kind="recovery",
                     )
                 )
             else:
@@ -760,15 +765,17 @@ class _WatchedSlot:
 
 
 def _locked(folder: Path, conversation: str) -> int:
-    """Return the descriptor of a conversation's lock file, which the kernel releases when the process dies. Raises
-    `ConfigError` if it is open elsewhere."""
+    """Lock a conversation and return the descriptor of its lock file; the kernel releases the lock when the process
+    dies. Raises `ConfigError` if the conversation is open elsewhere."""
     folder.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(folder / conversation, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(f"conversation {conversation} is open already; end it there, or fork it") from None
+        raise ConfigError(
+            f"conversation {conversation} is already open elsewhere; close it there, or fork it"
+        ) from None
     return descriptor
 
 

@@ -1,4 +1,4 @@
-"""The events of a conversation, in the order in which they happen. As JSON each is one object with a `type`.
+"""The events of a conversation, in the order in which they happen. In JSON, each event is an object with a `type`.
 
 `encode_event` gives the line that `palaestra chat -p … --json` prints.
 """
@@ -69,9 +69,10 @@ class Notice(_Event, tag="notice"):
 class TurnEnded(_Event, tag="end"):
     """The end of a turn, always its last event.
 
-    `outcome` is that of a rollout (`natural`, `max_turns`, `length`, `budget`, `api_error`, `infra_error`) or
-    `interrupted`; `error` explains every outcome but `natural`. `text` is the answer, `replayed` whether the message
-    had been answered before. Tokens are those of this turn; `context_tokens` are those of the latest model call.
+    `outcome` is an outcome of rollouts (`natural`, `max_turns`, `length`, `budget`, `api_error`, `infra_error`) or
+    `interrupted`; `error` explains every outcome but `natural`. `text` is the answer. `replayed` means that the message
+    had been answered before and `text` is the stored answer. Tokens are counted for this turn, except `context_tokens`,
+    which are those of the latest model call.
     """
 
     turn: int

@@ -1,11 +1,12 @@
 """Stored conversations as the groups that exporters write: `palaestra export --from sessions`.
 
 Only conversations of users who have consented are read, and secrets in their text are replaced. Invariant: tokens are
-exported only if all their text is stored and has no secret, because tokens cannot be redacted. The text of sub-agents
-is not stored.
+exported only if all their text is stored and contains no secret, because tokens cannot be redacted. The text of
+sub-agents is not stored.
 
-A conversation is a group of one rollout without a reward. With a token-exact server it has one token record for each
-process that it ran in; token formats get one rollout for each record.
+A conversation becomes a group of one rollout without a reward. With a token-exact server, a conversation has one token
+record for each session with the server (each process and each model begins a new one). Token formats get one rollout
+for each token record.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from palaestra.rollouts.records import Group, Trajectory, TurnRecord
 
 NO_CONSENT = "its user has not consented (palaestra chat --consent yes)"
 SECRET = "tokens of a conversation with a secret"  # noqa: S105 - a reason, not a secret
-UNREAD = "tokens of a conversation with sub-agents, whose text is not stored and may have secrets"
+UNREAD = "tokens of a conversation with sub-agents, whose text is not stored and may contain secrets"
 
 
 def session_groups(
     store: ConversationStore, names: Sequence[str], left_out: Counter[str], *, tokens: bool
 ) -> Iterator[Group]:
-    """Yield the groups of the named conversations (none: of all), the oldest first. `left_out` counts the excluded ones
-    by reason; with `tokens`, each token record is a rollout. Raises `ConfigError` for an unknown name."""
+    """Yield the groups of the named conversations (of all if `names` is empty), oldest first. `left_out` counts the
+    excluded conversations and token records by reason; with `tokens`, each token record is a rollout. Raises
+    `ConfigError` for an unknown name."""
     chosen = [store.find(name) for name in names] or store.conversations(limit=-1)[::-1]
     number = 0
     for record in chosen:
@@ -39,7 +41,7 @@ def session_groups(
             continue
         trajectories = _trajectories(store, record, left_out, tokens=tokens)
         if not trajectories:
-            left_out["nothing was said"] += 1
+            left_out["no finished turns"] += 1
             continue
         tools = record.settings.get("tools") or []
         yield Group(

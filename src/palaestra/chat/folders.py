@@ -1,4 +1,4 @@
-"""The folders of one user: conversations and settings."""
+"""The folders in which one user's conversations and chat settings are stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Return the folder of conversations: `$PALAESTRA_STATE`, else `palaestra` in `$XDG_STATE_HOME` or
+    """Return the folder that holds the conversations: `$PALAESTRA_STATE`, else `palaestra` in `$XDG_STATE_HOME` or
     `~/.local/state`."""
     if named := os.environ.get("PALAESTRA_STATE"):
         return Path(named)
@@ -15,5 +15,5 @@ def state_folder() -> Path:
 
 
 def settings_file() -> Path:
-    """Return the settings of chats: `palaestra/chat.yaml` in `$XDG_CONFIG_HOME` or `~/.config`."""
+    """Return the path of the chat settings: `palaestra/chat.yaml` in `$XDG_CONFIG_HOME` or `~/.config`."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "palaestra" / "chat.yaml"

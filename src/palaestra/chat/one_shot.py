@@ -56,8 +56,8 @@ class Which:
 async def answer_once(
     options: ChatOptions, which: Which, text: str, *, piped: str = "", as_json: bool, allow: bool
 ) -> int:
-    """Send a message, to which `piped` is added, print what happens, and return the exit code. `allow` allows dangerous
-    commands."""
+    """Send `text`, followed by `piped`, print the events, and return the exit code. With `allow`, dangerous commands
+    run; otherwise they are refused."""
     write = _json_line if as_json else _Plain().show
 
     async def approve(request: ApprovalRequest) -> ApprovalAnswer:
@@ -161,7 +161,7 @@ class _Plain:
 
 
 def read_stdin(text: str) -> str:
-    """Return the piped text that is added to the message. Raises `ConfigError` if both are empty."""
+    """Return the text from a pipe, which is added to the message `text`. Raises `ConfigError` if both are empty."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip("\n")
     if not text.strip() and not piped.strip():
         raise ConfigError("there is no message: add -p TEXT, or pipe it in")

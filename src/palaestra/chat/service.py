@@ -1,4 +1,4 @@
-"""`ChatService`: model clients, tools, slots, background processes and the store, for all conversations of a process.
+"""`ChatService`: model clients, tools, slots, background processes and the store, for all conversations in a process.
 
     async with ChatService(APIServerConfig(base_url="http://127.0.0.1:8000/v1"), store) as service:
         conversation = Conversation.begin(service, People(approve=ask_person))
@@ -6,12 +6,12 @@
             ...
         await conversation.close()
 
-A terminal has one conversation in it, an editor a few, a gateway hundreds. Each part starts when it is first needed:
-the first message connects to the model server, the first command starts the backend. The service belongs to one event
-loop.
+A terminal has one conversation, an editor a few, a gateway hundreds. Each part of the service starts when it is first
+needed: the first message connects to the model server, the first command starts the backend. Use a service in one event
+loop only.
 
-With a backend whose slots stay (`LocalBackend(service=…)`) and a `checkpoint` file for processes, the next service
-takes over the slots and processes of a killed one.
+With a backend whose slots outlive the process (`LocalBackend(service=…)`) and a `checkpoint` file for background
+processes, the next service takes over the slots and processes of a killed one.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ BuildTools: TypeAlias = Callable[[Sequence[str]], ToolRegistry]
 class ChatSettings:
     """The settings of the conversations of a service.
 
-    `max_turns` limits the model calls for one message, `budget` is for one message, `context_tokens` the size of the
-    model's window (None if it is unknown). `spec` describes the slots, and `prepare` fills a new one. `tools` are added
-    to the tools of every toolset; `provided` replace built-in tools of the same name; `build_tools` replaces
-    `build_tool_registry`. `memory` is the folder of the `memory` tool's notes. `shared` are objects that tools find by
-    their type (`ToolRun.state`).
+    `max_turns` is the maximum number of model calls for one message, `budget` the limit on tokens and cost for one
+    message, and `context_tokens` the size of the model's context window (None if it is unknown). `spec` describes the
+    slots, and `prepare` fills a new one. `tools` are added to the tools of every toolset; `provided` replace built-in
+    tools of the same name; `build_tools` replaces `build_tool_registry`. `memory` is the folder of the `memory` tool's
+    notes. `shared` are objects that tools find by type (`ToolRun.state`).
     """
 
     system_prompt: str | None = SYSTEM_PROMPT
@@ -100,9 +100,9 @@ class OpenConversation(Protocol):
 
 
 class ChatService:
-    """The shared part of conversations. A conversation uses `server` unless it names another one; slots come from
-    `backend` (with None, from this machine) or from `pool`. The file `checkpoint` hands background processes over to
-    the next service. The caller closes `store`. Raises `ConfigError` for unusable settings of a server."""
+    """The parts that conversations share. A conversation uses `server` unless it specifies a different one. Slots come
+    from `backend` (with None, from this machine) or from `pool`. The file `checkpoint` hands background processes over
+    to the next service. The caller closes `store`. Raises `ConfigError` for unusable server settings."""
 
     def __init__(
         self,
@@ -187,8 +187,8 @@ class ChatService:
         return group
 
     async def start(self) -> None:
-        """Start the backend, and take over the slots and processes of an earlier service. Idempotent; otherwise the
-        first command starts it. Raises `IsolationUnavailable` and `SandboxError`."""
+        """Start the backend, and take over the slots and processes of an earlier service. Idempotent. Without this
+        call, the first command starts the backend. Raises `IsolationUnavailable` and `SandboxError`."""
         async with self._starting:
             if self._started:
                 return
@@ -210,7 +210,7 @@ class ChatService:
         return await self.pool.acquire(conversation, spec=self.settings.spec, snapshot=snapshot), False
 
     async def release(self, slot: Slot) -> None:
-        """End a conversation's slot, its processes and their records."""
+        """Kill a conversation's processes, delete their records and release its slot."""
         await self.processes.kill_all(slot.trajectory_id)
         self.processes.forget(slot.trajectory_id)
         with contextlib.suppress(SandboxError):
@@ -222,7 +222,7 @@ class ChatService:
         return self._lasting is not None
 
     def model_name(self, server: Server | Sequence[Server] | None = None) -> str:
-        """Return the name of a server's model, as far as it is known."""
+        """Return the name of a server's model; for several servers, the names separated by commas."""
         server = self.server if server is None else server
         for known, group, _ in self._groups:
             if known == server:
@@ -231,10 +231,10 @@ class ChatService:
         return ", ".join(each.name if isinstance(each, ServerEngine) else each.model_name for each in several)
 
     def server_for(self, model: str) -> Server:
-        """Return the service's server with another model. Raises `ConfigError` if it has several servers or an
-        engine."""
+        """Return the service's server settings with a different model. Raises `ConfigError` if the service has several
+        servers or an engine."""
         if not isinstance(self.server, APIServerConfig):
-            raise ConfigError("the model can be changed only with one configured server")
+            raise ConfigError("the model can be changed only if exactly one model server is configured")
         return self.server.model_copy(update={"model_name": model})
 
     async def models(self) -> list[str]:
@@ -257,7 +257,7 @@ class ChatService:
 
 
 class _Routed(Notifications):
-    """A callback that also passes each report to the service."""
+    """Notifications that are also passed to the service."""
 
     def __init__(self, report: Callable[[ProcessSession, str, str, int | None], None]) -> None:
         super().__init__()

@@ -5,8 +5,8 @@ tool call, a message that a gateway sends) before it begins and after it ends. S
 moment: the next process finds an open turn, knows which calls had begun, and answers no message twice (`message_id`).
 
 The file is in WAL mode with `synchronous=NORMAL`: nothing is lost when the process dies; a power failure may lose the
-last writes. Several processes may use it. Methods block for about ten microseconds and belong to the thread that made
-the store, except `search`.
+last writes. Several processes may use it. A method blocks for about ten microseconds. Call methods only in the thread
+that created the store, except `search`.
 
 `undo`, `fork` and compaction delete nothing: turns only change their state, and the history leaves some of them out.
 """
@@ -33,7 +33,7 @@ from palaestra.tools.builtin.session_search import EXCERPTS, Session, SessionMat
 
 SCHEMA_VERSION = 1
 BUSY_S = 10.0
-"""Seconds that a write waits for another process's write."""
+"""The maximum time, in seconds, that a write waits for another process's write."""
 
 _TABLES = """
 CREATE TABLE conversations (
@@ -125,7 +125,8 @@ class Effect:
 
 
 class ConversationStore:
-    """Opens or creates the file; `path` defaults to `conversations.sqlite` in `state_folder()`. A context manager.
+    """The store in the file `path`, by default `conversations.sqlite` in `state_folder()`. A missing file is created. A
+    store is a context manager.
 
     Raises `ConfigError` for a file that is not a store or that a newer version wrote.
     """
@@ -139,7 +140,7 @@ class ConversationStore:
             self._prepare()
         except (sqlite3.DatabaseError, ConfigError) as error:
             self._db.close()
-            raise ConfigError(f"{self.path} is not a usable file of conversations: {error}") from None
+            raise ConfigError(f"{self.path} cannot be used as a conversation store: {error}") from None
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -147,7 +148,9 @@ class ConversationStore:
         with self._writing():
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
-                raise ConfigError(f"its version is {version}, and this program reads up to {SCHEMA_VERSION}")
+                raise ConfigError(
+                    f"its format version is {version}, but this program reads versions up to {SCHEMA_VERSION}"
+                )
             if not version:
                 for statement in _TABLES.split(";\n"):
                     if statement.strip():
@@ -212,7 +215,9 @@ class ConversationStore:
             found = list(self._conversations("WHERE id = ? OR title = ? ORDER BY updated_at DESC", name, name))[:1]
         found = found or list(self._conversations("WHERE substr(id, 1, length(?1)) = ?1", name))
         if len(found) != 1:
-            problem = f"{len(found)} conversations begin with {name!r}" if found else f"no conversation is {name!r}"
+            problem = (
+                f"{len(found)} conversations begin with {name!r}" if found else f"no conversation matches {name!r}"
+            )
             raise ConfigError(f"{problem}; name one by its id, the beginning of its id, or its title")
         return found[0]
 
@@ -246,7 +251,7 @@ class ConversationStore:
         kind: str = "message",
         messages: Sequence[Message] = (),
     ) -> StoredTurn:
-        """Open the next turn, with its first messages. Raises `ConfigError` if `message_id` has a turn already."""
+        """Open the next turn, with its first messages. Raises `ConfigError` if `message_id` already has a turn."""
         now = time.time()
         with self._writing():
             (last,) = self._db.execute(
@@ -259,7 +264,7 @@ class ConversationStore:
                     (conversation, last + 1, kind, message_id, _json(content), now),
                 ).lastrowid
             except sqlite3.IntegrityError:
-                raise ConfigError(f"message {message_id!r} of {conversation} has a turn already") from None
+                raise ConfigError(f"message {message_id!r} of {conversation} already has a turn") from None
             assert row is not None
             turn = StoredTurn(row, conversation, last + 1, kind, message_id, "open", content, "", "", "")
             for message in messages:
@@ -314,7 +319,7 @@ class ConversationStore:
         return [(row, msgspec.json.decode(body)) for row, body in rows]
 
     def history(self, conversation: str, *, until: int | None = None) -> list[Message]:
-        """Return the messages as the model sees them, the system prompt first; up to the turn `until`."""
+        """Return the messages as the model sees them, the system prompt first, up to and including the turn `until`."""
         record = self.get(conversation)
         messages: list[Message] = []
         if record is not None and record.system is not None:
@@ -325,8 +330,8 @@ class ConversationStore:
         return messages
 
     def said(self, conversation: str) -> list[Message]:
-        """Return all stored messages, also those that `history` leaves out: of undone turns, and before a
-        compaction."""
+        """Return all stored messages, including those that `history` leaves out: messages of undone turns and messages
+        before a compaction."""
         rows = self._db.execute(
             "SELECT m.body FROM messages m JOIN turns t ON t.id = m.turn WHERE t.conversation = ? ORDER BY m.id",
             (conversation,),
@@ -338,7 +343,7 @@ class ConversationStore:
         `ConfigError`."""
         record = self.get(conversation)
         if record is None:
-            raise ConfigError(f"no conversation is {conversation!r}")
+            raise ConfigError(f"there is no conversation {conversation!r}")
         kept = [each for each in self.turns(conversation) if each.state == "done"]
         if turn is not None:
             if turn and turn not in [each.number for each in kept]:
@@ -395,7 +400,8 @@ class ConversationStore:
     # Tokens, approvals, consent
 
     def save_ledger(self, conversation: str, part: int, turns: tuple[int, int], record: bytes) -> None:
-        """Store the token record of the turns `turns` (first, last) in place of the earlier record of that part."""
+        """Store the token record of a part, which covers the turns from the first to the last in `turns`. It replaces
+        the part's earlier record."""
         with self._writing():
             self._db.execute(
                 "INSERT OR REPLACE INTO ledgers VALUES (?, ?, ?, ?, ?)", (conversation, part, *turns, record)
@@ -409,7 +415,7 @@ class ConversationStore:
         ).fetchall()
 
     def allow(self, user: str, dangers: Collection[str]) -> None:
-        """Allow a user's commands of these kinds of danger from now on."""
+        """From now on, allow a user's commands that have only these kinds of danger."""
         with self._writing():
             self._db.executemany("INSERT OR IGNORE INTO allowed VALUES (?, ?)", [(user, each) for each in dangers])
 

@@ -1,8 +1,9 @@
 """`palaestra chat` in a terminal: inline and append-only, in the terminal's own scrollback.
 
-The prompt is shown before anything heavy is imported; meanwhile, settings are read and the service is created. While a
-turn runs there is no prompt: the answer is written as it comes, and Ctrl-C interrupts it. Invariants: text of models
-and commands reaches the terminal without control characters; only a key press by the person counts as approval.
+The prompt is shown before anything heavy is imported; settings are read and the service is created while the person
+types. While a turn runs there is no prompt: the answer is written as it arrives, and Ctrl-C interrupts it. Invariants:
+text from models and commands reaches the terminal without control characters; only a key press by the person counts as
+approval.
 """
 
 from __future__ import annotations
@@ -62,21 +63,21 @@ COMMANDS = {
     "/sandbox": "[diff|write|new]  show the sandbox or its changes, write the changes back, or get a new sandbox",
     "/background": "[ID | write ID TEXT | kill ID]  list, read, write to or end background processes",
     "/cost": "tokens and cost of this conversation",
-    "/compact": "replace the history by a summary",
+    "/compact": "replace the history with a summary",
     "/save": "TITLE  name the conversation",
     "/export": "[FILE]  write the conversation as JSON",
     "/search": "WORDS  find earlier conversations",
-    "/exit": "end (also Ctrl-D)",
+    "/exit": "end the chat (also Ctrl-D)",
 }
 SHOWN_LINES, MOST_DIFF_LINES = 8, 200
-"""The number of lines shown of a command's output, and of a change of the shared folder."""
+"""The maximum numbers of lines shown for a command's output and for a change of the shared folder."""
 
 BOLD, DIM, RED, GREEN, YELLOW, CYAN, PLAIN = (f"\x1b[{code}m" for code in ("1", "2", "31", "32", "33", "36", "0"))
 _PROMPT = "› "
 
 
 def run_terminal(which: Callable[[Mapping[str, str]], Which], own: Mapping[str, str], words: Sequence[str]) -> int:
-    """Talk until the person ends it; returns the exit code. Raises `ConfigError` without a terminal."""
+    """Run the chat until the person ends it; returns the exit code. Raises `ConfigError` without a terminal."""
     if any(word in ("--help-all", "--show-config") for word in words):
         from palaestra.chat.config import read_options
 
@@ -88,7 +89,7 @@ def run_terminal(which: Callable[[Mapping[str, str]], Which], own: Mapping[str, 
 
 
 class ChatTerminal:
-    """One start of the interactive chat."""
+    """One run of the interactive chat."""
 
     def __init__(
         self, which: Callable[[Mapping[str, str]], Which], own: Mapping[str, str], words: Sequence[str]
@@ -110,7 +111,7 @@ class ChatTerminal:
         self._talk: Conversation | None = None
 
     async def run(self) -> int:
-        """Read and answer until the end."""
+        """Read and handle messages and commands until the chat ends; returns the exit code."""
         self._session = self._prompt_session()
         async with self._stack:
             self._ready = asyncio.create_task(self._load())
@@ -144,7 +145,7 @@ class ChatTerminal:
         loop = asyncio.get_running_loop()
         self._options = await loop.run_in_executor(None, _read_options, self._words)
         if self._options.show:
-            raise ConfigError("--help-all and --show-config stand alone")
+            raise ConfigError("--help-all and --show-config must be used alone")
         from palaestra.chat.config import chat_service, open_store
 
         self._store = self._stack.enter_context(open_store(self._options.config))
@@ -273,11 +274,11 @@ class ChatTerminal:
 
     async def _do(self, name: str, rest: str) -> None:
         if rest and COMMANDS[name][0] not in "[T" and not COMMANDS[name].startswith("WORDS"):
-            raise ConfigError(f"{name} takes nothing after it, and there is {rest!r}; nothing was done")
+            raise ConfigError(f"{name} takes no argument, but got {rest!r}; nothing was done")
         await getattr(self, f"_do_{name[1:]}")(rest)
 
     async def _show_turn(self, events: AsyncGenerator[Event, None]) -> None:
-        """Show a turn as it happens, then offer the changes of the shared folder."""
+        """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""
         from palaestra.chat.events import Notice
 
         loop = asyncio.get_running_loop()
@@ -326,7 +327,7 @@ class ChatTerminal:
         self._report_left(left)
 
     def _report_left(self, changes: Sequence[FolderChange]) -> None:
-        """Report the files that are not written back, each once."""
+        """Report each file that is not written back, but only once for each reason."""
         for change in changes:
             if (change.path, change.problem) not in self._left_out:
                 self._left_out.add((change.path, change.problem))
@@ -374,8 +375,8 @@ class ChatTerminal:
         return line or None
 
     async def _line(self, prompt: str) -> str:
-        """Read one line from the person; empty after Ctrl-D and after Ctrl-C, which also stops the turn that asks.
-        Input typed before the question is discarded."""
+        """Read one line from the person. Input typed before the question is discarded. Ctrl-C and Ctrl-D give an empty
+        line; Ctrl-C also stops a running turn."""
         async with self._asking:
             self._screen.end_line()
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
@@ -443,8 +444,10 @@ class ChatTerminal:
         talk = self._conversation
         if rest != "processes":
             running = sum(session.running for session in self._service.processes.sessions(talk.id))
-            more = f"; {running} background processes run, and /stop processes ends them" if running else ""
-            raise ConfigError(f"/stop {rest}: use /stop or /stop processes" if rest else f"no turn runs{more}")
+            more = f"; background processes running: {running}; /stop processes ends them" if running else ""
+            raise ConfigError(
+                f"unknown command /stop {rest}; use /stop or /stop processes" if rest else f"no turn is running{more}"
+            )
         ended = await self._service.processes.kill_all(talk.id)
         self._screen.line(f"ended {ended} background process{'' if ended == 1 else 'es'}")
 
@@ -479,9 +482,13 @@ class ChatTerminal:
                 return
             for change in changes:
                 self._screen.diff(change.diff())
-            self._screen.line(f"{len(changes)} files differ from {self._folder.root if self._folder else 'no folder'}")
+            self._screen.line(
+                f"{len(changes)} files differ from {self._folder.root if self._folder else 'the folder (none is set)'}"
+            )
         elif rest:
-            raise ConfigError(f"/sandbox {rest}: use /sandbox, /sandbox diff, /sandbox write or /sandbox new")
+            raise ConfigError(
+                f"unknown command /sandbox {rest}; use /sandbox, /sandbox diff, /sandbox write or /sandbox new"
+            )
         elif talk.open_slot is None:
             self._screen.line("no sandbox yet: the first command creates one")
         else:
@@ -504,7 +511,7 @@ class ChatTerminal:
             name, _, text = more.partition(" ")
             reply = await processes.submit_stdin(name, text, task_id=task)
         elif more:
-            raise ConfigError(f"/background {rest}: use /background ID, write ID TEXT or kill ID")
+            raise ConfigError(f"unknown command /background {rest}; use /background ID, write ID TEXT or kill ID")
         else:
             reply = await processes.read_log(action, task_id=task)
         self._screen.line(_clean(str(reply.get("output") or reply.get("error") or reply.get("status"))))
@@ -548,7 +555,7 @@ class ChatTerminal:
 
 
 class Screen:
-    """Writes events to the terminal, always at the end. Streamed text is styled as it arrives."""
+    """Writes events to the terminal, only by appending. Streamed text is styled as it arrives."""
 
     def __init__(self, raw: TextIO) -> None:
         self._raw = raw
@@ -668,7 +675,7 @@ class Screen:
 
 
 class MarkdownStream:
-    """Styles Markdown as it arrives, letter by letter: headings, bold, code, fences, and diffs in fences. Text
+    """Styles Markdown as it arrives, character by character: headings, bold, code, fences, and diffs in fences. Text
     that is already on the screen is never changed."""
 
     def __init__(self) -> None:
@@ -682,7 +689,7 @@ class MarkdownStream:
         return "".join(map(self._letter, text))
 
     def end(self) -> str:
-        """Return the text that was held back, and the end of all styles."""
+        """Return the text that was held back, followed by the escape sequence that ends all styles."""
         held, self._held = self._held, ""
         self._line, self._fence, self._bold, self._code = "", "", False, False
         return f"{held}{PLAIN}"
@@ -735,7 +742,7 @@ class MarkdownStream:
 
 
 class _Words(Completer):
-    """Completes commands at the start, and files after @."""
+    """Completes commands at the start of the input, and paths after @."""
 
     def __init__(self, talk: Callable[[], Conversation | None]) -> None:
         self._talk = talk
@@ -765,7 +772,7 @@ def pasted(text: str) -> str:
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """While a turn runs, do not echo typed input into the answer; the next prompt gets it."""
+    """Keep input that is typed while a turn runs out of the answer; the next prompt gets the input."""
     if not sys.stdin.isatty():
         yield
         return

@@ -1,9 +1,10 @@
-"""A folder of this machine as the workspace of a sandbox: copied in, and its changes copied back if the person agrees.
+"""Shares a folder of this machine with a sandbox: the folder is copied into the sandbox as its workspace, and the
+agent's changes are copied back if the person agrees.
 
 The agent works on a copy, on every backend, so nothing it does reaches the folder before `apply`. Invariants: a file
 that has changed on this machine since it was copied is never overwritten; nothing is written outside the folder, not
-even through symlinks; a file is replaced whole; files that make git run commands are not written (`makes_git_run`); at
-most `MAX_FILES` files with `MAX_BYTES` are written back.
+even through symlinks; files are replaced atomically; files that make git run commands are not written
+(`makes_git_run`); at most `MAX_FILES` files with `MAX_BYTES` bytes in total are written back.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
-"""The limits of a folder that is copied, and of all changes in the sandbox together."""
+"""The limits of a folder that is copied, and of the sum of all changes in the sandbox."""
 
 CHANGED_HERE = "it changed on this machine in the meantime"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
@@ -43,8 +44,8 @@ _LIST = r"find . -type f ! -path './.palaestra-*' -printf '%P\t%s\t%T@\0'"
 
 @dataclass(frozen=True, slots=True)
 class FolderChange:
-    """One file that differs in the sandbox. `kind` is new, changed or deleted; `before` is the file on this machine,
-    `after` that of the sandbox. `problem` is the reason why the file is not written back, or empty."""
+    """One file that differs in the sandbox. `kind` is new, changed or deleted; `before` is the file's content on this
+    machine, `after` its content in the sandbox. `problem` is the reason why the file is not written back, or empty."""
 
     path: str
     kind: str
@@ -66,8 +67,8 @@ class FolderChange:
 
 @dataclass(slots=True)
 class WorkFolder:
-    """The folder `root`. Raises `ConfigError` if it is not a folder; copying it raises `ConfigError` if it is too
-    large."""
+    """The shared folder `root`. Raises `ConfigError` if `root` is not a folder; `fill` raises `ConfigError` if it is
+    too large."""
 
     root: Path
     _copied: dict[str, str] = field(default_factory=dict)
@@ -125,18 +126,20 @@ class WorkFolder:
 
     def _too_much(self, what: str) -> SandboxError:
         return SandboxError(
-            f"the agent changed {what} of {self.root}; at most {MAX_FILES} files with {MAX_BYTES >> 20} MB are written "
-            "back, and nothing was written. Have the agent delete what you do not need, or put it into an archive"
+            f"the agent changed {what} of {self.root}; at most {MAX_FILES} files with {MAX_BYTES >> 20} MB can be "
+            "written back, so nothing was. Have the agent delete files that you do not need, or pack them in an archive"
         )
 
     def apply(self, changes: Sequence[FolderChange]) -> list[FolderChange]:
-        """Write changes to the folder; returns the skipped ones, each with its `problem`. A file that was changed here
-        since `changes` read it is skipped, too, because a person may take long to decide."""
+        """Write changes to the folder; returns the skipped ones, each with its `problem`. A file that changed on this
+        machine after `changes` read it is also skipped, because the person may take a long time to decide."""
         left = []
         for change in changes:
             target, problem = self.root / change.path, change.problem
             if not problem and not self._inside(target):
-                problem = "its folder is a link out of the folder, or it is a folder here"
+                problem = (
+                    "its folder leads out of the shared folder through a symlink, or it is a folder on this machine"
+                )
             elif not problem and self._read(change.path) != change.before:
                 problem = CHANGED_HERE
             if not problem:
@@ -191,8 +194,8 @@ class WorkFolder:
                 total += len(data)
                 if total > MAX_BYTES or len(copied) >= MAX_FILES:
                     raise ConfigError(
-                        f"{self.root} is too large to be copied: {MAX_FILES} files with {MAX_BYTES >> 20} MB at most. "
-                        "Name a smaller folder with --workdir"
+                        f"{self.root} is too large: at most {MAX_FILES} files with {MAX_BYTES >> 20} MB in total can "
+                        "be copied. Name a smaller folder with --workdir"
                     )
                 info.size, info.type = len(data), tarfile.REGTYPE
                 tar.addfile(info, io.BytesIO(data))
@@ -209,7 +212,7 @@ class WorkFolder:
                     yield here / name
 
     async def _list(self, slot: Slot) -> dict[str, tuple[str, str]]:
-        """Return size and time of every file of the workspace."""
+        """Return the size and the modification time of every file in the workspace."""
         done = await slot.execute(_LIST, cwd=WORKSPACE, timeout_s=120, max_output_bytes=_LIST_BYTES, spill=False)
         if not done.success or done.metadata.get("truncated"):
             raise SandboxError(f"the files of the sandbox could not be listed: {done.output.strip()[-300:]}")
@@ -252,7 +255,7 @@ def makes_git_run(path: str, repositories: Collection[str] = ()) -> bool:
 
 
 def bare_repositories(paths: Collection[str]) -> set[str]:
-    """Return the folders among these files that git takes for a repository though they are not named `.git`."""
+    """Return the folders of these files that git would treat as repositories although they are not named `.git`."""
     heads = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] == "HEAD"}
     inner = {folder for path in paths for folder in PurePosixPath(path).parents}
     return {

@@ -1,1 +1,1 @@
-"""The `palaestra` command: one file per subcommand, loaded when it is used."""
+"""The `palaestra` command: one module per subcommand, imported when the subcommand is used."""

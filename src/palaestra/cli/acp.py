@@ -12,13 +12,13 @@ _HELP = """Serve agents to an editor over the Agent Client Protocol, on stdin an
   palaestra acp --base-url http://localhost:8000/v1 --model NAME
   palaestra acp --write yes --toolsets terminal file
 
-An editor starts this command. For Zed, in settings.json:
+The editor starts this command. For Zed, add to settings.json:
 
 \b
   "agent_servers": {"Palaestra": {"command": "palaestra", "args": ["acp", "--base-url", "…", "--model", "…"]}}
 
-The agent works on a copy of the editor's folder; after each turn the editor asks before changes are written back
-(--write ask|yes|no). Settings and sessions are those of palaestra chat: see palaestra chat --help."""
+The agent works on a copy of the editor's folder. After each turn, the editor asks you before the changes are written
+back (--write ask|yes|no). The settings and sessions are the same as in palaestra chat: see palaestra chat --help."""
 
 
 @click.command("acp", context_settings=FLAGS_OF_CHAT, help=_HELP)
@@ -30,7 +30,7 @@ def command(words: tuple[str, ...]) -> None:
 
     own, rest = own_flags(words)
     if own:
-        raise ConfigError(f"palaestra acp has no {next(iter(own))}: the editor chooses the session")
+        raise ConfigError(f"palaestra acp does not accept {next(iter(own))}: the editor chooses the session")
     options = options_or_answer(rest, "palaestra acp")
     if options is None:
         return

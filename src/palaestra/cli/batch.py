@@ -36,7 +36,7 @@ SETTINGS = {
     "--providers-order": "--env.providers_order",
     "--provider-sort": "--env.provider_sort",
 }
-"""The flags of `palaestra batch`, and the settings that they set. A flag may be written with `_` for `-`."""
+"""The flags of `palaestra batch`, and the settings that they set. A flag may be written with `_` instead of `-`."""
 
 WITHOUT_EFFECT = ("--verbose", "--log-prefix-chars")
 """Flags of existing scripts that configure a log which this command does not print."""
@@ -46,17 +46,17 @@ _HELP = """Run an agent over a file of prompts, and write the conversations.
 \b
   palaestra batch prompts.jsonl --base-url http://localhost:8000/v1 --model NAME
   palaestra batch prompts.jsonl --distribution terminal_only --run-name first --num-workers 200
-  palaestra batch --resume --run-name first             # continue; finished rows are not asked again
+  palaestra batch --resume --run-name first             # continue; finished rows are not run again
   palaestra batch --list-distributions
   head -5 prompts.jsonl | palaestra batch - --policy noop
 
-FILE is JSONL, JSON, CSV or Parquet, a folder of them, a data set of the hub, or - for JSONL on stdin. A row has
-`prompt` (a text or messages), and may have `image` and `cwd`.
+FILE is a JSONL, JSON, CSV or Parquet file, a folder of such files, a data set on the hub, or - for JSONL on stdin. A
+row has a `prompt` (text or messages), and may have an `image` and a `cwd`.
 
 \b
-  --run-name NAME        the folder is data/NAME; otherwise below runs/
-  --distribution NAME    the tools: a draw of toolsets per row     --toolsets T …   or these
-  --require WHAT …       discard samples without reasoning, natural (end), known_tools, tool_calls
+  --run-name NAME        write to data/NAME instead of a folder below runs/
+  --distribution NAME    draw the toolsets of each row at random   --toolsets T …   or use these
+  --require WHAT …       discard samples without WHAT: reasoning, natural (end), known_tools, tool_calls
   --num-workers N        rows in progress at a time [64]           --max-samples N  rows, at most
   --max-turns N          model calls per row [10]                  --max-tokens N   tokens per reply
   --batch-size N         rows in one file batch_N.jsonl [100]      --group N        samples per row
@@ -69,7 +69,7 @@ statistics.json and the journal, from which `palaestra export` makes every other
 
 
 class BatchCommand(SettingsCommand):
-    """A click command whose own flags are those of a batch."""
+    """A click command that also completes the flags of `palaestra batch`."""
 
     own_flags: ClassVar[Mapping[str, str]] = {**SETTINGS, "--run-name": "", "--list-distributions": ""}
 
@@ -117,7 +117,7 @@ def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
         if flag == "--run-name":
             name = value or (waiting.pop(0) if follows else "")
             if not name or Path(name).name != name:
-                raise ConfigError("--run-name takes a name for the folder in data/, without a slash")
+                raise ConfigError("--run-name needs the name of a folder in data/, without a slash")
         elif flag == "--resume" and not value and (not follows or name):
             resumes = True
         elif flag in WITHOUT_EFFECT:
@@ -126,13 +126,13 @@ def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
         else:
             rest.append(word)
     if resumes and not name:
-        raise ConfigError("say which batch to continue: --resume --run-name NAME, or --resume RUN")
+        raise ConfigError("specify the batch to continue: --resume --run-name NAME, or --resume RUN")
     return name, resumes, rest
 
 
 def _settings(words: Sequence[str], stdin: Path) -> Iterator[str]:
-    """Yield the words, with settings in place of the batch's flags, and a setting for the file first. Rows from stdin
-    are stored in the folder `stdin`."""
+    """Yield the words with the batch's flags replaced by settings, after a setting for the file. Rows from stdin are
+    stored in the folder `stdin`."""
     files = list(itertools.takewhile(lambda word: word == "-" or not word.startswith("-"), words))
     if len(files) > 1:
         raise ConfigError(

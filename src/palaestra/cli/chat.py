@@ -23,23 +23,23 @@ _HELP = """Talk to an agent that works in a sandbox.
   palaestra chat -p "List the files" --workdir . --json   # events as JSON lines
 
 \b
-  -p TEXT              send one message, print the answer; stdin is added to it
+  -p TEXT              send one message and print the answer; stdin is added to the message
   --json               with -p: every event as a line of JSON        --yes  with -p: allow dangerous commands
-  -c, --resume NAME    continue the last one, or the one with that id, beginning of an id, or title
-  --fork NAME[:TURN]   a new conversation that begins as that one, up to the turn
-  --name TITLE         its title       --list   all conversations    --search WORDS  those that contain them
+  -c, --resume NAME    continue the last conversation, or the one with this id (or its beginning) or title
+  --fork NAME[:TURN]   start a new conversation as a copy of NAME, up to TURN
+  --name TITLE         set the title   --list   list conversations   --search WORDS  list those with these words
   --consent yes|no     whether palaestra export --from sessions may use your conversations [no]
-  --message-id ID      with -p: a message with a known id gets its stored answer
+  --message-id ID      with -p: if a message with this id was answered before, print the stored answer
 
 \b
   --workdir DIR        the sandbox works on a copy of DIR            --write ask|yes|no  write changes back
-  --toolsets T …       the agent's tools (palaestra tools)           --mcp FILE  MCP servers, as mcpServers
+  --toolsets T …       the agent's tools (palaestra tools)           --mcp FILE  MCP servers, in the mcpServers format
   --backend NAME       where the sandbox is: local, docker, ssh, …   --image IMAGE
   --no-network         no network in the sandbox                     --system TEXT  the system prompt
 
 In the terminal: /help lists the commands, Ctrl-C stops the model or the command, Ctrl-D ends. @file adds a file or an
-image. Dangerous commands are asked about. AGENTS.md is read. Settings are also read from ~/.config/palaestra/chat.yaml,
-and all of `palaestra run` that concern servers, tools and slots work here (--help-all).
+image. You are asked before a dangerous command runs. The agent reads AGENTS.md. Settings are also read from
+~/.config/palaestra/chat.yaml, and the settings of `palaestra run` for servers, tools and slots work too (--help-all).
 Exit codes with -p: 0 answered, 1 failed, 2 usage, 4 model server, 5 isolation, 130 interrupted."""
 
 _SETTINGS = {
@@ -60,7 +60,7 @@ FLAGS_OF_CHAT = {
     "allow_interspersed_args": False,
     "help_option_names": ["-h", "--help"],
 }
-"""The click settings of a command that takes the flags of a chat."""
+"""The click settings of the commands that accept the flags of a chat."""
 
 
 @click.command("chat", context_settings=FLAGS_OF_CHAT, help=_HELP)
@@ -82,7 +82,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
         return
     if "--consent" in own:
         if own["--consent"] not in ("yes", "no"):
-            raise ConfigError("--consent is yes or no")
+            raise ConfigError("--consent must be yes or no")
         with open_store(options.config) as store:
             store.set_consent("", own["--consent"] == "yes")
         return
@@ -95,7 +95,7 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
 
 def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:
-    """Return the settings of a chat. If the words request help or the values, print these and return None."""
+    """Return the settings of a chat. If the words request help or the current values, print them and return None."""
     from palaestra.chat.config import read_options
 
     options = read_options(words, program)
@@ -108,7 +108,8 @@ def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:
 
 
 def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split the words into the chat's flags with their values, and the words of settings. Raises `ConfigError`."""
+    """Split the words into the chat's own flags with their values, and the words that are settings. Raises
+    `ConfigError`."""
     own: dict[str, str] = {}
     rest: list[str] = []
     waiting = list(words)
@@ -129,17 +130,17 @@ def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             f"unexpected word {rest[0]!r}: send a message with -p {rest[0]!r}, or type it in the terminal"
         )
     if sum(name in own for name in ("-c", "--resume", "--fork")) > 1:
-        raise ConfigError("-c, --resume and --fork exclude each other")
+        raise ConfigError("use only one of -c, --resume and --fork")
     return own, rest
 
 
 def which(own: Mapping[str, str]) -> Which:
-    """Return which conversation the flags select."""
+    """Return the conversation that the flags select."""
     from palaestra.chat.one_shot import Which
 
     fork, colon, turn = own.get("--fork", "").partition(":")
     if colon and not turn.isdigit():
-        raise ConfigError(f"--fork {own['--fork']}: the turn after : is a number")
+        raise ConfigError(f"--fork {own['--fork']}: the turn after the colon must be a number")
     return Which(
         resume="last" if "-c" in own else own.get("--resume"),
         fork=fork or None,

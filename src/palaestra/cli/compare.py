@@ -1,4 +1,4 @@
-"""`palaestra compare RUN OTHER…`: runs of the same tasks next to each other."""
+"""`palaestra compare RUN OTHER…`: compare the rewards of runs of the same tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_SETTINGS = 15
 @click.command(
     "compare",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Report which of several runs of the same tasks did better, and how sure that is.
+    help="""Report which of several runs of the same tasks did better, and how certain that is.
 
     \b
       palaestra compare last last:2
@@ -30,14 +30,16 @@ _SHOWN_SETTINGS = 15
 
     RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
     difference is RUN minus OTHER, with the 95 % interval of its mean over the tasks. No winner is named if the interval
-    contains 0, or if the runs do not cover the same tasks and the same share of their rollouts. Rollouts that
-    infrastructure failures ended are left out; if there are any, a second line counts them as 0. The models and the
-    settings that differ are listed first.
+    contains 0, if the runs do not have the same tasks, or if different shares of their rollouts are scored. Rollouts
+    that infrastructure failures ended are left out; if there are any, a second line counts them as 0. The models and
+    the settings that differ are listed first.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
 @click.argument("others", metavar="OTHER...", nargs=-1, required=True, shell_complete=complete_runs)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON with every task; further runs are in `others`.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON with every task; further comparisons are in `others`."
+)
 def command(run: str, others: tuple[str, ...], as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.rollouts.observe.compare_runs import compare, differing_settings
@@ -105,7 +107,7 @@ def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComp
     for pair in sorted(changed[:_SHOWN], key=lambda pair: pair.difference):
         click.echo(f"{pair.difference:+8.3f}  {pair.first:.3f} against {pair.other:.3f}  {pair.task}")
     if len(changed) > _SHOWN:
-        click.echo(f"          the {_SHOWN} tasks that differ most are shown, of {len(changed)}")
+        click.echo(f"          only the {_SHOWN} tasks that differ most are shown; {len(changed)} differ")
     counts = f"{plural(len(found.pairs), 'task')}: better on {found.better}, worse on {found.worse}"
     click.echo(f"{found.difference:+.3f}{found.interval} over {counts}")
     if whole.pairs != found.pairs:
@@ -118,9 +120,9 @@ def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComp
     if found.asked_otherwise:
         click.echo(
             f"{len(found.asked_otherwise)} of these tasks (the first is {found.asked_otherwise[0]}) have "
-            f"another prompt in {other.name}: the prompt changed, or the same id names another task there",
+            f"a different prompt in {other.name}: the prompt changed, or the id belongs to a different task there",
             err=True,
         )
     for where, tasks in ((run, found.only_first), (other, found.only_other)):
         if tasks:
-            click.echo(f"only in {where.name}: rewards of {plural(len(tasks), 'task')}", err=True)
+            click.echo(f"{plural(len(tasks), 'task')} with a reward only in {where.name}", err=True)

@@ -1,7 +1,7 @@
-"""`palaestra completion SHELL`, and what the commands offer to complete: environments, settings, runs, formats.
+"""`palaestra completion SHELL`: shell completion of environments, settings, runs and formats.
 
-The shell scripts call the program, so they know the environments and runs of the current folder. For an unreadable file
-or an unknown environment, the program offers no completion and reports no error.
+The shell scripts call the program, so completion knows the environments and runs of the current folder. For an
+unreadable file or an unknown environment, the program offers no completion and reports no error.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _PATH = CompletionItem("", type="file")
 @click.command(
     "completion",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Print the completion script of a shell.
+    help="""Print the completion script for a shell.
 
     \b
       eval "$(palaestra completion bash)"       # in ~/.bashrc
       eval "$(palaestra completion zsh)"        # in ~/.zshrc, after compinit
       palaestra completion fish > ~/.config/fish/completions/palaestra.fish
 
-    It completes commands and their flags, the names of environments, the settings of an environment (--env.*) and
-    their values, runs, and export formats.
+    The script completes commands and their flags, the names of environments, the settings of an environment (--env.*)
+    and their values, runs, and export formats.
     """,
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
@@ -44,12 +44,12 @@ def command(shell: str) -> None:
     from palaestra.cli.main import cli
 
     kind = get_completion_class(shell)
-    assert kind is not None  # click sets all three
+    assert kind is not None  # click has a class for each of the three shells
     click.echo(kind(cli, {}, "palaestra", "_PALAESTRA_COMPLETE").source())
 
 
 def complete_environments(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete environments by name, and files."""
+    """Complete the names of environments, and files."""
     from palaestra.envs.discovery import known_environments
 
     named = ((each.name, each.summary) for each in known_environments(Path.cwd()).values())
@@ -58,7 +58,7 @@ def complete_environments(context: click.Context, parameter: click.Parameter, in
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete runs by id, the latest first, and folders."""
+    """Complete the ids of runs, the latest first, and folders."""
     from palaestra.rollouts.journal.reader import LAST, list_runs
 
     runs = [(folder.name, folder.parent.name) for folder in list_runs()]
@@ -199,7 +199,8 @@ def _line(form: Form) -> CommandLine[BaseEnvConfig, APIServerConfig]:
 
 
 def _form(context: click.Context) -> Form | None:
-    """Return the environment on the command line, or that of the run to resume; None if none can be loaded."""
+    """Return the environment that the command line names, or the environment of the run to resume; None if it cannot be
+    loaded."""
     from palaestra.core.errors import PalaestraError
     from palaestra.envs.config.layers import exported, read_dotenv
     from palaestra.envs.discovery import load_environment

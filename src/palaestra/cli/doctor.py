@@ -1,4 +1,4 @@
-"""`palaestra doctor`: what works on this machine, on a backend of slots or on a model server, and how to fix the rest.
+"""`palaestra doctor`: what works on this machine, on a slot backend or on a model server, and how to fix the rest.
 
 Isolation levels are tested by making a throw-away slot at each (`sandbox.isolation`), backends by using a few of their
 slots (`sandbox.backend_check`). For a model server, doctor contacts only the given address (`inference.doctor`). Exit
@@ -50,18 +50,18 @@ _EXAMPLES = {
       palaestra doctor
       palaestra doctor --json | jq '.ladder[] | select(.available)'
       palaestra doctor http://localhost:8000/v1 --model NAME
-      palaestra doctor path/to/model                       # a folder, sampled in this process
+      palaestra doctor path/to/model                       # a model folder, loaded here
       palaestra doctor --backend all                       # where slots can run
       palaestra doctor --backend all --set docker_image=python:3.11 --set ssh_hosts=me@big-machine --json
 
     This machine: doctor tests each isolation level in a throw-away slot. The levels are full (all namespaces and
     control groups; root in a slot is an unprivileged uid outside), userns (needs neither root nor control groups),
-    confined (for ordinary containers) and none (commands run as you; used only if you name it).
+    confined (for ordinary containers) and none (commands run as your user; used only if you choose it).
 
     Backends: doctor uses a few slots of each. The table shows whether the platform can be reached, the credentials,
     the isolation level, the number of slots (- means as many as memory allows), the kinds of images, whether a running
     slot can be forked, and median times. For a backend that does not work, doctor prints the reason and the fix.
-    Settings come from the environment, .env and --set FIELD=VALUE.
+    Settings come from environment variables, .env and --set FIELD=VALUE.
 
     A model server: doctor checks whether the server can be reached, accepts and returns token ids with
     log-probabilities, has a chat template that shows tools and keeps history, returns the token that ends a turn, and
@@ -85,7 +85,7 @@ _EXAMPLES = {
 )
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="Check this backend, or `all`. Repeatable.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set a field of the backends. Repeatable."
+    "--set", "settings", multiple=True, metavar="FIELD=VALUE", help="Set a setting of the backends. Repeatable."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -150,7 +150,7 @@ def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool)
         path, equals, value = word.partition("=")
         name, _, key = path.partition(".")
         if not equals or name not in fields:
-            what = f"unknown setting {name!r}" if equals else "it has no value"
+            what = f"unknown setting {name!r}" if equals else "the value is missing"
             raise ConfigError(f"--set {word}: {what}; write --set FIELD=VALUE")
         read = read_words(fields[name].annotation, [f"{key}={value}" if key else value])
         if key and not isinstance(read, dict):

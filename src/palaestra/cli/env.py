@@ -69,7 +69,7 @@ def list_environments(as_json: bool) -> None:
       palaestra env list
       palaestra env list --json
 
-    The list has the files NAME_env.py of the nearest folder `environments`, and the environments of installed packages.
+    The list has the files NAME_env.py in the nearest folder `environments`, and the environments of installed packages.
     """
     from palaestra.envs.discovery import known_environments
 
@@ -86,11 +86,11 @@ def list_environments(as_json: bool) -> None:
 
 
 @command.command("new", context_settings=_CONTEXT)
-@click.option("--class", "as_class", is_flag=True, help="Write the class form instead of a function.")
+@click.option("--class", "as_class", is_flag=True, help="Write a class instead of a function.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("name")
 def new(as_class: bool, as_json: bool, name: str) -> None:
-    """Write a new environment NAME_env.py, one file that runs as it is.
+    """Write a new environment, NAME_env.py, in a single file that you can run immediately.
 
     \b
       palaestra env new my_words
@@ -108,7 +108,7 @@ def new(as_class: bool, as_json: bool, name: str) -> None:
 
 @command.command("show", context_settings=_CONTEXT)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--example-config", is_flag=True, help="Print its example configuration file, for --config.")
+@click.option("--example-config", is_flag=True, help="Print the example configuration file, for --config.")
 @click.argument("environment", metavar="ENV", shell_complete=complete_environments)
 def show(as_json: bool, example_config: bool, environment: str) -> None:
     """Show an environment and its own settings.
@@ -152,7 +152,7 @@ def _example_config(name: str) -> str:
     known = known_environments(Path.cwd()).get(name)
     path = known.example_config if known is not None else None
     if path is None:
-        raise ConfigError(f"{name} has no example configuration: no {name}.yaml lies next to its file")
+        raise ConfigError(f"{name} has no example configuration: there is no {name}.yaml next to its file")
     return path.read_text(encoding="utf-8")
 
 
@@ -192,7 +192,7 @@ def _about(reference: str) -> dict[str, JSON]:
 
 
 @command.command("port", context_settings=_CONTEXT)
-@click.option("--write", is_flag=True, help="Change the file itself.")
+@click.option("--write", is_flag=True, help="Rewrite the file in place.")
 @click.option("--json", "as_json", is_flag=True, help="Print the changes as JSON instead of the new text.")
 @click.option(
     "--run", "trial", is_flag=True, help="Also run one rollout with the oracle, or with noop if there is no solution."
@@ -225,7 +225,7 @@ def port(context: click.Context, write: bool, as_json: bool, trial: bool, file: 
     elif not write:
         click.echo(ported.text, nl=False)
     count, names = len(ported.names), ", ".join(ported.names)
-    came = f"{count} name{'s come' if count > 1 else ' comes'} from palaestra now: {names}"
+    came = f"{count} name{'s are' if count > 1 else ' is'} now imported from palaestra: {names}"
     click.echo(f"{file}: {came if names else 'no import was rewritten'}", err=True)
     for left in ported.left:
         click.echo(f"{file}:{left.line}: {left.what}: {left.advice}", err=True)
@@ -234,11 +234,11 @@ def port(context: click.Context, write: bool, as_json: bool, trial: bool, file: 
 
 
 def _starts(file: Path, text: str) -> bool:
-    """Run one rollout of a ported script in a folder of its own, and report how it ended."""
+    """Run one rollout of a ported script in a temporary folder, and report how it ended. Returns whether it worked."""
     import subprocess
     import tempfile
 
-    beside = file.absolute().with_name(f".{file.stem}_trial.py")  # so that it can import its neighbours
+    beside = file.absolute().with_name(f".{file.stem}_trial.py")  # the script may import its neighbours
     with tempfile.TemporaryDirectory(prefix="palaestra-port-") as folder:
         try:
             beside.write_text(text, encoding="utf-8")
@@ -313,14 +313,14 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
         click.echo(f"{len(proof.lines)} policies, {len(failed)} failed: {listed}")
     else:
         oracle = "the reference solution scores 1; " if proof.proven else ""
-        click.echo(f"ok: {oracle}doing nothing and {plural(cheats, 'way')} of reward hacking score nothing")
+        click.echo(f"ok: {oracle}doing nothing and {plural(cheats, 'way')} of reward hacking score 0")
     for kind, state in proof.classes.items():
         if state != "closed" or everything:
             click.echo(printable(f"  {state:7} {kind}"))
     for warning in proof.warnings:
         click.echo(printable(f"warning: {warning}"))
     if proof.skipped:
-        click.echo(f"not played: {plural(proof.skipped, 'way')} of reward hacking: fix the score first")
+        click.echo(f"not played: {plural(proof.skipped, 'way')} of reward hacking; fix the score first")
     if not proof.proven:
         click.echo("unproven: the tasks have no reference solution to play")
 

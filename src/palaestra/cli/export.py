@@ -1,4 +1,4 @@
-"""`palaestra export RUN --to FORMAT`: write a run's rollouts in the form that another program reads."""
+"""`palaestra export RUN --to FORMAT`: write a run's rollouts in a format that another program reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Help(click.Command):
     "export",
     cls=_Help,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="""Write the rollouts of a run in the form that another program reads.
+    help="""Write the rollouts of a run in a format that another program reads.
 
     \b
       palaestra export RUN --to openai
@@ -49,7 +49,7 @@ class _Help(click.Command):
       palaestra export RUN --to table --out - | column -ts,
       palaestra export --from sessions --to openai --out chats.jsonl     # conversations of palaestra chat
 
-    RUN is a run's folder, an id or `last`. The export reads only the journal, so the run may still be going. The file
+    RUN is a run's folder, an id or `last`. The export reads only the journal, so the run need not have ended. The file
     is written to RUN/exports unless you set --out. An existing file is kept, and the new one gets a number. The path
     goes to stdout; stderr lists the rollouts that were left out, with the reasons.
 
@@ -72,7 +72,7 @@ class _Help(click.Command):
     metavar="FORMAT",
     default="",
     shell_complete=complete_formats,
-    help="The format, or package.module:Class of your own.",
+    help="The format's name, or your own exporter as package.module:Class.",
 )
 @click.option(
     "--out",
@@ -83,7 +83,7 @@ class _Help(click.Command):
     "--scored-only/--all",
     "scored_only",
     default=None,
-    help="Only rollouts with a reward (default for training formats), or all.",
+    help="Export only rollouts with a reward (the default for training formats), or all rollouts.",
 )
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @click.option("--max-reward", type=float, help="Only rollouts with at most this reward.")
@@ -119,7 +119,7 @@ def command(
     known = [outcome.value for outcome in Outcome]
     for outcome in outcomes:
         if outcome not in known:
-            raise ConfigError(f"unknown outcome {outcome!r}; there are {', '.join(known)}.{nearest(outcome, known)}")
+            raise ConfigError(f"unknown outcome {outcome!r}; use one of {', '.join(known)}.{nearest(outcome, known)}")
     wanted = Filter(min_reward, max_reward, tasks, outcomes)
     exporter = exporter_named(name)
     if source == "sessions":
@@ -171,7 +171,7 @@ def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: F
 
 @dataclass(slots=True)
 class Filter:
-    """The filter of exported rollouts. `left_out` counts the others by reason."""
+    """Selects the rollouts to export. `left_out` counts the remaining rollouts by reason."""
 
     min_reward: float | None
     max_reward: float | None
@@ -183,7 +183,7 @@ class Filter:
         """Yield the groups with the chosen rollouts; skip the groups of other tasks."""
         for group in groups:
             if self.tasks and not any(fnmatchcase(group.task_id, pattern) for pattern in self.tasks):
-                self.left_out["another task"] += len(group.trajectories)
+                self.left_out["different task"] += len(group.trajectories)
                 continue
             reasons = [self._reason(each) for each in group.trajectories]
             self.left_out.update(filter(None, reasons))
@@ -191,9 +191,9 @@ class Filter:
             yield group
 
     def _reason(self, rollout: Trajectory) -> str:
-        """Return why a rollout is left out; empty if it is not."""
+        """Return the reason why a rollout is left out, or an empty string if it is exported."""
         if self.outcomes and rollout.outcome.value not in self.outcomes:
-            return "another outcome"
+            return "different outcome"
         if self.min_reward is not None and (rollout.reward is None or rollout.reward < self.min_reward):
             return f"reward below {self.min_reward:g}, or none"
         if self.max_reward is not None and (rollout.reward is None or rollout.reward > self.max_reward):
@@ -219,7 +219,7 @@ def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Pa
         raise  # the reader has closed the pipe: nothing to report
     except OSError as error:
         place = "standard output" if str(path) == "-" else path
-        raise ConfigError(f"cannot write {place}: {error.strerror}; name another file with --out") from error
+        raise ConfigError(f"cannot write {place}: {error.strerror}; choose a different file with --out") from error
 
 
 def _filled(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path, ExportReport]:
@@ -261,9 +261,9 @@ def _say(exporter: Exporter, report: ExportReport, path: Path | None, unfinished
     lines += [f"  remark    {count:>6}  {remark}" for remark, count in (+report.remarks).most_common()]
     unscored = report.left_out[UNSCORED]
     if unfinished:
-        lines.append(f"  left out: {plural(unfinished, 'group')} that have not ended")
+        lines.append(f"  left out: {plural(unfinished, 'unfinished group')}")
     if not report.records:
-        lines.append("  the export is empty" + (": --all takes rollouts without a reward" if unscored else ""))
+        lines.append("  the export is empty" + (": --all also exports rollouts without a reward" if unscored else ""))
     click.echo("\n".join(lines), err=True)
     if as_json:
         click.echo(json.dumps(facts), err=path is None)

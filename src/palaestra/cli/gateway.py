@@ -61,7 +61,7 @@ platforms:
     /approve and /deny.
 
     Messages, answers, sessions, sandboxes and background processes survive a restart and a crash. The gateway keeps
-    everything in the folder --home. Platforms other than openai and webhook need the extra 'gateway'.
+    all data in the folder --home. Platforms other than openai and webhook need the extra 'gateway'.
     """,
 )
 @click.option(
@@ -102,7 +102,7 @@ async def _serve(home: Path, config: Path | None, base_url: str | None, model: s
     async with assembled(settings, home) as gateway:
         for platform in gateway.platforms.values():
             click.echo(f"{platform.name} {getattr(platform, 'url', '')}".strip())
-        click.echo(f"serving; kept in {home}", err=True)
+        click.echo(f"serving; data is kept in {home}", err=True)
         await stop.wait()
         click.echo("stopping", err=True)
 
@@ -177,7 +177,7 @@ def _person(platform: str, user_id: str, name: str = "") -> str:
 
 
 def _with_mailbox(home: Path, work: Callable[[Mailbox], Awaitable[T]]) -> T:
-    """Run `work` on the mailbox of a gateway, which may be running. Raises `ConfigError` if there is none."""
+    """Run `work` on the mailbox of a gateway, which may be running. Raises `ConfigError` if there is no mailbox."""
     from palaestra.gateway.assembly import MAILBOX
     from palaestra.gateway.mailbox import Mailbox
 

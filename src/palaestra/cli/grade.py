@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     \b
       palaestra run my_env.py --keep-workspaces --base-url URL --model NAME
-      palaestra grade last                         # after a change of the score in my_env.py
+      palaestra grade last                         # after you change the scoring in my_env.py
       palaestra grade RUN --environment other_env.py:NAME --json
 
     RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces
-    (--keep-workspaces). The command lists the rollouts whose reward changed; the run itself stays as it is. The exit
+    (--keep-workspaces). The command lists the rollouts whose reward changed; the run itself is not changed. The exit
     code is 1 if a check failed.
     """,
 )
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "--environment", "--env", "environment", metavar="FILE.py:NAME", help="The environment's file, if it has moved."
 )
-@click.option("--network", is_flag=True, help="Give the checks the network access that their tasks ask for.")
+@click.option("--network", is_flag=True, help="Give the checks the network access that their tasks request.")
 @click.option("--json", "as_json", is_flag=True, help="Print every rollout as one line of JSON.")
 @click.pass_context
 def command(context: click.Context, run: str, environment: str | None, network: bool, as_json: bool) -> None:
@@ -56,7 +56,7 @@ def command(context: click.Context, run: str, environment: str | None, network: 
     if not found:
         raise ConfigError(f"{run} has no rollout to grade: none of its groups has finished")
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
-    click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with another reward, {failed} failed", err=True)
+    click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed", err=True)
     context.exit(1 if failed else 0)
 
 

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": "Roll out an environment.",
-    "eval": "Evaluate a model on an environment, with pass@k and intervals.",
+    "eval": "Evaluate a model on an environment, with pass@k and confidence intervals.",
     "chat": "Talk to an agent in the terminal, or send it one message.",
     "acp": "Serve agents to an editor over the Agent Client Protocol.",
     "batch": "Run an agent over a file of prompts.",
     "train": "Train a model on an environment's rollouts.",
     "feed": "Serve an environment's rollouts to a trainer.",
-    "runs": "List the runs of this folder, the latest first.",
+    "runs": "List the runs in this folder, the latest first.",
     "resume": "Continue a run that was killed or interrupted.",
     "status": "Show the state of a run: what is in flight, failures, cost.",
-    "report": "Write the HTML report of a run, also while it goes on.",
+    "report": "Write the HTML report of a run, finished or not.",
     "export": "Write a run's rollouts in another program's format.",
     "compare": "Compare runs of the same tasks.",
     "verify": "Prove that a run trains on exactly the sampled tokens.",
@@ -44,13 +44,13 @@ COMMANDS = {
     "env": "List, write, port and check environments.",
     "tasks": "Make verifiable tasks.",
     "images": "Make and list root file systems for slots.",
-    "model": "Make a tiny real model.",
+    "model": "Make a tiny but real model, for tests.",
     "tools": "List the tools and toolsets of agents.",
     "gateway": "Serve conversations on chat platforms, e-mail and HTTP.",
     "serve": "Run servers for trainers, slots, tools and models.",
     "slots": "List and clean up slots and workspaces on this machine.",
-    "doctor": "Report what this machine can isolate, or check a model server.",
-    "completion": "Print the completion script of a shell.",
+    "doctor": "Report which isolation levels work here, or check a model server.",
+    "completion": "Print the completion script for a shell.",
 }
 """Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command`."""
 
@@ -201,14 +201,14 @@ _OTHER_WORDS = {
     "new": "env new", "init": "env new", "check": "env check", "build": "tasks build", "train": "feed",
     "evaluate": "eval", "rescore": "grade", "score": "grade", "clean": "slots clean",
 }  # fmt: skip
-"""Words that other programs use, and our commands for them."""
+"""Maps command names of other programs to the corresponding commands of this one."""
 
 
 def _unknown(word: str) -> str:
-    from palaestra.core.config import nearest  # imported here: pydantic loads only for this message
+    from palaestra.core.config import nearest  # imported here, so that only this message loads pydantic
 
     hint = f" Did you mean {_OTHER_WORDS[word]}?" if word in _OTHER_WORDS else nearest(word, COMMANDS)
-    return f"there is no command {word!r}.{hint} There are {', '.join(COMMANDS)}"
+    return f"there is no command {word!r}.{hint} The commands are {', '.join(COMMANDS)}"
 
 
 if __name__ == "__main__":

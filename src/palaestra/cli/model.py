@@ -1,4 +1,4 @@
-"""`palaestra model tiny OUT`: make a tiny real model."""
+"""`palaestra model tiny OUT`: make a tiny but real model, for tests."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def command() -> None:
 @command.command(
     "tiny",
     context_settings=_CONTEXT,
-    help="""Make a tiny real model in the folder OUT, for tests and first steps. Downloads nothing.
+    help="""Make a tiny but real model in the folder OUT, for tests and first steps, without a download.
 
     \b
       palaestra model tiny /tmp/tiny
-      palaestra model tiny /tmp/tiny --practice 100        # and let it learn to write tool calls
+      palaestra model tiny /tmp/tiny --practice 100        # then train it to write tool calls
       palaestra run my_env.py --openai.server_type transformers --model /tmp/tiny
 
     The model has the Qwen3 architecture with random weights, a byte-level BPE tokenizer and a chat template with
@@ -48,13 +48,13 @@ def command() -> None:
     show_default=True,
     help="Steps of training on tool calls, about a second each.",
 )
-@click.option("--force", is_flag=True, help="Write into OUT although it is not empty.")
+@click.option("--force", is_flag=True, help="Write into OUT even if it is not empty.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def tiny(out: Path, seed: int, hidden: int, layers: int, practice: int, force: bool, as_json: bool) -> None:
     from palaestra.testing.tiny_model import make_tiny
 
     if practice:
-        click.echo(f"practising {practice} steps, about a second each", err=True)
+        click.echo(f"training on tool calls for {practice} steps, about a second each", err=True)
     made = make_tiny(out, seed=seed, hidden=hidden, layers=layers, practice=practice, force=force)
     facts = {"path": str(made.path), "parameters": made.parameters, "vocabulary": made.vocabulary}
     if made.practice_loss is not None:

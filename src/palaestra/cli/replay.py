@@ -26,7 +26,7 @@ _SHOWN = 20
 
     \b
       palaestra replay RUN                                       # an installed environment
-      palaestra replay RUN --environment my_env.py:my_env        # one in a file
+      palaestra replay RUN --environment my_env.py:my_env        # an environment in a file
       palaestra replay RUN --tasks 10 --json
 
     RUN is a run's folder or its journal. A journal cannot choose what runs here: the environment's file and the
@@ -38,11 +38,11 @@ _SHOWN = 20
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
-@click.option("--environment", metavar="FILE.py:NAME", help="The file of the environment.")
+@click.option("--environment", metavar="FILE.py:NAME", help="The environment's file.")
 @click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
 @click.option("--tasks", type=click.IntRange(min=1), help="Replay only the first N tasks.")
-@click.option("--concurrency", type=click.IntRange(min=1), help="Number of groups that run concurrently.")
-@click.option("--network", is_flag=True, help="Give slots the network access that the tasks ask for.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Maximum number of groups that run concurrently.")
+@click.option("--network", is_flag=True, help="Give slots the network access that the tasks request.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(
@@ -95,4 +95,4 @@ def _lines(comparison: Comparison, recording: Recording) -> list[str]:
     for end in comparison.other_ends[:_SHOWN]:
         lines.append(f"{end.rollout_id}: {end.what} was {end.recorded}, is {printable(end.replayed)[:300]}")
     hidden = max(0, len(comparison.differences) - _SHOWN) + max(0, len(comparison.other_ends) - _SHOWN)
-    return [*lines, f"… and {hidden} more; --json has all"] if hidden else lines
+    return [*lines, f"… and {hidden} more; --json lists all of them"] if hidden else lines

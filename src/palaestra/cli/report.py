@@ -13,15 +13,15 @@ from palaestra.cli.completion import complete_runs
 @click.command(
     "report",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Write the HTML report of a run, also while it goes on.
+    help="""Write the HTML report of a run, finished or not.
 
     \b
       palaestra report last
       palaestra report RUN --out report.html
 
-    The report shows scores with pass@k and categories, cost, failures, settings, the curves of a training, and every
-    finished group with its conversations. A run writes it at its end; this command writes it again at any time from the
-    journal, which it does not change. RUN is a run's folder, an id or `last`. The path goes to stdout.
+    The report shows scores with pass@k and categories, cost, failures, settings, training curves, and every finished
+    group with its conversations. A run writes the report at its end; this command writes it again at any time from the
+    journal, which is not changed. RUN is a run's folder, an id or `last`. The path goes to stdout.
     """,
 )
 @click.argument("run", default="last", shell_complete=complete_runs)
@@ -60,6 +60,6 @@ def command(run: str, out: Path | None, as_json: bool) -> None:
             charts=training_charts(found.path),
         )
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose a different file with --out") from error
     facts = {"path": str(path), "run": str(found.path), "state": found.status.state}
     click.echo(json.dumps(facts) if as_json else path)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
       palaestra resume last
       palaestra resume 20260101T000000Z-0a1b --max-cost 20
       palaestra resume last --tasks 200            # a finished run can be extended
-      palaestra resume RUN --environment my_env.py:NAME     # its file has moved
+      palaestra resume RUN --environment my_env.py:NAME     # if the environment's file has moved
       palaestra resume last --dry-run              # only show what is kept and what would be run
 
     RUN is a run's folder, an id or the beginning of one, or `last`. Settings come from the run's record; settings after
-    RUN replace them. Keys and tokens are not recorded: give them again in variables, `.env` or flags. Finished groups
+    RUN replace them. Keys and tokens are not recorded: set them again in variables, `.env` or flags. Finished groups
     are kept, and rollouts continue after their last finished turn.
     """,
 )
@@ -60,11 +60,11 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     recording = open_recording(run)
     folder = recording.path.parent.resolve()
     if (folder / "training").is_dir():
-        raise ConfigError(f"{folder} is the run of a training: continue it with `palaestra train --resume {run}`")
+        raise ConfigError(f"{folder} is a training run: continue it with `palaestra train --resume {run}`")
     status = RunReader(recording.path).read()
     click.echo(
         f"{folder}: kept {plural(status.groups_ended, 'group')} with {plural(status.rollouts, 'rollout')}, "
-        f"in progress {plural(status.groups_begun - status.groups_ended, 'group')}",
+        f"{plural(status.groups_begun - status.groups_ended, 'group')} in progress",
         err=True,
     )
     verb = str(recording.meta.config.get("command") or "process")
@@ -76,8 +76,8 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
 
 
 def settings_of(recording: Recording, form: Form) -> dict[str, JSON]:
-    """The recorded settings that apply to a resumed run. Another person's run decides only `PORTABLE_SETTINGS`, and no
-    server."""
+    """Return the recorded settings that apply to a resumed run. From another person's run, only `PORTABLE_SETTINGS`
+    apply, and no servers."""
     from palaestra.envs.run.origin import is_ours
     from palaestra.envs.run.replay_run import decides
 
@@ -85,8 +85,8 @@ def settings_of(recording: Recording, form: Form) -> dict[str, JSON]:
     if is_ours(recording):
         return recorded
     click.echo(
-        "note: this run was not recorded here, or its records have changed: settings of this machine, the model "
-        "and other servers are not taken from it; give them again",
+        "note: this run was not recorded here, or its records have changed: its settings for the machine, the "
+        "model and other servers are not used; set them again",
         err=True,
     )
     said = dict(recorded.get("env") or {}).items()
@@ -102,7 +102,7 @@ def _environment(words: Sequence[str]) -> tuple[str | None, list[str]]:
         if flag == "--environment":
             named = value if equals else "".join(rest[place + 1 : place + 2])
             if not named or named.startswith("--"):
-                raise ConfigError("--environment takes a file, FILE.py:NAME")
+                raise ConfigError("--environment needs a file as its value, FILE.py:NAME")
             del rest[place : place + (1 if equals else 2)]
             break
     return named, rest

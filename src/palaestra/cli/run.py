@@ -35,7 +35,7 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
         from palaestra.envs.discovery import load_environment
         from palaestra.envs.run.command import run_command
 
-        with exported(read_dotenv(Path.cwd())):  # before the script is loaded, because it may read them
+        with exported(read_dotenv(Path.cwd())):  # before the script is loaded, which may read the variables
             form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"
             code = run_command(form, [*words, *others], prog=prog, command="process")
         context.exit(code)
@@ -53,21 +53,21 @@ command = front_door(
       palaestra run swe_smith_oracle --base-url http://localhost:8000/v1 --model NAME
       palaestra run my_env.py --help                           # the settings of that environment
 
-    ENV is the path of a file, path.py:name for one of several environments in it, or a name that
-    `palaestra env list` shows. It is followed by `evaluate`, `serve` (to a trainer) or `process`, which is the
-    default, and settings:
+    ENV is the path of a file, path.py:name for one of several environments in a file, or a name that
+    `palaestra env list` shows. After ENV, write `evaluate`, `serve` (to a trainer) or `process`, which is the
+    default, and then settings:
 
     \b
       --policy NAME      a scripted policy: oracle, noop, patch:FILE, replay:RUN
       --base-url URL     an OpenAI-compatible server      --model NAME   its model
-      --tasks N          groups, at most                  --group N      rollouts per task
-      --concurrency N    groups at once                   --backend B    where slots come from
-      --slots N          slots in use at a time, at most; the default follows memory and open files, up to 512
+      --tasks N          maximum number of groups         --group N      rollouts per task
+      --concurrency N    groups in progress at a time     --backend B    the slot backend
+      --slots N          maximum number of slots in use; the default depends on memory and open files, up to 512
       --max-cost C       pause at this cost; needs --env.prompt_price and --env.completion_price
-      --max-infra-rate R pause when infrastructure failures end more of the last 100 rollouts (default 0.2)
-      --metrics-port P   Prometheus text on localhost
-      --resume RUN       continue a run (`palaestra resume RUN` needs no further words)
-      --out FILE.jsonl   also write the groups there     --dry-run      only show what would be run
+      --max-infra-rate R pause when infrastructure failures end more than this share of the last 100 rollouts (0.2)
+      --metrics-port P   serve Prometheus metrics on localhost
+      --resume RUN       continue a run (`palaestra resume RUN` needs no settings)
+      --out FILE.jsonl   also write the groups here       --dry-run      only show what would be run
       --json             print the result as JSON instead of the run's folder
       --env.FIELD V, --openai.FIELD V, --config FILE.yaml, --show-config
     """,

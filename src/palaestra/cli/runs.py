@@ -1,4 +1,4 @@
-"""`palaestra runs`: list the runs of this folder."""
+"""`palaestra runs`: list the runs in this folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command(
     "runs",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""List the runs of this folder, the latest first.
+    help="""List the runs in this folder, the latest first.
 
     \b
       palaestra runs
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     Each line shows the run's id, state, kind (run, eval, feed or batch), finished groups, mean reward (for a batch, the
     share of samples that are kept), scored and planned rollouts, environment and model. Other commands take the id, or
-    its beginning, as RUN; `last` is the first run of this list, `last:2` the second. The list includes batches with a
-    name (data/NAME).
+    its beginning, as RUN; `last` is the first run in this list, `last:2` the second. The list includes named
+    batches (data/NAME).
     """,
 )
 @click.option(

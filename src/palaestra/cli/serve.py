@@ -1,5 +1,5 @@
-"""`palaestra serve`: run servers. This module has the servers of trainers and models, `serve_tools.py` those of
-tools and slots."""
+"""`palaestra serve`: run servers. This module defines the servers for trainers and models, `serve_tools.py` the ones
+for tools and slots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
       palaestra serve api --store groups.jsonl      # between environments and a trainer
       palaestra serve model /tmp/tiny               # a small model, for development
       palaestra serve tinker /tmp/tiny              # training and sampling for the Tinker SDK
-      palaestra serve executor --slots 32           # slots and tools, for programs elsewhere
-      palaestra serve tools my_tools.py             # tools that need no slot, for executors elsewhere
+      palaestra serve executor --slots 32           # slots and tools, for other programs
+      palaestra serve tools my_tools.py             # tools that need no slot, for other machines' executors
     """,
 )
 def command() -> None:
@@ -35,7 +35,7 @@ def command() -> None:
 @command.command(
     "api",
     context_settings=_CONTEXT,
-    help="""Take scored groups from environments and give batches of them to a trainer: the Atropos trajectory API.
+    help="""Accept scored groups from environments and serve them in batches to a trainer (Atropos trajectory API).
 
     \b
       palaestra serve api --store groups.jsonl
@@ -81,7 +81,7 @@ async def _serve(
     async with serving(host, port, store=store, most_groups=most_groups, most_bytes=most_bytes, token=token) as url:
         print_url(url)
         click.echo(
-            f"kept in {store}"
+            f"groups are stored in {store}"
             if store
             else "groups are kept in memory only; with --store FILE, they survive a restart",
             err=True,
@@ -92,7 +92,7 @@ async def _serve(
 @command.command(
     "model",
     context_settings=_CONTEXT,
-    help="""Serve a model of `transformers` in this process, for development and tests: one machine, no load.
+    help="""Serve a `transformers` model in this process, for development and tests, not for heavy load.
 
     \b
       palaestra model tiny /tmp/tiny
@@ -102,7 +102,7 @@ async def _serve(
 
     The server supports chat completions with tools, and the token APIs of vLLM and SGLang; `palaestra doctor URL`
     checks it. A POST of {"model_path": FOLDER} to /update_weights_from_disk reloads the weights, as SGLang does.
-    MODEL is a folder, or the OWNER/NAME of a model of the hub. To listen beyond the loopback, set a token, in
+    MODEL is a folder, or the OWNER/NAME of a model on the hub. To listen beyond the loopback, set a token, in
     --token-file or in the variable MODEL_SERVER_TOKEN; callers send it as their API key. Needs the extra 'train'.
     """,
 )
@@ -114,7 +114,7 @@ async def _serve(
     "--tool-parser", default="hermes", show_default=True, help="The format in which the model writes tool calls."
 )
 @click.option("--device", help="cpu, cuda, … Default: the best available.")
-@click.option("--seed", type=int, help="The seed of requests without one. Equal seeds give equal samples.")
+@click.option("--seed", type=int, help="The seed for requests without one. The same seed gives the same samples.")
 @token_file
 @json_option
 @click.argument("model")
@@ -161,10 +161,10 @@ async def _serve_model(
       palaestra serve tinker /tmp/tiny --port 8010
       TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python train.py
 
-    MODEL is a folder, or the OWNER/NAME of a model of the hub. In the program, base_model is the name that the server
-    prints. LoRA adapters and models with full weights (rank=0) of several clients train concurrently. To listen beyond
-    the loopback, set a token, in --token-file or in the variable TINKER_SERVER_TOKEN. The token starts with tml-, and
-    clients set it as TINKER_API_KEY. Needs the extra 'tinker'. docs/tinker.md lists the calls and the losses.
+    MODEL is a folder, or the OWNER/NAME of a model on the hub. In the program, set base_model to the name that the
+    server prints. Several clients can train LoRA adapters and full weights (rank=0) concurrently. To listen beyond the
+    loopback, set a token, in --token-file or in the variable TINKER_SERVER_TOKEN. It must start with tml-; clients
+    set it as TINKER_API_KEY. Needs the extra 'tinker'. docs/tinker.md lists the calls and the losses.
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
@@ -178,7 +178,7 @@ async def _serve_model(
     show_default=True,
     help="The folder for saved states and sampler weights.",
 )
-@click.option("--name", help="The model's name for clients. Default: its folder, from which they load the tokenizer.")
+@click.option("--name", help="The model's name for clients. Default: its folder, where clients find the tokenizer.")
 @click.option("--device", help="cpu, cuda, … Default: the best available.")
 @click.option(
     "--dtype",
@@ -201,7 +201,7 @@ async def _serve_model(
     show_default=True,
     help="Maximum number of sampler weights in memory. Weights that were saved by name are loaded again when needed.",
 )
-@click.option("--seed", type=int, help="The seed of requests without one. Equal seeds give equal samples.")
+@click.option("--seed", type=int, help="The seed for requests without one. The same seed gives the same samples.")
 @token_file
 @json_option
 @click.argument("model")

@@ -38,7 +38,7 @@ _host = click.option("--host", default="127.0.0.1", show_default=True, help="The
 token_file = click.option(
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file that contains the token that callers must send.",
+    help="A file with the token that callers must send.",
 )
 
 
@@ -72,7 +72,7 @@ class _ToolsOptions:
 @click.command(
     "tools",
     context_settings=_CONTEXT,
-    help="""Run external tools for executors elsewhere: those that need no slot.
+    help="""Run external tools, which need no slot, for executors on other machines.
 
     \b
       palaestra serve tools my_tools.py --toolset web
@@ -80,11 +80,11 @@ class _ToolsOptions:
       TOOL_SERVER_TOKEN=… palaestra serve tools my_tools.py --host 0.0.0.0
 
     FILEs are Python files with functions marked @tool(external=True) or subclasses of Tool. The server also offers the
-    external tools of the toolsets and all tools of MCP servers. Executors find it by their tool_server_url. To listen
-    beyond the loopback, set a token, which executors send as a bearer token.
+    external tools of the toolsets and all tools of MCP servers. Set an executor's tool_server_url to the server's
+    address. To listen beyond the loopback, set a token, which executors send as a bearer token.
 
     POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
-    GET /tools, GET /health. A trajectory that made no call for --lease-s seconds is forgotten.
+    GET /tools, GET /health. The server forgets a trajectory after --lease-s seconds without a call.
     """,
 )
 @_host
@@ -135,7 +135,7 @@ async def _serve_tools(options: _ToolsOptions) -> None:
 
 
 def _tools_of(file: Path) -> list[Tool]:
-    """Return the tools that a Python file makes or imports, and an instance of each subclass of `Tool`
+    """Return the tools that a Python file creates or imports, and an instance of each subclass of `Tool`
     that it defines."""
     from palaestra.core.user_code import call_hook, load_file
     from palaestra.tools.tool import Tool
@@ -154,7 +154,7 @@ def _tools_of(file: Path) -> list[Tool]:
 
 
 class ExecutorSettings(Settings, use_attribute_docstrings=True):
-    """The settings that TOOL_EXECUTOR_* variables set. The contract fixes names and defaults."""
+    """The settings that TOOL_EXECUTOR_* variables set. The contract fixes their names and defaults."""
 
     acquire_timeout_s: float = 30.0
     """Seconds to wait for a free slot."""
@@ -165,11 +165,11 @@ class ExecutorSettings(Settings, use_attribute_docstrings=True):
     tool_server_url: str | None = None
     """The address of the server that runs external tools."""
     tool_server_token: str | None = None
-    """The token of that server."""
+    """The token for the tool server."""
     token: str | None = None
     """The token that callers must send."""
     base_url: str | None = None
-    """The model server of sub-agents (`delegate_task`); None disables them."""
+    """The model server of sub-agents (`delegate_task`); None disables sub-agents."""
     model: str = "default"
     """The model of sub-agents."""
     api_key: str | None = None
@@ -179,7 +179,7 @@ class ExecutorSettings(Settings, use_attribute_docstrings=True):
     world_file: str | None = None
     """The recording: a file, or a folder that contains one."""
     world_miss: Literal["reply", "fail"] = "reply"
-    """What a call that the recording lacks gets: an error that the model reads, or a failed request."""
+    """The result of a call that is not in the recording: an error that the model reads, or a failed request."""
     nomad_address: str = later("", "Slots run on this machine.")
     job_id: str = later("", "There is no Nomad job.")
     image: str = later("", "Slots are made from this machine's system directories, or from --image.")
@@ -213,7 +213,7 @@ class _ExecutorOptions:
 @click.command(
     "executor",
     context_settings=_CONTEXT,
-    help="""Lend slots and run tools in them for programs elsewhere: the tool executor over HTTP.
+    help="""Serve the tool executor over HTTP: lend slots to other programs and run tools in them.
 
     \b
       palaestra serve executor --slots 32
@@ -223,18 +223,18 @@ class _ExecutorOptions:
       palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # the model of sub-agents
 
     A trajectory has one slot from its first call to its release. If it makes no call for --lease-s seconds, its slot is
-    released, and its calls are refused until a client releases it by name. After SIGTERM, the service refuses new
-    calls, waits --drain-s seconds for the running ones and ends every slot. A token is required to listen beyond the
-    loopback.
+    released, and its calls are refused until a client sends POST /release for it. After SIGTERM, the service refuses
+    new calls, waits --drain-s seconds for the running ones and ends every slot. A token is required to listen beyond
+    the loopback.
 
     POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
 
-    Variables: TOOL_EXECUTOR_ and ACQUIRE_TIMEOUT_S, ALLOW_NETWORK, REQUIRE_SANDBOX, TOOL_SERVER_URL, TOOL_SERVER_TOKEN,
-    TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS (reply, fail). If
-    NOMAD_ADDRESS is set, slots are in Nomad, and the service also reads JOB_ID, IMAGE, SLOTS (of one container),
-    MIN_CONTAINERS, MAX_CONTAINERS, PRIVILEGED and PURGE_JOB_ON_SHUTDOWN; without it, these have no effect, which is
-    reported. Other backends are configured as in a run (TERMINAL_*, PALAESTRA_ENV_*).
+    Variables: TOOL_EXECUTOR_ followed by ACQUIRE_TIMEOUT_S, ALLOW_NETWORK, REQUIRE_SANDBOX, TOOL_SERVER_URL,
+    TOOL_SERVER_TOKEN, TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS
+    (reply, fail). If NOMAD_ADDRESS is set, slots are in Nomad, and the service also reads JOB_ID, IMAGE, SLOTS (of one
+    container), MIN_CONTAINERS, MAX_CONTAINERS, PRIVILEGED and PURGE_JOB_ON_SHUTDOWN; without it, the service reports
+    that these have no effect. Other backends are configured as in a run (TERMINAL_*, PALAESTRA_ENV_*).
     """,
 )
 @_host
@@ -306,7 +306,7 @@ _OF_NOMAD = {
     "slots": "slots_per_container", "min_containers": "min_containers", "max_containers": "max_containers",
     "privileged": "privileged", "purge_job_on_shutdown": "purge_job_on_shutdown",
 }  # fmt: skip
-"""Maps the executor's settings of Nomad to the names that a run uses."""
+"""Maps the executor's Nomad settings to the names of a run's settings."""
 
 
 def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> Backend:
@@ -324,10 +324,11 @@ def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> 
 
 
 async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
-    """Return the tools of the toolsets, or, without toolsets, all tools that work here and those of `_ON_REQUEST`;
-    then the tools that only the tool server has.
+    """Return the tools of the toolsets, and the tools that only the tool server has. Without toolsets, return all tools
+    that work here, including those of `_ON_REQUEST`.
 
-    Without toolsets, the registry records why each missing tool is missing, so that a call to it returns the reason.
+    Without toolsets, the registry records why each missing tool is missing, so that a call to the tool returns the
+    reason.
     """
     from palaestra.cli.tools import tool_settings
     from palaestra.tools.registry.build import RunConditions, build_tool_registry, builtin_tools
@@ -361,8 +362,8 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 
 
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
-    """Return the tools of the tool server. They are stored next to a recording, so that a replay does not contact the
-    server."""
+    """Return the tools of the tool server. The tools are stored next to a recording, so that a replay does not contact
+    the server."""
     from palaestra.core.io.durable_files import replaced
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
     from palaestra.tools.serving.tool_server_client import ToolServerLink
@@ -391,7 +392,7 @@ def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
     for name, variable in variables.items():
         if name not in ExecutorSettings.model_fields:
             known = (_PREFIX + each.upper() for each in ExecutorSettings.model_fields)
-            raise ConfigError(f"environment: {variable} sets nothing.{nearest(variable, known)}")
+            raise ConfigError(f"environment: {variable} is not a setting.{nearest(variable, known)}")
         if not has_effect(ExecutorSettings, name) and not ("nomad_address" in variables and name in _OF_NOMAD):
             why = str(ExecutorSettings.model_fields[name].description).removesuffix(" (no effect yet)")
             click.echo(f"note: {variable} has no effect: {why}", err=True)
@@ -409,5 +410,5 @@ def read_token(file: Path | None, variable: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token from {file}: {error}") from None
     if token is None:
-        raise ConfigError(f"{file} holds no token")
+        raise ConfigError(f"{file} contains no token")
     return token

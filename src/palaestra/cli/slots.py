@@ -20,14 +20,14 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _directory = click.option(
     "--directory",
     type=click.Path(path_type=Path),
-    help="The folder of the slot services. Default: your own under /run.",
+    help="The folder of the slot services. Default: your user's folder under /run.",
 )
 _store = click.option(
     "--workspace-store",
     "--store",
     "store",
     type=click.Path(path_type=Path),
-    help="The store of prepared workspaces. Default: your own.",
+    help="The store of prepared workspaces. Default: your user's store.",
 )
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -35,7 +35,7 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.group(
     "slots",
     context_settings=_CONTEXT,
-    help="""Show slots, services and prepared workspaces of this machine, and remove those that no run needs.
+    help="""Show slots, services and prepared workspaces on this machine, and remove those that no run needs.
 
     \b
       palaestra slots list
@@ -82,13 +82,13 @@ def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> Non
 @command.command(
     "clean",
     context_settings=_CONTEXT,
-    help="""Remove leftovers of dead runs that are not in use: control groups, sockets, half-made workspaces.
+    help="""Remove unused leftovers of dead runs: control groups, sockets, half-made workspaces.
 
     \b
       palaestra slots clean                  only what has no owner
       palaestra slots clean --services       also end services that no process is attached to
       palaestra slots clean --workspaces     also remove prepared workspaces that are not in use
-      palaestra slots clean --all --dry-run  both; only list what would be removed
+      palaestra slots clean --all --dry-run  list what both flags would remove
 
     The command lists what it would remove and asks for confirmation; --yes skips the question, for scripts.
     """,
@@ -162,7 +162,7 @@ async def _found(directory: Path | None, store: Path | None) -> dict[str, list[J
 async def _clean(
     services: bool, workspaces: bool, directory: Path | None, store: Path | None, only_list: bool
 ) -> dict[str, list[str]]:
-    """Remove what no run needs, or only list it. Returns the names."""
+    """Remove what no run needs, or only list it. Returns the names by kind."""
     from palaestra.sandbox.host_tools import find_control_groups, sweep_control_groups
     from palaestra.sandbox.service import service_client
 

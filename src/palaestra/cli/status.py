@@ -29,10 +29,10 @@ _SHOWN = 5
       palaestra status RUN --watch
       palaestra status RUN --json | jq .in_flight
 
-    RUN is a run's folder, an id or `last`; the command does not change it. The state shows the rollouts in flight by
-    stage, those longest without activity, the reward with and without the rollouts that infrastructure failures ended
-    (with 95 % intervals), the causes of those failures, the time of each stage, tokens, cost and disk. --watch repeats
-    it until the run has ended.
+    RUN is a run's folder, an id or `last`; the command does not change the run. It shows the rollouts in flight by
+    stage, the rollouts that have been idle longest, the reward with and without the rollouts that infrastructure
+    failures ended (with 95 % intervals), the causes of those failures, the time of each stage, tokens, cost and disk.
+    --watch repeats the output until the run has ended.
     """,
 )
 @click.argument("run", default="last", shell_complete=complete_runs)
@@ -91,7 +91,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
     if cost and status.unpriced_tokens:
         cost += f" plus the cost of {status.unpriced_tokens:,} tokens without a price"
     lines.append(f"tokens     {status.prompt_tokens:,} read, {status.completion_tokens:,} written{cost}")
-    lines.append(f"disk       {_megabytes(status.disk_bytes)} taken, {_megabytes(status.disk_free_bytes)} free")
+    lines.append(f"disk       {_megabytes(status.disk_bytes)} used, {_megabytes(status.disk_free_bytes)} free")
     return lines
 
 

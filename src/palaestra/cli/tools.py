@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     \b
       palaestra tools
       palaestra tools --json | jq -r '.tools[] | select(.missing == null) | .name'
-      palaestra tools --mcp mcp.json          # also starts the MCP servers of the file and lists their tools
+      palaestra tools --mcp mcp.json          # also starts the file's MCP servers and lists their tools
 
-    FILE contains mcpServers in the usual form: command, args, env, cwd, or url and headers. ${NAME} in it stands for an
-    environment variable. A server that cannot be used is listed with the reason.
+    FILE contains mcpServers in the usual format: command, args, env, cwd, or url and headers. ${NAME} in it stands for
+    an environment variable. A server that cannot be used is listed with the reason.
     """,
 )
 @click.option(
@@ -64,7 +64,7 @@ def command(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def tool_settings() -> ToolSettings:
-    """Return the tool settings of environment variables, as a run reads them. Raises `ConfigError`."""
+    """Return the tool settings in environment variables and `.env`, as a run reads them. Raises `ConfigError`."""
     from palaestra.core.config import merge
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import DOTENV, read_dotenv, read_environ
@@ -75,7 +75,7 @@ def tool_settings() -> ToolSettings:
 
 
 async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
-    """Return what the MCP servers of these files offer."""
+    """Start the MCP servers in these files, and return their tools."""
     from palaestra.tools.mcp.run_servers import MCPServers
 
     async with MCPServers(configured_servers(files), forgiving=True) as servers:
@@ -83,7 +83,7 @@ async def _of_servers(files: Iterable[Path]) -> tuple[Installed, ...]:
 
 
 def configured_servers(files: Iterable[Path]) -> dict[str, MCPServerConfig]:
-    """Return the MCP servers of these files, with their variables expanded. Raises `ConfigError`."""
+    """Return the MCP servers in these files, with their variables expanded. Raises `ConfigError`."""
     from palaestra.envs.config.layers import read_dotenv
     from palaestra.tools.mcp.mcp_config import configured, hand_over, read_servers
 

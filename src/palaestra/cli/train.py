@@ -64,26 +64,26 @@ _OPTIONS: dict[str, type] = {
     exactly the sampled tokens. Held-out tasks are never trained on. docs/train.md explains every setting.
 
     \b
-    --trainer trl       TRL's loss and optimizer, all weights, on this machine (default)
-    --trainer tinker    trains an adapter with the Tinker service, or with the server at --tinker-url;
+    --trainer trl       train all weights with TRL's loss and optimizer on this machine (default)
+    --trainer tinker    train an adapter with the Tinker service, or with the server at --tinker-url;
                         without URL and TINKER_API_KEY, `palaestra serve tinker` starts here
-    --model M           a folder, or the OWNER/NAME of a model of the hub; --lora-rank 32
+    --model M           a folder, or the OWNER/NAME of a model on the hub; --lora-rank 32
     --steps 100         steps, each of --groups 8 tasks with --group N rollouts; --learning-rate 1e-4
-    --most-draws 3      maximum tasks of a step, times --groups: groups of equal scores are replaced
-    --scale-advantages  divide by the standard deviation of a group's rewards (true)
-    --max-difference    refuse rows whose log-probabilities differ by more than this, in nats (0.1)
-    --max-off-policy    refuse rows sampled by weights more versions old than this (0)
-    --eval-every 10     steps between evaluations of --eval-tasks 16, --eval-samples 1 times; 0: never
-    --patience N        stop after N evaluations without a better one; --target R: at this mean reward
+    --most-draws 3      draw up to 3 times --groups tasks per step, to replace groups with equal scores
+    --scale-advantages  divide advantages by the standard deviation of the group's rewards (true)
+    --max-difference    refuse rows whose log-probabilities differ from the sampler's by more nats (0.1)
+    --max-off-policy    refuse rows whose weights are more than this many versions old (0)
+    --eval-every 10     steps between evaluations (0: none) on --eval-tasks 16, --eval-samples 1 times each
+    --patience N        stop after N evaluations without improvement; --target R: at this mean reward
     --save-every 1      steps between checkpoints, of which --keep 2 and the best are kept
-    --max-tasks 1000    tasks taken from an environment
-    --resume RUN        continue a training that ended or was killed; no step counts twice
-    --unchecked ENV     train although `palaestra env check` fails for this environment
+    --max-tasks 1000    maximum number of tasks from an environment
+    --resume RUN        continue a training run that ended or was killed; no step counts twice
+    --unchecked ENV     train even if `palaestra env check` fails for this environment
     --batches-from URL  train on the batches of a trajectory API: --batch 64 sequences of
                         --most-tokens 16384; weights are served at --port 8001
     --out FOLDER        the run's folder, which must not exist; default: a new one below runs/
 
-    Further settings (--group N, --concurrency N, --env.FIELD V, --json) are those of `palaestra run`.
+    Further settings (--group N, --concurrency N, --env.FIELD V, --json) work as in `palaestra run`.
     """,
 )
 @click.option("--trainer", type=click.Choice(["trl", "tinker"]), hidden=True)
@@ -128,8 +128,8 @@ def command(
         if trainer not in (None, "tinker") or resume is not None or rest:
             raise ConfigError(
                 "--batches-from cannot be combined with an environment"
-                f"{f' ({rest[0]})' if rest else ''}, --resume or another trainer than tinker. To continue a training "
-                "run, give its --out again"
+                f"{f' ({rest[0]})' if rest else ''}, --resume or a trainer other than tinker. To continue a training "
+                "run, set the same --out again"
             )
         config = TrainingConfig(**{"max_difference": 2.0, **settings})
         folder = out or Path("runs/batches")
@@ -149,7 +149,7 @@ def command(
             trainer = trainer or before["trainer"]
             settings = before["training"] | settings
         if resume is not None and out is not None:
-            raise ConfigError("--out is for a new training: --resume continues in the run's own folder")
+            raise ConfigError("--out is only for a new training run: --resume continues in the run's own folder")
         config = TrainingConfig(**settings)
         server = APIServerConfig(health_check=False)
         line = command_line(form, f"palaestra train {environment}", "process", [server])
@@ -183,7 +183,7 @@ def _model(words: tuple[str, ...]) -> tuple[str, list[str]]:
             model = value or rest[place + 1]
             del rest[place : place + (1 if equals else 2)]
             return model, rest
-    raise ConfigError("name the model to train with --model")
+    raise ConfigError("set --model to the model to train")
 
 
 async def _train_batches(
@@ -236,13 +236,13 @@ def _check(form: Any, environment: str) -> None:
     if not proof.holds:
         failed = ", ".join(each.policy for each in proof.lines if not each.ok)
         raise ConfigError(
-            f"{form.name} fails its check ({failed}), so a model would learn to cheat or would learn nothing: see "
+            f"{form.name} fails its check ({failed}), so a model would learn to cheat or would learn nothing. See "
             f"`palaestra env check {environment}`, or train anyway with --unchecked {form.name}"
         )
 
 
 def _recorded(run: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Return the environment's form of a run to resume, the recorded settings of the run, and those of its training."""
+    """Return the environment of a run to resume, the run's recorded settings, and its training settings."""
     from palaestra.cli.resume import settings_of
     from palaestra.envs.run.replay_run import recorded_form
     from palaestra.rollouts.journal.reader import open_recording

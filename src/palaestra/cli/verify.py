@@ -16,7 +16,7 @@ from palaestra.core.exits import FAILED, report
 @click.command(
     "verify",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Prove from what is stored that a run trains exactly what was sampled.
+    help="""Prove from its records that a run trains on exactly the sampled tokens.
 
     \b
       palaestra verify runs/my_env--NAME/20260101T000000Z-0a1b
@@ -25,10 +25,10 @@ from palaestra.core.exits import FAILED, report
       palaestra verify RUN --json
 
     RUN is a run's folder or its journal. The command checks four claims against every rollout's ledger. T1: each reply
-    was sampled after exactly the tokens that the row has before it. T2: history was rewritten only where that is
-    declared. T3: each sampled token is trained exactly once, and no other token is. T4: each has the log-probability
-    that the model server returned. At the first violation, the command prints its place and ends with exit code 1. A
-    run without token records has nothing to prove: exit code 2.
+    was sampled after exactly the tokens that the row has before it. T2: history was rewritten only where a
+    rewrite is declared. T3: each sampled token is trained exactly once, and no other token is. T4: each trained token
+    has the log-probability that the model server returned. The command stops at the first violation, prints where it
+    is, and ends with exit code 1. For a run without token records, nothing can be proved: exit code 2.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
@@ -57,7 +57,7 @@ def command(context: click.Context, run: str, groups: Path | None, exported: Pat
             f"turns      {verdict.turns} in {verdict.segments} segments; further segments: {rewritten}\n"
             f"tokens     {verdict.tokens}, of which sampled and trained: {verdict.trained}\n"
             f"own rows   {verdict.own_rows} made by the environment: not provable\n"
-            f"groups     {f'{verdict.rows} rows in {verdict.lines} lines' if lines else 'no file looked at'}"
+            f"groups     {f'{verdict.rows} rows in {verdict.lines} lines' if lines else 'no file checked'}"
             f"{f'{chr(10)}rows       {verdict.exported}' if exported else ''}"
         )
     if not verdict.ok:

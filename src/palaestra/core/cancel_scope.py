@@ -1,4 +1,4 @@
-"""Lets another task end blocks of code in progress, for example when the owner of the work is closed."""
+"""Lets one task end the code that other tasks are running, for example when the owner of the work is closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Ending:
-    """The blocks of one owner, on one event loop, that another task can end. `end` returns when all of them have
+    """The blocks of one owner, on one event loop, that another task can end. `end` returns when all blocks have
     ended."""
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Ending:
 
     @asynccontextmanager
     async def block(self, error: Exception) -> AsyncIterator[None]:
-        """Run the block. If another task ends it, its code is cancelled and cleans up, and then `error` is raised."""
+        """Run the block. If another task calls `end`, the block is cancelled, cleans up, and then `error` is raised."""
         ended, limit = asyncio.Event(), asyncio.timeout(None)
         try:
             async with limit:

@@ -1,7 +1,7 @@
 """Injected clocks, so that tests never sleep, and a way to exclude time from the clocks of rollouts.
 
 Code that waits for its turn or for a failing service stops the clocks of its rollouts. A context variable holds these
-clocks, because a transport or a pool knows nothing of rollouts.
+clocks, because a transport or a pool knows nothing about rollouts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _clocks: ContextVar[tuple[StoppedClock, ...]] = ContextVar("clocks", default=())
 
 
 class ChargedTo:
-    """While the block runs, uncharged time of its code, and of the tasks that it starts, stops this clock."""
+    """While the block runs, `uncharged` sections of its code, and of the tasks that it starts, stop this clock."""
 
     __slots__ = ("_before", "_standing")
 

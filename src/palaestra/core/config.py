@@ -31,7 +31,7 @@ COMMAND_LINE = "command line"
 """The source of a value that a flag sets."""
 
 ARGUMENT = "argument"
-"""The source of a value that a Python caller gives."""
+"""The source of a value that a Python caller passes."""
 
 _NO_EFFECT = " (no effect yet)"
 
@@ -39,14 +39,14 @@ _NO_EFFECT = " (no effect yet)"
 class Settings(BaseModel):
     """Base of configuration classes: unknown keys are rejected, and a mistake raises `ConfigError`."""
 
-    # Built when first used: a command line that is only checked uses few of the classes.
+    # Validators are built on first use, because a command line that is only checked uses few of the classes.
     model_config = ConfigDict(extra="forbid", validate_default=False, defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: JSON, info: ValidationInfo) -> JSON:
-        """Reject a boolean: YAML reads an unquoted yes, no, on or off as a boolean, which Python would take for 1 or
-        0."""
+        """Reject a boolean: YAML reads an unquoted yes, no, on or off as a boolean, which Python would treat as 1
+        or 0."""
         annotation = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ConfigError("must be a number")
@@ -64,7 +64,8 @@ class Settings(BaseModel):
                 remember(value if isinstance(value, str) else None)
 
     def recorded(self) -> dict[str, JSON]:
-        """Return all values as JSON, for the record; an object that JSON cannot hold becomes the name of its type."""
+        """Return all values as JSON, for the record; an object that JSON cannot represent becomes the name of its
+        type."""
         return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
 
 
@@ -102,11 +103,11 @@ def local_path(text: str | Path) -> Path:
 
 
 def sent_secret(text: str | None, name: str) -> str | None:
-    """Return a key or token for a header, stripped; None if it is empty. Raises `ConfigError` with the setting's name,
-    not the secret, if it holds a control character."""
+    """Return a key or token for a header, stripped, or None if it is empty. If it contains a control character, raises
+    `ConfigError` with the setting's name but not the secret."""
     secret = (text or "").strip()
     if not secret.isprintable():
-        raise ConfigError(f"{name} contains a control character, such as a new line, so it cannot be sent in a header.")
+        raise ConfigError(f"{name} contains a control character, such as a newline, so it cannot be sent in a header.")
     remember(secret)
     return secret or None
 
@@ -156,7 +157,7 @@ def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[Mod
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` Did you mean NAME?` for the closest of `known`, to append to a message, or an empty string. Flags are
-    compared by their last part, because they share the first one."""
+    compared by their last part, because many of them share the first part."""
     if word.startswith("--"):
         flags = {_last_part(flag): flag for flag in known}
         near = difflib.get_close_matches(_last_part(word), flags, n=1, cutoff=0.7)
@@ -194,7 +195,7 @@ def _explain(
         where = f" (from {sources[name]})" if sources.get(name, DEFAULT) != DEFAULT else ""
         what = mistake["msg"].removeprefix("Value error, ")
         if mistake["type"] == "missing":
-            what = "it has no default: set a value"
+            what = "a value is required"
         written = spelled.get(name, ".".join(path)) or model_type.__name__
         given = "" if mistake["type"] == "missing" or not path else f" {_short(name, mistake['input'])}"
         lines.append(f"{written}{given}: {what[:1].lower()}{what[1:]}{where}")
@@ -228,7 +229,7 @@ SHORT_FORMS = {
     "-m": "openai.model_name",
     "-o": "env.data_path_to_save_groups",
 }
-"""The settings that the short flags abbreviate. `--policy NAME` is short for a scripted server of that model name."""
+"""The settings that the short flags abbreviate. `--policy NAME` is short for a scripted server with that model name."""
 
 _SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
@@ -251,7 +252,7 @@ _FLAG = re.compile(r"--(?:(?:env|openai)\.(?=\w)|(?=policy\b))")
 
 @contextmanager
 def python_names() -> Iterator[None]:
-    """In the block, make errors name the arguments of a Python call instead of the flags for the same settings."""
+    """While the block runs, make errors name a Python call's arguments instead of the flags for the same settings."""
     try:
         yield
     except PalaestraError as error:
@@ -265,7 +266,7 @@ def is_secret(name: str) -> bool:
 
 
 def read_yaml(text: str) -> JSON:
-    """Parse a text that holds exactly one YAML document, and return plain data. Raises `ValueError` for any other
+    """Parse a text that contains exactly one YAML document, and return plain data. Raises `ValueError` for any other
     text."""
     import yaml  # imported here, because most runs read no YAML
 

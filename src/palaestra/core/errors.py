@@ -1,8 +1,8 @@
-"""All errors that are not bugs. A class names the boundary that was crossed, and also subclasses the builtin it
-resembles.
+"""All errors that are not bugs. A class names the boundary at which something failed, and also
+subclasses the builtin it resembles.
 
 Three outcomes are never mixed. The model's mistake is a tool result that the model reads. An infrastructure failure is
-an `InfraError`, recorded on the trajectory and left unscored. Our own bug raises whatever Python raises.
+an `InfraError`; it is recorded in the trajectory, which gets no score. A bug of ours raises whatever Python raises.
 
 Expected file errors inside a slot (`FileNotFoundError`, …) are plain builtins: tools show them to the model.
 """
@@ -27,7 +27,7 @@ class ConfigError(PalaestraError, ValueError):
 
 
 class DiskError(PalaestraError, OSError):
-    """A file of a run cannot be written. Everything written before is intact, and the run can resume from it."""
+    """A run's file cannot be written. Everything written before is intact, and the run can resume from it."""
 
 
 class ImageError(ConfigError):
@@ -86,7 +86,7 @@ class IsolationUnavailable(SandboxError):
 
 
 class SlotLost(SandboxError, ConnectionError):
-    """The slot's first process, its server or the connection to it ended."""
+    """The slot's first process, the slot's server, or the connection to that server ended."""
 
 
 class StaleLease(SandboxError, PermissionError):
@@ -98,7 +98,7 @@ class AcquireTimeout(SandboxError, TimeoutError):
 
 
 class TrainerError(InfraError):
-    """The trainer or its server failed. No rollout is to blame, and finished ones are on disk."""
+    """The trainer or its server failed. No rollout is to blame, and finished rollouts are on disk."""
 
 
 class TrainerUnavailable(TrainerError, ConnectionError):
@@ -120,7 +120,7 @@ class CannotResume(InfraError):
 
 
 class ToolStuck(InfraError, TimeoutError):
-    """A tool call did not return within the run's limit, which is far above the tool's own."""
+    """A tool call did not return within the run's limit, which is far above the tool's own limit."""
 
     blame = Blame.TOOL
 
@@ -169,7 +169,7 @@ class PrepareError(InfraError):
 
 
 class GraderError(InfraError):
-    """The check could not run, did not run its tests, or did not report.
+    """The check could not run, did not run its tests, or did not report a result.
 
     `certain` means that the check is wrong, whatever the agent did.
     """

@@ -1,4 +1,4 @@
-"""Exit codes and messages for failures at the end of a process. A bug prints a traceback, unlike an expected failure.
+"""Exit codes and messages for failures at the end of a process. Only a bug prints a traceback.
 
 0 done                       3 finished with more unscored rollouts than allowed, or paused
 1 failed, or a bug           4 the model server is unreachable or refused
@@ -50,7 +50,7 @@ _QUIET, _VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 class Program:
     """A running command line: a `with` block does the work, and `exit_code` is the result.
 
-    Three flags may stand anywhere in `argv` and are left out of `words`: -q drops everything on stderr but the error
+    Three flags may stand anywhere in `argv` and are left out of `words`: -q drops everything on stderr except the error
     that ends the program, -v adds the log and the traceback of that error, and --no-color sets NO_COLOR. A failure ends
     the block and is reported; with --json, as one line of JSON. A bug is raised.
     """
@@ -84,7 +84,7 @@ class Program:
 
 
 class _OnlyErrors(io.TextIOBase):
-    """Standard error that drops every text. `report` writes to `errors_to`."""
+    """A standard error stream that drops every text. `report` writes to `errors_to` instead."""
 
     def __init__(self, errors_to: TextIO) -> None:
         self.errors_to = errors_to
@@ -138,7 +138,7 @@ def read_failure(error: BaseException) -> ProcessFailure | None:
 
 def report_failure(error: BaseException, argv: Sequence[str] = (), *, as_json: bool = False) -> int:
     """Report a failure on stderr, with settings named as in `argv`, and return its exit code. An interruption by the
-    user is only reported as JSON. Raises a bug as it is."""
+    user is reported only as JSON. A bug is raised again, unchanged."""
     from palaestra.core.config import flags_as_typed  # imported here, because most programs do not fail
 
     failure = read_failure(error)

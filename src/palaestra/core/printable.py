@@ -1,7 +1,7 @@
 """Makes text from models, commands and data sets safe to show on a page or a terminal.
 
-The result holds no escape sequence, no control character but tab and newline, no character that reorders its
-neighbours, and nothing that UTF-8 cannot hold. Colours become names of CSS classes; HTML escaping is left to the
+The result contains no escape sequence, no control character except tab and newline, no character that reorders its
+neighbours, and nothing that UTF-8 cannot encode. Colours become names of CSS classes; HTML escaping is left to the
 template engine. Sources of the sequences: ECMA-48, and xterm's control sequences for OSC.
 """
 
@@ -77,14 +77,14 @@ def printable(text: str) -> str:
 
 
 class TerminalText:
-    """A stream to a terminal on which every text is made `printable`. `raw` is the stream for our own colours."""
+    """Wraps a terminal's stream and makes every text `printable`. `raw` is that stream, for our own colours."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
         self.buffer = _TerminalBytes(self)
 
     def write(self, text: str) -> int:
-        """Write the text as `printable` shows it."""
+        """Write the text as `printable` returns it."""
         self.raw.write(printable(text))
         return len(text)
 
@@ -98,14 +98,14 @@ class TerminalText:
 
 
 class _TerminalBytes:
-    """The binary stream below a `TerminalText`: bytes are text in UTF-8."""
+    """The binary stream below a `TerminalText`. It decodes the bytes as UTF-8."""
 
     def __init__(self, text: TerminalText) -> None:
         self._text = text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, data: bytes) -> int:
-        """Write the bytes as `printable` shows their text."""
+        """Write the text of the bytes as `printable` returns it."""
         self._text.write(self._decoder.decode(data))
         return len(data)
 
@@ -118,7 +118,7 @@ class _TerminalBytes:
 
 
 def guard_terminals() -> None:
-    """Keep escape sequences from standard output and standard error if they are terminals. Idempotent."""
+    """Keep escape sequences out of standard output and standard error if they are terminals. Idempotent."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and stream.isatty() and not isinstance(stream, TerminalText):
@@ -156,7 +156,7 @@ def _restyled(style: _Style, params: str) -> _Style:
 
 
 def _palette(codes: Iterator[int]) -> int | None:
-    """Return the colour that 38 or 48 introduces, if it is one of the sixteen that the page has."""
+    """Return the colour that 38 or 48 introduces, if it is one of the page's sixteen colours."""
     kind = next(codes, 0)
     if kind == 2:
         for _ in range(3):

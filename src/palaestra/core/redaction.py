@@ -1,8 +1,9 @@
 """Replaces secrets in text that is written or shown: keys in addresses, headers, arguments and messages. Does no I/O.
 
-It knows the secrets that Palaestra was given (`remember`), and others by their place (user and key parts of an address,
-`Bearer …`, `--api-key …`, `token=…`) and by the shapes of well-known keys; another secret that looks like an ordinary
-word cannot be found. Use it for settings and error texts; the texts of models and tools are data and stay unchanged.
+It finds the secrets that Palaestra was given (`remember`), and recognises further secrets by their position (user and
+key parts of an address, `Bearer …`, `--api-key …`, `token=…`) and by the formats of well-known keys. Any other secret
+that looks like an ordinary word is not found. Use this module for settings and error texts; the texts of models and
+tools are data and stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STRONG = (
 _NAMES = rf"(?:[a-z0-9]+[-_])*(?:auth|authorization|key|sig|signature)|{_STRONG}"
 """The names in `_STRONG`, and names whose values are secrets if they are long."""
 _PLAIN = r"(?:(?=[^\s\"'<>]*\d)(?=[^\s\"'<>]*[A-Za-z])[^\s\"'<>,;)\]}`-][^\s\"'<>,;)\]}`]{5,})"
-"""A word with letters and digits. After a name and a blank only such a word is hidden, as most words there are not
+"""A word with letters and digits. After a name and a blank only such a word is hidden, because most words there are not
 secrets."""
 
 _USER = re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/\"'<>]+@", re.IGNORECASE)
@@ -47,14 +48,14 @@ _ASSIGNED = re.compile(
 _FOLLOWING = re.compile(
     rf"(?P<kept>(?<![\w-])(?:--(?:{_NAMES})|(?:password|passwd|secret|token))\s+){_PLAIN}", re.IGNORECASE
 )
-"""The value after a flag, or after the word of a netrc file."""
+"""The value after a flag, or after a keyword such as `password` in a netrc file."""
 _QUOTED = re.compile(
     rf"(?P<kept>(?P<quote>\\*[\"'])(?:{_STRONG})(?P=quote)\s*:\s*b?\\*[\"']|\(b?(?P<quoted>[\"'])(?:{_STRONG})(?P=quoted)"
     rf",\s*b?[\"']|(?P<other>\\*[\"'])(?:{_NAMES})(?P=other)\s*:\s*b?\\*[\"'](?=[^\"']{{6}}))[^\"'\\]+"
     r"(?:\\+[^\"'\\]+)*",
     re.IGNORECASE,
 )
-"""A member of a JSON object, also inside a JSON string, or of a Python dict; or a header as a tuple."""
+"""A member of a JSON object (even inside a JSON string) or of a Python dict, or a header as a tuple."""
 _ELEMENT = re.compile(rf"(?P<kept><(?:{_STRONG})>)[^<]+", re.IGNORECASE)
 _BEARER = re.compile(r"(?P<kept>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
 _LOGIN = re.compile(r"(?P<kept>(?<![\w/-])-u\s+[^\s:]+:)[^\s\"']+")
@@ -70,7 +71,8 @@ _SHAPES = re.compile(
     r"|\b(?!(?:req|msg|call|toolu|chatcmpl|resp|file|run|rollout|batch)[-_])[a-z][a-z0-9]{1,9}[-_]"
     r"(?=[A-Za-z]{0,60}\d)(?=[a-z0-9]{0,60}[A-Z])(?=[A-Z0-9]{0,60}[a-z])[A-Za-z0-9]{20,200}\b"
 )
-"""Well-known keys; last, a short prefix with a long word of digits, small and capital letters."""
+"""The formats of well-known keys. The last one is a short prefix and a long word with digits, lowercase and uppercase
+letters."""
 
 _MOST_KNOWN = 256
 _known: dict[str, None] = {}
@@ -94,14 +96,14 @@ def remember(secret: str | None) -> None:
 
 
 def remember_named(values: Mapping[str, str]) -> None:
-    """Call `remember` for the values, of headers or variables for example, whose names mark them as secrets."""
+    """Call `remember` for the values whose names mark them as secrets, such as values of headers or variables."""
     for name, value in values.items():
         if _NAME.fullmatch(name):
             remember(value.rpartition(" ")[2])
 
 
 def _forms(secret: str) -> list[str]:
-    """Return patterns of a secret as it may appear: as it is, its first half, in an address, in JSON, in base64, in
+    """Return patterns for a secret as it may appear: unchanged, its first half, in an address, in JSON, in base64, in
     hex."""
     if len(secret) < 8 or _WORDS.fullmatch(secret):  # short secrets and words may also be in paths and names
         return [rf"(?<![\w./-]){re.escape(secret)}(?![\w/-]|\.\w)"]
@@ -117,8 +119,8 @@ def _forms(secret: str) -> list[str]:
 
 
 def redacted(text: str, *known: str | None) -> str:
-    """Return the text without secrets: those known by their place or shape, and the `known` and remembered ones,
-    wherever they are."""
+    """Return the text with its secrets hidden: those recognised by position or format, and the `known` and remembered
+    secrets wherever they occur."""
     for secret in known:
         if secret and len(secret) > 3:
             text = re.sub("|".join(_forms(secret)), HIDDEN, text)
@@ -134,7 +136,7 @@ def redacted(text: str, *known: str | None) -> str:
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a program without secrets. The argument after a flag such as `--api-key` counts as a
+    """Return a program's arguments with their secrets hidden. The argument after a flag such as `--api-key` counts as a
     secret."""
     shown: list[str] = []
     for index, argument in enumerate(arguments):

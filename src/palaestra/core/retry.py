@@ -22,7 +22,7 @@ RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Exponential back-off with full jitter over its upper half.
+    """Exponential back-off with jitter over the upper half of each wait.
 
     `attempts` counts the first try. A wait that the server requests (`Retry-After`) is honoured up to `longest_s`.
     """
@@ -44,8 +44,8 @@ AT_START = RetryPolicy(attempts=4, first_s=0.25, longest_s=2.0)
 
 
 def retry_after_s(header: str | None, now: float) -> float | None:
-    """Return seconds from a `Retry-After` header, which holds seconds or an HTTP date (RFC 9110, 10.2.3); None if
-    neither.
+    """Return seconds from a `Retry-After` header, which contains seconds or an HTTP date (RFC 9110, 10.2.3); None if
+    it contains neither.
 
     `now` is seconds since the epoch.
     """

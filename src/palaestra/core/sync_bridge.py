@@ -101,8 +101,8 @@ def is_bridged() -> bool:
 def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, twin: str) -> T:
     """Wait for `coroutine` from synchronous code, without blocking `loop`: inside `bridged`, or from another thread.
 
-    Raises `RuntimeError`, which names `twin`, the async method to await instead, when called on the loop's own thread
-    outside the bridge, where waiting would deadlock.
+    On the loop's own thread outside the bridge, waiting would deadlock, so the call raises `RuntimeError`, which names
+    the async method to await instead (`twin`).
     """
     current = getcurrent()
     if isinstance(current, _Driver):
@@ -111,7 +111,7 @@ def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEv
     if running_loop() is not None:
         coroutine.close()
         raise RuntimeError(
-            f"a synchronous tool call was made from a task of the event loop that Palaestra does not drive; "
+            f"a synchronous tool call was made in an event loop's task that Palaestra does not drive; "
             f"await {twin} there instead"
         )
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result()

@@ -14,7 +14,7 @@ JSON: TypeAlias = Any
 """A value that `json.dumps` accepts. This is the one intended use of `Any`."""
 
 Message: TypeAlias = dict[str, JSON]
-"""One chat message in the OpenAI shape: role, content, and tool_calls or tool_call_id where they apply."""
+"""One chat message in OpenAI's format: role, content, and tool_calls or tool_call_id where they apply."""
 
 
 class Outcome(StrEnum):
@@ -30,7 +30,7 @@ class Outcome(StrEnum):
 
     @property
     def scored(self) -> bool:
-        """Whether a rollout that ended this way gets a reward; the others are recorded without one."""
+        """Whether a rollout that ended this way gets a reward; all other rollouts are recorded without one."""
         return self in _SCORED
 
 
@@ -58,10 +58,10 @@ class Network(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AllowList:
-    """Hosts that a slot may reach, over HTTP and HTTPS through a proxy, and nothing else.
+    """The only hosts that a slot may reach, over HTTP and HTTPS through a proxy.
 
     `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses of cloud
-    credentials are always refused. Raises ValueError for a plain string.
+    metadata, which includes credentials, are always refused. Raises ValueError for a plain string.
     """
 
     hosts: tuple[str, ...]
@@ -69,15 +69,15 @@ class AllowList:
     def __post_init__(self) -> None:
         given: JSON = self.hosts
         if isinstance(given, str):
-            raise ValueError(f"a list of hosts must be a list, such as [{given!r}]")
+            raise ValueError(f"the hosts must be a list, such as [{given!r}]")
         object.__setattr__(self, "hosts", tuple(given))
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkPolicy:
-    """The network of each phase of a rollout. Grading is off unless a task sets it.
+    """The network of each phase of a rollout. Grading has no network unless a task sets one.
 
-    Raises ValueError for anything but a network; the texts `on` and `off` are accepted.
+    Each is a `Network`, an `AllowList`, or the text `on` or `off`. Raises ValueError for any other value.
     """
 
     prepare: Network | AllowList = Network.OFF
@@ -117,7 +117,7 @@ class Limits:
             value = getattr(self, each.name)
             if value is not None and not 0 < value < math.inf:  # also false for NaN
                 raise ValueError(
-                    f"the limit {each.name} of a slot must be positive, not {value}; leave it out for none"
+                    f"the limit {each.name} of a slot must be positive, not {value}; use None for the backend's default"
                 )
             if value is not None and each.name != "cpus" and not isinstance(value, int):  # such as 2e9
                 if value != int(value):
@@ -151,18 +151,18 @@ class Task:
 
     `prompt` is the user's message, or a list of messages. `files` maps paths (relative ones lie in the workspace) to
     contents; `setup` is a shell script that runs once per group in the workspace. `image` is a root file system: a
-    directory, a tar file or an OCI layout; None means an allow-list of the host's system directories. `toolsets` None
-    leaves the choice to the environment.
+    directory, a tar file or an OCI layout; None means an allow-list of the host's system directories. If
+    `toolsets` is None, the environment chooses.
 
     `recipe` declares that the prepared workspace depends only on image, files, setup, the environment's hooks, the task
-    and this text (a version); runs on this machine then share the workspace. With None, every run prepares its own.
+    and this text (a version); runs on this machine then share the workspace. If it is None, every run prepares its own.
 
     A check sees the agent's changes in the workspace, in `/var/tmp` and below `paths`; it sees the rest of the root as
     prepared. A task that installs programs needs `/` in `paths`. `programs` names programs and their settings that the
     agent may add or replace; a check uses the prepared versions of all others.
 
-    `floor` is the highest score without doing the work, which `palaestra env check` enforces. `data`, `solution` and
-    `answer` never enter an agent's slot.
+    `floor` is the highest score that is possible without doing the work; `palaestra env check` enforces it. `data`,
+    `solution` and `answer` never enter an agent's slot.
     """
 
     id: str
@@ -219,7 +219,7 @@ class Prices:
     completion: float
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Return the cost of any number of model calls."""
+        """Return the cost of these tokens."""
         return (prompt_tokens * self.prompt + completion_tokens * self.completion) / 1e6
 
 
@@ -234,7 +234,7 @@ class Score:
 
 def number(value: object) -> float | None:
     """Return a number or bool of any kind (numpy's, tensors, decimals) as a float, infinite if too large; None for
-    anything else. Arrays and tensors count as their value if they hold exactly one."""
+    anything else. An array or tensor with exactly one value counts as that value."""
     item = getattr(value, "item", None)
     try:
         plain = item() if callable(item) else value

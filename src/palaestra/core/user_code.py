@@ -1,5 +1,5 @@
-"""Loads and awaits user code: environment files, hooks, tools. Errors of user code never end the run; callers decide
-whom to blame."""
+"""Loads and awaits user code: environment files, hooks, tools. Errors in user code never end the run; callers decide
+which part to blame."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ForeignError(Exception):
 
 
 PATIENCE_S, AGAIN_S = 30.0, 1.0
-"""Seconds that cancelled code may take to end, and seconds between further cancellations: a bare `except` around a
-retry swallows the first one."""
+"""Seconds until cancelled code that has not ended is cancelled again, and seconds between further cancellations. A bare
+`except` around a retry swallows the first cancellation."""
 
 
 async def foreign(
@@ -49,11 +49,12 @@ async def foreign(
 ) -> T:
     """Await user code. Raises `ForeignError` for errors that its author did not expect, `sys.exit` included.
 
-    `expected` errors and errors with a blame pass, even from inside a group of errors, infrastructure failures first.
-    The cancellation of this task passes even if the code swallows it; a cancellation by another task is a failure.
+    `expected` errors and errors with a blame are raised unchanged, even from inside a group of errors, infrastructure
+    failures first. A cancellation of this task is raised even if the code swallows it; a cancellation by another task
+    is a failure.
 
-    The code runs in a task of its own: before Python 3.13 a task group that failed leaves its task marked as cancelled,
-    which looks the same as being cancelled.
+    The code runs in a task of its own, because before Python 3.13 a failed task group leaves its task marked as
+    cancelled, which looks like a real cancellation.
     """
     loop = asyncio.get_running_loop()
     own: asyncio.Task[T | _Raised] = loop.create_task(_ended(work))
@@ -65,7 +66,7 @@ async def foreign(
 
     own.add_done_callback(tell)
     try:
-        await over  # not the task itself, which would be cancelled with this one and could continue
+        await over  # awaiting the task itself would cancel it with this one, and its code could continue
     except asyncio.CancelledError:
         await _cancelled(own, patience_s)
         raise
@@ -75,7 +76,7 @@ async def foreign(
     try:
         ended = own.result()
     except asyncio.CancelledError as cancellation:
-        raise ForeignError("CancelledError: something that it waited for was cancelled") from cancellation
+        raise ForeignError("CancelledError: an awaited operation was cancelled") from cancellation
     if isinstance(ended, _Raised):
         error = ended.error
         if isinstance(error, (PalaestraError, *expected)):
@@ -89,7 +90,8 @@ async def foreign(
 
 async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
     """Await an environment's hook. Errors that its author did not expect become `kind`, with the original as their
-    cause. Errors with a blame pass, as in `foreign`; the message of a plain `ConfigError` gets `doing` in front."""
+    cause. Errors with a blame are raised unchanged, as in `foreign`; `doing` is put in front of a plain `ConfigError`'s
+    message."""
     try:
         return await foreign(hook)
     except (ConfigError, ForeignError) as error:
@@ -156,7 +158,7 @@ async def settled(answer: object) -> JSON:
 
 
 async def called(hook: Callable[..., object], *args: object) -> JSON:
-    """Call a hook and await its answer, so that an error of either is raised here."""
+    """Call a hook and await its answer, so that an error in either step is raised here."""
     return await settled(hook(*args))
 
 
@@ -172,8 +174,8 @@ def place(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Return an error for the record: its type and text, or those of a group's errors, without characters that UTF-8
-    cannot hold."""
+    """Return a description of the error: its type and text, or those of a group's errors, without characters that UTF-8
+    cannot encode."""
     each = (f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
     return "; ".join(each).encode(errors="replace").decode()
 
@@ -225,6 +227,6 @@ def score_of(answer: JSON, said: str) -> Score:
         case value if (reward := number(value)) is not None:
             return Score(reward)
     raise GraderError(
-        f"{said} gave {type(answer).__name__} ({answer!r:.100}); it must give a number, a bool, a Score or "
+        f"{said} returned {type(answer).__name__} ({answer!r:.100}); it must return a number, a bool, a Score or "
         f"(number, metrics)"
     )

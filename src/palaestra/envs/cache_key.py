@@ -20,7 +20,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
-    """Return the digests of the files that define functions and classes. Raises `TaskError` for one without a file."""
+    """Return the digests of the files that define functions and classes. Raises `TaskError` if one has no file."""
     digests = set()
     for part in parts:
         try:
@@ -30,8 +30,8 @@ def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
         except (OSError, TypeError) as error:
             name = getattr(part, "__qualname__", repr(part))
             raise TaskError(
-                f"task {task_id} declares a recipe, but the file of {name} cannot be read ({error}): put it into a "
-                "file, or declare no recipe"
+                f"task {task_id} declares a recipe, but the file of {name} cannot be read ({error}); define {name} in "
+                "a file, or declare no recipe"
             ) from None
     return sorted(digests)
 

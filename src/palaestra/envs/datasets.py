@@ -1,5 +1,5 @@
 """Reads the rows of a data set: a local JSONL, JSON, CSV or Parquet file, a folder of such files, or a data set on the
-hub.
+Hugging Face hub.
 
 Rows are read one by one, so a data set need not fit in memory; only a `.json` file is read whole. A bad row becomes an
 error in its place; the other rows are still read.
@@ -30,8 +30,8 @@ _MAX_CSV_FIELD = 1 << 28
 def read_rows(
     source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, Row | TaskError]]:
-    """Yield the rows with their numbers, from 1, with a `TaskError` in place of a bad row. `fields` renames columns,
-    NAME: COLUMN.
+    """Yield the rows with their numbers, from 1, with a `TaskError` in place of a bad row. `fields` renames columns:
+    it maps each new name to a column.
 
     A path is a file, or a folder whose files are read in the order of their names; if some of them are named after the
     split, only those are read. Any other source is the name of a data set on the hub, the only source that needs the
@@ -54,7 +54,7 @@ def _renamed(row: Row, fields: Mapping[str, str]) -> Row | TaskError:
     for name, column in fields.items():
         if column not in row:
             return TaskError(
-                f"no column {column!r}, which is to be {name!r}.{nearest(column, row)} It has "
+                f"no column {column!r} for the field {name!r}.{nearest(column, row)} The columns are "
                 f"{', '.join(map(repr, row))}"
             )
     return {**row, **{name: row[column] for name, column in fields.items()}} if fields else row
@@ -66,7 +66,7 @@ def _read(source: str | Path, split: str) -> Iterator[Row | str]:
         return
     path = local_path(source)
     if not path.exists():
-        raise ConfigError(f"there is no data set {path}: use a {', '.join(SUFFIXES)} file, a folder of them, or a name")
+        raise ConfigError(f"there is no data set {path}; use a {', '.join(SUFFIXES)} file, a folder of them, or a name")
     for file in _files(path, split) if path.is_dir() else [path]:
         yield from _read_file(file)
 
@@ -92,14 +92,14 @@ def _read_file(path: Path) -> Iterator[Row | str]:
 
 
 def _read_lines(path: Path) -> Iterator[Row | str]:
-    """Yield the rows of JSONL. A file with another suffix must have a row in its first line, or it is rejected."""
+    """Yield the rows of JSONL. A file with an unknown suffix is rejected unless its first line is a row."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines):
                 if line.strip():
                     row = _object(line if number else line.removeprefix(codecs.BOM_UTF8))
                     if number == 0 and isinstance(row, str) and path.suffix.lower() not in SUFFIXES:
-                        raise ConfigError(f"{path} is not JSONL ({row}): give a {', '.join(SUFFIXES)} file")
+                        raise ConfigError(f"{path} is not JSONL ({row}); use a {', '.join(SUFFIXES)} file")
                     yield row
     except OSError as problem:
         raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
@@ -119,7 +119,7 @@ def _read_json(path: Path) -> Iterator[Row | str]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as problem:
-        hint = "; if each line is a row, name the file .jsonl" if "Extra data" in str(problem) else ""
+        hint = "; if each line is a row, rename the file to .jsonl" if "Extra data" in str(problem) else ""
         raise ConfigError(f"{path} is not JSON: {problem}{hint}") from None
     if not isinstance(value, list):
         raise ConfigError(f"{path} must hold a list of rows")
@@ -133,11 +133,11 @@ def _read_csv(path: Path) -> Iterator[Row | str]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
-                raise ConfigError(f"{path} has several columns that are called {twice[0]!r}: give each its own name")
+                raise ConfigError(f"{path} has several columns called {twice[0]!r}; give each column its own name")
             for row in reader:
                 if None in row or None in row.values():
                     count = len(reader.fieldnames or ())
-                    yield f"line {reader.line_num} of {path.name} does not have the {count} fields of its first line"
+                    yield f"line {reader.line_num} of {path.name} does not have the {count} fields of the first line"
                 else:
                     yield row
     except (OSError, csv.Error, UnicodeDecodeError) as problem:
@@ -162,7 +162,7 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
         import datasets
     except ImportError:
         raise ConfigError(
-            f"there is no file or folder {name!r}; if it is the name of a data set on the hub, reading that needs the "
+            f"there is no file or folder {name!r}; if it is the name of a data set on the hub, reading it needs the "
             f"'hub' extra: {install_command('hub')}"
         ) from None
     try:
@@ -171,5 +171,5 @@ def _read_hub(name: str, split: str) -> Iterable[Row]:
         raise ConfigError(
             f"the data set {name!r} (split {split!r}) cannot be read from the hub: "
             f"{type(problem).__name__}: {problem}. "
-            "Check the name and the network, or give a local .jsonl, .csv or .parquet file."
+            "Check the name and the network, or use a local .jsonl, .csv or .parquet file."
         ) from problem

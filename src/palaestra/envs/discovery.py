@@ -1,4 +1,4 @@
-"""Find environments by name: files of the nearest `environments` folder, and entry points of installed packages.
+"""Finds environments by name: files in the nearest `environments` folder, and entry points of installed packages.
 
 A file `environments/NAME_env.py` is the environment NAME, and takes precedence over an entry point of that name.
 Listing neither imports nor runs an environment. A reference is a name, `path/to/my_env.py` or `path.py:name`.
@@ -50,7 +50,7 @@ class KnownEnvironment:
 
 def known_environments(start: Path) -> dict[str, KnownEnvironment]:
     """Return the environments of the nearest `environments` folder at `start` or above it, then the installed ones. If
-    one cannot be read, its summary is the reason."""
+    an environment cannot be read, its summary gives the reason."""
     found = {name: KnownEnvironment(name, path, str(path), _summary(path)) for name, path in _local(start).items()}
     for name, point in plugins.installed(GROUP).items():
         if name not in found:
@@ -99,8 +99,8 @@ def load_environment(reference: str, start: Path) -> Form:
         return cast("Form", plugins.load(doors[path]))
     known = [*local, *installed]
     files = [file for file in (f"{path}_env.py", f"{path}.py") if (start / file).is_file()]
-    found = "".join(f" {file} exists here: write {file}." for file in files)
-    raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} There are {', '.join(known)}.{found}")
+    found = "".join(f" {file} exists here; to run it, use the name {file}." for file in files)
+    raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} Available: {', '.join(known)}.{found}")
 
 
 def form_of(environment: object, reference: str = "") -> Form:

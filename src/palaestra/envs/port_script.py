@@ -41,7 +41,7 @@ ELSEWHERE: Mapping[str, str] = {
 NOT_NEEDED: Mapping[str, str] = {
     "apply_patches": "there is nothing to patch: delete the call",
     "resize_tool_pool": "tools need no thread pool: delete the call",
-    "OpenAIServer": "ask _use_managed_server() whether the servers give tokens",
+    "OpenAIServer": "call _use_managed_server() to learn whether the servers return tokens",
     "registry": "write each tool as a typed function with @tool from palaestra, instead of registry.register",
     "ToolRegistryEntry": "write each tool as a typed function with @tool from palaestra",
 }
@@ -59,8 +59,8 @@ HOOKS = frozenset((
     "score_trajectory", "setup", "setup_agent_env", "setup_trajectory_workspace", "setup_wandb",
     "teardown_agent_env", "verify_and_score_trajectory", "wandb_log",
 ))  # fmt: skip
-"""Methods of the contract's classes that their own runtime calls. A method that our class of the same name lacks is
-never called here."""
+"""Methods of the contract's classes that the contract's runtime calls. A method that our class of the same name lacks
+is never called here."""
 
 TWO_SHAPES = frozenset({"_build_scored_item", "_run_agent_loop"})
 """Hooks whose overrides may follow either version of the contract."""
@@ -100,13 +100,13 @@ def counterpart(name: str) -> str | None:
 
 
 def advice(name: str) -> str:
-    """Advice on a name without a counterpart."""
+    """Return advice on a name without a counterpart."""
     return NOT_NEEDED.get(name, _NO_COUNTERPART)
 
 
 def port(source: str, path: str) -> Ported:
-    """Return the script with its imports rewritten; modules next to `path` are its own. Raises `ConfigError` for a file
-    that is not Python."""
+    """Return the script with its imports rewritten; modules next to `path` belong to the script. Raises `ConfigError`
+    for a file that is not Python."""
     try:
         tree = ast.parse(source, path)
     except (SyntaxError, ValueError) as error:
@@ -450,7 +450,7 @@ def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
     names = {each.arg for each in [*theirs.args, *theirs.kwonlyargs]}
     by_name = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty}
     if theirs.kwarg is None and (missing := sorted(by_name - names)):
-        return f"it is called here with {', '.join(f'{name}=' for name in missing)}, too"
+        return f"it is also called here with {', '.join(f'{name}=' for name in missing)}"
     required = {each.arg for each, value in zip(theirs.kwonlyargs, theirs.kw_defaults, strict=True) if value is None}
     if unknown := sorted(required - {each.name for each in parameters} - PASSED_IF_WANTED):
         return f"nothing passes {', '.join(unknown)} here"

@@ -34,7 +34,7 @@ def {name}(n: int = 10) -> Iterator[Task]:  # parameters become flags: --env.n 2
 
 @{name}.score
 async def right(task: Task, sandbox: Slot) -> bool:
-    """1.0 where the file holds the answer. `sandbox` is a fresh slot over what the agent left."""
+    """Return whether the file holds the answer. `sandbox` is a fresh slot with the agent's changes."""
     return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
 '''
 
@@ -79,7 +79,7 @@ class {camel}Env(HermesAgentBaseEnv):
 
     async def evaluate(self, *args, **kwargs):
         done = await self.evaluate_items(self.items, samples=1)
-        rewards = [each.reward for each in done if each.scored]  # one that the world broke has none, and is no 0
+        rewards = [each.reward for each in done if each.scored]  # a failed rollout has no reward, not 0
         mean = sum(rewards) / len(rewards) if rewards else None
         await self.evaluate_log({{"mean": mean, "unscored": len(self.items) - len(rewards)}})
 

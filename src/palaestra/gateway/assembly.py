@@ -6,7 +6,7 @@ A gateway keeps all its files in one folder, its home:
     gateway.db            the mailbox               processes.json     background processes, for the next start
     gateway.lock          held while it runs
 
-Invariant: no two running gateways share a folder, or a token on one machine.
+Invariant: no two running gateways share a folder, and no two on the same machine share a token.
 """
 
 from __future__ import annotations

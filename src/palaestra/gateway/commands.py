@@ -11,16 +11,17 @@ COMMANDS = {  # each entry: arguments, two spaces, description
     "new": "begin a new session (also /reset)",
     "retry": "answer the last message again",
     "undo": "forget the last message and its answer",
-    "status": "show what runs here and what waits",
-    "approve": "CODE [session, always]  allow the command of the question with that code, or all of its kind",
-    "deny": "do not allow the command that was asked about",
-    "answer": "CODE TEXT  answer the question with that code, if it was not answered in time",
+    "status": "show the running turn, waiting messages, background processes and jobs of this chat",
+    "approve": "CODE [session, always]  allow the command that the question with that code shows, or all of its kind",
+    "deny": "reject the command that waits for approval",
+    "answer": "CODE TEXT  answer the question with that code, if an earlier question was not answered in time",
 }
 ALIASES = {"reset": "new", "start": "help"}
 AT_ONCE = frozenset({"help", "stop", "status", "approve", "deny", "answer"})
 """Commands that run immediately, without waiting for the running turn."""
 WITH_WORDS = frozenset({"help", "stop", "approve", "deny", "answer"})
-"""Commands that may be followed by words; some programs add words to the `/start` that they send automatically."""
+"""Commands that accept arguments. `help` is among them because some programs add arguments to the `/start` that they
+send automatically."""
 
 _COMMAND = re.compile(r"/([a-z]+)(?:@\w+)?(?:\s+(.*))?", re.DOTALL)
 

@@ -37,7 +37,7 @@ class HomeChannel(Settings):
 class PlatformConfig(Settings):
     """One platform. `extra` has the platform's own settings, which docs/gateway.md lists."""
 
-    enabled: bool = setting(True, "Whether the gateway connects to it.")
+    enabled: bool = setting(True, "Whether the gateway connects to this platform.")
     token: str | None = setting(None, "The bot's token or password.")
     token_file: Path | None = setting(None, "The file that holds the token, instead of `token`.")
     api_key: str | None = setting(None, "A second secret, if the platform needs one.")
@@ -48,7 +48,7 @@ class PlatformConfig(Settings):
     extra: dict[str, JSON] = Field(default_factory=dict, description="The platform's own settings.")
 
     def secret(self, name: str) -> str | None:
-        """Return the token, from the settings or their file. Raises `ConfigError`."""
+        """Return the token, from `token` or from the file `token_file`. Raises `ConfigError`."""
         if self.token and self.token_file:
             raise ConfigError(f"platforms.{name} has both token and token_file; keep one of them")
         if self.token_file is None:
@@ -84,14 +84,12 @@ class GatewayConfig(Settings):
     server: APIServerConfig | None = setting(
         None, "The model server: base_url, model_name, api_key and other settings."
     )
-    toolsets: list[str] = Field(
-        default=["terminal", "file", "todo", "clarify"], description="The toolsets of the agent."
-    )
+    toolsets: list[str] = Field(default=["terminal", "file", "todo", "clarify"], description="The agent's toolsets.")
     tools: ToolSettings = Field(
         default_factory=ToolSettings,
         description="Settings of tools, such as web_provider, vision_base_url and skills_dir.",
     )
-    system_prompt: str | None = setting(None, "The system prompt; None: a short one.")
+    system_prompt: str | None = setting(None, "The system prompt; None: a short default.")
     max_turns: int = setting(60, "Maximum model calls for one message.", ge=1)
     context_tokens: int | None = setting(None, "The size of the model's window in tokens; None: unknown.", ge=1)
     prices: ModelPrices | None = setting(None, "The prices of the model; needed for limits.cost_per_day.")
@@ -155,7 +153,7 @@ class GatewayConfig(Settings):
 
 
 def read_config(path: Path) -> GatewayConfig:
-    """Return the configuration of a YAML file. Raises `ConfigError`."""
+    """Read the configuration from a YAML file. Raises `ConfigError`."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Files in both directions: attachments go to `uploads/` of the sandbox, files that the model names go to the chat.
+"""Passes files in both directions: attachments go to `uploads/` in the sandbox, files that the model names go to the
+chat.
 
-A line `MEDIA:path` in an answer sends that file of the sandbox, and is left out of the text.
+A line `MEDIA:path` in an answer sends that file from the sandbox. The line itself is left out of the text.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def message_content(text: str, message: Incoming, lines: list[str], *, images: b
 
 
 async def take_media(text: str, slot: Slot | None, max_bytes: int) -> tuple[str, list[Attachment]]:
-    """Return the text of an answer without its `MEDIA:` lines, and their files. A file that cannot be read is named in
-    the text."""
+    """Return the text of an answer without its `MEDIA:` lines, and the files that those lines name. For a file that
+    cannot be read, the text reports the problem."""
     paths = _MEDIA.findall(text)
     if not paths:
         return text, []

@@ -2,9 +2,9 @@
 
 Jobs are rows in the mailbox. When a job is due, one transaction adds its message to the incoming messages and stores
 its next time; from then on it is a message like any other. So a run begins exactly once, even if the gateway is killed
-or its clock changes, and its turn is answered like a person's. Invariant: a run that was due while the gateway was
-down, or while the job's earlier run was unfinished, is reported to the chat and skipped, unless it is at most `LATE_S`
-late. Of several missed runs, at most one runs.
+or its clock changes, and it is answered like a person's message. Invariant: a run that was due while the gateway was
+down is skipped and reported to the chat, unless it is at most `LATE_S` late; so is a run that was due while the job's
+earlier run was unfinished. Of several missed runs, at most one runs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 20
-"""The maximum number of jobs of one session; a scheduled turn may create more jobs."""
+"""The maximum number of jobs of one session, because a scheduled turn may create more jobs."""
 LATE_S = 600.0
 CHECK_S = 1.0
 LOCAL = "local"
-DOWN, BUSY = "The gateway did not run then.", "The job's earlier run was not finished."
+DOWN, BUSY = "The gateway was not running then.", "The job's earlier run had not finished."
 _MOST_COUNTED = 1000
 _LIST = "select body from jobs where session_key = ? order by id"
 
@@ -63,9 +63,9 @@ class Job(msgspec.Struct):
 
 
 class Jobs:
-    """The jobs of a gateway. `enqueue` takes a message that is in the mailbox (session key, address, row). `wake` sends
-    the mailbox's messages for a chat. `user_of` names the person in a conversation. `refusal` returns why a person on a
-    platform may not start a turn now, or the empty string."""
+    """The jobs of a gateway. `enqueue` queues a message that is in the mailbox, given its session key, address and row.
+    `wake` sends the mailbox's messages for a chat. `user_of` names the person in a conversation. `refusal` returns why
+    a person on a platform may not start a turn now, or the empty string."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Jobs:
             return True
 
         if not await self._mailbox.do(work, synced=True):
-            raise ToolMistake(f"this chat has {MOST_JOBS} jobs, which is the most; remove one first")
+            raise ToolMistake(f"this chat has {MOST_JOBS} jobs, which is the maximum; remove one first")
         return {"success": True, "job": self._shown(job)}
 
     async def _changed(self, job: Job, arguments: Mapping[str, JSON]) -> Job:
@@ -222,7 +222,7 @@ class Jobs:
         job = await self._job(arguments, run)
         job.next_at = parse_again(job, self._zone).after(self._clock.wall())
         if job.next_at is None:
-            raise ToolMistake("the time of this job is over; give it another schedule with update")
+            raise ToolMistake("this job's time has passed; give the job a new schedule with update")
         return await self._stored(job)
 
     async def _remove(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -242,7 +242,7 @@ class Jobs:
 
         row = await self._mailbox.do(work, synced=True)
         if not row:
-            raise ToolMistake("a run of this job waits or runs already")
+            raise ToolMistake("a run of this job is already waiting or running")
         self._enqueue(job.session_key, job.address, row)
         return {"success": True, "job_id": job.id, "status": "runs after this turn"}
 
@@ -274,7 +274,7 @@ def shown(job: Job, zone: tzinfo | None = None) -> dict[str, JSON]:
 
 
 def parse_again(job: Job, zone: tzinfo | None) -> Schedule:
-    """Return the schedule of a stored job, which was valid when it was made."""
+    """Return the schedule of a stored job, which was valid when the job was created."""
     return parse(job.schedule, job.since, zone)
 
 
@@ -320,7 +320,7 @@ def _stem(job: Job) -> str:
 def _message(job: Job, at: str, deliver: ChatAddress | None) -> Incoming:
     """Return the message of one run. Its id contains the run's time, so that no run happens twice."""
     skills = f" Read these skills first: {', '.join(job.skills)}." if job.skills else ""
-    note = f"Scheduled job {job.title} ({job.schedule}). Nobody may be there to answer questions.{skills}"
+    note = f"Scheduled job {job.title} ({job.schedule}). Perhaps nobody is there to answer questions.{skills}"
     text = f"[{note}]\n\n{job.prompt}"
     return Incoming(
         job.address, f"{_stem(job)}{at}", job.user_id, text, trusted=True, job=job.title, deliver=deliver

@@ -16,7 +16,7 @@ from palaestra.gateway.platform import PlatformLimits
 _FENCE = re.compile(r" {0,3}(`{3,10}|~{3,10})([^\n]*)")
 _LONGEST_OPENING = 40
 _CLOSING_ROOM = 11
-"""The length of a line end and the longest marker of a code block."""
+"""The room for the line end and the longest marker that close a code block."""
 _BREAKS = ("\n\n", "\n", ". ", " ")
 _JOINER, _VARIATIONS = "\u200d", range(0xFE00, 0xFE10)
 
@@ -57,8 +57,8 @@ def _closing(body: str, opening: str) -> str:
 
 
 def _code_blocks(text: str) -> tuple[list[int], list[str]]:
-    """Return the line ends after which another code block is open, with the opening line of that block ("" for
-    none)."""
+    """Return the line ends at which the open code block changes, and the opening line of the block that is open after
+    each ("" for none)."""
     ends, openings, opening, end = [0], [""], "", 0
     for line in text.splitlines(keepends=True):
         end += len(line)

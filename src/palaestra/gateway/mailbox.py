@@ -1,4 +1,4 @@
-"""The mailbox: every incoming and every outgoing message, in one SQLite file of the gateway's folder.
+"""The mailbox: every incoming and every outgoing message, in one SQLite file in the gateway's folder.
 
 Invariants: a message is on the disk before it is acknowledged to the platform; one transaction stores its answers and
 marks it as answered; an outgoing message leaves the file only when the platform has it. So a gateway that is killed at
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 VERSION = 3
 KEPT_S = 30 * 86_400.0
-"""Seconds for which the ids of answered messages are kept, so that a repeated message is recognised."""
+"""How long the ids of answered messages are kept, in seconds, so that a repeated message is recognised."""
 CODE_VALID_S = 3600.0
 _CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 CODES_PER_MINUTE = 20
-"""The maximum number of pairing codes per minute for strangers on one platform. Senders can be forged, and each code is
-a message to a person. A forger can block real people for at most a minute."""
+"""The maximum number of pairing codes per minute for strangers on one platform. There is a limit because senders can be
+forged and each code is sent to a person. After the last forged message, real people must wait at most a minute."""
 
 _TABLES = """
 create table incoming (
@@ -93,8 +93,8 @@ class Unsent:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """The outcome of taking a message: its `row` if it was taken; for `limited`, in `until`, when the next one will be
-    taken."""
+    """The outcome of `Mailbox.take`. If the decision is `taken`, `row` is the message's row; if it is `limited`,
+    `until` is the time from which the sender's messages are accepted again."""
 
     decision: Decision
     row: int = 0
@@ -113,8 +113,8 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A message to answer: its session, the conversation in which the answer was begun (empty if it was not), and how
-    many messages wait to be sent to its chat."""
+    """A message to answer, its session, the conversation in which a turn began to answer it (or the empty string), and
+    the number of messages that wait to be sent to its chat."""
 
     row: int
     message: Incoming
@@ -132,7 +132,7 @@ class _Work(Generic[T]):
 
 
 class Mailbox:
-    """The file at `path`, which is created if it is missing. Raises `ConfigError` for a file of another program."""
+    """The file at `path`, which is created if it is missing. Raises `ConfigError` for a file that is not a mailbox."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -149,7 +149,7 @@ class Mailbox:
         self._thread.start()
 
     async def aclose(self) -> None:
-        """Finish what was begun and close the file. Idempotent."""
+        """Finish the calls that have begun, and close the file. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             await asyncio.to_thread(self._thread.join)
@@ -163,14 +163,15 @@ class Mailbox:
         self._queue.put(_Work(work, synced, loop, future))  # type: ignore[arg-type]
         return await asyncio.shield(future)
 
-    # Messages that come in
+    # Incoming messages
 
     async def take(
         self, message: Incoming, session_key: str, now: float, *, done: bool = False, most_per_hour: int = 0,
         most_waiting: int = 0,
     ) -> Receipt:  # fmt: skip
-        """Add a message, unless it was added before, its sender is over the limit or too many wait in the session. With
-        `done` it is only remembered. A limit of 0 means no limit."""
+        """Add a message, unless it was added before, its sender is over the limit or too many messages wait in the
+        session. With `done`, the message counts as answered and its content is not kept. A limit of 0 means no
+        limit."""
         address = message.address
 
         def work(connection: sqlite3.Connection) -> Receipt:
@@ -199,8 +200,8 @@ class Mailbox:
         return await self.do(work, synced=True)
 
     async def answered(self, message: Incoming) -> tuple[bool, str] | None:
-        """Return whether a message that was taken before is answered, and the conversation of its turn (empty without
-        one). None for a new message."""
+        """For a known message, return whether it is answered, and the conversation of its turn (empty if it had none).
+        Return None for a new message."""
         address = message.address
         query = "select done, conversation from incoming where platform = ? and chat_id = ? and message_id = ?"
         identity = (address.platform, _place(address), message.message_id)
@@ -208,7 +209,7 @@ class Mailbox:
         return None if row is None else (bool(row[0]), str(row[1]))
 
     async def waiting(self) -> list[tuple[int, str]]:
-        """Return row and session key of every message that is not answered, oldest first."""
+        """Return the row and the session key of every unanswered message, oldest first."""
         return await self.do(
             lambda connection: connection.execute(
                 "select id, session_key from incoming where done = 0 order by id"
@@ -216,7 +217,7 @@ class Mailbox:
         )
 
     async def read(self, row: int) -> Waiting:
-        """Return a message that was taken and is not answered."""
+        """Return an unanswered message with its session."""
 
         def work(connection: sqlite3.Connection) -> Waiting:
             body, key, conversation = connection.execute(
@@ -252,7 +253,7 @@ class Mailbox:
         values = (platform, user_id, since)
         return float(await self.do(lambda connection: connection.execute(query, values).fetchone()[0]))
 
-    # Messages that go out
+    # Outgoing messages
 
     async def post(self, messages: Sequence[Outgoing], now: float) -> None:
         """Add messages to send. A message whose key is already stored is not added again."""
@@ -276,14 +277,14 @@ class Mailbox:
         )
 
     async def undo_begin_send(self, number: int) -> None:
-        """Record that the platform did not take the message."""
+        """Record that the platform did not accept the message."""
         await self.do(
             lambda connection: connection.execute("update outgoing set state = 'waiting' where id = ?", (number,))
         )
 
     async def end_send(self, unsent: Unsent, state: Literal["sent", "refused"], note: str = "") -> Unsent | None:
         """Record that a message was sent, or that the platform refused it for the reason `note`. The text of a refused
-        message is kept. Returns the next one for its chat."""
+        message is kept. Returns the next unsent message for the same chat."""
         query = (
             "update outgoing set state = ?, note = ?, body = case when ? = 'sent' then null else body end where id = ?"
         )
@@ -350,7 +351,7 @@ class Mailbox:
         return paired
 
     async def users(self) -> list[tuple[str, str, str]]:
-        """Return platform, user id and name of every paired person."""
+        """Return the platform, user id and name of every paired person."""
         return await self.do(
             lambda connection: connection.execute("select platform, user_id, name from users order by since").fetchall()
         )
@@ -383,7 +384,7 @@ class Mailbox:
         await self.do(work)
 
     async def prune(self, now: float) -> None:
-        """Delete finished messages, and costs, that are older than `KEPT_S`."""
+        """Delete finished messages and costs that are older than `KEPT_S`."""
 
         def work(connection: sqlite3.Connection) -> None:
             old = (now - KEPT_S,)
@@ -467,15 +468,17 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
             version = VERSION
         connection.execute("commit")
     except sqlite3.Error as error:
-        raise ConfigError(f"{path} is not a mailbox of the gateway: {error}; set another folder with --home") from None
+        raise ConfigError(f"{path} is not a gateway's mailbox ({error}); set a different folder with --home") from None
     if version != VERSION:
-        raise ConfigError(f"{path} has version {version}; this version reads {VERSION}. Set another folder with --home")
+        raise ConfigError(
+            f"{path} has version {version}; this version reads {VERSION}. Set a different folder with --home"
+        )
 
 
 def add_incoming(
     connection: sqlite3.Connection, message: Incoming, session_key: str, now: float, *, done: bool = False
 ) -> int:
-    """Add a message that came in, in the transaction of `Mailbox.do`; returns its row. Raises `sqlite3.IntegrityError`
+    """Add an incoming message, inside the transaction of `Mailbox.do`; returns its row. Raises `sqlite3.IntegrityError`
     for a message that is already stored."""
     address = message.address
     row = connection.execute(
@@ -490,7 +493,7 @@ def add_incoming(
 
 
 def add_outgoing(connection: sqlite3.Connection, messages: Sequence[Outgoing], now: float) -> None:
-    """Add messages to send, in the transaction of `Mailbox.do`. A message whose key is already stored is not added
+    """Add messages to send, inside the transaction of `Mailbox.do`. A message whose key is already stored is not added
     again."""
     for message in messages:
         connection.execute(

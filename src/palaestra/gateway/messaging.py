@@ -1,8 +1,8 @@
-"""The tool `send_message`: an agent writes to a chat of the gateway.
+"""The tool `send_message`, with which an agent writes to chats of the gateway.
 
-It may write to its own chat, to the home channels, and to the chats of the setting `message_targets`; other chats are
-hidden from it, because a person who writes to an agent could make it write to strangers. A message is in the mailbox
-when the tool answers, and is sent until the platform has it. A call that a crash cut off is never repeated
+An agent may write to its own chat, to the home channels, and to the chats of the setting `message_targets`. Other chats
+are hidden from it, because a person who writes to an agent could make it write to strangers. When the tool answers, the
+message is in the mailbox; sending is retried until the platform has it. A call that a crash cut off is never repeated
 automatically.
 """
 

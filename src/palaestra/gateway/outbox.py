@@ -1,10 +1,12 @@
 """Sends the messages of the mailbox, in order for each chat, and retries until the platform has them.
 
-A platform that does not answer is tried again, at most every minute, for as long as the gateway runs; the messages stay
-in the mailbox. A message that the platform refuses is kept there with the reason and reported to the home channel.
+If a platform does not answer, sending is retried for as long as the gateway runs, at intervals of at most a minute
+(longer if the platform asks for it); the messages stay in the mailbox. A message that the platform refuses is kept
+there with the reason and reported to the home channel.
 
-A gateway that is killed between sending a message and recording it sends it again. On a platform that takes keys
-(`PlatformLimits.idempotent`), people see it once; on others, the second copy begins with `SENT_AGAIN`.
+If a gateway is killed after it sent a message and before it recorded that, it sends the message again after a restart.
+On a platform that accepts keys (`PlatformLimits.idempotent`), people see the message once; on others, the second copy
+begins with `SENT_AGAIN`.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Outbox:
         self._start(self._send_all(address), f"send to {address.platform}")
 
     def retry_now(self) -> None:
-        """Try again immediately, because a platform is connected again."""
+        """Retry immediately, because a platform is connected again."""
         self._again.set()
         self._again = asyncio.Event()
 

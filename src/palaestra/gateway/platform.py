@@ -7,12 +7,12 @@ checks:
   `PlatformUnavailable` if the server does not answer.
 - Each message is handed to `deliver` with the platform's own id. `deliver` returns when the message is on the disk;
   only then does the platform acknowledge it. A message that comes twice has the same id, chat and thread both times.
-- Sending raises `PlatformUnavailable` if a later try can succeed, even after the token was withdrawn, and
-  `PlatformRefused` if none can. `key` names the message: if the platform's API takes such a key
-  (`PlatformLimits.idempotent`), two sends with the same key deliver one message.
+- Sending raises `PlatformUnavailable` if a later try can succeed (also after the token was revoked, because the owner
+  can restore it), and `PlatformRefused` if no later try can. `key` identifies the message: if the platform's API
+  accepts such a key (`PlatformLimits.idempotent`), two sends with the same key deliver one message.
 - `stop` is idempotent. Nothing is delivered after it returns.
-- Where possible, the server stores how far a bot has read, as acknowledged messages or data of its account. A platform
-  whose server cannot do that stores it in the gateway's mailbox (`KeepsNotes`).
+- Where possible, the server stores how far a bot has read, through acknowledgements or in the bot's account data. A
+  platform whose server cannot do that stores it in the gateway's mailbox (`KeepsNotes`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The message that an outgoing one answers, and whether this is the `last` part of the answer."""
+    """The incoming message that an outgoing message answers, and whether this is the `last` part of the answer."""
 
     message_id: str
     last: bool = False
@@ -77,7 +77,7 @@ class Answers:
 @dataclass(frozen=True, slots=True)
 class PlatformLimits:
     """The limits and features of a platform. `unit` is what `max_text` counts: characters, UTF-16 units or bytes of
-    UTF-8. With `requests`, a message is a request that waits until something answers it."""
+    UTF-8. With `requests`, each incoming message is a request that waits for its answer."""
 
     max_text: int
     unit: Literal["characters", "utf16", "utf8"] = "characters"
@@ -90,11 +90,11 @@ class PlatformLimits:
 
 
 Deliver: TypeAlias = Callable[[Incoming], Awaitable[None]]
-"""Takes a message; returns once it is on the disk. Raises `DiskError`."""
+"""Accepts a message; returns once it is on the disk. Raises `DiskError`."""
 
 
 class Platform(Protocol):
-    """A platform. The module's docstring has the rules."""
+    """A platform. The module's docstring states the rules."""
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ class Platform(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Disconnect. Messages that are not acknowledged come again after the next start."""
+        """Disconnect. Messages that are not acknowledged arrive again after the next start."""
         ...
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
@@ -123,15 +123,15 @@ class Platform(Protocol):
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        """Send a file of at most `limits.max_file_bytes`; chats display an image. Returns the message's id."""
+        """Send a file of at most `limits.max_file_bytes`; the chat displays an image. Returns the message's id."""
         ...
 
     async def stream_text(self, message: Incoming, text: str) -> None:
-        """Show a piece of the answer to `message` as it comes. Only with `limits.streams`; the whole is sent later."""
+        """Show a piece of the answer to `message`. The whole answer is sent later. Only with `limits.streams`."""
         ...
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
-        """Show that an answer is being written, or no longer. Only with `limits.typing`; an error has no effect."""
+        """Show or hide a notice that an answer is being written. Only with `limits.typing`; errors are ignored."""
         ...
 
 
@@ -147,7 +147,7 @@ class Notes(Protocol):
 
 @runtime_checkable
 class KeepsNotes(Protocol):
-    """A platform that the gateway gives `notes` before `start`."""
+    """A platform whose `notes` the gateway sets before `start`."""
 
     notes: Notes | None
 

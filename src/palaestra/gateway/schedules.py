@@ -2,12 +2,13 @@
 time.
 
     30m, 2h, 1d                   once, after that time
-    every 30m, every 2h           again and again, counted from the job's creation
+    every 30m, every 2h           repeatedly, counted from the job's creation
     0 9 * * 1-5, @daily           a cron line: minute, hour, day of month, month, day of week (0 and 7 are Sunday)
-    2026-12-24T18:00              once, in the gateway's time zone unless the text names another one
+    2026-12-24T18:00              once, in the gateway's time zone unless the text names a time zone
 
-Cron lines follow crontab(5): lists, ranges, steps and names of months and days; if both days are restricted, either may
-match. A time that a clock change skips is moved forward by the change; one that occurs twice counts once.
+Cron lines follow crontab(5): lists, ranges, steps and names of months and days. If the day of month and the day of week
+are both restricted, a day that matches either counts. A time that a clock change skips is moved forward by the change;
+one that occurs twice counts once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, timedelta, tzinfo
 
 LEAST_INTERVAL_S = 60.0
-_LONGEST_DAYS = 366 * 8 + 2  # between two 29 February
+_LONGEST_DAYS = 366 * 8 + 2  # the longest time from one 29 February to the next
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 _SPAN = re.compile(r"(\d{1,6})\s*(s|m|h|d|w)(?:ec(?:ond)?s?|in(?:ute)?s?|(?:ou)?rs?|ays?|eeks?)?")
@@ -86,14 +87,14 @@ class Schedule:
 
 
 def parse(text: str, since: float, zone: tzinfo | None = None) -> Schedule:
-    """Return the schedule of a job that was made at `since`. Raises `ValueError` with what is wrong."""
+    """Return the schedule of a job that was made at `since`. Raises `ValueError` with a message about the mistake."""
     words = " ".join(text.lower().split())
     if words.startswith("every "):
         interval_s = _span(words.removeprefix("every "))
         if interval_s is None:
-            raise ValueError(f"{text!r} is no interval; write for example every 30m, every 2h or every 1d")
+            raise ValueError(f"{text!r} is not an interval; write for example every 30m, every 2h or every 1d")
         if interval_s < LEAST_INTERVAL_S:
-            raise ValueError("a job may run once a minute at most")
+            raise ValueError("a job may run at most once a minute")
         return Schedule(since, interval_s=interval_s)
     delay_s = _span(words)
     if delay_s is not None:
@@ -108,13 +109,13 @@ def parse(text: str, since: float, zone: tzinfo | None = None) -> Schedule:
         at = datetime.fromisoformat(text.strip())
     except ValueError:
         raise ValueError(
-            f"{text!r} is no schedule; write a delay (30m), an interval (every 2h), a cron line of five fields "
+            f"{text!r} is not a schedule; write a delay (30m), an interval (every 2h), a cron line of five fields "
             "(0 9 * * 1-5) or a point in time (2026-12-24T18:00)"
         ) from None
     moment = (at.replace(tzinfo=zone) if at.tzinfo is None else at).timestamp()
     if moment <= since:
         raise ValueError(
-            f"{text.strip()} is in the past; now it is {datetime.fromtimestamp(since, zone):%Y-%m-%dT%H:%M}"
+            f"{text.strip()} is in the past; it is now {datetime.fromtimestamp(since, zone):%Y-%m-%dT%H:%M}"
         )
     return Schedule(moment)
 
@@ -150,9 +151,9 @@ def _values(name: str, text: str, least: int, most: int, names: dict[str, int] |
                 low = _number(first, names)
                 high = _number(last, names) if dash else (most if slash else low)
         except ValueError:
-            raise ValueError(f"{part!r} cannot be the {name} of a cron line") from None
+            raise ValueError(f"{part!r} is not a valid {name} in a cron line") from None
         if width < 1 or not least <= low <= high <= most:
-            raise ValueError(f"{part!r} cannot be the {name} of a cron line, which is {least} to {most}")
+            raise ValueError(f"{part!r} is not a valid {name} in a cron line; the values are {least} to {most}")
         values.update(range(low, high + 1, width))
     return frozenset(values)
 

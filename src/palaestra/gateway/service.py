@@ -1,10 +1,10 @@
-"""`Gateway`: takes messages from platforms, runs one turn after another in each session, and answers.
+"""`Gateway`: receives messages from platforms, runs one turn after another in each session, and answers.
 
-It builds on the mailbox (every message is on the disk before it counts) and on conversations (`palaestra.chat`, whose
-journal answers each message once). Messages of one session are answered in their order; sessions do not wait for each
-other. Invariants: a message gets an answer, or a refusal with the reason, even if the gateway is killed meanwhile;
-`/stop` and the answer to a question reach only the session of the chat they were written in; a failure of one session
-or platform does not affect the others.
+It builds on the mailbox (every message is on the disk before it is acknowledged) and on conversations
+(`palaestra.chat`, whose journal ensures that each message is answered once). The messages of one session are answered
+in order; sessions do not wait for each other. Invariants: a message gets an answer, or a refusal with the reason, even
+if the gateway is killed meanwhile; `/stop` and the answer to a question reach only the session of the chat in which
+they were written; a failure of one session or platform does not affect the others.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ CLOSE_AFTER_S = 3600.0
 """An open conversation without a sandbox is closed after this time; the next message opens it again."""
 LONGEST_RECONNECT_S = 60.0
 MOST_UNSENT = 500
-"""The most unsent messages of one chat; beyond it, further turns of the chat wait."""
+"""The maximum number of unsent messages of one chat; beyond it, the chat's further turns wait."""
 STOP_PATIENCE_S = 10.0
 MOST_SHOWN = 2000
-"""The maximum number of characters of a command that a chat is shown when asked to approve it."""
+"""The maximum number of characters of a command that the chat shows when it asks for approval."""
 
 _CODE_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
@@ -88,7 +88,7 @@ class _Answer:
 
 class Gateway:
     """Use `running` to serve. `zone` is the time zone of daily resets, None for this machine's. The caller closes
-    `mailbox` and `chat`. Raises `ConfigError` for settings that do not fit together."""
+    `mailbox` and `chat`. Raises `ConfigError` for settings that contradict each other."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Gateway:
         self.config, self.mailbox, self.chat = config, mailbox, chat
         self.platforms: Mapping[str, Platform] = {platform.name: platform for platform in platforms}
         if len(self.platforms) < len(platforms):
-            raise ConfigError("two platforms of the gateway have one name; give each its own")
+            raise ConfigError("two platforms of the gateway have the same name; give each its own")
         for platform in platforms:
             if isinstance(platform, KeepsNotes):
                 platform.notes = mailbox.notes(platform.name)
         if config.limits.cost_per_day and chat.settings.prices is None:
-            raise ConfigError("limits.cost_per_day needs the setting prices: what a million tokens cost")
+            raise ConfigError("limits.cost_per_day needs the setting prices (the price of a million tokens)")
         self._clock = clock or SystemClock()
         self._zone = zone
         self._outbox = Outbox(mailbox, self.platforms, self._on_refused, self._start, self._clock)
@@ -127,7 +127,7 @@ class Gateway:
     async def running(self) -> AsyncIterator[Gateway]:
         """Serve while the block runs. Raises `PlatformRefused` for a wrong token when it starts.
 
-        At the end, turns that run are interrupted, and messages that wait are answered after the next start.
+        At the end, running turns are interrupted, and waiting messages are answered after the next start.
         """
         await self.mailbox.prune(self._clock.wall())
         await self._recover()
@@ -152,8 +152,8 @@ class Gateway:
         task.add_done_callback(self._background.remove)
 
     async def _recover(self) -> None:
-        """Open the conversations whose sandboxes an earlier gateway left, so that the reports on their background
-        processes reach the chat and their resets end them."""
+        """Open the conversations whose sandboxes an earlier gateway left, so that reports on background processes reach
+        the chats and a session's reset ends its sandbox."""
         if not self.chat.lasting:
             return
         await self.chat.start()
@@ -174,7 +174,7 @@ class Gateway:
             task.cancel()
 
     async def _connect(self, platform: Platform) -> None:
-        """Start a platform. One whose server does not answer is started in the background."""
+        """Start a platform. If its server does not answer, keep trying in the background."""
         try:
             await platform.start(self.receive)
         except PlatformUnavailable as error:
@@ -199,7 +199,7 @@ class Gateway:
     # Messages
 
     async def receive(self, message: Incoming) -> None:
-        """Take a message from a platform; returns when it is on the disk. Raises `DiskError`."""
+        """Accept a message from a platform; returns when it is on the disk. Raises `DiskError`."""
         key = session_key(message, per_user=self.config.group_sessions_per_user)
         now = self._clock.wall()
         if not await self._is_allowed(message):
@@ -222,7 +222,7 @@ class Gateway:
         if session.question is not None and command is None and not message.attachments:
             if session.unanswered:
                 how = f"/answer {session.question_code} TEXT"
-                text = f"An earlier question was not answered in time. To answer the one that waits now, write {how}."
+                text = f"An earlier question was not answered in time. To answer the current one, write {how}."
                 await self._answer_now(message, key, text)
             elif (await self.mailbox.take(message, key, now, done=True)).decision == "taken":
                 _settle(session.question, message.text)
@@ -241,20 +241,20 @@ class Gateway:
         elif receipt.decision == "limited":
             minutes = max(1, round((receipt.until - now) / 60))
             text = f"You have sent {limits.messages_per_hour} messages in an hour, which is the limit; "
-            await self._answer_now(message, key, f"{text}this one was not taken. Write again in {minutes} min.")
+            await self._answer_now(message, key, f"{text}this one was not accepted. Write again in {minutes} min.")
         elif receipt.decision == "full":
-            text = f"{self.config.max_queued} messages wait here already; this one was not taken."
-            await self._answer_now(message, key, f"{text} Send it again later, or /stop the turn that runs.")
+            text = f"{self.config.max_queued} messages are already waiting here; this one was not accepted."
+            await self._answer_now(message, key, f"{text} Send it again later, or /stop the running turn.")
 
     async def _is_repeated(self, message: Incoming) -> bool:
-        """Return whether a request was taken before. An answered one gets its answer again; another one waits for its
-        answer."""
+        """Return whether the gateway already has this request. If it is answered, send its answer again; otherwise the
+        repeated request waits for the answer."""
         taken = await self.mailbox.answered(message)
         if taken is None or not taken[0]:
             return taken is not None
         turn = self.chat.store.turn_of(taken[1], message.message_id) if taken[1] else None
         answer = "" if turn is None else turn.answer
-        await self._say(message, answer or "(This message was answered before; its answer is not kept.)")
+        await self._say(message, answer or "(This message was answered before; its answer is no longer stored.)")
         return True
 
     async def _is_allowed(self, message: Incoming) -> bool:
@@ -268,11 +268,11 @@ class Gateway:
     async def _refusal_of_job(self, platform: str, user_id: str) -> str:
         """Return why a person's job may not run now, or the empty string."""
         if not self.platforms[platform].limits.requests and not await self._is_listed(platform, user_id):
-            return "Who made it may no longer write to the agent."
+            return "The person who created the job may no longer write to the agent."
         return await self._over_cost(platform, user_id)
 
     async def _over_cost(self, platform: str, user_id: str) -> str:
-        """Return why a person may start no turn now, or the empty string."""
+        """Return why a person may not start a turn now, or the empty string."""
         most = self.config.limits.cost_per_day
         spent = await self.mailbox.cost_since(platform, user_id, self._clock.wall() - 86_400) if most else 0.0
         if not most or spent < most:
@@ -280,9 +280,9 @@ class Gateway:
         return f"You have used ${spent:.2f} of ${most:.2f} in 24 hours; write again later."
 
     async def _turn_away(self, message: Incoming, key: str, now: float) -> None:
-        """Answer a stranger with a pairing code, only in a chat of two; in a group they get no answer."""
+        """Answer a stranger with a pairing code in a direct chat. In a group, strangers get no answer."""
         address = message.address
-        logger.warning("%s: a message of user %s, who is not allowed, was not taken", address.platform, message.user_id)
+        logger.warning("%s: rejected a message from user %s, who is not allowed", address.platform, message.user_id)
         receipt = await self.mailbox.take(message, key, now, done=True)
         if address.chat_type != "dm" or receipt.decision != "taken":
             return
@@ -292,22 +292,22 @@ class Gateway:
             await self._say(message, text)
 
     def _unusable(self, message: Incoming) -> str:
-        """Return why a message cannot be taken, or the empty string."""
+        """Return why a message cannot be accepted, or the empty string."""
         size, most = len(message.text.encode("utf-8", "replace")), self.config.max_message_bytes
         if message.problem:
             return message.problem
         if size > most:
-            return f"The message has {_mb(size)}, and at most {_mb(most)} are taken. Send it as a file, or in parts."
+            return f"The message has {_mb(size)}; at most {_mb(most)} are accepted. Send it as a file, or in parts."
         for file in message.attachments:
             if len(file.data) > self.config.max_attachment_bytes:
                 most = self.config.max_attachment_bytes
-                return f"{file.name} has {_mb(len(file.data))}, and at most {_mb(most)} are taken; nothing was read."
+                return f"{file.name} has {_mb(len(file.data))}; at most {_mb(most)} are accepted. Nothing was read."
         if not message.text.strip() and not message.attachments:
             return "The message is empty."
         return ""
 
     async def _answer_now(self, message: Incoming, key: str, text: str) -> None:
-        """Answer without a turn; a message that comes again is not answered again."""
+        """Answer without a turn. A repeated message is not answered again."""
         if (await self.mailbox.take(message, key, self._clock.wall(), done=True)).decision == "taken":
             await self._say(message, text)
 
@@ -350,21 +350,23 @@ class Gateway:
             answer = _Answer([f"This message could not be answered: {error}"])
         except Exception:  # a bug: the other sessions continue
             logger.exception("%s: a message could not be answered", session.key)
-            answer = _Answer(["This message could not be answered because of an internal error; the log has it."])
-            await self.notify(f"An internal error in session {session.key}; the log of the gateway has it.")
+            answer = _Answer(
+                ["This message could not be answered because of an internal error; see the gateway's log."]
+            )
+            await self.notify(f"Session {session.key} had an internal error; see the gateway's log.")
         await self.mailbox.finish(
             waiting.row, message, self._outgoing(message, answer), self._clock.wall(), answer.cost
         )
         self._outbox.wake(self._to(message))
 
     def _to(self, message: Incoming) -> ChatAddress:
-        """Return where the answer goes. If a chat's platform is no longer connected, the chat of the message replaces
-        it."""
+        """Return the chat that gets the answer. If the platform of a job's target is no longer connected, the answer
+        goes to the chat of the message."""
         to = message.deliver
         return message.address if to is None or to.platform not in self.platforms else to
 
     def _user_of(self, conversation: str) -> str:
-        """Return the user id of the person of a conversation, without the platform."""
+        """Return the user id of a conversation's owner, without the platform."""
         return self.chat.store.find(conversation).user.partition(":")[2]
 
     def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
@@ -380,7 +382,7 @@ class Gateway:
         texts = [*answer.texts]
         small = [file for file in answer.files if len(file.data) <= limits.max_file_bytes]
         large = [file for file in answer.files if len(file.data) > limits.max_file_bytes]
-        texts += [f"{file.name} has {_mb(len(file.data))}, more than {address.platform} takes." for file in large]
+        texts += [f"{file.name} has {_mb(len(file.data))}, more than {address.platform} accepts." for file in large]
         pieces = split_reply("\n\n".join(text.rstrip() for text in texts), limits)
         if not pieces and not small:
             pieces = ["(The model gave no answer.)"]
@@ -409,10 +411,10 @@ class Gateway:
             else:
                 await self._end(session)
                 if self.config.reset_policy(session.address.platform, session.address.chat_type).notify:
-                    why = "nothing was written for long" if reason == "idle" else "a new day has begun"
+                    why = "there was no message for a long time" if reason == "idle" else "a new day has begun"
                     notes.append(f"(A new session: {why}.)")
         if current and self.chat.store.get(current) is None:
-            notes.append("(A new session: the earlier conversation is not stored any more.)")
+            notes.append("(A new session: the earlier conversation is no longer stored.)")
             current = ""
         conversation = session.conversation
         if conversation is None or conversation.id != current:
@@ -457,8 +459,8 @@ class Gateway:
             await conversation.close()
 
     async def _sweep(self) -> None:
-        """End sessions whose policy requires it, even without a new message, and close conversations that need
-        nothing."""
+        """End sessions whose policy requires it, even without a new message, and close idle conversations that have no
+        sandbox."""
         while True:
             await self._clock.sleep(SWEEP_EVERY_S)
             for session in list(self._sessions.values()):
@@ -512,7 +514,7 @@ class Gateway:
         return files.message_content(text, message, lines, images=self.config.model_sees_images)
 
     async def _show(self, session: _Session, message: Incoming, event: Event) -> None:
-        """Show the events of a turn, where the platform can."""
+        """Show an event of a turn, if the platform can."""
         platform = self.platforms[message.address.platform]
         if isinstance(event, ToolBegun):
             session.doing = f"{event.name}: {event.preview}"
@@ -572,7 +574,7 @@ class Gateway:
 
     def _interrupt(self, session: _Session) -> str:
         if not session.running:
-            return "Nothing runs in this chat."
+            return "Nothing is running in this chat."
         session.stopped = True
         if session.approval is not None:
             _settle(session.approval, ApprovalAnswer.DENY)
@@ -586,11 +588,11 @@ class Gateway:
         return f"Ended {ended} background process{'' if ended == 1 else 'es'}."
 
     async def _status(self, session: _Session) -> str:
-        lines = ["No turn runs."]
+        lines = ["No turn is running."]
         if session.running:
-            lines = [f"A turn runs; {len(session.waiting) - 1} more messages wait."]
+            lines = [f"A turn is running; waiting messages: {len(session.waiting) - 1}."]
             if session.doing:
-                lines.append(f"It runs {session.doing}")
+                lines.append(f"The turn is running {session.doing}")
         if session.conversation is not None:
             lines.append(f"Session {session.conversation.id}, model {session.conversation.model}")
             for each in await self.chat.processes.list_sessions(session.conversation.id):
@@ -612,7 +614,7 @@ class Gateway:
             return _Answer(["A new session begins with your next message."])
         if command.name == "undo":
             taken = await conversation.undo()
-            return _Answer(["There is nothing to undo." if taken is None else "The last message is taken back."])
+            return _Answer(["There is nothing to undo." if taken is None else "The last message was undone."])
         if self.chat.store.turn_of(conversation.id, message.message_id) is not None:
             return await self._turn(session, message, again="")  # the gateway was killed during this turn
         content = await conversation.undo()
@@ -644,7 +646,7 @@ class Gateway:
             session.approval = None
 
     async def _ask_question(self, session: _Session, question: str, choices: Sequence[str]) -> str | None:
-        """Ask the chat a question of the model; the next message there is the answer. After a question that nobody
+        """Ask the chat the model's question; the next message in the chat is the answer. After a question that nobody
         answered in time, an answer must name the question by its code."""
         code = session.question_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
         lines = [question, *(f"- {choice}" for choice in choices)]
@@ -669,7 +671,7 @@ class Gateway:
         to = address or self.config.home_channel()
         platform = None if to is None else self.platforms.get(to.platform)
         if to is None or platform is None:
-            logger.warning("a notice, and there is no home channel for it: %s", text)
+            logger.warning("notice that was not sent, because there is no home channel: %s", text)
             return
         stem = uuid.uuid4().hex[:24]
         texts = split_reply(text, platform.limits)
@@ -681,7 +683,7 @@ class Gateway:
         self._outbox.wake(to)
 
     async def _post_notices(self) -> None:
-        """Send what conversations report outside of turns, such as new output of background processes."""
+        """Send reports from conversations outside of turns, such as new output of background processes."""
         while True:
             address, text = await self._notices.get()
             await self.notify(text, address)
@@ -698,7 +700,7 @@ class Gateway:
 
 
 def _approve(command: ChatCommand, session: _Session) -> str:
-    """Answer the question whether a command may run."""
+    """Allow or deny the command that waits for approval; returns the reply to the chat."""
     if session.approval is None or session.approval.done():
         return "There is no command to approve in this chat."
     code, _, kind = command.argument.lower().partition(" ")
@@ -714,7 +716,7 @@ def _approve(command: ChatCommand, session: _Session) -> str:
 
 
 def _answer_question(command: ChatCommand, session: _Session) -> str:
-    """Answer the question of the model that a code names."""
+    """Pass an answer to the model's open question if the code is right; returns the reply to the chat."""
     if session.question is None or session.question.done():
         return "There is no question to answer in this chat."
     code, _, text = command.argument.partition(" ")

@@ -1,6 +1,7 @@
-"""Decides when a session of the gateway is reset: after hours without a message, or at an hour of the day.
+"""Decides when a session of the gateway is reset: after some time without a message, or at a fixed hour of the day.
 
-Invariant: a session whose background processes run is not reset, for as long as `bg_process_max_age_hours` allows.
+Invariant: a session is not reset while it has a running background process that is younger than
+`bg_process_max_age_hours`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class SessionResetPolicy(Settings):
     idle_minutes: int = setting(1440, "Minutes without a message until an idle reset.", ge=1)
     notify: bool = setting(True, "Send a notice to the chat at a reset.")
     bg_process_max_age_hours: float = setting(
-        24.0, "Hours for which a running background process prevents a reset.", ge=0
+        24.0, "The maximum age, in hours, at which a running background process still prevents a reset.", ge=0
     )
 
     @classmethod

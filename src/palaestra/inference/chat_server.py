@@ -17,9 +17,9 @@ from palaestra.inference.ledger import Ledger, Piece, SegmentReason
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """The rollout of a session. Real engines ignore it; scripted ones play its task. `branch` is 0 for the rollout's
-    own conversation and the number of the sub-agent otherwise. `tools` are the names of the agent's tools, None if
-    unknown."""
+    """The rollout that a session belongs to. Real engines ignore it; scripted engines play its task. `branch` is 0 for
+    the rollout's own conversation and the number of the sub-agent otherwise. `tools` are the names of the agent's
+    tools, or None if they are unknown."""
 
     rollout_id: str = ""
     task: Task | None = None
@@ -36,9 +36,9 @@ class SessionContext:
 class ChatServer:
     """The interface of a model server for the agent loop; contract environments have it as `self.server`.
 
-    `ledger` has the exact tokens of its conversations; None for a server that only chats. A resumed rollout sets
-    `recorded`, which returns the recorded sample for a prompt's checksum; only servers with a ledger use it. `segments`
-    are the ledger segments of this server's own conversation.
+    `ledger` has the exact tokens of the server's conversations; it is None for a server without exact tokens. A resumed
+    rollout sets `recorded`, which returns the recorded sample for a prompt's checksum; only servers with a ledger use
+    it. `segments` are the ledger segments of this server's own conversation.
     """
 
     recorded: Callable[[int], list[Piece] | None] | None = None
@@ -70,8 +70,8 @@ class ChatServer:
         raise NotImplementedError
 
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
-        """Continue a text. Raises `ConfigError` for a server that only chats."""
-        raise ConfigError(f"{type(self).__name__} only chats: it does not continue a text")
+        """Continue a text. Raises `ConfigError` for a server that supports only chat completions."""
+        raise ConfigError(f"{type(self).__name__} supports only chat completions and cannot continue a text")
 
     def child(self, number: int = 0) -> ChatServer:
         """Return the server for the sub-agent with this number, whose conversation is separate from this one."""
@@ -81,7 +81,7 @@ class ChatServer:
         """Record why the next request does not continue the history. A server without a ledger ignores the reason."""
 
     def get_state(self) -> dict[str, JSON] | None:
-        """Return the contract's token record with `ledger` and `nodes`; None for a server that only chats."""
+        """Return the contract's token record with `ledger` and `nodes`, or None for a server without exact tokens."""
         return None
 
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
     def name(self) -> str: ...
 
     async def start(self) -> None:
-        """Connect to the server and check it. Raises `EngineUnavailable` or `EngineRefused` with the fix."""
+        """Connect to the server and check it. Raises `EngineUnavailable` or `EngineRefused`, which name the fix."""
         ...
 
     async def aclose(self) -> None: ...
@@ -139,7 +139,7 @@ class ServerEngine(ChatServer):
         raise NotImplementedError
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Send one request with these tools if the server might refuse the tools. Raises `EngineRefused` with the
+        """Send one request with these tools if the server might refuse them. Raises `EngineRefused`, which names the
         fix."""
 
     async def aclose(self) -> None:

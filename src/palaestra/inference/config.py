@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from palaestra.core.config import Settings, later, setting
 
 ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
-"""The kind of server; see `server_group.ENGINES` for those of this version."""
+"""The kind of server; `server_group.ENGINES` lists those that this version supports."""
 
 
 class ServerBaseline(Settings):
@@ -16,7 +16,7 @@ class ServerBaseline(Settings):
 
     timeout: int = setting(
         1200,
-        "Time limit of one request in seconds, with its retries but without its wait in the client. Long "
+        "Time limit of one request in seconds, including its retries but not its wait in the client. Long "
         "thinking at low throughput needs a high limit.",
     )
     num_max_requests_at_once: int = setting(
@@ -37,13 +37,13 @@ class ServerBaseline(Settings):
     )
     server_type: ServerType = setting(
         "openai",
-        "openai: any server that speaks chat completions. sglang, vllm: token-exact. transformers: token-exact, in "
-        "this process. scripted: a policy that needs no model.",
+        "openai: any server that speaks chat completions. sglang, vllm: a token-exact server. transformers: a "
+        "token-exact model in this process. scripted: a policy that needs no model.",
         json_schema_extra={"not_offered": ["trl"]},
     )
     tokenizer_name: str = setting(
         "none",
-        "The tokenizer of a token-exact server: a folder, or a model's name; none is that of model_name.",
+        "The tokenizer of a token-exact server: a folder or a model's name; none means the tokenizer of model_name.",
     )
     tool_parser: str = setting(
         "hermes",
@@ -55,8 +55,8 @@ class ServerBaseline(Settings):
     )
     history: Literal["template", "append"] = setting(
         "template",
-        "When the chat template rewrites history (strips thinking): template begins a new training row, as a server "
-        "that renders every turn from scratch would; append keeps one row with the sampled tokens.",
+        "What to do when the chat template rewrites history, for example by stripping thinking. template: send the "
+        "rewritten history and begin a new training row. append: keep the sampled tokens in one row.",
     )
 
 
@@ -75,8 +75,10 @@ class APIServerConfig(ServerBaseline):
         False,
         "Request replies as streams, for servers and proxies that close silent connections.",
     )
-    health_check: bool = setting(True, "Check at the start that the server answers; this costs no tokens.")
+    health_check: bool = setting(
+        True, "Check at the start that the server answers and accepts tools. The check samples at most one short reply."
+    )
     replay_file: str | None = setting(
         None,
-        "With model name `replay`: the JSONL file of recorded trajectories to play.",
+        "The JSONL file of recorded trajectories that the model name `replay` plays.",
     )

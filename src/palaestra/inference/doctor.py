@@ -87,7 +87,7 @@ class Diagnosis:
 TOKENS, LOGPROBS, STOP = "tokens in and out", "log-probabilities", "stop token inside the mask"
 SAMPLING = (TOKENS, LOGPROBS, STOP)
 
-_UPGRADE = "vLLM: 0.10.2 or newer, without --disable-log-probs. SGLang: 0.4 or newer. Check --openai.server_type."
+_UPGRADE = "Use vLLM 0.10.2 or newer without --disable-log-probs, or SGLang 0.4 or newer; check --openai.server_type."
 _ASKED = 4
 
 
@@ -120,7 +120,7 @@ async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck
     try:
         first = (await engine.generate(prompt, likeliest)).ids
         if not first:
-            return not_applicable(STOP, "the engine ended before the first token")
+            return not_applicable(STOP, "the engine sampled no token")
         again = await engine.generate(prompt, {**likeliest, "max_tokens": _ASKED, "stop_token_ids": [first[0]]})
     except EngineError as error:
         return failed(STOP, str(error), "The server must accept stop_token_ids.")
@@ -131,7 +131,7 @@ async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck
             STOP,
             "the engine leaves out the token that ended the reply",
             "The template then adds the token, which is not trained, so the model does not learn to end its turns. "
-            "SGLang: do not set no_stop_trim false in extra_body. vLLM: use its own server, not a proxy.",
+            "With SGLang, do not set no_stop_trim to false in extra_body. With vLLM, use its own server, not a proxy.",
         )
     return passed(STOP, "the token that ends a reply is sampled, recorded and trained")
 
@@ -165,11 +165,11 @@ def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> I
         source = template_of(tokenizer, template)
         renderer = ChatFormat(tokenizer, template).renderer([TOOL])
     except ConfigError as error:
-        yield failed(TEMPLATE, str(error), "Name a template with tools: --openai.chat_template FILE.")
+        yield failed(TEMPLATE, str(error), "Set --openai.chat_template to a template that supports tools.")
         yield from (not_applicable(name, "no template was loaded") for name in (PREFIX, ROUND_TRIP))
         return
     ends = ", ".join(repr(tokenizer.decode([stop], skip_special_tokens=False)) for stop in renderer.stop_ids)
-    yield passed(TEMPLATE, f"tools and results are shown; a turn ends with {ends}")
+    yield passed(TEMPLATE, f"the template shows tools and results; a turn ends with {ends}")
     yield _prefix(renderer)
     yield _round_trip(renderer, source, tokenizer, parser)
 
@@ -196,7 +196,7 @@ def _prefix(renderer: TurnRenderer) -> DoctorCheck:
     return failed(
         PREFIX,
         "; ".join(problems),
-        "No data is lost: each rewrite begins a new row. For one row per rollout set --openai.history append, "
+        "No data is lost: each rewrite begins a new row. For one row per rollout, set --openai.history append, "
         "or use a template that keeps thinking (--openai.chat_template FILE).",
     )
 
@@ -210,7 +210,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
         if text is None:
             return not_applicable(
                 ROUND_TRIP,
-                "no reply follows the template's generation prompt, or no stop token ends it",
+                "the template renders no reply after its generation prompt, or no stop token after the reply",
             )
         written[text] = arguments
     try:
@@ -228,7 +228,7 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
         f"{parser} does not read {missed[0]!r}",
         f"Set --openai.tool_parser to one of these: {', '.join(fitting)}."
         if fitting
-        else "No known parser reads this form: register your own.",
+        else "No known parser reads this form; register your own.",
     )
 
 
@@ -265,13 +265,13 @@ REACHABLE, SERVER, CHAT, AGREES = "reachable", "server", "chat with tools", "tok
 _AFTER_REACHING = (SERVER, CHAT, *SAMPLING, *WRITING, AGREES)
 _FALLBACK_PROMPT = tuple(range(10, 18))
 _ONLY_CHATS = (
-    "The server only chats: rows are placeholders and train nothing. To train, serve the model with vLLM or SGLang."
+    "This server returns no tokens, so its rows are placeholders. To train, serve the model with vLLM or SGLang."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`where` is an address or a model's folder. If `server_type` is None, it is detected."""
+    """`where` is an address or a model's folder. If `server_type` is None, the kind of server is detected."""
 
     where: str
     model: str | None = None
@@ -302,12 +302,12 @@ class _Examination:
         self.found.model = self.target.where
         try:
             await engine.start()
-            self._add_server("transformers", "in this process: --openai.server_type transformers")
+            self._add_server("transformers", "runs in this process (--openai.server_type transformers)")
             await self._tokens(engine, engine.tokenizer)
             self.found.checks += writing_checks(engine.tokenizer, None, self.target.parser)
-            self.found.skip([AGREES], "the tokenizer lies in the model's folder")
+            self.found.skip([AGREES], "the tokenizer comes from the model's folder")
         except ConfigError as error:
-            self.found.checks.append(failed(SERVER, str(error), "Name a folder with a model and its tokenizer."))
+            self.found.checks.append(failed(SERVER, str(error), "Give a folder that holds a model and its tokenizer."))
         finally:
             await engine.aclose()
         return self.found
@@ -320,8 +320,8 @@ class _Examination:
             self.found.model = self.target.model or (models[0].id if models else "default")
             tokenizer = await self._tokenizer()
             if kind in ("vllm", "sglang"):
-                self._add_server(kind, f"exact tokens: --openai.server_type {kind}")
-                self.found.skip([CHAT], "token-exact rollouts do not use it")
+                self._add_server(kind, f"gives exact tokens (--openai.server_type {kind})")
+                self.found.skip([CHAT], "token-exact rollouts do not use chat completions")
                 await self._token_server(kind, tokenizer)
             else:
                 self._add_server("other", "it does not identify itself as vLLM or SGLang")
@@ -338,7 +338,7 @@ class _Examination:
     async def _reach(self, engine: OpenAIEngine) -> list[ListedModel]:
         url = engine.base_url / "models"
         models = listed_models((await engine.transport.list_models(url)).body)
-        names = ", ".join(model.id for model in models[:5]) or "no models listed"
+        names = ", ".join(model.id for model in models[:5]) or "it lists no models"
         self.found.checks.append(passed(REACHABLE, f"{shown(url)} answers: {names}"))
         return models
 
@@ -362,7 +362,7 @@ class _Examination:
         return response.status == 200 and isinstance(value, dict) and bool(value.keys() & {"version", "model_path"})
 
     async def _tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer that the user named; None without a name or if it cannot be loaded."""
+        """Return the tokenizer that the user named, or None if no name was given or it cannot be loaded."""
         named = self.target.tokenizer or self.target.model
         if named is None:
             return None
@@ -430,11 +430,11 @@ class _Examination:
         self.found.refusal = error
         asked = {check.name for check in self.found.checks}
         if REACHABLE not in asked:
-            way_out = "Check the address, and that the server runs."
+            way_out = "Check the address, and that the server is running."
             if isinstance(error, EngineRefused):
                 way_out = "Check the key, the address and the model's name."
             elif " answered HTTP " in str(error):
-                way_out = "The server is running but fails: see its log."
+                way_out = "The server is running, but it fails to answer; see its log."
             self.found.checks.append(failed(REACHABLE, str(error), way_out))
         self.found.checks += [
             not_applicable(name, "the server could not be checked") for name in _AFTER_REACHING if name not in asked

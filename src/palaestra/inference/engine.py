@@ -1,7 +1,7 @@
 """Completions and the engines that sample tokens. No I/O.
 
-Completions are OpenAI-shaped objects that can be read as objects and as dicts (`call.function.name`,
-`call["function"]["name"]`), because environments for both kinds of client exist.
+Completions have OpenAI's shape and allow access by attribute and by key (`call.function.name`,
+`call["function"]["name"]`), because environments are written for both kinds of client.
 """
 
 from __future__ import annotations

@@ -126,14 +126,17 @@ class ServerGroup(ChatServer):
         return all(server.token_exact for server in self.servers)
 
     def managed_server(self, **options: JSON) -> ManagedChat:
-        """Return token-exact chat for one rollout: `tokenizer=`, `tool_call_parser=` or `tool_parser=`, `history=`.
+        """Return token-exact chat for one rollout. The options are `tokenizer`, `tool_call_parser` or `tool_parser`,
+        and `history`.
 
-        Raises `NotImplementedError` for servers that only chat, so that contract environments use chat completions, and
-        `ConfigError` for an unusable tokenizer, template or parser.
+        Raises `NotImplementedError` for servers without exact tokens, so that contract environments use chat
+        completions, and `ConfigError` for an unusable tokenizer, template or parser.
         """
         if not self.token_exact:
             kinds = ", ".join(dict.fromkeys(server.config.server_type for server in self.servers))
-            raise NotImplementedError(f"Servers of type {kinds} do not give tokens; sglang, vllm and transformers do.")
+            raise NotImplementedError(
+                f"Servers of type {kinds} do not return tokens; sglang, vllm and transformers do."
+            )
         servers: list[JSON] = [*self._in_turn()]
         sampled_by: TokenEngine = servers[0] if len(servers) == 1 else _FirstAvailable(servers)
         managed: ManagedChat = servers[0].managed_server(engine=sampled_by, **options)
@@ -151,13 +154,13 @@ ServerManager = ServerGroup
 
 
 def _complete(config: ServerBaseline) -> APIServerConfig:
-    """Complete a server's settings. A baseline has no address; the engine then reports that it is missing."""
+    """Complete a server's settings. A baseline has no address; the engine then reports that the address is missing."""
     return config if isinstance(config, APIServerConfig) else APIServerConfig(**config.model_dump(exclude_unset=True))
 
 
 class _FirstAvailable(ChatServer):
     """Calls the first server, whose prefix cache holds the conversation, and the others only if it is unavailable.
-    Token ids mean the same at every server of one model."""
+    Token ids have the same meaning at every server of one model."""
 
     def __init__(self, servers: Sequence[JSON]) -> None:
         self.servers = list(servers)

@@ -35,7 +35,7 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 class Tokenizer(Protocol):
     """Anything that encodes and decodes, such as the tokenizers of `transformers`. Optional attributes:
     `chat_template`, `special` or `bos_token` and the like, `stop_ids` or `eos_token_id`, `special_ids` or
-    `all_special_ids`, and a length."""
+    `all_special_ids`, and `__len__` (the number of ids)."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> Sequence[int]:
         """Return the token ids of the text. Special tokens in the text get their own ids."""
@@ -48,8 +48,8 @@ class Tokenizer(Protocol):
 
 class FastTokenizer:
     """A `tokenizer.json` with the other files of its folder. Extra: `tokens`. `special` maps names (`bos_token`, …) to
-    their text. `stop_ids` end a turn; `added_ids` are single tokens in any context, of which `special_ids` are never
-    text."""
+    their text. `stop_ids` end a turn. `added_ids` are single tokens in any context; the `special_ids` among them are
+    never text."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class FastTokenizer:
             return self._encoded(text.encode(errors="replace").decode(), add_special_tokens)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Encoding is most of the cost of a turn; this method skips the position of each token in the text.
+        # Encoding is most of the cost of a turn, so this uses the method that does not compute the tokens' positions.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -106,8 +106,8 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> FastTokenizer:
-    """Return the tokenizer of a folder, of a `tokenizer.json` or of a model by name. Blocks; a model's name may
-    download files. Raises `ConfigError` for a missing tokenizer or extra."""
+    """Return the tokenizer in a folder, in a `tokenizer.json` or of a named model. Blocks; for a model's name, files
+    may be downloaded. Raises `ConfigError` for a missing tokenizer or extra."""
     if name in ("", "none", "default"):
         raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
     path = local_path(name)
@@ -123,8 +123,8 @@ def load_tokenizer(name: str) -> FastTokenizer:
 def no_folder(path: Path) -> ConfigError:
     """Return the error for a model's folder that is missing."""
     return ConfigError(
-        f"There is no model folder {path}. `palaestra model tiny {path}` makes a small one; a model of the hub is "
-        "named OWNER/NAME."
+        f"There is no model folder {path}. `palaestra model tiny {path}` makes a small one; name a model on the hub "
+        "as OWNER/NAME."
     )
 
 
@@ -133,7 +133,7 @@ def _beside(path: Path, file: str) -> Path | None:
 
 
 def _fetched(name: str, file: str) -> Path | None:
-    """Return one file of a model's repository, from the local cache or the hub; None if the repository has no such
+    """Return one file of a model's repository, from the local cache or the hub, or None if the repository has no such
     file."""
     try:
         from huggingface_hub import hf_hub_download
@@ -146,7 +146,7 @@ def _fetched(name: str, file: str) -> Path | None:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None  # `LocalEntryNotFoundError` means that the hub could not be reached
         raise ConfigError(
-            f"No tokenizer '{name}': it is neither a folder here nor could it be fetched ({type(error).__name__}: "
+            f"Tokenizer '{name}' is not a local folder and could not be fetched ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''}). Set --openai.tokenizer_name to a local folder."
         ) from None
 
@@ -163,7 +163,7 @@ def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenize
     main = find("tokenizer.json")
     if main is None:
         raise ConfigError(
-            f"'{source}' has no tokenizer.json. Save the model's tokenizer in its fast form: "
+            f"'{source}' has no tokenizer.json. Save the model's tokenizer in the fast format: "
             "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     try:
@@ -182,7 +182,7 @@ def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenize
 
 
 def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) -> str | None:
-    """Return the chat template: a file of its own, or in the tokenizer's config, possibly as a list with names."""
+    """Return the chat template, from its own file or from the tokenizer's config, where it may be a list with names."""
     if (file := find("chat_template.jinja")) is not None:
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template") or _json(find("chat_template.json")).get("chat_template")
@@ -193,7 +193,7 @@ def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) ->
 
 
 def _token_text(value: JSON) -> str | None:
-    """Return a token in the config: its text, or an object that holds it."""
+    """Return the text of a token in the config, which is given as text or as an object that holds the text."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

@@ -77,7 +77,7 @@ class Controller:
             await asyncio.sleep(poll_s)
 
     async def play_queued(self) -> None:
-        """Begin as many queued rollouts as there is room for. Leaving the block waits until they have ended."""
+        """Begin as many queued rollouts as there is room for. Leaving the controller's block waits until they end."""
         if not self._free:
             return
         queued = await _request(self._client, "GET", f"{self._url}/api/rollouts?state_in=queuing&limit={self._free}")
@@ -111,7 +111,7 @@ class Controller:
     async def _patch(self, name: str, status: JSON) -> None:
         try:
             await _request(self._client, "PATCH", f"{self._url}/api/rollouts/{name}", {"status": status})
-        except aiohttp.ClientError as error:  # the others continue; the server times this one out
+        except aiohttp.ClientError as error:  # other rollouts continue; the server times this rollout out
             logger.warning("rollout %s: its state %s could not be reported: %s", name, status["state"], error)
 
 

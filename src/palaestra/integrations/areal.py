@@ -4,8 +4,7 @@
 
 Each row of AReaL's data set has a `task_id`. AReaL's proxy gives every rollout an address with a key, and records the
 tokens; the agent's loop, the slots and the sealed grading work as in a run. A rollout without a reward raises
-`Dropped`, which rejects the sample. Only the proxy mode `inline` works, because the run lives in the worker's event
-loop.
+`Dropped`, which rejects the sample. Only the proxy mode `inline` works, because the run uses the worker's event loop.
 
 Source: `OpenAIProxyWorkflow` of AReaL 1.0.4. This module does not import AReaL.
 """

@@ -73,7 +73,7 @@ class RolloutReference(BaseModel):
 
 
 class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
-    """The agent server. All rollouts are one run."""
+    """The agent server. All its rollouts belong to one run."""
 
     config: EnvironmentAgentConfig
     _rollout: RolloutFunction = PrivateAttr()
@@ -109,10 +109,10 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return answer
 
     async def verify(self, body: RolloutReference) -> EnvironmentVerifyResponse:
-        """Return the graded rollout. Answers 404 for a rollout that is not among the most recent ones of this
-        server."""
+        """Return the graded rollout. Answers 404 for a rollout that is not among this server's most recent
+        rollouts."""
         if body.rollout_id not in self._answers:
-            raise HTTPException(404, f"the rollout {body.rollout_id!r} is not among this server's newest")
+            raise HTTPException(404, f"the rollout {body.rollout_id!r} is not among this server's most recent rollouts")
         return self._answers[body.rollout_id]
 
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
@@ -151,13 +151,13 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
 
 def output_items(played: Trajectory) -> list[JSON]:
     """Return the conversation as output items of a response; the last item of each reply has its tokens, if they are
-    recorded. Raises `ConfigError` if calls and replies differ in number (compaction, sub-agents), since tokens then
-    belong to no item.
+    recorded. Raises `ConfigError` if calls and replies differ in number (compaction, sub-agents), because the tokens
+    then cannot be assigned to the items.
     """
     replies = [message for message in played.messages if message["role"] == "assistant"]
     turns = list(sampled_turns(played)) if played.ledger is not None else []
     if turns and len(turns) != len(replies):
-        raise ConfigError(f"{played.rollout_id} has {len(turns)} model calls and {len(replies)} replies in its history")
+        raise ConfigError(f"{played.rollout_id} has {len(turns)} model calls, but {len(replies)} replies in history")
     tokens, items = iter(turns), list[JSON]()
     for message in played.messages:
         if message["role"] == "assistant":

@@ -43,7 +43,7 @@ class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[m
         the run has its own seed. Raises `ConfigError` for an unknown task."""
         task_id = task.get("task_id") if isinstance(task, Mapping) else task
         if not isinstance(task_id, str):
-            raise ConfigError(f"a task is an id, or a row with task_id, not {task!r:.100}")
+            raise ConfigError(f"a task must be an id or a row with task_id, but is {task!r:.100}")
         tools = [
             Tool(
                 name=each["function"]["name"],

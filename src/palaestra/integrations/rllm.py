@@ -5,10 +5,10 @@
 A task is a row with `task_id`. rLLM's gateway gives every rollout an address and records the tokens; the agent's loop,
 the slots and the sealed grading work as in a run, so the evaluator only reads the reward (`evaluate`).
 
-A rollout without a reward raises `Dropped` in the flow: rLLM plays it again, and if it fails again, raises or keeps an
-episode without a trajectory (`raise_on_error=False`). The remote runtime returns `finished=False` with the termination
-reason `ERROR`. rLLM's engine writes the reward 0.0 into such a result, and leaves it out of training only if both
-`rllm.compact_filtering.enable` and `mask_error` are set. Therefore set both.
+A rollout without a reward raises `Dropped` in the flow: rLLM plays the rollout again, and if it fails again, raises an
+error or (with `raise_on_error=False`) keeps an episode without a trajectory. The remote runtime returns
+`finished=False` with the termination reason `ERROR`. rLLM's engine writes the reward 0.0 into such a result, and leaves
+it out of training only if both `rllm.compact_filtering.enable` and `mask_error` are set, so set both.
 
 Needs the package `rllm`, which is not on PyPI. Source: `rllm/types.py`, `rllm/engine/remote_runtime/protocol.py` of
 August 2026.
@@ -59,7 +59,7 @@ class EnvironmentFlow:
 
 
 def evaluate(task: Any, episode: Episode) -> EvalOutput:
-    """Return an rLLM evaluator that returns the environment's reward."""
+    """Return the environment's reward for an episode. Pass this function to rLLM as the evaluator."""
     reward = episode.trajectories[0].reward
     return EvalOutput(reward=reward, is_correct=reward >= 1.0)
 
@@ -107,7 +107,7 @@ class EnvironmentRuntime:
 def _task_id(row: Mapping[str, JSON]) -> str:
     task = row.get("task_id")
     if not isinstance(task, str):
-        raise ConfigError(f"a task is a row with task_id, not {row!r:.100}")
+        raise ConfigError(f"a task must be a row with task_id, but is {row!r:.100}")
     return task
 
 

@@ -3,10 +3,10 @@ environment's rewards.
 
     generate = custom_generate("my_env.py")        # --custom-generate-function-path my_module.generate
 
-Each row of slime's data set has `task_id` in its metadata (`--metadata-key`). A segment of the rollout's tokens is a
-`Sample`; several segments share one `rollout_id`. Unscored rollouts are `ABORTED` with `remove_sample` and no reward.
-In fully asynchronous training slime queues their group again. Otherwise set `--dynamic-sampling-filter-path
-palaestra.integrations.slime.keep_scored`: slime then leaves the group out and draws another.
+Each row of slime's data set has `task_id` in its metadata (`--metadata-key`). Each segment of a rollout's tokens is a
+`Sample`; the segments of a rollout share one `rollout_id`. Unscored rollouts are `ABORTED` with `remove_sample` and no
+reward. In fully asynchronous training, slime queues their group again. Otherwise, set `--dynamic-sampling-filter-path
+palaestra.integrations.slime.keep_scored`: slime then leaves the group out and draws a new one.
 
 Source: `slime.rollout.sglang_rollout` and `Sample` of August 2026. This module does not import slime.
 """
@@ -34,7 +34,7 @@ def custom_generate(env: object, **settings: Any) -> Generate:
         """Play one rollout of the sample's task. Raises `ConfigError` for a sample without `task_id`."""
         task = (sample.metadata or {}).get("task_id")
         if not task:
-            raise ConfigError("the sample's metadata has no task_id: set --metadata-key to the column with it")
+            raise ConfigError("the sample's metadata has no task_id: set --metadata-key to the column that has it")
         asked = str([sampling_params.get(name) for name in _SAMPLING])
         if asked not in rollouts:
             rollouts[asked] = _rollout_function(env, args, sampling_params, settings)
@@ -53,7 +53,7 @@ def custom_generate(env: object, **settings: Any) -> Generate:
 
 
 def keep_scored(args: Any, samples: Iterable[Any], **_: Any) -> bool:
-    """Return whether every rollout of a group has a reward; for `--dynamic-sampling-filter-path`."""
+    """Return whether every rollout of a group has a reward. Pass this function to `--dynamic-sampling-filter-path`."""
     return all(sample.reward is not None for sample in _flat(samples))
 
 

@@ -61,9 +61,9 @@ _ASK: ContextVar[tuple[asyncio.AbstractEventLoop, Ask]] = ContextVar("ask")
 
 @dataclass
 class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
-    """One group of rollouts of one task. `env` is an environment in any form that `palaestra.run` takes. It must be
-    picklable if rollouts run in other processes, so give the name of its file. `model` names the tokenizer. `settings`
-    are those of `palaestra.Session`. All groups of a process with the same settings are one run."""
+    """One group of rollouts of one task. `env` is an environment in any form that `palaestra.run` accepts. If rollouts
+    run in other processes, `env` must be picklable, so give the name of its file. `model` names the tokenizer.
+    `settings` are those of `palaestra.Session`. All groups of a process with the same settings belong to one run."""
 
     env: object
     task_id: str
@@ -76,7 +76,7 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
 
     async def make_envs(self) -> Sequence[Env]:
         """Return environments for the cookbook's loop to step. Their record has no log-probabilities, because the loop
-        passes none on."""
+        does not pass them on."""
         made = [Env(self) for _ in range(self.group_size)]
         self._envs += made
         return made
@@ -116,7 +116,8 @@ class Env(types.Env):  # type: ignore[misc]
         return asked
 
     async def step(self, action: list[int], *, extra: types.ActionExtra | None = None) -> types.StepResult:
-        """Raise `RuntimeError` for a rollout that cannot be scored."""
+        """Pass the sampled tokens to the agent loop, and return the next prompt or the final reward. Raises
+        `RuntimeError` for a rollout that cannot be scored."""
         reason = (extra or {}).get("stop_reason", "stop")
         self._actions.put_nowait(Sampled(action, [0.0] * len(action), reason))
         if (asked := await self._next()) is not None:
@@ -137,7 +138,7 @@ class Env(types.Env):  # type: ignore[misc]
         return action
 
     async def _next(self) -> tuple[tinker.ModelInput, list[int]] | None:
-        """Return the next prompt with its stop tokens; None if the rollout has ended."""
+        """Return the next prompt with its stop tokens, or None if the rollout has ended."""
         assert self._rollout is not None, "the cookbook asks for the initial observation first"
         asked = asyncio.ensure_future(self._prompts.get())
         try:
@@ -171,7 +172,8 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
         self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter
     ) -> rollout_strategy.RolloutResult:
         """Return scored rollouts as trajectories, with the reward on the last transition, and the other rollouts as
-        errors. Raises `AllTrajectoriesFailedError` if none was scored, and `ConfigError` for another group builder."""
+        errors. Raises `AllTrajectoriesFailedError` if none was scored, and `ConfigError` for a different kind of group
+        builder."""
         if not isinstance(env_group_builder, EnvGroupBuilder):
             raise ConfigError(f"this strategy rolls out its own EnvGroupBuilder, not {type(env_group_builder)}")
         said: dict[tuple[tuple[int, ...], tuple[int, ...]], TokensWithLogprobs] = {}
@@ -191,8 +193,8 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
 
 @chz.chz
 class DatasetBuilder(types.RLDatasetBuilder):  # type: ignore[misc]
-    """The tasks of an environment, in the order in which it gives them, as groups. `passes` repeats them. The last
-    `held_out` tasks are the cookbook's test set."""
+    """The tasks of an environment as groups, in the environment's order. `passes` is how often they are repeated. The
+    last `held_out` tasks are the cookbook's test set."""
 
     env: str
     model: str
@@ -208,7 +210,7 @@ class DatasetBuilder(types.RLDatasetBuilder):  # type: ignore[misc]
         builders = [EnvGroupBuilder(self.env, each, self.model, self.group_size, self.settings) for each in found]
         kept = len(builders) - self.held_out
         if kept < self.groups_per_batch:
-            raise ConfigError(f"{self.env} has {kept} tasks to train on, and a batch takes {self.groups_per_batch}")
+            raise ConfigError(f"{self.env} has {kept} tasks to train on, but a batch needs {self.groups_per_batch}")
         test = Dataset(builders[kept:], self.held_out) if self.held_out else None
         return Dataset(builders[:kept] * self.passes, self.groups_per_batch), test
 
@@ -218,7 +220,7 @@ class DatasetBuilder(types.RLDatasetBuilder):  # type: ignore[misc]
 
 
 class Dataset(types.RLDataset):  # type: ignore[misc]
-    """The groups in batches. A last batch that is not full is left out."""
+    """The groups in batches. An incomplete last batch is left out."""
 
     def __init__(self, builders: Sequence[EnvGroupBuilder], groups_per_batch: int) -> None:
         self._builders = list(builders)

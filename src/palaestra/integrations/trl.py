@@ -47,18 +47,18 @@ def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Datas
 
 
 def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings: JSON) -> RolloutFunc:
-    """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`; temperature, `top_p`
-    and `top_k` are the trainer's, and `max_token_length` (of one reply) its `max_completion_length` unless set.
+    """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`. The trainer sets the
+    temperature, `top_p` and `top_k`; its `max_completion_length` is the default of `max_token_length` (of one reply).
 
-    After each step the log-probabilities of the sampled tokens are compared with the trainer's own, which costs one
-    forward pass. A difference of more than `max_difference` nats on any token raises `ConfigError`; None skips the
+    After each step, the log-probabilities of the sampled tokens are compared with the trainer's own, which costs one
+    forward pass. A difference of more than `max_difference` nats on any token raises `ConfigError`; None disables the
     comparison.
     """
     return RolloutFunc(env, max_difference, settings)
 
 
 def reward(*, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """Return the environment's rewards, as a reward function of TRL; None for an unscored rollout."""
+    """Return the environment's rewards, with None for an unscored rollout. Pass this to TRL as a reward function."""
     if (environments := columns.get("environments")) is not None:
         rewards = [each._finish(said) for each, said in zip(environments, completions, strict=True)]
     else:
@@ -107,7 +107,7 @@ def environment_factory(env: object, **settings: Any) -> EnvironmentFactory:
 
 
 class _Environment:
-    """Plays one rollout after the other for TRL. A subclass has the tools as methods."""
+    """Plays one rollout after another for TRL. A subclass has the tools as methods."""
 
     def __init__(self, session: SyncSession) -> None:
         self._session = session
@@ -124,7 +124,7 @@ class _Environment:
         return self._play.call(name, {key: value for key, value in arguments.items() if value is not None})
 
     def _finish(self, completion: Any) -> float | None:
-        """Grade the rollout; None if it cannot be scored."""
+        """Grade the rollout and return its reward, or None if it cannot be scored."""
         play, self._play = self._play, None
         assert play is not None, "TRL resets an environment before it asks for a reward"
         last = completion[-1] if isinstance(completion, list) and completion else {"content": str(completion)}
@@ -169,8 +169,8 @@ def _described(schema: Mapping[str, Any], name: str) -> str:
 
 
 class RolloutFunc:
-    """The result of `rollout_func`. Its session opens with the first call and closes when training ends; `close` ends
-    it earlier. `path` is the run's folder."""
+    """The result of `rollout_func`. Its session opens with the first call and closes when training ends, or earlier
+    with `close`. `path` is the run's folder."""
 
     def __init__(self, env: object, max_difference: float | None, settings: Mapping[str, JSON]) -> None:
         self._env = env
@@ -212,7 +212,7 @@ class RolloutFunc:
         }
 
     def close(self) -> None:
-        """End the run. The next call begins another one. Idempotent."""
+        """End the run. The next call begins a new one. Idempotent."""
         self._session = None
         self._opened.close()
 
@@ -273,8 +273,8 @@ class RolloutFunc:
         if largest > self._max_difference:
             raise ConfigError(
                 f"The log-probabilities of sampler and trainer differ by {largest:.3g} nats, more than "
-                f"{self._max_difference:g} (max_difference): the tokens would be trained with other weights or another "
-                "precision than sampled them. Train in float32, or allow more."
+                f"{self._max_difference:g} (max_difference): training would not use the weights or the precision that "
+                "sampled the tokens. Train in float32, or raise max_difference."
             )
         return differences
 
@@ -282,7 +282,7 @@ class RolloutFunc:
 def _task_id(prompt: JSON) -> str:
     found = prompt[-1].get(TASK) if isinstance(prompt, list) and prompt else None
     if not found:
-        raise ConfigError(f"The prompt {str(prompt)[:100]!r} names no task: make train_dataset with dataset(env).")
+        raise ConfigError(f"The prompt {str(prompt)[:100]!r} has no task id: make train_dataset with dataset(env).")
     return str(found)
 
 
@@ -300,8 +300,8 @@ def _row(trajectory: Trajectory, filler: int) -> dict[str, Any]:
         return _unscored(trajectory.rollout_id, filler)
     if len(rows) > 1:
         raise ConfigError(
-            f"Rollout {trajectory.rollout_id} has {len(rows)} rows ({', '.join(row.reason for row in rows)}) and TRL "
-            "takes one per rollout: leave out sub-agents and compaction."
+            f"Rollout {trajectory.rollout_id} has {len(rows)} rows ({', '.join(row.reason for row in rows)}), but TRL "
+            "accepts one per rollout: disable sub-agents and compaction."
         )
     (row,) = rows
     return {name: getattr(row, name) for name in (*_LISTS, "reward", "rollout_id")}
@@ -311,7 +311,7 @@ _LISTS = ("prompt_ids", "completion_ids", "mask", "logprobs")
 
 
 def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
-    """Return a row without trained tokens, because TRL does not take an empty row."""
+    """Return a row without trained tokens, because TRL does not accept an empty row."""
     lists = dict(zip(_LISTS, ([filler], [filler], [0], [0.0]), strict=True))
     return {**lists, "reward": None, "rollout_id": rollout_id}
 

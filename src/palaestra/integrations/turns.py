@@ -1,4 +1,4 @@
-"""Extracts the model calls of a recorded rollout with their exact tokens, for trainers that take calls instead of
+"""Extracts the model calls of a recorded rollout with their exact tokens, for trainers that train on calls instead of
 rows."""
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 The interception server of verifiers gives every rollout an address with a key and records the tokens. The agent's loop,
 the slots and the sealed grading work as in a run; the runtime of verifiers is not used. A rollout without a reward
-raises, which is an error on the trace.
+raises `Dropped`, which verifiers records as an error on the trace.
 
 Needs the package `verifiers`. Source: `Harness.launch`, `Taskset` and `Task` of verifiers 0.4.
 """

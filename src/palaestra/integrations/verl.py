@@ -44,7 +44,7 @@ _ASKED: ContextVar[tuple[Any, Mapping[str, Any], str]] = ContextVar("verl_asked"
 
 
 class _ServerClient(TokenChat):
-    """Uses verl's client for its model servers as the model server of a run."""
+    """A model server for a run, which samples with verl's client for verl's own model servers."""
 
     async def start(self) -> None:
         """Do nothing: the servers already run."""
@@ -59,7 +59,7 @@ class _ServerClient(TokenChat):
         output = await client.generate(request_id=name, prompt_ids=list(input_ids), sampling_params=asked)
         ids, logprobs = output.token_ids, output.log_probs
         if logprobs is None or len(logprobs) != len(ids):
-            raise EngineReplyError(f"{name}: verl's server gave {len(ids)} tokens without a log-probability for each")
+            raise EngineReplyError(f"{name}: verl's server sent {len(ids)} tokens without a log-probability for each")
         ended = bool(ids) and ids[-1] in sampling.get("stop_token_ids", ())
         reason = "abort" if output.stop_reason == "aborted" else "stop" if ended else "length"
         version = output.extra_fields.get("global_steps")
@@ -68,7 +68,7 @@ class _ServerClient(TokenChat):
 
 class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
     """verl's agent loop for one rollout. `settings` are those of `palaestra.Session`. All rollouts of a worker with the
-    same environment and settings are one run."""
+    same environment and settings belong to one run."""
 
     _sessions: ClassVar[dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Session]]]] = {}
 
@@ -77,11 +77,11 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         self._env, self._settings = env, dict(settings or {})
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Return one rollout of the row's task. Raises `ConfigError` for a row without `task_id`, or a rollout of
-        several segments (sub-agents, compaction), of which verl takes only one."""
+        """Play one rollout of the row's task and return its output. Raises `ConfigError` for a row without `task_id`,
+        and for a rollout of several segments (sub-agents, compaction), because verl accepts only one."""
         task = kwargs.get("task_id") or (kwargs.get("extra_info") or {}).get("task_id")
         if not task:
-            raise ConfigError("the row has no task_id, and neither has its extra_info")
+            raise ConfigError("neither the row nor its extra_info has a task_id")
         _ASKED.set((self.server_manager, sampling_params, uuid.uuid4().hex))
         (group,) = await (await self._session()).roll_out(str(task), group_size=1)
         return self._output(group)
@@ -107,7 +107,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         rows = training_rows(trajectory) if trajectory is not None and trajectory.scored else []
         if len(rows) > 1:
             reasons = ", ".join(row.reason for row in rows)
-            raise ConfigError(f"{rows[0].rollout_id} has {len(rows)} segments ({reasons}), and verl takes one")
+            raise ConfigError(f"{rows[0].rollout_id} has {len(rows)} segments ({reasons}), but verl accepts only one")
         empty = [self.tokenizer.eos_token_id]
         name = group.group_id if trajectory is None else trajectory.rollout_id
         given: dict[str, Any] = {"metrics": AgentLoopMetrics(), "extra_fields": {"rollout_id": name}}

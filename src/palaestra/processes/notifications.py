@@ -90,7 +90,7 @@ class Follower:
         self._last_match = float("-inf")
 
     async def run(self) -> None:
-        """Follow until the process, or its slot, has ended."""
+        """Follow the session until its process or its slot has ended."""
         try:
             await self._follow()
         except ProcessLookupError:
@@ -144,7 +144,7 @@ class Follower:
             return
         self._last_match = now
         self._matches += 1
-        stop = " (the patterns are no longer looked for)" if self._matches == MAX_MATCHES else ""
+        stop = " (the search for the patterns has ended)" if self._matches == MAX_MATCHES else ""
         self._add("watch_match", line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
 
     def _not_reported(self) -> str:
@@ -152,7 +152,7 @@ class Follower:
         lines, lost, self._unreported, self._lost = self._unreported, self._lost, 0, 0
         parts = [f"{lines} more lines matched"] if lines else []
         if lost and self._watch.patterns:
-            parts.append(f"{lost} bytes came too fast to be looked through")
+            parts.append(f"{lost} bytes came too fast to be searched")
         return f" ({', '.join(parts)})" if parts else ""
 
     def _add_progress(self) -> None:

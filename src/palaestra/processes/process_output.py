@@ -27,8 +27,8 @@ class OutputText:
 
 
 async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
-    """Return the text from a cursor on. `running` is true if the process ran before this call, so that more may
-    come."""
+    """Return the text that starts at a cursor. `running` is true if the process was running before this call, so that
+    more output may follow."""
     piece = await process.read(cursor, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece) if piece.lost else (piece.data, 0)
     more = len(piece.data) == max_bytes

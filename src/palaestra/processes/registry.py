@@ -3,7 +3,7 @@
 Processes end with their slot; killing one kills its whole process tree.
 
 Invariant: a caller that names a task reaches only that task's sessions. A signal never reaches a process other than the
-session's, since a slot addresses its processes by its own numbers and holds each process until its end.
+session's, since a slot numbers its processes itself and holds on to each of them until it has ended.
 
 With a checkpoint file, a new registry can find the processes that an earlier registry left running in slots that still
 exist. The file is one JSON object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`. The file is
@@ -62,8 +62,8 @@ _known_lock = threading.Lock()
 
 
 class ProcessRegistry:
-    """Sessions by id. Methods with a `task_id` see only that task's sessions; if it is None, they see the sessions of
-    all tasks.
+    """Keeps sessions by id. Methods with a `task_id` see only that task's sessions; if it is None, they see the
+    sessions of all tasks.
 
     `checkpoint_path` is the file from which the next registry recovers sessions. With `report_ends`, the end of every
     session is reported. `loop` is the event loop of the sessions, or None before the first session.
@@ -115,7 +115,7 @@ class ProcessRegistry:
     ) -> ProcessSession:
         """Start a command line in a slot as a session of `task_id`, and of the conversation `session_key`.
 
-        Raises `BlockingIOError` if too many processes of the task run, and the errors of `Slot.spawn`.
+        Raises `BlockingIOError` if too many of the task's processes are running, and the errors of `Slot.spawn`.
         """
         await self._make_room(task_id)
         environment = {**_ENVIRONMENT, **(env or {})}
@@ -142,7 +142,8 @@ class ProcessRegistry:
         """Return the sessions with their last known status, oldest first."""
         return list(self._of(task_id))
 
-    # The contract's actions, which `ProcessSession` describes. The status is `not_found` for an unknown session.
+    # The contract's actions, which `ProcessSession` describes. For an unknown session, the reply's status is
+    # `not_found`.
 
     async def poll(self, session_id: str, since: int | None = None, *, task_id: str | None = None) -> Reply:
         return await self._do(session_id, task_id, lambda session: session.poll(since))
@@ -175,7 +176,7 @@ class ProcessRegistry:
         return list(await asyncio.gather(*found))
 
     async def has_active_processes(self, task_id: str | None = None) -> bool:
-        """Return whether any process of the task runs."""
+        """Return whether any process of the task is running."""
         sessions = await self._refresh(task_id)
         return any(session.running for session in sessions)
 
@@ -240,7 +241,7 @@ class ProcessRegistry:
             try:
                 await (await starting)[0].kill(0.0)
             except Exception as error:
-                logger.debug("a process that was cancelled did not start, or has ended: %s", error)
+                logger.debug("a process whose start was cancelled did not start, or has ended: %s", error)
 
         starting = asyncio.ensure_future(start())
         try:
@@ -286,8 +287,8 @@ class ProcessRegistry:
         return not_found(session_id) if session is None else await _reply(session, action)
 
     async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
-        """Update the sessions' status and return them. Sessions of a slot that has ended are lost; if `task_id` is
-        given, this raises the slot's error."""
+        """Update the status of the sessions and return the sessions. If a slot has ended, raises its error if `task_id`
+        is given; otherwise marks the slot's sessions as lost."""
         sessions = [session for session in self._of(task_id) if session_key in (None, session.session_key)]
 
         async def refresh(session: ProcessSession) -> None:
@@ -310,7 +311,7 @@ class ProcessRegistry:
         ended = [session for session in self._of(task_id) if not session.running]
         running = sum(1 for _ in self._of(task_id)) - len(ended)
         if running >= self._most:
-            raise BlockingIOError(errno.EAGAIN, f"{self._most} background processes run already; kill one first")
+            raise BlockingIOError(errno.EAGAIN, f"{self._most} background processes are running; kill one first")
         if running + len(ended) >= self._most:
             await self._forget(min(ended, key=lambda session: session.ended_at or session.started_at))
 
@@ -363,8 +364,8 @@ def not_found(session_id: str) -> Reply:
 
 
 def living() -> list[ProcessRegistry]:
-    """Return the registries of this Python process that have had a session and whose loop runs. Callable from any
-    thread."""
+    """Return the registries of this Python process that have had a session and whose event loop is running. Callable
+    from any thread."""
     with _known_lock:
         return [each for each in _known if each.loop is not None and each.loop.is_running()]
 
@@ -387,7 +388,7 @@ def _read(path: Path) -> list[dict[str, JSON]]:
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is not a file of background processes ({error}); move it away to continue") from None
     if schema != SCHEMA or version > VERSION:
-        raise ConfigError(f"{path} holds {schema} version {version}; this version reads {SCHEMA} up to {VERSION}")
+        raise ConfigError(f"{path} holds {schema} version {version}; this program reads {SCHEMA} up to {VERSION}")
     return records
 
 
@@ -400,13 +401,13 @@ async def _recovered(record: dict[str, JSON], running: dict[str, dict[int, Proce
         return session
     process = running.get(session.slot_id, {}).get(status.process_id)
     if session.slot_id not in running:
-        session.lost = f"its slot {session.slot_id} was not there after a restart"
+        session.lost = f"its slot {session.slot_id} was gone after a restart"
     elif process is None:
-        session.lost = f"{session.slot_id} no longer knew it after a restart"
+        session.lost = f"its slot {session.slot_id} had no record of it after a restart"
     else:
         found = await process.status()
         if any(getattr(found, name) != getattr(status, name) for name in _IDENTITY):
-            session.lost = f"process {found.pid} of {session.slot_id} is another one after a restart"
+            session.lost = f"process {found.pid} of {session.slot_id} is a different process after a restart"
         else:
             session.process, session.status = process, found
     return session

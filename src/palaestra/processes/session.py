@@ -1,4 +1,4 @@
-"""Wraps a background process of a slot in a session, to which an agent refers by id.
+"""Wraps a background process of a slot in a session that an agent addresses by id.
 
 The slot keeps the output, exit code and input, so the cost of a session does not depend on the amount of output.
 
@@ -22,7 +22,7 @@ from palaestra.processes import process_output
 from palaestra.sandbox.slot import Process, ProcessStatus
 
 MAX_OUTPUT_CHARS = 200_000
-"""The number of bytes at the end of the output that `log` shows. Slots keep at least this many."""
+"""The maximum number of bytes at the end of the output that `log` shows. Slots keep at least this many."""
 
 FINISHED_TTL_SECONDS = 1800
 """Seconds for which the session of an ended process is kept."""
@@ -40,14 +40,14 @@ MAX_NEW_BYTES = 20_000
 WRITE_PATIENCE_S = 10.0
 """Seconds that a write waits for the process to read."""
 
-FORGOTTEN = "the slot has dropped what it knew of it, to make room for newer processes"
+FORGOTTEN = "the slot has dropped its record of it, to make room for newer processes"
 
 Reply = dict[str, JSON]
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The reports on a session: lines that contain one of `patterns`, new output every `interval_s`, and the end.
+    """Selects the reports on a session: lines that contain one of `patterns`, new output every `interval_s`, the end.
 
     After `lifetime_s` the process is killed. Each report includes `address`.
     """
@@ -247,12 +247,12 @@ class ProcessSession:
         except BrokenPipeError:
             return {"session_id": self.id, "status": "error", "error": "The process has closed its input."}
         except TimeoutError:
-            error = f"The process has not read all of it in {WRITE_PATIENCE_S:g}s; a part may have been written."
+            error = f"The process did not read all the data in {WRITE_PATIENCE_S:g}s; a part may have been written."
             return {"session_id": self.id, "status": "error", "error": error}
         return {"session_id": self.id, "status": "ok", "bytes_written": len(data)}
 
     async def submit(self, data: bytes, *, end: bool = False) -> Reply:
-        """Write a line. On a terminal it ends as with the Enter key, otherwise with a newline."""
+        """Write a line. On a terminal it ends with the code of the Enter key, otherwise with a newline."""
         return await self.write(data + (b"\r" if self.status.terminal else b"\n"), end=end)
 
     async def summary(self) -> Reply:

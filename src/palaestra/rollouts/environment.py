@@ -39,10 +39,10 @@ class GroupCollection:
 
 
 class Environment(ABC):
-    """Gives the tasks of a run, prepares their workspaces and scores the results.
+    """Provides the tasks of a run, prepares their workspaces and scores the results.
 
-    `world` answers calls of tools that reach outside this machine while a task is prepared; a run that records such
-    calls sets it. During a rollout, the rollout's own recording answers them.
+    While a task is prepared, `world` answers the calls of tools that reach outside this machine; it is set only in a
+    run that records such calls. During a rollout, the rollout's own recording answers them.
     """
 
     world: RecordedTools | None = None
@@ -59,18 +59,18 @@ class Environment(ABC):
 
     @property
     def agent(self) -> AgentSettings:
-        """The settings with which the agent runs."""
+        """The agent's settings."""
         return AgentSettings()
 
     async def open(self) -> None:
         """Load data and resources. Called once, before the first task."""
 
     async def aclose(self) -> None:
-        """Release the data and resources. Called once, also after a failure."""
+        """Release the data and resources. Called once, even after a failure."""
 
     @property
     def counts_tasks(self) -> bool:
-        """Whether tasks may be read ahead to learn their number."""
+        """Whether the run may read the tasks in advance to count them."""
         return False
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Environment(ABC):
     def changed(self, number: int, was: str, now: str) -> str:
         """Return the message for a resumed run in which task `number` now has the id `now` and had the id `was`
         before."""
-        return f"task {number} is {now} now and was {was}"
+        return f"task {number} is now {now}, but was {was} before"
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         """Return the image, limits and network of the task's slots."""
@@ -125,12 +125,12 @@ class Environment(ABC):
         return False
 
     async def collect(self, task: Task, group: GroupCollection) -> int:
-        """Return the number of rollouts of the group. With `collects_groups`, this also collects the group for
-        `act`."""
+        """Return the number of rollouts in the group. With `collects_groups`, also roll out the group and keep its
+        results for `act`."""
         return group.wanted
 
     async def ended(self, task: Task, group: Group) -> None:
-        """Called once a group has ended and is in the journal. Failed groups are included."""
+        """Called for each group, failed or not, after it has ended and is in the journal."""
 
     async def begin(self, rollout: Rollout) -> None:
         """Set up one rollout, in its own fork, before the agent starts."""

@@ -1,8 +1,8 @@
 """The events of a run, as one union of types. `EventStream` (`journal/journal.py`) passes them to subscribers.
 
-Journal events are lines of the journal: their tags, fields and defaults are its format. The other events exist in
-memory only. The journal gets each event first, then the subscribers in the order of subscription, on the event loop. A
-subscriber must return quickly, and must not raise because of the text of a task or a model.
+Journal events are lines of the journal: their tags, fields and defaults are the journal's format. The other events
+exist in memory only. The journal gets each event first, then the subscribers in the order of subscription, on the event
+loop. A subscriber must return quickly, and must not raise because of the text of a task or a model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from palaestra.rollouts.records import Group, Trajectory
 JOURNAL_SCHEMA = "palaestra.journal/2"
 
 FIRST_SCHEMA = "palaestra.journal/1"
-"""The older format. Its turns contain only messages, so rollouts that were cut off start again."""
+"""The older format. Its turns contain only messages, so rollouts that were cut off start over."""
 
 
 class JournalEvent(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
@@ -29,8 +29,8 @@ class JournalEvent(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="
 
 
 class RunStarted(JournalEvent, tag="run", kw_only=True, omit_defaults=False):
-    """The first line: the environment and its configuration. Its defaults are written too, so the line names its
-    schema."""
+    """The first line: the environment and its configuration. Default values are written too, so that the line always
+    has its schema."""
 
     schema: str = JOURNAL_SCHEMA
     run_id: str
@@ -49,7 +49,7 @@ class RunResumed(JournalEvent, tag="resume", kw_only=True):
 
 
 class GroupStarted(JournalEvent, tag="group", kw_only=True):
-    """A group with its tools and preparation, and without trajectories.
+    """A group with its tools and preparation, but without trajectories.
 
     A later event of the same group replaces this one, so a resumed run can continue the group. A finished rollout of
     the group counts until the resumed run has a new one in its place.
@@ -61,10 +61,10 @@ class GroupStarted(JournalEvent, tag="group", kw_only=True):
 class TurnTaken(JournalEvent, tag="messages", kw_only=True):
     """The messages that one turn added, with the data for resuming the rollout after it.
 
-    `turn` 0 has the opening messages. `tokens` are the prompt's and the reply's, as the engine counted them; `seconds`
-    are those of the model and of the tools. `sampled` has the model calls since the last such event, sub-agents'
-    included, when the server gives tokens. `cost` is the cost of `tokens`, when prices are known. `recalled` is true if
-    the reply came from an earlier part of the run, which was killed during this turn.
+    `turn` 0 has the opening messages. `tokens` has the engine's token counts of the prompt and the reply; `seconds` has
+    the time that the model took and the time that the tools took. If the server returns tokens, `sampled` has the model
+    calls since the last such event, including those of sub-agents. `cost` is the cost of `tokens`, if prices are known.
+    `recalled` is true if the reply came from an earlier part of the run, which was killed during this turn.
     """
 
     rollout_id: str
@@ -83,7 +83,7 @@ class ReplyReceived(JournalEvent, tag="reply", kw_only=True):
     immediately.
 
     `branch` is the sub-agent's number, or 0 for the rollout's own reply. `asked` is the checksum of the conversation
-    that it answers. When the server gives tokens, they are in `sampled` and `message` is empty.
+    that the reply answers. If the server returns tokens, they are in `sampled` and `message` is empty.
     """
 
     rollout_id: str
@@ -97,7 +97,7 @@ class ReplyReceived(JournalEvent, tag="reply", kw_only=True):
 
 
 class RolloutResumed(JournalEvent, tag="taken_up", kw_only=True):
-    """A rollout that was cut off continues after `turns` turns and `replies` replies of the turn after those.
+    """A rollout that was cut off continues after `turns` turns and `replies` replies of the next turn.
 
     If `anew` gives a reason, the rollout starts from its beginning instead, and the turns and replies are discarded.
     With a `parent` it is a new rollout that continues rollout `parent` of its group after `turns` turns, which are in
@@ -118,7 +118,7 @@ class RolloutEnded(JournalEvent, tag="rollout", kw_only=True):
 
 
 class AttemptDiscarded(JournalEvent, tag="discarded", kw_only=True):
-    """The record of an attempt that an infrastructure failure ended and that is retried on a fresh slot."""
+    """The record of an attempt that ended with an infrastructure failure and will be retried on a fresh slot."""
 
     trajectory: Trajectory
 
@@ -152,7 +152,7 @@ AnyJournalEvent: TypeAlias = (
 
 
 class GroupsPlanned(msgspec.Struct):
-    """The number of groups in the run, or None if it is unknown, and their size."""
+    """The number of groups in the run, or None if it is unknown, and the group size."""
 
     total: int | None
     group_size: int
@@ -219,7 +219,7 @@ class MetricsLogged(msgspec.Struct):
 
 
 class Note(msgspec.Struct):
-    """A message for the user at the screen."""
+    """A message to show to the user."""
 
     text: str
 
@@ -239,7 +239,7 @@ MemoryEvent: TypeAlias = (
 Event: TypeAlias = AnyJournalEvent | MemoryEvent
 InFlight: TypeAlias = dict[str, tuple[str, float]]
 """The rollouts and groups in flight: the stage of each, and the time of its last sign of life in seconds since the
-epoch. The longest idle come first."""
+epoch. The one that has been idle longest comes first."""
 
 Handlers: TypeAlias = Mapping[type, Callable[[Any], None]]
 

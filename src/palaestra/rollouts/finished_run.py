@@ -123,20 +123,20 @@ class Run:
             pandas: Any = import_module("pandas")
         except ImportError:
             raise ConfigError(
-                f"to_frame needs pandas: {install_command('frame')}, or pandas itself; to_records needs no package"
+                f"to_frame needs pandas ({install_command('frame')}, or install pandas alone); to_records does not"
             ) from None
         return pandas.DataFrame(self.to_records())
 
 
 def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
-    """Return the run given by a folder, a journal, an id or its beginning, or `last` for the latest one below `root`.
-    Raises `ConfigError`."""
+    """Return the run that `run` names: by its folder, its journal, its id or the start of the id, or as `last`, the
+    latest run below `root`. Raises `ConfigError`."""
     return Run(journal_of(find_run(run, root=root)).parent)
 
 
 def _last_metrics(path: Path) -> dict[str, float]:
-    """Return the metrics of the whole run, from the last line; its names have no prefix. Empty before the run has
-    ended."""
+    """Return the metrics of the whole run from the file's last line, where names have no prefix; empty before the run
+    has ended."""
     try:
         lines = path.read_bytes().splitlines()
         last = msgspec.json.decode(lines[-1], type=dict[str, object]) if lines else {}

@@ -1,8 +1,8 @@
 """One group: prepare the task's workspace once, then let `group_size` rollouts start from forks of it.
 
 If the environment has a recipe for its preparation, a workspace that another run has prepared is reused, and one that
-is prepared here is kept for other runs (`sandbox/snapshots/cache.py`). A workspace that was prepared with a network is
-never kept.
+is prepared here is kept for other runs (`sandbox/snapshots/cache.py`). A workspace that was prepared with network
+access is never kept.
 
 A failed preparation ends the group with an error and without trajectories, so nothing is scored. A prepared workspace
 that is lost with its backend is prepared again.
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
-"""Failures that may not happen again in a fresh attempt. The engine's client has already retried its own failures."""
+"""Failures that a fresh attempt may avoid. The engine's client has already retried its own failures."""
 
 REPLACED = RETRIED | {Blame.ENGINE, Blame.TOOL}
 """Failures whose rollouts are replaced when groups must stay whole. A task's own failure would happen again."""
 
 SETUP_TIMEOUT_S = 600.0
-"""How long a task's own `setup` script may take."""
+"""The time limit of a task's own `setup` script."""
 
 
 class GroupRun:
@@ -75,12 +75,12 @@ class GroupRun:
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
         self.begun = False
-        """Whether the journal has this run's start of the group, which replaces the group's earlier events."""
+        """Whether this part of the run has written the group's start, which replaces the group's earlier events."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._places = places
         self.reserved = run.settings.group_size
-        """How many of the group's places are not free again; at least one until the runner has passed the group on."""
+        """The number of places that the group still holds; at least one until the runner has passed the group on."""
         self._preparing = asyncio.Lock()
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
@@ -134,8 +134,8 @@ class GroupRun:
         if changed:
             group.asked = before
             run.events.note(
-                f"The prompt of task {group.task_id} changed since its earlier rollouts were recorded; they are kept, "
-                "and no more are added. Use the run's seed (config.seed) for random choices in tasks"
+                f"The prompt of task {group.task_id} has changed since its earlier rollouts were recorded. These are "
+                "kept, and no more are added. Use the run's seed (config.seed) for random choices in tasks"
             )
         return changed
 
@@ -164,13 +164,13 @@ class GroupRun:
         self.begun = True
 
     async def _prepare(self) -> Snapshot | None:
-        """Return the group's snapshot; None if the bare image is enough. Retried like a rollout when the backend
-        dies."""
+        """Return the group's snapshot; None if the bare image is enough. If the backend dies, the preparation is
+        retried as a rollout would be."""
         for _ in range(self.run_context.settings.infra_retries):
             try:
                 return await self._prepare_once()
             except SandboxError as error:
-                logger.warning("preparing task %s is retried: %s", self.task.id, error)
+                logger.warning("retrying the preparation of task %s: %s", self.task.id, error)
                 if (key := self.env.shared_setup(self.task)) is not None:
                     await self.run_context.workspaces.drop_lost(key)
         return await self._prepare_once()
@@ -192,8 +192,8 @@ class GroupRun:
             return taken.snapshot
 
     def _recipe(self) -> tuple[bool, Recipe | None]:
-        """Return whether the group is prepared, and the recipe of its preparation; None if every run must prepare
-        again."""
+        """Return whether the group needs a preparation, and the recipe of the preparation; the recipe is None if every
+        run must prepare the group itself."""
         if self.env.shared_setup(self.task) is None and not self.env.prepares(self.task):
             return False, None
         task, spec = self.task, self.env.slot_spec(self.task, Phase.PREPARE)
@@ -243,7 +243,7 @@ class GroupRun:
     async def _restore(self) -> None:
         """Before a retry, prepare the workspace again if its snapshot is lost, once for all rollouts of the group.
 
-        If the workspace cannot be prepared any more, the next attempt fails and records why.
+        If the workspace can no longer be prepared, the next attempt fails and records why.
         """
         async with self._preparing:
             if self._snapshot is None or await self.run_context.workspaces.pool.holds(self._snapshot):
@@ -383,7 +383,7 @@ class GroupRun:
         return branch.recorded(self.group.tools_hash)
 
     def _recorded(self, index: int) -> RecordedTurns | None:
-        """Return the turns of a rollout that an earlier part of the run began; None if it starts from its beginning."""
+        """Return the turns of a rollout that an earlier part of the run began; None if it starts from the beginning."""
         rollout_id = f"{self.group.group_id}/{index}"
         cut_off = self.run_context.earlier.cut_off.pop(rollout_id, None)
         if cut_off is None:
@@ -407,12 +407,12 @@ class GroupRun:
         events.emit(RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=turns, replies=replies, anew=reason))
         if turns or replies:
             why = f"{reason}: {recorded.evidence}" if recorded.evidence else reason
-            events.note(f"{rollout_id} starts again after {turns} turns: {why}")
+            events.note(f"{rollout_id} starts over and discards {turns} turns: {why}")
 
     def _write(
         self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout, trajectory: Trajectory
     ) -> RolloutEnded | AttemptDiscarded:
-        """Write the record of an attempt, without data of its environment that the journal refuses."""
+        """Write the record of an attempt, without data from the environment that the journal cannot hold."""
         while True:
             try:
                 check = _check_own if rollout.has_own_record else None
@@ -423,7 +423,7 @@ class GroupRun:
                 trajectory = rollout.trajectory()
 
     def _retries(self, trajectory: Trajectory, tried: int) -> bool:
-        """Return whether the attempt is retried: with a retry of the rollout, or with one of the group's replacements.
+        """Return whether the attempt is retried, as a retry of the rollout or as one of the group's replacements.
         A group that must be whole has as many replacements as rollouts."""
         if trajectory.scored:
             return False
@@ -466,7 +466,7 @@ def _check(task: Task) -> None:
     messages: JSON = task.prompt
     fine = isinstance(messages, Sequence) and all(isinstance(each, Mapping) and each.get("role") for each in messages)
     if not fine or not messages:
-        raise TaskError(f"task {task.id}: its prompt is {messages!r:.100}, neither a text nor messages with roles")
+        raise TaskError(f"task {task.id}: its prompt is {messages!r:.100}, neither text nor messages with roles")
 
 
 def _bytes(content: str | bytes) -> bytes:

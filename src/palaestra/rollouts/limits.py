@@ -27,8 +27,8 @@ RolloutKey = tuple[str, float]
 
 
 class RunStopped(PalaestraError):
-    """Raised if an evaluation was stopped before it had all its rollouts, so that its metrics would cover only a part
-    of it."""
+    """Raised if an evaluation was stopped before it had all its rollouts, so that its metrics would cover only part of
+    it."""
 
     exit_code = TOO_MANY_FAILURES
 
@@ -88,7 +88,7 @@ class RunLimits:
         return not self.reason
 
     async def unless_stopped(self, other: Awaitable[bool]) -> bool:
-        """Wait for another gate and return its answer; once the run stops, cancel the wait and return False."""
+        """Wait for the gate `other` and return its answer; once the run stops, cancel the wait and return False."""
         asked, stopped = asyncio.ensure_future(other), asyncio.ensure_future(self._stopped.wait())
         try:
             await asyncio.wait([asked, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +107,7 @@ class RunLimits:
 
     def drain(self) -> None:
         """Stop the run because its user requested it."""
-        self._stop(INTERRUPTED_BY, "asked to end", INTERRUPTED)
+        self._stop(INTERRUPTED_BY, "its end was requested", INTERRUPTED)
 
     def _on_tokens(self, event: TokensSpent) -> None:
         if self._prices is not None:
@@ -153,6 +153,7 @@ class RunLimits:
 
 
 def _failed_by(trajectory: Trajectory) -> Blame | None:
-    """Return the part of the infrastructure that ended a rollout, or None. A task that cannot work is not counted."""
+    """Return the part of the infrastructure that ended a rollout, or None. Failures of the task or the model are
+    not counted."""
     lost = trajectory.reward is None and trajectory.outcome is not Outcome.CANCELLED
     return trajectory.blame if lost and trajectory.blame not in (Blame.TASK, Blame.MODEL) else None

@@ -81,7 +81,7 @@ class MiddlewareServer(ChatServer):
 
 
 def freezing(slot: Callable[[], Slot | None]) -> ChatMiddleware:
-    """Freeze the slot that `slot` gives, if any, while the model thinks, so that its background processes use no CPU.
+    """Freeze the slot that `slot` returns, if any, while the model thinks, so that its background processes use no CPU.
 
     The next call to the slot resumes it. A program that cannot be stopped keeps running. If the slot is lost, the next
     call to it fails.

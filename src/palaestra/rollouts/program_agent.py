@@ -8,10 +8,10 @@ the rollout's registry, are limited like those of the agent loop, and are record
 since a program has its own.
 
 Failure attribution: an engine failure (`engine`) or a lost slot (`sandbox`) ends the rollout without a score. If the
-engine fails on a request (HTTP 500, no answer in time) but answers a plain one, the request is the cause, and the
-program gets the error and continues. A tool's infrastructure failure ends the rollout with the tool's blame, as in the
-agent loop. A program that ends without an answer of the model never acted, so it is not scored either (`tool`).
-Everything else, with any exit status, is the agent's responsibility and is scored.
+engine fails on a request (HTTP 500, no answer in time) but answers a plain request, the failed request is the cause,
+and the program gets the error and continues. A tool's infrastructure failure ends the rollout with the tool's blame, as
+in the agent loop. A program that ends without an answer from the model never acted, so it is not scored either
+(`tool`). Everything else, with any exit status, is the agent's responsibility and is scored.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ from palaestra.tools.tool import ToolOutcome
 logger = logging.getLogger(__name__)
 
 LOG_BYTES = 4 << 20
-"""The number of bytes of a program's output that are kept: its beginning and its end."""
+"""The maximum number of bytes kept of a program's output: its beginning and its end."""
 
 END_S = 5.0
-"""How long a program may take to end after it was asked to."""
+"""How long a program may take to end after it was asked to end."""
 
 CHECK_S = 60.0
 """How long the model may take to answer a plain request after a failure."""
@@ -78,7 +78,7 @@ AUXILIARY_SCHEMA = "palaestra.auxiliary/1"
 
 
 class ProgramAgent:
-    """A program as the agent of a run. An async context manager, which installs the program and opens the endpoint.
+    """A program as the agent of a run. It is an async context manager that installs the program and opens the endpoint.
     `logs` is a folder for the programs' output."""
 
     def __init__(self, program: AgentProgram, engine: Engine, logs: Path | None = None) -> None:
@@ -140,7 +140,7 @@ class ProgramAgent:
         try:
             await asyncio.to_thread(write)
         except OSError as error:
-            logger.warning("the log of the agent of %s is not kept: %s", rollout_id, error)
+            logger.warning("cannot keep the agent's log of %s: %s", rollout_id, error)
 
 
 class _Play:
@@ -236,8 +236,9 @@ class _Play:
             await asyncio.gather(*ends, return_exceptions=True)
 
     def _admit(self, replies: int) -> None:
-        """Refuse a call that exceeds the rollout's limits, and end the program. A call that exceeds them only because
-        of calls under way can be retried. Refused requests count as calls, because each is work for the run."""
+        """Refuse a call that exceeds the rollout's limits, and end the program. A call that exceeds the limits only
+        because of calls under way can be retried. Refused requests count as calls, because each is work for the
+        run."""
         rollout, settings = self._rollout, self._rollout.settings
         left = settings.max_turns - self._calls - self._conversations.refused
         if self._limit is None and left <= 0:
@@ -254,7 +255,7 @@ class _Play:
             self._stop.set()
             raise Refusal(403, "This rollout has reached its limit; no further call is answered.", code="limit_reached")
         if replies > left:
-            raise invalid("n", f"n is {replies}, and this rollout has {left} replies left.")
+            raise invalid("n", f"n is {replies}, but this rollout has only {left} replies left.")
         if replies and replies + self._conversations.replies_under_way > left:
             raise Refusal(429, f"This rollout has {left} replies left.", code="rate_limit_exceeded")
 
@@ -273,9 +274,9 @@ class _Play:
             told = b"".join(self.log.parts())[-1500:].decode(errors="replace").strip()
             missing = exit_code == 127 or "No such file" in told
             if self._conversations.refused:
-                told = f"{told}\nThe last of its {self._conversations.refused} requests was refused: "
+                told = f"{told}\nRefused requests: {self._conversations.refused}. The last was refused with: "
                 told += self._conversations.refusal
-            hint = ". The sandbox has no files of this machine: give the task the program in `files`, or an image"
+            hint = ". The sandbox has no files of this machine; add the program to the task's `files` or its image"
             raise ToolUnavailable(
                 f"agent {self._agent.program.name} ended with exit status {exit_code} without an answer "
                 "from the model: "

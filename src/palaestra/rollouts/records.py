@@ -39,7 +39,7 @@ class ToolErrorRecord(msgspec.Struct, kw_only=True):
 
 
 class InnerCallRecord(msgspec.Struct, kw_only=True):
-    """One call that a program made in a turn (`execute_code`), as JSON texts that are cut in the middle if long."""
+    """One call that a program made in a turn (`execute_code`). Long JSON texts are cut in the middle."""
 
     turn: int
     tool: str
@@ -48,9 +48,10 @@ class InnerCallRecord(msgspec.Struct, kw_only=True):
 
 
 class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The conversation of a sub-agent (`delegate_task`). Sub-agents are listed in the order of their start.
+    """The conversation of a sub-agent (`delegate_task`). Sub-agents are listed in the order in which they started.
 
-    `turn` is the turn of the agent that delegated the work. `segments` are the ledger's segments with its tokens.
+    `turn` is the turn in which the work was delegated. `segments` are the ledger's segments with the sub-agent's
+    tokens.
     """
 
     number: int
@@ -67,8 +68,9 @@ class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Data that differs between equal runs. Seconds are wall time. `stages` has setup, agent, tool, admit (the wait for
-    a free slot), acquire (creating a slot), seal and grade; stages may nest, and concurrent calls add up."""
+    """Data that differs between otherwise identical runs. Seconds are wall time. `stages` has the seconds of setup,
+    agent, tool, admit (the wait for a free slot), acquire (creating a slot), seal and grade; stages may nest, and
+    concurrent calls add up."""
 
     started_at: float = 0.0
     duration_s: float = 0.0
@@ -88,14 +90,14 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
     `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers that can be
-    averaged, `detail` is evidence (test results, the agent's patch). `ledger` has the exact tokens if the engine gives
-    them, and `row` has a token row that the environment made. `inner_calls` and `subagents` record the work inside tool
-    calls; the tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, but their turns are not in
-    `turns`. `cost` is in the currency of the run's prices.
+    averaged, `detail` is evidence (test results, the agent's patch). `ledger` has the exact tokens if the engine
+    returns them, and `row` has a token row that the environment made. `inner_calls` and `subagents` record the work
+    inside tool calls; the tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, but their
+    turns are not in `turns`. `cost` is in the currency of the run's prices.
 
-    A rollout with a `parent` continues another one. Its `messages`, `turns` and counts of tool calls cover the whole
-    conversation; its tokens, cost and ledger only its own turns. `fork_points` are the turns after which other rollouts
-    could continue this one; they are only recorded in runs with trees.
+    A rollout with a `parent` continues another rollout. Its `messages`, `turns` and counts of tool calls cover the
+    whole conversation; its tokens, cost and ledger cover only its own turns. `fork_points` are the turns after which
+    other rollouts could continue this one; they are only recorded in runs with trees.
     """
 
     schema: str = TRAJECTORY_SCHEMA
@@ -170,7 +172,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def latest_row(self) -> TokenRow | None:
-        """The row of the conversation in `messages`, as it stood at its end."""
+        """The last row of the rollout's own conversation, or None."""
         beside = self.of_subagents if self.row is None else ()
         own = [row for row in self.rows if row.segment not in beside]
         return own[-1] if own else None
@@ -184,11 +186,11 @@ def have_same_scores(scored: Sequence[Trajectory]) -> bool:
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """All rollouts of one task, in index order. `number` is the task's place in the run, from 0.
 
-    `toolsets` were configured or drawn. `tools` are the schemas that the models saw, `tools_hash` identifies them, and
-    `tools_missing` has the requested tools that are unavailable, with the reason. If preparing the task failed, there
-    are no trajectories, and `error` and `blame` have the cause. `prepare_s` is the preparation time in seconds;
-    `from_store` is true if the workspace had been prepared before. `asked` is a checksum of the task's prompt, empty in
-    groups of earlier versions.
+    `toolsets` are the configured or randomly drawn toolsets. `tools` are the schemas that the models saw, `tools_hash`
+    identifies them, and `tools_missing` has the requested tools that are unavailable, with the reason. If preparing the
+    task failed, there are no trajectories, and `error` and `blame` have the cause. `prepare_s` is the preparation time
+    in seconds; `from_store` is true if the workspace had been prepared before. `asked` is a checksum of the task's
+    prompt, empty in groups of earlier versions.
     """
 
     schema: str = GROUP_SCHEMA
@@ -247,7 +249,7 @@ def inner_calls_of(calls: Sequence[InnerCall]) -> list[InnerCallRecord]:
 
 
 def subagents_of(result: AgentResult, places: Mapping[int, int]) -> list[SubagentRecord]:
-    """Return the records of an agent's sub-agents. `places` are the numbers of the ledger's segments in its record."""
+    """Return the records of an agent's sub-agents. `places` maps ledger segments to their places in its record."""
     return [
         SubagentRecord(
             number=each.number,

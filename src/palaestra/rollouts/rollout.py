@@ -50,7 +50,7 @@ from palaestra.tools.tool import ToolOutcome
 logger = logging.getLogger(__name__)
 
 CLEAN_UP_S = 30.0
-"""How long releasing a slot may take; after that it is left to the backend's clean-up at the end of the run."""
+"""How long releasing a slot may take; after that, the slot is left to the backend's clean-up at the end of the run."""
 
 HIGHEST_REWARD = 1e100
 """Rewards with a larger absolute value are refused, because sums of their squares overflow."""
@@ -228,7 +228,7 @@ class Rollout:
             async with asyncio.timeout(CLEAN_UP_S):
                 await asyncio.shield(close_all())
         except (PalaestraError, TimeoutError) as error:
-            logger.warning("giving back the slot of %s failed: %s", self.rollout_id, error)
+            logger.warning("releasing the slot of %s failed: %s", self.rollout_id, error)
 
     def drop_unrecordable(self, reason: ValueError) -> bool:
         """Drop environment-made data that the journal refused: first its row, then the agent's conversation. Returns
@@ -296,8 +296,8 @@ class Rollout:
         return self.recorded.cut_off.parent if self.recorded is not None and self.recorded.failed is None else None
 
     def _own_tokens(self, result: AgentResult) -> tuple[int, int]:
-        """Return the tokens read and written, without those of the turns that it shares with the rollout it
-        continues."""
+        """Return the tokens read and written, without those of the turns that this rollout shares with the rollout that
+        it continues."""
         used = result.usage.prompt_tokens, result.usage.completion_tokens
         if self.parent is None:
             return used
@@ -324,7 +324,7 @@ class Rollout:
 
     @property
     def server(self) -> ChatServer:
-        """The server that the agent calls. An environment may set another one before the agent starts."""
+        """The server that the agent calls. An environment may set a different server before the agent starts."""
         return self._server
 
     @server.setter
@@ -334,7 +334,7 @@ class Rollout:
 
     @property
     def rng(self) -> random.Random:
-        """The rollout's own generator, seeded by the run's seed."""
+        """The rollout's own random generator, which depends on the run's seed."""
         return self.spec.seeded()
 
     @property
@@ -458,7 +458,7 @@ class Rollout:
         tool_handler: ToolRuntime | RolloutTool | None = None,
         after: AgentResult | None = None,
     ) -> AgentResult:
-        """Run the one agent loop, or the run's program, over this rollout's conversation, or over `messages`.
+        """Run the agent loop, or the run's agent program, on this rollout's conversation or on `messages`.
 
         `after` is the result of an earlier part of the conversation, which this call continues with the limits of a new
         rollout. `result` is kept even when the call is cancelled.
@@ -519,8 +519,8 @@ class Rollout:
         return MiddlewareServer(asked, middleware)
 
     def attend(self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: ToolRuntime | None = None) -> None:
-        """Use this loop's clock for the rollout, and let its agent delegate work if it has the tool for it. `agent` is
-        the agent if it is not the loop itself."""
+        """Use this loop's clock for the rollout, and let the agent delegate work if it has the tool for that. `agent`
+        is the agent if it is not the loop itself."""
         self._wall = loop.wall
         bound = self.tools if tools is None else tools
         if bound.registry.get(DELEGATE_TASK.name) is not None:
@@ -530,7 +530,7 @@ class Rollout:
         """Write the messages that a turn added or, if `turn` is None, the opening messages. Await the result, if there
         is one.
 
-        Raises `CannotResume` if other messages are recorded in their place, and `CutShort` if no further turn may
+        Raises `CannotResume` if different messages are recorded in their place, and `CutShort` if no further turn may
         follow.
         """
         self.stages.sign_of_life()
@@ -566,7 +566,7 @@ class Rollout:
             self.run_context.limits.check(begun=True)
 
     def ended(self, result: AgentResult) -> None:
-        """Keep the result of a conversation of the agent, however it ended."""
+        """Keep the result of the agent's conversation, however it ended."""
         self.result = result
         self._take_inner_calls(result.turns_used)
         for tools in self._every_tools():

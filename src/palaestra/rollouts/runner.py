@@ -1,11 +1,11 @@
 """The runner takes tasks from an environment, rolls a bounded number of them out concurrently, and passes on each
 finished group once it is on disk.
 
-A group does not wait for another one's slowest rollout: it begins when enough rollouts have ended, whichever groups
-they belong to, and a few groups are prepared ahead.
+A group does not wait for the slowest rollout of another group: it begins when enough rollouts have ended, whichever
+groups they belong to, and a few groups are prepared ahead.
 
-The runner stops early if it is cancelled (finished groups are kept) or if the environment fails to give its next task
-(groups in flight finish). It also stops if the model server fails in every rollout of several groups in a row.
+The runner stops early if it is cancelled (finished groups are kept) or if the environment fails to provide its next
+task (groups in flight finish). It also stops if the model server fails in every rollout of several groups in a row.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Runner:
     task id) are given. `on_group` gets every finished group. `concurrency` groups' worth of rollouts run at a time;
     with 1, groups run one after the other.
 
-    Groups that an earlier part of the run finished are passed on first and not run again; if groups are larger now,
-    they get the rollouts they lack. `gate` is called once before each task that is rolled out and may wait; if it
+    Groups that an earlier part of the run finished are passed on first and not run again; if the group size is larger
+    now, they get the missing rollouts. `gate` is called once before each task that is rolled out and may wait; if it
     returns False, the run ends.
     """
 
@@ -172,7 +172,7 @@ class Runner:
         self.run_context.events.announce(GroupFinished(group, kept))
 
     async def _take(self) -> Numbered | None:
-        """The next task to roll out, once the gate is open; tasks that an earlier part finished are skipped."""
+        """Return the next task to roll out, once the gate is open; tasks that an earlier part finished are skipped."""
         if self.gate is not None and not await self.gate():
             return None
         while (taken := await self._next()) is not None and self._is_finished(*taken):
@@ -187,12 +187,12 @@ class Runner:
             return None
 
     def _is_finished(self, number: int, task: Task) -> bool:
-        """Return whether an earlier part of the run finished the task. Raises `ConfigError` if another task had its
+        """Return whether an earlier part of the run finished the task. Raises `ConfigError` if a different task had its
         number."""
         was = self.run_context.earlier.tasks.get(number, task.id)
         if was != task.id:
             raise ConfigError(
-                f"{self.env.changed(number, was, task.id)}: restore the data and the code of the run, or "
+                f"{self.env.changed(number, was, task.id)}. Restore the data and the code of the run, or "
                 "start a new run"
             )
         group = self._finished_before.get(number)
@@ -202,14 +202,15 @@ class Runner:
         if not self._warned and not group.error and group.asked not in ("", prompt_checksum(task)):
             self._warned = True
             self.run_context.events.note(
-                f"The prompt of task {number} ({task.id}) changed since it was rolled out, and others may "
-                "have changed too. Finished groups are kept, so if the data set's order changed, items come "
-                "twice or not at all. Draw and shuffle with the run's seed (config.seed), and give items an id"
+                f"The prompt of task {number} ({task.id}) has changed since the task was rolled out, and other "
+                "prompts may have changed too. Finished groups are kept, so if the data set's order changed, some "
+                "items occur twice and others are missing. Draw and shuffle with the run's seed (config.seed), and "
+                "give each item an id"
             )
         return True
 
     def _is_whole(self, group: Group) -> bool:
-        """Return whether a finished group has enough rollouts, since groups may be larger now."""
+        """Return whether a finished group has enough rollouts, since the group size may be larger now."""
         enough = len(group.trajectories) >= self.run_context.settings.group_size
         return enough or bool(group.error) or self.env.collects_groups
 

@@ -1,4 +1,4 @@
-"""Decides how many rollouts run at a time, and the order in which tasks start: that of the data set, or slow tasks
+"""Decides how many rollouts run at a time, and the order in which tasks start: the data set's order, or slow tasks
 first if earlier timings are known.
 
 If the longest task starts last, the run waits for it while everything else is idle. A task keeps its number, and so its
@@ -25,19 +25,19 @@ WINDOW = 1024
 output of later tasks waits for that of earlier ones."""
 
 COUNT_S = 0.3
-"""How long a run may wait for the number of its tasks before it begins."""
+"""The maximum time that a run waits for the number of its tasks before it begins."""
 
 Numbered = tuple[int, Task]
 
 
 def groups_ahead(concurrency: int) -> int:
-    """Return the number of groups that are prepared before there is a place for their rollouts; 0 if groups run one by
+    """Return the number of groups that are prepared before there are places for their rollouts; 0 if groups run one by
     one."""
     return 0 if concurrency == 1 else -(-concurrency // 8)
 
 
 class Places:
-    """Limits the rollouts that run at a time to `limit`, and those of begun groups that have not ended to `ahead` more.
+    """Limits the rollouts that run at a time to `limit`, and the unfinished rollouts of begun groups to `ahead` more.
 
     Rollouts get places in the order in which they ask, so the oldest group gets all of its places first. Environments
     may therefore let the rollouts of a group wait for each other.
@@ -57,7 +57,7 @@ class Places:
         self._open += rollouts
 
     def free(self, rollouts: int) -> None:
-        """Let a further group begin in place of so many rollouts that have ended."""
+        """Let another group begin in place of this number of rollouts, which have ended."""
         self._open -= rollouts
         self._freed.set()
 
@@ -85,8 +85,8 @@ async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) ->
 async def counted(
     tasks: AsyncIterator[Numbered], found: Callable[[int], None], window: int = WINDOW, seconds: float = COUNT_S
 ) -> AsyncIterator[Numbered]:
-    """Yield the same tasks. Those that come within `seconds`, at most `window`, are read ahead. If these are all tasks,
-    `found` gets their number before the first is yielded. An error is raised at its place in the order."""
+    """Yield the same tasks. Tasks that arrive within `seconds`, at most `window`, are read ahead. If these are all the
+    tasks, `found` gets their number before the first is yielded. An error is raised at its place in the order."""
     ahead: list[Numbered] = []
     following = asyncio.ensure_future(anext(tasks))
     deadline = time.monotonic() + seconds
@@ -114,7 +114,7 @@ async def counted(
 async def slowest_first(
     tasks: AsyncIterator[Numbered], seconds: Mapping[str, float], window: int = WINDOW
 ) -> AsyncIterator[Numbered]:
-    """Yield the same tasks, ordered within each window by the `seconds` that their ids took, longest first.
+    """Yield the same tasks, ordered within each window by the `seconds` that they took, longest first.
 
     A task without a timing gets the median; ties keep their order. Without timings, no task is read ahead.
     """

@@ -74,11 +74,11 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """How the agent of a rollout is run. `max_tokens` is per reply; `tool_timeout_s` is a command's default limit.
+    """The agent's settings in a rollout. `max_tokens` is per reply; `tool_timeout_s` is a command's default time limit.
 
-    `memory` and `sessions` are folders for the tools `memory` and `session_search`. With None, these tools are refused.
-    With a folder, each rollout can read the notes of earlier ones, so rollouts cannot be compared. With `freeze`, slots
-    are frozen while the model thinks.
+    `memory` and `sessions` are folders for the tools `memory` and `session_search`. With None, calls of these tools are
+    refused. With a folder, each rollout can read the notes of earlier rollouts, so rollouts cannot be compared. With
+    `freeze`, slots are frozen while the model thinks.
     """
 
     max_turns: int = 30

@@ -2,8 +2,8 @@
 
 The first rollouts of a group, its roots, are rolled out as usual, and the state of their slot is kept after each turn.
 When all roots have ended, `choose` selects the turns from which the other rollouts, the branches, continue. A branch
-starts from a copy of the slot and from the recorded conversation up to there, through the same loop as any rollout: its
-tools answer from the record until the conversation is new.
+starts from a copy of the slot and from the recorded conversation up to that turn. It runs through the same loop as any
+rollout: its tools answer from the record until the conversation is new.
 
 Invariants: a turn that several rollouts share is sampled, executed, charged and trained only once, by the root. A
 branch is sealed and graded like any rollout, and its changes are those since the prepared workspace. A turn is not a
@@ -38,7 +38,7 @@ UNCERTAIN = "uncertain"
 
 
 class ForkPoints:
-    """The points of one rollout from which others can continue it, taken while it runs and dropped by `aclose`."""
+    """The points from which other rollouts can continue one rollout, taken while it runs and dropped by `aclose`."""
 
     def __init__(self, rollout: Rollout) -> None:
         self.turns: list[TurnTaken] = []
@@ -64,7 +64,7 @@ class ForkPoints:
             return
         ledger = rollout.server.ledger
         if ledger is not None and len(ledger.turns) != turn:
-            self._open = False  # calls of sub-agents or of the environment
+            self._open = False  # sub-agents or the environment made calls too
             return
         with uncharged(), rollout.stage("fork"):
             if not rollout.has_slot:
@@ -94,7 +94,7 @@ class ForkPoints:
 
 
 async def _is_all_files(slot: Slot) -> bool:
-    """Return whether a copy of the slot's files is all of its state."""
+    """Return whether a copy of the slot's files has all of the slot's state."""
     if await slot.freeze():  # the next call resumes the slot's processes
         return False
     try:
@@ -207,9 +207,9 @@ def credit(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[int, floa
     """Return the value of each turn of the scored rollouts that others continue: the mean reward of all rollouts that
     share the turn.
 
-    The result has, for each rollout index, pairs of a last turn and a value. The value is that of the turns up to the
-    last turn that no earlier pair covers. Rollouts without branches are left out, since their turns have their own
-    reward. (Credit from the leaves below a step, as in TreeRL, arXiv 2506.11902.)
+    For each rollout index, the result has pairs of a last turn and a value. The value holds for the turns up to this
+    last turn, except those that an earlier pair covers. Rollouts without branches are left out, since their turns have
+    their own reward. (Credit from the leaves below a step, as in TreeRL, arXiv 2506.11902.)
     """
     scored = {each.index: each for each in trajectories if each.scored}
     children: dict[int, list[tuple[int, int]]] = {}

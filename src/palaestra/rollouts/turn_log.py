@@ -38,7 +38,7 @@ class _Reply:
 
 
 class TurnLog:
-    """The turns of one attempt at a rollout. `recorded` answers while it has replies left."""
+    """The turns of one attempt at a rollout. `recorded` answers model calls while it has replies left."""
 
     def __init__(
         self, rollout_id: str, events: EventStream, prices: Prices | None, recorded: RecordedTurns | None
@@ -85,7 +85,7 @@ class TurnLog:
         """Return the turn that was just taken, and whether it is a recorded one. If `turn` is None, these are the
         opening messages.
 
-        Raises `CannotResume` if another turn is recorded in its place.
+        Raises `CannotResume` if a different turn is recorded in its place.
         """
         own, self._own = self._own, None
         taken = TakenTurn(turn or Turn(0, None, 0, 0, 0.0, 0.0), messages, self._sampled_in_turn())

@@ -37,7 +37,7 @@ no limit, because a queue may be long."""
 
 
 class Stages:
-    """The stages of one rollout, or of one group's preparation. `seconds` adds up by stage name; stages may nest."""
+    """The stages of one rollout, or of one group's preparation. `seconds` has each stage's total; stages may nest."""
 
     def __init__(self, name: str, emit: Callable[[Alive], None], limits: Mapping[str, float]) -> None:
         self.name = name

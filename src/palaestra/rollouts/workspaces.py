@@ -23,7 +23,7 @@ from palaestra.sandbox.slot import Slot, SlotSource, SlotSpec, Snapshot
 from palaestra.sandbox.snapshots.cache import Prepared
 
 UNTOUCHED = "-untouched"
-"""The ending of the name of a kept workspace that the agent never used."""
+"""The suffix of a kept workspace's name if the agent never used the workspace."""
 
 
 def _nothing() -> None:
@@ -31,10 +31,11 @@ def _nothing() -> None:
 
 
 class Workspaces:
-    """The workspaces of one run. `prepared` keeps workspaces for other runs; None keeps none. `aclose` drops the shared
+    """The workspaces of one run. `prepared`, if given, keeps workspaces for other runs. `aclose` drops the shared
     snapshots.
 
-    `kept` is a folder for the sealed work of every rollout, which can be graded again from there; None keeps none.
+    `kept` is the folder in which the sealed work of every rollout is kept, so that it can be graded again. If it is
+    None, no work is kept.
     """
 
     def __init__(self, pool: SlotSource, prepared: Prepared | None = None, kept: Path | None = None) -> None:
@@ -68,7 +69,7 @@ class Workspaces:
                     name, spec=spec, snapshot=snapshot, timeout_s=math.inf, admitted=admitted
                 )
             except ConfigError as error:
-                raise TaskError(f"no slot can be made for {name}: {error}") from error
+                raise TaskError(f"no slot can be created for {name}: {error}") from error
 
     async def keep(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
         """Copy a rollout's sealed work, or (not `sealed`) the workspace that it never touched, into `kept`. Returns the

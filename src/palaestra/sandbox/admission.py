@@ -14,7 +14,7 @@ from pathlib import Path
 DEFAULT_SLOTS = 512
 """The maximum number of slots of a pool that sets no limit."""
 SLOT_BYTES = 8 << 20
-"""The memory assumed per slot. Measured: 0.4 MiB for an idle one, 5.6 MiB while a small Python program runs."""
+"""The memory assumed per slot. Measured: 0.4 MiB for an idle slot, 5.6 MiB while a small Python program runs."""
 SLOT_FILES = 8
 """The descriptors assumed per slot. Measured per slot: 4 in the slot server (6 during a command), and 4 in this
 process."""
@@ -44,7 +44,7 @@ def unchecked_slots() -> int:
 
 
 def slot_limit(wanted: int | None, *, memory: int, files: int) -> SlotLimit:
-    """Return the limit for a pool that asks for `wanted` slots; None asks for as many as the machine can hold, up to
+    """Return the limit for a pool that requests `wanted` slots; None requests as many as the machine can hold, up to
     `DEFAULT_SLOTS`.
 
     `memory` is the available memory in bytes. It limits the pool only if `wanted` is None, because a caller that sets

@@ -1,8 +1,8 @@
-"""Reads, lists and archives files of a slot's workspace for outside callers; the results are the contract's bodies.
+"""Reads, lists and archives files of a slot's workspace for outside callers, in the contract's response formats.
 
 This module uses the slot's file calls, never its shell. Invariant: it reveals nothing outside the workspace, wherever
-links in the workspace lead. Failures raise builtin errors, and `status_of` returns the HTTP status of each. It imports
-only the standard library, because the slot server's network port (`remote/port_server.py`) uses it in places where
+links in the workspace lead. Failures raise builtin errors, and `status_of` returns the HTTP status of each. The module
+needs no installed packages, because the slot server's network port (`remote/port_server.py`) uses it in places where
 nothing is installed.
 """
 
@@ -72,11 +72,11 @@ async def archive(
     slot: Slot,
     path: str = ".",
     *,
-    format: str = "tar.gz",  # noqa: A002 - the contract's
+    format: str = "tar.gz",  # noqa: A002 - the contract's name
     max_bytes: int | None = None,
     max_entries: int | None = None,
 ) -> dict[str, JSON]:
-    """Return a file or directory as a tar file; names in it are relative to the directory. Links are kept as links.
+    """Return a file or directory as a tar file, in which names are relative to the directory. Links are kept as links.
 
     An archive of more than `max_bytes` or `max_entries` is refused.
     """

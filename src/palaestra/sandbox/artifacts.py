@@ -15,7 +15,7 @@ from palaestra.sandbox.slot import Slot
 
 
 class ArtifactReadRequestPayload(BaseModel):
-    """A file of a trajectory's workspace."""
+    """A request for a file of a trajectory's workspace."""
 
     trajectory_id: str = Field(min_length=1)
     path: str
@@ -40,7 +40,7 @@ class ArtifactReadResponsePayload(BaseModel):
 
 
 class ArtifactListRequestPayload(BaseModel):
-    """The entries of a directory of a trajectory's workspace."""
+    """A request for the entries of a directory of a trajectory's workspace."""
 
     trajectory_id: str = Field(min_length=1)
     path: str = "."
@@ -67,7 +67,7 @@ class ArtifactListResponsePayload(BaseModel):
 
 
 class ArtifactArchiveRequestPayload(BaseModel):
-    """A file or directory of a trajectory's workspace as a compressed tar file."""
+    """A request for a file or directory of a trajectory's workspace as a compressed tar file."""
 
     trajectory_id: str = Field(min_length=1)
     path: str = "."
@@ -106,7 +106,7 @@ async def entries(slot: Slot | None, request: ArtifactListRequestPayload) -> Art
 
 
 async def archive(slot: Slot | None, request: ArtifactArchiveRequestPayload) -> ArtifactArchiveResponsePayload:
-    """Return a file or directory as a tar file; names in it are relative to the directory. Links are kept as links.
+    """Return a file or directory as a tar file, in which names are relative to the directory. Links are kept as links.
 
     An archive of more than `max_bytes` or `max_entries` is refused.
     """
@@ -130,6 +130,6 @@ Request = ArtifactReadRequestPayload | ArtifactListRequestPayload | ArtifactArch
 
 def _slot(slot: Slot | None, request: Request) -> Slot:
     if slot is None:
-        nothing = f"trajectory {request.trajectory_id} has no workspace: nothing has run in it yet"
+        nothing = f"trajectory {request.trajectory_id} has no workspace, because no command has run yet"
         raise FileNotFoundError(errno.ENOENT, nothing, request.path)
     return slot

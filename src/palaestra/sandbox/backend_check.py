@@ -29,10 +29,10 @@ class BackendFindings:
     """The findings about one backend. A field is None if its value could not be determined.
 
     `problem` is empty if the backend works; otherwise it describes the failure and the fix. `reachable` is true if the
-    platform answers and accepts the credentials. `images` lists the kinds of images that the backend takes.
-    `checkpoints` is true if a running slot can be forked. `seconds` has `start`, and the medians of `round_trip` (a
-    request to the slot server), `create`, `exec` (`true`), `fork` (from a snapshot) and `reset` (end a slot and make a
-    new one).
+    platform answers and accepts the credentials. `images` lists the kinds of images that the backend supports.
+    `checkpoints` is true if a running slot can be forked. `seconds` has the time of `start`, and the median times of
+    `round_trip` (a request to the slot server), `create`, `exec` (the command `true`), `fork` (from a snapshot) and
+    `reset` (end a slot and make a new one).
     """
 
     name: str
@@ -59,7 +59,7 @@ async def check_backend(name: str, config: JSON) -> BackendFindings:
         finally:
             await backend.aclose()
     except TimeoutError:
-        found.problem = f"it did not start within {_START_S:g} s: look at the platform's own logs"
+        found.problem = f"it did not start within {_START_S:g} s; the platform's own logs may show why"
     except (PalaestraError, OSError) as error:
         found.problem = str(error)
     return found

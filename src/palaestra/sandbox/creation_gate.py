@@ -1,8 +1,8 @@
 """Limits the rate at which all processes of a user on this host together start containers and sandboxes.
 
-The state is in files of a shared folder. One file has the time at which the next start may begin. Each concurrent start
-holds one lock file; the kernel releases the lock when the holder dies. After a provider's "too many requests", all
-processes start more slowly until some starts have succeeded.
+The state is in files of a shared folder. One file holds the time at which the next start may begin. Each concurrent
+start holds one lock file; the kernel releases the lock when the holder dies. After a provider's "too many requests",
+all processes start containers more slowly until some starts have succeeded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _POLL_S = 0.02
 
 
 class CreationGate:
-    """The gate of one backend. It allows `per_s` starts a second and `most` at a time; None means no limit until the
-    provider sets one."""
+    """The gate of one backend. It allows `per_s` starts a second and `most` concurrent starts; None means no limit
+    until the provider sets one."""
 
     def __init__(
         self, name: str, *, per_s: float | None = None, most: int | None = None, folder: Path | None = None
@@ -37,7 +37,7 @@ class CreationGate:
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Wait for a turn; the block starts one place."""
+        """Wait until one place may start; the block then starts it."""
         async with contextlib.AsyncExitStack() as held:
             if self._most is not None:
                 await held.enter_async_context(self._place(self._most))
@@ -46,8 +46,8 @@ class CreationGate:
         await self._change(lambda gap_s: 0.0 if gap_s <= _FIRST_S else gap_s / 2)
 
     async def throttled(self, asked_s: float | None = None) -> float:
-        """Slow down, because the provider has requested fewer starts, and no start for `asked_s` seconds. Returns for
-        how many seconds all starts pause."""
+        """Slow all starts down, because the provider has requested fewer of them, and none for `asked_s` seconds.
+        Returns the number of seconds for which all starts pause."""
         found = 0.0
 
         def slower(gap_s: float) -> float:
@@ -64,7 +64,7 @@ class CreationGate:
             async with self._locked() as state:
                 now = time.monotonic()
                 wait_s = state["next"] - now
-                # A time further ahead than any gap was recorded before this host's last boot.
+                # A time that is further ahead than any gap can be was recorded before this host's last boot.
                 if wait_s <= 0 or wait_s > 2 * _SLOWEST_S:
                     own = 0.0 if self._per_s is None else 1 / self._per_s
                     state["next"] = now + max(own, state["gap"])
@@ -85,7 +85,7 @@ class CreationGate:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise ConfigError(f"{self._folder} is not a directory that only you can write: remove it, or set TMPDIR")
+            raise ConfigError(f"{self._folder} is not a directory that only you can write to: remove it, or set TMPDIR")
 
     @property
     def _file(self) -> Path:

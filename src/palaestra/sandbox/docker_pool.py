@@ -1,4 +1,4 @@
-"""The contract's pool of docker containers whose trajectories have images of their own."""
+"""`DockerDirectBackend`, the contract's class for a pool in which each trajectory can have its own docker image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
 
 class DockerDirectBackend(SlotPool):
     """A pool of slots in docker containers. A trajectory with a registered image gets a slot in a container of that
-    image; if the image is a path, it is the slot's root."""
+    image; an image given by path becomes the slot's root."""
 
     def __init__(self, backend: Backend | None = None, config: SlotPoolConfig | None = None) -> None:
         super().__init__(config, backend or DockerBackend())
@@ -22,7 +22,7 @@ class DockerDirectBackend(SlotPool):
         self._registered[trajectory_id] = image
 
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
-        """Return a slot with the trajectory's image, unless `spec` or `snapshot` has another."""
+        """Return a slot with the trajectory's image, unless `spec` names an image or `snapshot` is given."""
         if spec.image is None and snapshot is None:
             spec = replace(spec, image=self._registered.get(trajectory_id))
         return await super().make(spec, trajectory_id, snapshot)

@@ -1,7 +1,8 @@
-"""Parts of the slot server that the rest of the package uses on the host. Nothing outside `sandbox` imports `slotd`.
+"""Exports the parts of the slot server that the rest of the package uses on the host. Nothing outside `sandbox` imports
+`slotd`.
 
-Rules for hosts and addresses, the forwarding proxy, users for isolated programs, bounded capture of output, and the
-removal of control groups that killed servers have left.
+The exports are the rules for hosts and addresses, the forwarding proxy, users for isolated programs, bounded capture of
+output, and the removal of control groups that killed servers have left behind.
 """
 
 from palaestra.sandbox.slotd.exec.pipes import Capture

@@ -1,7 +1,8 @@
 """`ModalToolBackend`: the contract's pool of slots in Modal, with one profile of sandboxes or several.
 
-For `tool_pool_mode="modal"`, `create_tool_backend` makes a pool of one profile. With several profiles, each has its own
-sandboxes and limit. The default profile starts with the pool, every other profile with its first slot.
+For `tool_pool_mode="modal"`, `create_tool_backend` makes a pool with one profile. If there are several profiles, each
+has its own sandboxes and its own limit. The default profile starts with the pool, every other profile with its first
+slot.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
 
 
 class ModalToolBackend(SlotPool):
-    """Slots in sandboxes of `config`. Use it as a `SlotPool`, or as `backend` of a `ToolExecutor`."""
+    """A pool of slots in Modal sandboxes with the settings `config`. Use it as a `SlotPool`, or as the `backend` of a
+    `ToolExecutor`."""
 
     def __init__(self, config: ModalSandboxConfig | None = None) -> None:
         self.profile = config = config or ModalSandboxConfig()
         wait_s = config.acquire_timeout_s
         super().__init__(SlotPoolConfig(max_slots=None, acquire_timeout=wait_s), ModalBackend(config))
         self._others: dict[str, ModalToolBackend] = {}
-        self._pools: dict[int, SlotPool] = {}  # of slots of other profiles, by epoch
+        self._pools: dict[int, SlotPool] = {}  # the pool of each slot of another profile, by the slot's epoch
 
     @classmethod
     def with_profiles(cls, profiles: Mapping[str, ModalSandboxConfig] | None = None, default: str = "default") -> Self:
@@ -32,14 +34,14 @@ class ModalToolBackend(SlotPool):
         `ConfigError`."""
         found = ModalSandboxConfig.load_profiles() if profiles is None else dict(profiles)
         if default not in found:
-            raise ConfigError(f"there is no Modal profile {default!r}; known are {', '.join(found)}")
+            raise ConfigError(f"unknown Modal profile {default!r}; known are {', '.join(found)}")
         made = cls(found.pop(default))
         made._others = {name: ModalToolBackend(config) for name, config in found.items()}
         return made
 
     @property
     def default_timeout_s(self) -> float:
-        """The seconds that a call may take if it sets no timeout."""
+        """The time limit of a call that sets no timeout, in seconds."""
         return self.profile.execution_timeout_s
 
     async def acquire(
@@ -52,15 +54,15 @@ class ModalToolBackend(SlotPool):
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """Acquire a slot, as `SlotPool.acquire` does, in a sandbox of a profile. Raises `ConfigError` for an unknown
-        profile."""
+        """Acquire a slot, as `SlotPool.acquire` does, in a sandbox of that profile (default: the pool's own). Raises
+        `ConfigError` for an unknown profile."""
         if profile is None or profile == self.profile.name:
             return await super().acquire(
                 trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted
             )
         if profile not in self._others:
             known = ", ".join((self.profile.name, *self._others))
-            raise ConfigError(f"there is no Modal profile {profile!r}; known are {known}")
+            raise ConfigError(f"unknown Modal profile {profile!r}; known are {known}")
         pool = self._others[profile]
         await pool.start()
         slot = await pool.acquire(trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted)
@@ -85,7 +87,7 @@ class ModalToolBackend(SlotPool):
 
     def _refuse_other_profiles(self, slot: Slot) -> None:
         if slot.epoch in self._pools:
-            raise ConfigError(f"{slot.slot_id} has another profile than {self.profile.name}, and so cannot be kept")
+            raise ConfigError(f"{slot.slot_id} cannot be kept: its profile is not the pool's own, {self.profile.name}")
 
     async def aclose(self) -> None:
         for pool in self._others.values():

@@ -7,7 +7,7 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
 
 class NomadToolBackend(SlotPool):
-    """A pool with the slots of a Nomad job."""
+    """A pool whose slots run in a Nomad job."""
 
     def __init__(self, config: NomadBackendConfig | None = None) -> None:
         settings = config or NomadBackendConfig()

@@ -1,7 +1,7 @@
 """Leases the slots of one run in the order of requests, up to a limit.
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. The timeout covers waiting for
-a free place, not making the slot. While memory is short, a place is free only after another slot has ended
+a free place, not making the slot. While memory is short, a place becomes free only when another slot ends
 (`admission.py`). A slot that cannot be ended is quarantined: its place becomes free, and each later release tries again
 to end it.
 """
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 _REMEMBERED_WAITS = 1000
 USUAL_TIMEOUT_S = 60.0
-"""The seconds that a call of `execute` may take, unless it sets a timeout."""
+"""The time limit of a call of `execute` that sets no timeout, in seconds."""
 
 
 _LOOK_AGAIN_S = 0.5
@@ -50,8 +50,8 @@ _LOOK_AGAIN_S = 0.5
 
 
 class SlotPoolConfig(BaseModel):
-    """The maximum number of slots of a pool, and how long to wait for one. The contract's fields keep their names and
-    defaults."""
+    """The maximum number of slots of a pool, and the time to wait for a slot. Fields that come from the contract have
+    its names and defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -91,7 +91,7 @@ class SlotPoolConfig(BaseModel):
         return {**given, "max_slots": slots * containers}
 
     def backend(self) -> Backend:
-        """Return the backend that these settings are for: nomad if one of its fields is set, otherwise this machine."""
+        """Return the Nomad backend if one of its fields is set, otherwise the backend for this machine."""
         if not self._of_nomad():
             return LocalBackend()
         from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig  # few pools need this
@@ -121,8 +121,8 @@ class SlotPoolConfig(BaseModel):
         names = self._of_nomad()
         if names and backend.name != "nomad":
             raise ConfigError(
-                f"SlotPoolConfig sets {', '.join(names)} of the backend nomad, and the pool has the backend "
-                f"{backend.name}: leave them out, or give the pool no backend"
+                f"SlotPoolConfig sets {', '.join(names)}, which only the nomad backend reads, but the pool's backend "
+                f"is {backend.name}: leave them out, or give the pool no backend"
             )
 
     def _of_nomad(self) -> list[str]:
@@ -142,10 +142,11 @@ class _Holding:
 
 
 class SlotPool:
-    """Implements `SlotSource`. `async with` starts the backend and ends it with every slot.
+    """Implements `SlotSource`. `async with` starts the backend, and ends it with every slot when the block ends.
 
-    `backend` defaults to Nomad if `config` has a field of Nomad, else to this machine at the best isolation level.
-    `memory` gives the bytes that are available on this machine. Raises `ConfigError` for settings of another backend.
+    `backend` defaults to Nomad if `config` sets a field for Nomad, and otherwise to this machine at the best isolation
+    level. `memory` returns the bytes of memory that are available on this machine. Raises `ConfigError` if `config`
+    sets fields that `backend` does not read.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class SlotPool:
         self.backend = backend or config.backend()
         config.check(self.backend)
         self.limit = admission.SlotLimit(config.max_slots or admission.DEFAULT_SLOTS, "the pool has not started")
-        """The limit of slots and the reason for it, once the pool has started."""
+        """The maximum number of slots and the reason for it; known once the pool has started."""
         self._memory = memory
         self._unchecked = admission.unchecked_slots()
         self._shells: dict[int, Shell] = {}
@@ -188,7 +189,7 @@ class SlotPool:
             self.limit = admission.slot_limit(self.config.max_slots, memory=self._memory(), files=files)
             if (capacity := self.backend.capacity) is not None and capacity < self.limit.slots:
                 self.limit = admission.SlotLimit(
-                    capacity, f"the {self.backend.name} backend has no more at {self.rung.label}"
+                    capacity, f"the {self.backend.name} backend offers no more slots at {self.rung.label}"
                 )
             self._free = self._places = self.limit.slots
         self._started = True
@@ -209,8 +210,8 @@ class SlotPool:
         self._free = self._places
 
     async def stop(self, purge_job: bool = False, *, purge: bool = False) -> None:
-        """Do the same as `aclose`. `purge_job`, or `purge`, also removes a job from Nomad's list; every slot ends in
-        any case."""
+        """End every slot and the backend, as `aclose` does. `purge_job` (or `purge`) also removes the pool's job from
+        Nomad's list."""
         if (purge_job or purge) and hasattr(self.backend, "purge"):
             self.backend.purge = True
         await self.aclose()
@@ -231,14 +232,15 @@ class SlotPool:
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """Return a fresh slot, from a snapshot if one is given; `spec` defaults to the snapshot's.
+        """Return a new slot, from a snapshot if one is given; `spec` defaults to the snapshot's.
 
-        Waits `timeout_s` for a free place (default: `acquire_timeout`), then calls `admitted` and makes the slot. An
-        exception of `admitted` gives the place back. Raises `AcquireTimeout` if no place becomes free.
+        Waits up to `timeout_s` seconds for a free place (default: `acquire_timeout`), then calls `admitted` and makes
+        the slot. If `admitted` raises an exception, the place becomes free again. Raises `AcquireTimeout` if no place
+        becomes free.
         """
         timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
         if not timeout_s >= 0:  # also true for NaN
-            raise ValueError(f"timeout_s must be a number and not negative, not {timeout_s}")
+            raise ValueError(f"timeout_s must be a non-negative number, but is {timeout_s}")
         if not self._started:
             raise SandboxError("the slot pool is not running; call start() first")
         await self._take_place(trajectory_id, timeout_s)
@@ -312,8 +314,9 @@ class SlotPool:
         *,
         timeout_s: float | None = None,
     ) -> list[ExecutionResult]:
-        """Run several calls concurrently; the results are in order. A call that failed with an `InfraError` gives a
-        result with that error, so that the others are not lost. `timeout_s` is another name for `timeout`."""
+        """Run several calls concurrently and return their results in the order of `requests`. A call that fails with an
+        `InfraError` gives a result with that error, so that the other results are not lost. `timeout_s` is another name
+        for `timeout`."""
         timeout = timeout_s if timeout is None else timeout
 
         async def one(slot: Slot, tool: str, args: Mapping[str, JSON]) -> ExecutionResult:
@@ -333,8 +336,8 @@ class SlotPool:
         max_bytes: int | None = None,
         include_sha256: bool = False,
     ) -> dict[str, JSON]:
-        """Return a file of the workspace, as the contract's response; if it cannot be read, the response has an
-        `error`."""
+        """Return a file of the workspace in the contract's response format; if the file cannot be read, the response
+        has an `error`."""
         from palaestra.sandbox import artifacts  # few runs need it
 
         request = artifacts.ArtifactReadRequestPayload(
@@ -376,7 +379,7 @@ class SlotPool:
         return (await artifacts.or_error(work, artifacts.ArtifactArchiveResponsePayload)).model_dump()
 
     async def _shell(self, slot: Slot) -> Shell:
-        """Return the stateful shell of a slot, opened once."""
+        """Return the slot's stateful shell, and open it on first use."""
         shell = self._shells.get(slot.epoch)
         if shell is None:
             opened = await slot.shell()
@@ -386,7 +389,7 @@ class SlotPool:
         return shell
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End a lease and keep its slot's changes as a snapshot, limited to `view` if given."""
+        """End a lease and return its slot's changes, limited to `view` if given, as a snapshot."""
         held = self._held.pop(slot.epoch, None) is not None
         self._shells.pop(slot.epoch, None)
         try:
@@ -404,20 +407,22 @@ class SlotPool:
         if not continued:
             return await self.backend.checkpoint(slot)
         if not isinstance(self.backend, LocalBackend):
-            raise ConfigError(f"the {self.backend.name} backend cannot continue a slot's change in another slot")
+            raise ConfigError(f"the {self.backend.name} backend cannot continue a slot's changes in another slot")
         return replace(await self.backend.checkpoint(slot), continued=True)
 
     async def save(self, snapshot: Snapshot, folder: Path) -> int:
-        """Copy a snapshot with its layers to an empty folder of this machine; returns the bytes of its files."""
+        """Copy a snapshot with its layers to an empty folder on this machine; returns the total size of its files in
+        bytes."""
         return await self._local().save(snapshot, str(folder))
 
     async def load(self, folder: Path, spec: SlotSpec) -> Snapshot:
-        """Return a saved snapshot, used in place. Raises FileNotFoundError if it is gone."""
+        """Return the snapshot that was saved in a folder. The folder is used in place. Raises FileNotFoundError if the
+        folder is gone."""
         return await self._local().load(str(folder), spec)
 
     def _local(self) -> LocalBackend:
         if not isinstance(self.backend, LocalBackend):
-            raise ConfigError(f"workspaces cannot be kept with the {self.backend.name} backend, only with local slots")
+            raise ConfigError(f"the {self.backend.name} backend cannot keep workspaces; only the local backend can")
         return self.backend
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
@@ -429,7 +434,7 @@ class SlotPool:
         return await self.backend.changes(snapshot)
 
     async def holds(self, snapshot: Snapshot) -> bool:
-        """Return whether the snapshot still exists. It is lost if its backend has died."""
+        """Return whether the snapshot still exists. A snapshot is lost if its backend has died."""
         try:
             await self.backend.changes(snapshot)
         except SandboxError:
@@ -437,7 +442,8 @@ class SlotPool:
         return True
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer. A backend that died has dropped it already."""
+        """Drop the snapshot's topmost layer. If the backend has died, the layer is already gone, and a warning is
+        logged."""
         try:
             await self.backend.forget(snapshot)
         except SandboxError as error:
@@ -445,7 +451,7 @@ class SlotPool:
 
     @property
     def default_timeout_s(self) -> float:
-        """The seconds that a call may take if it sets no timeout."""
+        """The time limit of a call that sets no timeout, in seconds."""
         return USUAL_TIMEOUT_S
 
     @property
@@ -491,7 +497,7 @@ class SlotPool:
         }
 
     def get_status(self) -> Mapping[str, JSON]:
-        """Return the statistics, and the holder of each slot with its time."""
+        """Return the statistics, and for each leased slot its holder and the time for which it has been held."""
         now = self._clock.monotonic()
         holders = [
             {
@@ -512,7 +518,7 @@ class SlotPool:
         self._waits.append(self._clock.monotonic() - asked)
 
     async def _wait(self, trajectory_id: str, timeout_s: float) -> None:
-        """Queue for a place; `_give_place` passes free ones to the first in the queue."""
+        """Queue for a place; `_give_place` passes each free place to the first waiter in the queue."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         self._give_out()
@@ -531,9 +537,9 @@ class SlotPool:
                 self._waiting.remove(waiter)
 
     def _has_place(self) -> bool:
-        """Return whether a slot may be leased now: below the limit, and memory is not short unless few slots are in
-        use."""
-        if self._free <= 0:  # below zero after `take_up`
+        """Return whether a slot may be leased now: a place is free, and either few slots are in use or memory is not
+        short."""
+        if self._free <= 0:  # `take_up` can make it negative
             return False
         return self._places - self._free < self._unchecked or self._memory() >= admission.RESERVE_BYTES
 
@@ -542,7 +548,7 @@ class SlotPool:
         self._give_out()
 
     def _give_out(self) -> None:
-        """Pass free places to the first in the queue; while memory keeps some back, look again later."""
+        """Pass free places to the first waiters in the queue; if memory is too short for that, check again later."""
         while self._waiting and self._has_place():
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -560,7 +566,7 @@ class SlotPool:
         oldest = sorted(self._held.values(), key=lambda held: held.since)[:3]
         holders = ", ".join(f"{held.slot.trajectory_id} for {now - held.since:.0f}s" for held in oldest)
         used = self._places - self._free
-        short = f"memory is short and {used} of {self.total_slots} are in use"
+        short = f"memory is short and {used} of {self.total_slots} slots are in use"
         why = short if self._free > 0 else f"all {self.total_slots} are in use"
         return (
             f"no slot became free for {trajectory_id} in {timeout_s:g}s: {why}"

@@ -1,7 +1,7 @@
 """Forwards a port of a slot's loopback to one address of the host, for slots that have no network.
 
-A relay in the slot (`port_relay.py`) listens and sends incoming data over its pipes, so it works with every backend,
-and the slot reaches this one address and nothing else.
+A relay in the slot (`port_relay.py`) listens and sends incoming data over its pipes, so forwarding works with every
+backend, and the slot reaches this one address and nothing else.
 
 Invariant: everything that comes from the slot is bounded and checked, because the agent can write to the relay's pipes.
 At worst the agent ends the forwarding, or opens `most` connections to the address that it may reach anyway.
@@ -53,7 +53,7 @@ async def forwarded_port(slot: Slot, host: str, port: int, *, most: int = MOST_C
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         with contextlib.suppress(ProcessLookupError, SandboxError):
-            await process.forget()  # first, because a write to a relay that does not read ends with the relay
+            await process.forget()  # first, because a write to a relay that does not read ends only with the relay
         await forward.aclose()
 
 
@@ -68,7 +68,7 @@ class _Forward:
         self._sending = asyncio.Lock()
 
     async def serve(self) -> None:
-        """Serve until the relay has ended or sends something that is not a frame. Raises what the slot raises."""
+        """Serve until the relay has ended or sends something that is not a frame. Raises the slot's errors."""
         buffer, cursor = bytearray(), 0
         async for piece in self._process.output():
             if piece.lost or piece.start != cursor:
@@ -78,7 +78,7 @@ class _Forward:
             while len(buffer) >= _HEAD.size:
                 kind, number, length = _HEAD.unpack_from(buffer)
                 if kind not in b"pocd" or length > _WINDOW_BYTES:
-                    logger.warning("the relay of a slot's port sent data that is not a frame, and was closed")
+                    logger.warning("the relay in a slot sent data that is not a frame; its port is no longer forwarded")
                     return
                 if len(buffer) < _HEAD.size + length:
                     break
@@ -127,7 +127,7 @@ class _Forward:
             async with asyncio.timeout(_WRITE_S):
                 await writer.drain()
         except (OSError, TimeoutError):
-            if (task := self._tasks.get(number)) is not None:  # it ends by itself when the host closes
+            if (task := self._tasks.get(number)) is not None:  # the task ends by itself if the host closes
                 task.cancel()
 
     async def _copy(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

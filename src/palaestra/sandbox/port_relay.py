@@ -2,12 +2,12 @@
 
     python3 -I -S -c TEXT
 
-This file is not imported: its text runs on the slot's own Python, 3.7 or newer. It reaches the host by its standard
-input and output, so a slot without a network can use it. `port_forward.py` is the host's end.
+This file is not imported: its text runs on the slot's own Python, 3.7 or newer. The relay reaches the host through its
+standard input and output, so a slot without a network can use it. `port_forward.py` is the host's end.
 
-Frames in both directions: kind, connection, length (`!cII`), then the payload. The kinds: `p` is the port, sent once;
-`o`, a connection was accepted; `d`, data; `c`, one side is closed; `a`, the host has taken `length` bytes (no payload).
-At most WINDOW bytes are sent before the host has taken them, since it keeps only the end of a process's output.
+A frame, in either direction, is kind, connection and length (`!cII`), then the payload. The kinds are: `p`, the port,
+sent once; `o`, a connection was accepted; `d`, data; `c`, one side is closed; `a`, the host has read `length` bytes (no
+payload). At most WINDOW bytes are on their way to the host, since the slot keeps only the end of a process's output.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
         async with box.fork() as other:
             ...
 
-A sandbox starts a slot server of its own, unless it is given a pool or a snapshot of another sandbox.
+A sandbox starts its own slot server, unless it is given a pool or another sandbox's snapshot.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class SandboxSnapshot:
     def check_open(self) -> None:
         """Raise `SandboxError` if the snapshot's sandbox has ended."""
         if self.loop.is_closed() or not self.pool.get_stats()["started"]:
-            raise SandboxError("the snapshot ended with the sandbox that made it: open others inside its block")
+            raise SandboxError(
+                "the snapshot ended with the sandbox that made it: open sandboxes from it inside that sandbox's block"
+            )
 
     def check_loop(self) -> None:
         """Raise `SandboxError` if the running event loop is not the loop of the snapshot's sandbox."""
@@ -71,9 +73,9 @@ class Sandbox:
 
     `image` is a root file system (a directory, a tar file, an OCI layout); None shows the host's system directories.
     `network` is "off", "on", or a list of hosts. `memory` and `disk` are bytes or text such as "512MB" (K, M and G are
-    powers of 1024); `cpus` is in cores; `limits` replaces the three. `env` is the environment of commands. `isolation`
-    is "best" or the lowest level to accept: "full", "userns", "confined", "none". `pool` or `snapshot` places the
-    sandbox in a pool that is already running.
+    powers of 1024); `cpus` is in cores; `limits` replaces these three arguments. `env` holds environment variables for
+    commands. `isolation` is "best" or the lowest level to accept: "full", "userns", "confined", "none". With `pool` or
+    `snapshot`, the sandbox starts in a pool that is already running.
 
     Raises `ConfigError` for an unusable argument. Entering the block raises `IsolationUnavailable` if this machine
     cannot provide the isolation level.
@@ -101,7 +103,8 @@ class Sandbox:
         )
         if memory is not None and limits.memory_bytes is not None and limits.memory_bytes < _LEAST_MEMORY:
             raise ConfigError(
-                f"memory={memory!r} is {limits.memory_bytes} bytes, too few to start: use for example '512MB'"
+                f"memory={memory!r} is {limits.memory_bytes} bytes, too little to start a sandbox: use '512MB', for "
+                "example"
             )
         if not isinstance(network, str | AllowList):
             network = AllowList(tuple(network))
@@ -111,7 +114,7 @@ class Sandbox:
         try:
             allowed = network if isinstance(network, AllowList) else Network(network)
         except ValueError:
-            raise ConfigError(f'network is "off", "on" or a list of hosts, not {network!r:.100}') from None
+            raise ConfigError(f'network must be "off", "on" or a list of hosts, not {network!r:.100}') from None
         self._spec = SlotSpec(image, allowed, limits, env=_pairs(env))
         self._isolation = isolation
         self._pool = pool
@@ -123,7 +126,7 @@ class Sandbox:
 
     @property
     def slot(self) -> Slot:
-        """The slot. Raises `SandboxError` outside of the block."""
+        """The sandbox's slot. Raises `SandboxError` outside of the `async with` block."""
         if self._slot is None:
             raise SandboxError("the sandbox is not open: use it in `async with Sandbox(…) as box:`")
         return self._slot
@@ -143,7 +146,7 @@ class Sandbox:
                 backend = LocalBackend.from_isolation(self._isolation)
                 pool = await stack.enter_async_context(SlotPool(backend=backend))
             elif self._isolation != "best" and pool.rung < Rung[self._isolation.upper()]:
-                raise ConfigError(f"the pool's isolation is {pool.rung.label}, not {self._isolation}")
+                raise ConfigError(f"the pool's isolation is {pool.rung.label}, which is below {self._isolation}")
             layers = None if snapshot is None else snapshot.snapshot
             slot = await pool.acquire("sandbox", spec=self._spec, snapshot=layers)
             stack.push_async_callback(pool.release, slot)
@@ -181,15 +184,15 @@ class Sandbox:
     changes = _of_slot(Slot.changes)
 
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """Return the file's text, decoded as UTF-8 with undecodable bytes replaced. If the file cannot be read and
-        `missing` is given, `missing` is returned."""
+        """Return the file's text, decoded as UTF-8 with undecodable bytes replaced. Return `missing`, if given, for a
+        file that cannot be read."""
         return await (self.slot.read_text(path) if missing is None else self.slot.read_text(path, missing=missing))
 
     @asynccontextmanager
     async def fork(self) -> AsyncIterator[Sandbox]:
-        """Yield another sandbox with this one's current files until the end of the block; this one continues. Processes
-        and the contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` on isolation levels without
-        layers."""
+        """Yield a second sandbox that starts with this sandbox's current files and ends with the block; this sandbox
+        continues. Processes and the contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` at
+        isolation levels without layers."""
         async with self.slot.fork() as slot:
             other = Sandbox(limits=self._spec.limits, pool=self._running)
             other._slot, other._running, other._spec = slot, self._running, self._spec
@@ -255,12 +258,12 @@ class SyncSandbox:
     changes = _blocking(Sandbox.changes)
 
     def snapshot(self) -> SandboxSnapshot:
-        """Call `Sandbox.snapshot`; the result is for other blocking sandboxes."""
+        """Return a snapshot of the current files, from which other blocking sandboxes can start."""
         return replace(self._loop.wait(self._box.snapshot()), thread=self._loop)
 
     @contextmanager
     def fork(self) -> Iterator[SyncSandbox]:
-        """Call `Sandbox.fork`."""
+        """Yield a second blocking sandbox with this sandbox's current files, like `Sandbox.fork`."""
         forked, loop = self._box.fork(), self._loop
         box = loop.wait(forked.__aenter__())
         try:
@@ -270,7 +273,8 @@ class SyncSandbox:
 
 
 def size_in_bytes(size: str | int) -> int:
-    """Return a size such as 512, "512MB" or "1.5 GiB" in bytes; units are powers of 1024. Raises `ConfigError`."""
+    """Return a size such as 512, "512MB" or "1.5 GiB" in bytes; units are powers of 1024. Raises `ConfigError` for text
+    that is not a size."""
     if isinstance(size, int):
         return size
     found = _SIZE.fullmatch(size)
@@ -281,5 +285,5 @@ def size_in_bytes(size: str | int) -> int:
 
 def _pairs(env: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
     if env is not None and not isinstance(env, Mapping):
-        raise ConfigError(f"env is a mapping of names to texts, not {env!r:.100}")
+        raise ConfigError(f"env must be a mapping of names to strings, not {env!r:.100}")
     return tuple((env or {}).items())

@@ -3,7 +3,7 @@
 A *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number of slots start. `pool.py`
 leases slots; code above this layer uses only `Slot`, `Snapshot` and the pool.
 
-Paths are paths inside the slot. Relative ones start at `WORKSPACE`, which is also the directory where commands start.
+All paths are paths inside the slot. Relative paths start at `WORKSPACE`, the directory where commands start.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON, AllowList, Limits, Network, network
 
 WORKSPACE = "/workspace"  # where commands start, in every backend
-DEFAULT_OUTPUT_BYTES = 50_000  # how many bytes of a command's output are kept by default, head and tail together
-MAX_FILE_BYTES = 64 << 20  # how many bytes one file call reads by default; larger files are refused
-DEFAULT_STORE_BYTES = 20 << 30  # how many bytes of disk prepared workspaces take by default
+DEFAULT_OUTPUT_BYTES = 50_000  # the most bytes of a command's output that are kept by default, head and tail together
+MAX_FILE_BYTES = 64 << 20  # the most bytes that one file call reads by default; larger files are refused
+DEFAULT_STORE_BYTES = 20 << 30  # the most disk space that prepared workspaces take by default
 
 
 class Rung(IntEnum):
@@ -34,7 +34,7 @@ class Rung(IntEnum):
 
     @property
     def label(self) -> str:
-        """The name in flags, metadata and messages."""
+        """The level's name in flags, metadata and messages."""
         return self.name.lower()
 
 
@@ -42,28 +42,29 @@ class SlotState(StrEnum):
     """The state of a slot."""
 
     AVAILABLE = "available"
-    """Its lease has ended."""
+    """The slot's lease has ended."""
     ACQUIRED = "acquired"
     EXECUTING = "executing"
-    """At least one call of `execute` runs."""
+    """At least one call of `execute` is running."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionResult:
     """The result of one command.
 
-    `output` is the interleaved stdout and stderr, decoded as UTF-8 with replacement. If it exceeds the bound, it is
-    head and tail with a line between them that counts the missing bytes. If the call kept the two streams apart, it is
-    stdout, a line `[stderr]` and stderr, and `metadata` holds each as `stdout` and `stderr`.
+    `output` is the interleaved stdout and stderr, decoded as UTF-8 with replacement. Output that exceeds the limit is
+    cut to its head and tail, with a line between them that counts the missing bytes. If the call kept the two streams
+    apart, `output` is stdout, a line `[stderr]` and stderr, and `metadata` also holds them as `stdout` and `stderr`.
 
     `metadata` also holds `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout`,
     `rung`, `sandboxed` (the isolation level is not none), `network_isolated` (the slot has no network), `stateful`,
-    `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes`, `oom`. `full_output_path` is the slot's
-    file with the first 4 MiB of truncated output, `full_output_bytes` its size. Commands of a stateful shell have
-    `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call requested that channel.
+    `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes`, `oom`. If output was truncated,
+    `full_output_path` is a file in the slot with its first 4 MiB, and `full_output_bytes` is that file's size. Results
+    of a stateful shell also have `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call
+    requested that channel.
 
-    `oom` is set if the shell itself was killed for memory (exit code 137). If only one of its children was killed, the
-    exit code is the shell's, and `oom` is not set.
+    `oom` is set if the shell itself was killed because memory ran out (exit code 137). If only a child of the shell was
+    killed, the exit code is the shell's, and `oom` is not set.
 
     `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out after 5s"). A slot that dies
     raises `SlotLost` and never looks like a failed command.
@@ -85,9 +86,9 @@ class ExecutionResult:
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One directory entry. `kind` is file, dir, symlink or other; `size` in bytes; `mode` the permission bits.
+    """One directory entry. `kind` is file, dir, symlink or other; `size` is in bytes; `mode` holds the permission bits.
 
-    `target` is the text of a symlink.
+    `target` is the path that a symlink contains.
     """
 
     path: str
@@ -100,9 +101,10 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path that differs from the snapshot a workspace started from. `kind`: file, dir, symlink, other, deleted.
+    """One path that differs from the snapshot a workspace started from.
 
-    `opaque` marks a directory that replaced the former entry; its own entries are Changes too.
+    `kind` is file, dir, symlink, other or deleted. `opaque` marks a directory that replaced the entry of that name in
+    the snapshot; each entry of the new directory is a Change too.
     """
 
     path: str
@@ -112,7 +114,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A sealed workspace. `layers` name its immutable layers, topmost first, in the backend that made them.
+    """A sealed workspace. `layers` are the names of its immutable layers in the backend that made them, topmost first.
 
     A slot that starts from a `continued` snapshot treats the topmost layer as its own changes: its seal and its list of
     changes include the whole layer.
@@ -126,7 +128,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host directory that a slot can read, but not write, at `target`: interpreters, wheels, test tools."""
+    """A host directory that a slot can read, but not write, at `target`, for example with interpreters or wheels."""
 
     source: str
     target: str
@@ -134,11 +136,12 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class SlotSpec:
-    """The settings of a slot. Slots of equal specs are interchangeable.
+    """The settings of a slot. Slots with equal specs are interchangeable.
 
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
-    layout; None selects the host's system directories. `env` is the environment of commands in addition to PATH, HOME,
-    LANG, TERM, which the backend sets. Raises ValueError if `network` is not a Network or AllowList.
+    layout; None selects the host's system directories. `env` holds variables for commands; they are added to PATH,
+    HOME, LANG and TERM, which the backend sets, or override them. Raises ValueError if `network` is not a Network or
+    AllowList.
     """
 
     image: str | None = None
@@ -161,7 +164,8 @@ class TerminalSize:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """A piece of a process's output from the cursor `start`. `lost` counts bytes before it that are no longer kept."""
+    """A piece of a process's output from the cursor `start`. `lost` counts the bytes just before the piece that are no
+    longer kept."""
 
     data: bytes
     start: int
@@ -169,17 +173,17 @@ class OutputPiece:
 
     @property
     def end(self) -> int:
-        """The cursor after the piece."""
+        """The cursor at the end of the piece."""
         return self.start + len(self.data)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """The status of a background process. `exit_code` is None while it runs, 128+n after signal n.
+    """The status of a background process. `exit_code` is None while the process runs, and 128+n after signal n.
 
-    `pid` is its number in the slot, `started_s` its start in seconds since the host's boot: with `process_id` they
-    identify it, even after a restart of the server. `full_output_path` is a file in the slot with the output from the
-    start, once readers no longer get all of it.
+    `pid` is the process's number in the slot, and `started_s` is its start time in seconds since the host booted.
+    Together with `process_id`, they identify the process even after a restart of the server. `full_output_path` is a
+    file in the slot with the output from the start; it exists once `read` no longer returns the whole output.
     """
 
     process_id: int
@@ -199,7 +203,7 @@ class ProcessStatus:
 class Process(Protocol):
     """A process of a slot that outlives the call that started it; it ends with the slot at the latest.
 
-    Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError if the process was forgotten.
+    Methods raise `StaleLease` and `SlotLost` as the slot's methods do, and ProcessLookupError after `forget`.
     """
 
     @property
@@ -212,9 +216,9 @@ class Process(Protocol):
     async def status(self) -> ProcessStatus: ...
 
     async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
-        """Return output from `cursor` (negative: bytes before the end). At least the last 256 KiB are kept.
+        """Return output from `cursor`; a negative cursor counts back from the end. At least the last 256 KiB are kept.
 
-        Without new output, wait up to `wait_s` for some or for the end.
+        If there is no new output, wait up to `wait_s` seconds for output or for the end of the process.
         """
 
     def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
@@ -231,18 +235,18 @@ class Process(Protocol):
         """Send a signal to the process group."""
 
     async def resize(self, size: TerminalSize) -> None:
-        """Resize the process's terminal; the foreground processes get SIGWINCH. Raises OSError (ENOTTY) without a
-        terminal."""
+        """Resize the process's terminal; the foreground processes get SIGWINCH. Raises OSError (ENOTTY) if the process
+        has no terminal."""
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Wait until the process has ended, at most `timeout_s`, and return its status; `running` shows whether it has
-        ended."""
+        """Wait until the process has ended, at most `timeout_s` seconds, and return its status, in which `running`
+        shows whether it still runs."""
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill the whole process tree: SIGTERM, and after `grace_s` SIGKILL."""
+        """Kill the whole process tree: send SIGTERM, and after `grace_s` seconds SIGKILL."""
 
     async def forget(self) -> None:
-        """Kill the process, if it runs, and drop its output."""
+        """Kill the process if it still runs, and drop its output."""
 
 
 class Shell(Protocol):
@@ -265,10 +269,11 @@ class Shell(Protocol):
         """
 
     async def state(self) -> bytes:
-        """Return directory, variables, functions, aliases and options, for the `state` of another shell. Bash only."""
+        """Return the shell's directory, variables, functions, aliases and options, for the `state` argument of
+        `Slot.shell`. Bash only."""
 
     async def aclose(self) -> None:
-        """End the shell; its background jobs stay. Idempotent."""
+        """End the shell; its background jobs keep running. Idempotent."""
 
 
 class Slot(Protocol):
@@ -285,7 +290,7 @@ class Slot(Protocol):
 
     @property
     def workspace_dir(self) -> str:
-        """The directory where commands start, as they see it."""
+        """The path inside the slot of the directory where commands start."""
         return WORKSPACE
 
     @property
@@ -314,7 +319,7 @@ class Slot(Protocol):
         """
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
-        """Return a stateful shell; `state` comes from `Shell.state` of another one."""
+        """Return a stateful shell; `state` is the result of another shell's `Shell.state`."""
 
     async def spawn(
         self,
@@ -371,13 +376,14 @@ class Slot(Protocol):
         """Make a directory with its parents, if it does not exist."""
 
     async def make_link(self, path: str, target: str) -> None:
-        """Make a symlink, replacing a file or symlink. Its target need not exist."""
+        """Make a symlink, replacing a file or symlink at `path`. `target` need not exist."""
 
     async def upload(self, local: Path, path: str) -> int:
-        """Copy a file of this machine, of any size, with its permission bits, atomically; returns its size."""
+        """Copy a file of any size from this machine to the slot, atomically and with its permission bits; returns its
+        size."""
 
     async def download(self, path: str, local: Path) -> int:
-        """Copy a file of the slot, of any size, to this machine, atomically; returns its size."""
+        """Copy a file of any size from the slot to this machine, atomically; returns its size."""
 
     async def remove(self, path: str) -> None:
         """Remove a file or a whole directory, if it exists."""
@@ -386,27 +392,29 @@ class Slot(Protocol):
         """Return the arguments of the live process with this number in the slot, read from the kernel; None if there is
         no such process.
 
-        A process that is just being started has no arguments yet. `arguments` and `ask` use no program or file of the
-        slot.
+        A process that is just being started has no arguments yet. `arguments` and `ask` do not use any program or file
+        in the slot.
         """
 
     async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
-        """Send bytes to 127.0.0.1 in the slot and return the answer, up to the end of the connection or to `max_bytes`.
+        """Send bytes to a port of 127.0.0.1 in the slot and return the answer, up to the end of the connection or
+        `max_bytes`.
 
-        Raises OSError if nothing listens, or the answer does not end in time.
+        Raises OSError if nothing listens on the port, or if the answer does not end in time.
         """
 
     async def changes(self) -> list[Change]:
-        """Return the changes since this slot's snapshot or image. The cost depends only on the amount of change."""
+        """Return the changes since this slot's snapshot or image. The cost grows only with the number of changes."""
 
     async def freeze(self) -> int:
-        """Stop every process of the slot until the next call to it; returns how many."""
+        """Suspend every process of the slot until the slot's next call; returns the number of processes."""
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
-        """Yield another slot with this one's current files until the end of the block; this one continues.
+        """Yield a second slot that starts with this slot's current files and ends with the block; this slot continues.
 
-        The pool does not count the fork, because a holder of a slot must not wait for another slot. Processes and the
-        contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` on isolation levels without layers.
+        The pool does not count the fork, because a caller that holds a slot must not wait for another slot. Processes
+        and the contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` at isolation levels without
+        layers.
         """
 
 
@@ -414,7 +422,7 @@ class Slot(Protocol):
 class View:
     """A part of a sealed workspace's changes: everything under `only` except `without`.
 
-    Other paths show the snapshot that the sealed slot had started from. Grading uses it to drop planted files.
+    All other paths are as in the snapshot that the sealed slot started from. Grading uses a view to drop planted files.
     """
 
     only: tuple[str, ...] = ("/",)
@@ -423,7 +431,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class RungStatus:
-    """Whether an isolation level is available here; `reason` also names the remedy."""
+    """Whether an isolation level is available here. `reason` explains why or why not, with a remedy; `covers` lists
+    what the level isolates and limits."""
 
     rung: Rung
     available: bool
@@ -432,10 +441,11 @@ class RungStatus:
 
 
 class Backend(Protocol):
-    """Makes slots. One pool owns it; `palaestra.testing.backend_conformance` tests an implementation.
+    """Makes slots for the pool that owns it; `palaestra.testing.backend_conformance` tests an implementation.
 
-    Raises `ConfigError` for anything that it does not offer, and `SandboxError` if the place fails. Keeping track of a
-    slot's changes costs nothing until they are requested. `rung` is the level that `start` has proved.
+    Its methods raise `ConfigError` for anything that the backend does not offer, and `SandboxError` if the machine or
+    container that runs the slots fails. Tracking a slot's changes costs nothing until they are requested. `rung` is the
+    level that `start` has proved.
     """
 
     name: str
@@ -458,10 +468,10 @@ class Backend(Protocol):
         """Return a new slot, from a snapshot of the same image if one is given."""
 
     async def destroy(self, slot: Slot) -> None:
-        """End the slot, its processes and files. Does nothing if it is already gone."""
+        """End the slot with its processes and files. Does nothing if the slot is already gone."""
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot. Its changes, limited to `view`, become an immutable layer of a snapshot."""
+        """End the slot and return a snapshot whose topmost layer is the slot's changes, limited to `view`."""
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
         """Return a snapshot of the slot's current files; the slot continues. Raises `SandboxError` at levels without
@@ -474,7 +484,7 @@ class Backend(Protocol):
         """Return the changes in the topmost layer, sorted by path."""
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the topmost layer once no slot uses it. Does nothing if it is already gone."""
+        """Drop the topmost layer as soon as no slot uses it. Does nothing if the layer is already gone."""
 
     def stats(self) -> Mapping[str, JSON]:
         """Return the current counts: `backend`, `rung`, `slots`, `lost`, and `containers` if the backend has any."""
@@ -519,7 +529,7 @@ def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
 
 
 def decode_lease(about: dict[str, JSON]) -> tuple[str, SlotSpec]:
-    """Return the inverse of `encode_lease`."""
+    """Return the trajectory ID and the slot's settings from the JSON that `encode_lease` made."""
     network = about["network"]
     spec = SlotSpec(
         image=about["image"],

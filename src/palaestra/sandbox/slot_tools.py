@@ -1,7 +1,7 @@
 """Runs the contract's sandbox tools in a slot by name: `bash`, `bash_stateful`, `read_file` and `write_file`.
 
-These tools are meant for code: their results hold more output than a model reads, and whole files. The tools for models
-are in `palaestra.tools`.
+These tools are meant for code: their results hold whole files, and more output than a model should read. The tools for
+models are in `palaestra.tools`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ async def run_slot_tool(
     *,
     max_output_bytes: int = MAX_OUTPUT_BYTES,
 ) -> ExecutionResult:
-    """Run one of `SLOT_TOOLS`; `args["timeout"]` replaces `timeout_s`. `shell` opens the stateful shell of the slot.
+    """Run one of `SLOT_TOOLS`; `args["timeout"]` replaces `timeout_s`. `shell` opens the slot's stateful shell.
 
-    Every failure is in the result, except `InfraError`, which is raised.
+    Every failure is reported in the result, except `InfraError`, which is raised.
     """
     try:
         limit_s = float(args.get("timeout") or timeout_s)

@@ -8,9 +8,9 @@ from palaestra.core.types import JSON
 
 
 def slot_usage(stats: Mapping[str, JSON], prices: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a run, from its backend's statistics. Each backend with containers has `slots/NAME/hours`,
-    `slots/NAME/begun` and, if `prices` has its price of an hour, `slots/NAME/cost`; `slots/cost` is the sum of the
-    costs."""
+    """Return a run's metrics, computed from its backend's statistics. Each backend with containers has
+    `slots/NAME/hours`, `slots/NAME/begun` and, if `prices` has its price per hour, `slots/NAME/cost`; `slots/cost` is
+    the sum of the costs."""
     found: dict[str, float] = {}
     costs = []
     for each in _backends(stats):

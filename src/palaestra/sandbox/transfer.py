@@ -17,12 +17,13 @@ from pathlib import Path
 
 from palaestra.sandbox.slot import Slot
 
-AT_ONCE = 16  # how many files are transferred concurrently
+AT_ONCE = 16  # the maximum number of concurrent transfers
 
 
 @dataclass(slots=True)
 class Transferred:
-    """The result: number of files and links, their bytes, and the paths that are neither file, link nor directory."""
+    """The result of a transfer: the number of files and links, their total size in bytes, and the paths that were left
+    out because they are neither a file, a link nor a directory."""
 
     files: int = 0
     size: int = 0
@@ -30,7 +31,8 @@ class Transferred:
 
 
 async def upload_dir(slot: Slot, local: Path, path: str) -> Transferred:
-    """Copy the contents of a directory of this machine into a directory of the slot, which is made. Raises OSError."""
+    """Copy the contents of a directory on this machine into a directory of the slot, which is created if it does not
+    exist. Raises OSError."""
     done, jobs = Transferred(), _Jobs()
     await slot.make_dir(path)
     trail = [(local, path)]
@@ -53,7 +55,8 @@ async def upload_dir(slot: Slot, local: Path, path: str) -> Transferred:
 
 
 async def download_dir(slot: Slot, path: str, local: Path) -> Transferred:
-    """Copy the contents of a directory of the slot into a directory of this machine, which is made. Raises OSError."""
+    """Copy the contents of a directory of the slot into a directory on this machine, which is created if it does not
+    exist. Raises OSError."""
     done, jobs = Transferred(), _Jobs()
     local.mkdir(parents=True, exist_ok=True)
     trail = [(path, local)]
@@ -62,7 +65,7 @@ async def download_dir(slot: Slot, path: str, local: Path) -> Transferred:
         for entry in await slot.list_dir(there):
             target = here / posixpath.basename(entry.path)
             if target.is_symlink() or (entry.kind == "symlink" and target.is_file()):
-                target.unlink()  # an existing link must not lead elsewhere
+                target.unlink()  # an existing link must not redirect the copy
             if entry.kind == "symlink":
                 target.symlink_to(entry.target)
                 done.files += 1
@@ -84,13 +87,13 @@ async def _downloaded(slot: Slot, path: str, target: Path, mode: int) -> int:
 
 
 class _Jobs:
-    """Transfers in progress. The first failure cancels the others and is raised."""
+    """Transfers in progress. The first failure cancels the other transfers and is raised."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[None]] = set()
 
     async def add(self, job: Awaitable[int | None], done: Transferred) -> None:
-        """Begin a transfer, once there is room for it."""
+        """Begin a transfer. If `AT_ONCE` transfers are then running, wait until one has ended."""
 
         async def run() -> None:
             size = await job

@@ -20,7 +20,8 @@ async def check_execute(
     error: type[PalaestraError] = PrepareError,
     shown: int = 500,
 ) -> ExecutionResult:
-    """Run `slot.execute`; a failed command raises `error` with `problem`, the reason and `shown` bytes of output."""
+    """Run `slot.execute`; a failed command raises `error` with `problem`, the reason and the last `shown` characters
+    of the output."""
     result = await slot.execute(command, cwd=cwd, env=env, stdin=stdin, timeout_s=timeout_s)
     if not result.success:
         raise error(f"{problem}: {result.error}\n{result.output[-shown:].strip()}")

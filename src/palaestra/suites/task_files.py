@@ -30,9 +30,9 @@ class Unsupported(TaskError):
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return a file of a task, which must not be a link, a fifo or a device. Raises `TaskError`.
+    """Return the bytes of a task's file, which must not be a link, a fifo or a device. Raises `TaskError`.
 
-    `check_links` of the task's folder makes sure that no folder on the way is a link.
+    Call `check_links` on the task's folder first: it rejects links on the path that lead out of the folder.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -61,7 +61,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
 def check_links(folder: Path) -> None:
     """Refuse a task folder with links that lead out of it. Raises `TaskError`.
 
-    Links in the build context (`environment/`) are copied into the slot as links, so only the folder itself is checked.
+    Links inside the build context (`environment/`) are not checked, because they are copied into the slot as links.
     """
     root = folder.resolve()
     for place, folders, files in os.walk(root):
@@ -107,7 +107,7 @@ class TypedFields:
         self._name = name
 
     def key(self, name: str) -> str:
-        """Return a key as error messages name it."""
+        """Return a key's full name for error messages."""
         return f"{self._name}.{name}" if self._name else name
 
     def section(self, name: str) -> TypedFields:
@@ -171,7 +171,7 @@ class TypedFields:
         """Return a size that is either text (`2G`) under one key or a number of megabytes under the other."""
         text, number = self.values.get(plain), self.number(megabytes)
         if text is not None and number is not None:
-            raise TaskError(f"{self.key(plain)} and {self.key(megabytes)} are the same setting; keep the second")
+            raise TaskError(f"{self.key(plain)} and {self.key(megabytes)} are the same setting; keep only the second")
         if text is None:
             return None if number is None else int(number * (1 << 20))
         match = _SIZE.fullmatch(str(text).strip())
@@ -191,14 +191,14 @@ class TypedFields:
 
         def default(match: re.Match[str]) -> str:
             if match[2] is None:
-                raise Unsupported(f"{self.key(name)} refers to {match[1]} of the host, which no slot can see")
+                raise Unsupported(f"{self.key(name)} refers to the host's variable {match[1]}, which slots cannot see")
             return match[2]
 
         return _VARIABLE.sub(default, str(value))
 
 
 class RowFields(TypedFields):
-    """A dataset row. Lists and objects may be JSON text, as in CSV files; lists may be arrays of a library."""
+    """A dataset row. Lists and objects may be JSON text, as in CSV files; lists may be arrays, as in Parquet files."""
 
     def key(self, name: str) -> str:
         return f"column {name!r}"

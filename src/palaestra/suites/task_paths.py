@@ -2,8 +2,8 @@
 
 Published tasks do not declare them, so they are read from the task's texts: the instruction, the tests and the
 reference solution. A path that one of these texts names is graded as the agent left it. If the texts administer the
-system (install packages, add users), the whole root file system is graded that way, except for files that would decide
-any check (`rollouts/grading/tampering.py`).
+system (install packages, add users), the whole root file system is graded that way, except for files that could decide
+the result of any check (`rollouts/grading/tampering.py`).
 
 Not covered: a task that is about a path which none of its texts name. Its author or user adds the path with
 `graded_paths`.
@@ -58,7 +58,7 @@ _NEVER = ("/proc", "/sys", "/dev/", "/tests", "/solution", "/oracle", "/logs/ver
 class TaskScope:
     """The paths and words that a task names; the paths include `/` if the task administers the system.
 
-    The verifier sees a new program of the agent only if its name is one of the words.
+    The verifier sees a program that the agent added only if its name is one of the words.
     """
 
     paths: tuple[str, ...]

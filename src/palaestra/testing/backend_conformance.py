@@ -45,7 +45,7 @@ class BackendConformance(ABC):
 
     async def end_place(self, slot: Slot) -> None:
         """End a slot's container, machine or process, as a crash would. The default skips the test that needs it."""
-        pytest.skip("the backend's tests do not say how a place ends")
+        pytest.skip("the backend's tests do not implement end_place")
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

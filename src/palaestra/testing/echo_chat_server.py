@@ -9,7 +9,7 @@ The message is a list of lines:
 
     call terminal {"command": "ls"}       one tool call per model call, in the order of the lines
     both terminal {…} ;; terminal {…}     several calls in one reply
-    say some words                        the answer; without such a line, the last result or the message comes back
+    say some words                        the answer; without such a line, it is the last tool result or the message
     think some words                      thinking before the answer
 
 `reply`, if given, returns the assistant message for a conversation instead of these rules. `delay_s` is the pause
@@ -92,7 +92,7 @@ class EchoChatServer:
 
 
 def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
-    """Return the assistant message that follows from a conversation."""
+    """Return the assistant message that the rules above give for a conversation."""
     asked = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     lines = _text(messages[asked].get("content") if asked >= 0 else "").splitlines()
     steps = [line for line in lines if line.startswith(("call ", "both "))]
@@ -145,8 +145,8 @@ async def _serve(port: int, delay_s: float) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Serve a model whose answers follow from your message, on 127.0.0.1.")
-    parser.add_argument("--port", type=int, default=8000, help="the port; 0 takes a free one [8000]")
+    parser = argparse.ArgumentParser(description="Serve a fake model on 127.0.0.1. Your message determines its answer.")
+    parser.add_argument("--port", type=int, default=8000, help="the port; 0 selects a free one [8000]")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds before each piece of an answer [0]")
     given = parser.parse_args()
     try:

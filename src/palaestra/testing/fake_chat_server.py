@@ -119,7 +119,7 @@ class LoopbackServer:
 
 
 async def _in_pieces(request: web.Request, answer: FakeAnswer) -> web.StreamResponse:
-    """Return a stream of server-sent events, one write each."""
+    """Send the chunks of an answer as a stream, each with its own write."""
     response = web.StreamResponse(status=answer.status, headers={"Content-Type": "text/event-stream", **answer.headers})
     await response.prepare(request)
     for piece in answer.body:

@@ -1,8 +1,8 @@
 """A token engine without a model. It returns given texts as tokens, sometimes as non-canonical ones, as a model might.
 
 A real sampler sometimes emits tokens that spell the right text but are not the tokenizer's choice; `rate` is the
-probability of this per token. Invariant: the seed and the requests determine everything. The log-probability of a token
-depends only on its id and its place (`toy_logprob`), so that a test can predict a ledger.
+probability of this per token. Invariant: the seed and the requests determine the answers. The log-probability of a
+token depends only on its id and its position (`toy_logprob`), so that a test can predict a ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHATML = (
     "{{ '\", \"arguments\": ' + call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""A plain chat template with tools, thinking, calls and results; a longer conversation only appends text."""
+"""A plain chat template with tools, thinking, calls and results. Continuing a conversation only appends text."""
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -73,7 +73,7 @@ def toy_tokenizer(
 
 
 class Misspeller:
-    """Encodes text, with each token replaced with probability `rate` by two or more that spell the same."""
+    """Encodes text, but with probability `rate` replaces a token with two or more that spell the same text."""
 
     def __init__(self, tokenizer: FastTokenizer, rate: float, rng: random.Random) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +99,7 @@ class Misspeller:
 
 
 class ToyEngine:
-    """A token engine that gives `replies` in turn.
+    """A token engine that returns `replies` in turn.
 
     `end` is the end-of-turn token after a reply; if it is None, the tokenizer's own is used. With `ends`, the ids of a
     reply that stopped include this token. With probability `abort_rate`, a request is aborted at a random token and the
@@ -153,8 +153,8 @@ class ToyEngine:
 
 
 def toy_logprob(number: int, place: int) -> float:
-    """Return the log-probability of token `number` at `place` of the whole sequence: an invented value, exact in 32
-    bits."""
+    """Return the log-probability of token `number` at position `place` of the whole sequence: an invented value that 32
+    bits represent exactly."""
     made_up = -((number * 7919 + place * 104729) % 1021) / 128.0
     exact: float = struct.unpack("<f", struct.pack("<f", made_up))[0]
     return exact

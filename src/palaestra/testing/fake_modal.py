@@ -234,7 +234,7 @@ class FakeModal:
         await self._inject(rpc)
         handler = self._handlers.get(rpc)
         if handler is None or request is None:
-            raise GRPCError(Status.UNIMPLEMENTED, f"the stand-in of Modal does not have {rpc}")
+            raise GRPCError(Status.UNIMPLEMENTED, f"the stand-in for Modal does not implement {rpc}")
         answer = handler(request)
         if isinstance(answer, AsyncIterator):
             async for piece in answer:
@@ -595,7 +595,7 @@ class _Command:
         return self.process.returncode is None
 
     def status(self) -> dict[str, int]:
-        """Return the fields of a reply about how the command ended; empty while it runs."""
+        """Return the fields of a reply that tell how the command ended, or none while it runs."""
         code = self.process.returncode
         if code is None:
             return {}

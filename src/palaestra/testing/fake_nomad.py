@@ -57,8 +57,8 @@ class FakeNomad:
     """The agent. An async context manager; `url` is its address.
 
     `images` are the images of its docker driver; `memory` is the node's memory in MB. If `token` is set, every request
-    must carry it. If `quota` is set, a quota refuses every job for this reason. `requests` holds `METHOD /path` of all
-    requests.
+    must carry it. If `quota` is set, a quota blocks every job, and `quota` is the reason given. `requests` holds
+    `METHOD /path` of all requests.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class FakeNomad:
         await self.touch(allocation)
 
     async def _evaluate(self, name: str, trigger: str) -> JSON:
-        """Start and stop allocations until they match the job; returns the evaluation."""
+        """Start and stop allocations until they match the job; return the evaluation."""
         job = self.jobs.get(name)
         index = await self.touch()
         evaluation: JSON = {
@@ -190,7 +190,8 @@ class FakeNomad:
         return [each for each in live if each["ClientStatus"] in ("pending", "running")]
 
     def _why_not(self, job: JSON, group: JSON, more: int = 0) -> JSON:
-        """If the node cannot take 1 + `more` allocations of the group, return the AllocationMetric, else None."""
+        """Return None if the node can take 1 + `more` allocations of the group, otherwise an AllocationMetric with the
+        reason."""
         metric: JSON = {
             "NodesEvaluated": 1, "NodesFiltered": 0, "NodesInPool": 1, "NodesAvailable": {"dc1": 1},
             "ClassFiltered": None, "ConstraintFiltered": None, "NodesExhausted": 0, "ClassExhausted": None,
@@ -520,7 +521,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument(
         "--image", action="append", default=[], metavar="NAME",
-        help="an image that the driver `docker` has; its tasks run as processes of this machine; repeatable",
+        help="an image that the driver `docker` has; its tasks run as processes on this machine; repeatable",
     )  # fmt: skip
     with fake_nomad(images=tuple(parser.parse_args().image)) as nomad:
         print(f"export NOMAD_ADDR={nomad.url}", flush=True)  # noqa: T201

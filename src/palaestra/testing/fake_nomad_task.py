@@ -90,7 +90,7 @@ class RunningTask:
         await self._nomad.client_status(self._allocation, "complete")
 
     async def _start(self) -> str | None:
-        """Start the process; returns the driver's error if that fails."""
+        """Start the process; return the driver's error if that fails."""
         config = self._task["Config"]
         if self._task["Driver"] == "docker":
             image = config["image"]

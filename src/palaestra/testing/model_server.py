@@ -1,8 +1,8 @@
 """A model server over any token engine, for development and tests: OpenAI chat, and the token APIs of vLLM and SGLang.
 
-Every engine client can be tried against real sampling by a small model on one machine. The server is not made for load:
-one process samples, and nothing is cached between requests. Chat is rendered and parsed as in token-exact chat, so chat
-clients and token clients see the same model.
+Use it to try any engine client with real sampling by a small model, on one machine. The server is not made for heavy
+load: one process samples, and nothing is cached between requests. Chat is rendered and parsed as in token-exact chat,
+so chat clients and token clients see the same model.
 
 It speaks plain HTTP; beyond the loopback, callers must send a token as their API key. Sources: the OpenAI
 API reference; vLLM's OpenAI-compatible server; SGLang's native API.
@@ -45,9 +45,10 @@ class ChattingEngine(TokenEngine, Protocol):
 class ModelServer(TokenLoopback):
     """Serves one started engine. An async context manager; `url` is its address. `kind` is the owner of its models.
 
-    Routes: `/v1/chat/completions` (with tools; whole, or streamed in one chunk), `/v1/completions` and `/tokenize` as
-    in stock vLLM, `/generate` as in SGLang or Atropos' vLLM, `/v1/models`, `/health`. `/update_weights_from_disk` loads
-    the weights of a folder, as SGLang does, for trainers that save them after each step.
+    Routes: `/v1/chat/completions` (with tools; a streamed reply has one chunk per choice), `/v1/completions` and
+    `/tokenize` as in stock vLLM, `/generate` as in SGLang or Atropos' vLLM, `/v1/models`, `/health`.
+    `/update_weights_from_disk` loads the weights of a folder, as SGLang does, for trainers that save weights after each
+    step.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class ModelServer(TokenLoopback):
         return web.json_response({"status": "ok"})
 
     async def _load_weights(self, request: web.Request) -> web.Response:
-        """Load weights, with SGLang's request and reply: `model_path`, and `weight_version`, which is recorded with the
-        tokens that follow (default: the number of the update). Only a folder on this machine is loaded; nothing is
-        downloaded."""
+        """Load weights. Request and reply are SGLang's: `model_path` names the folder, and `weight_version` is recorded
+        with the tokens that follow (default: the number of the update). Only a folder on this machine is loaded;
+        nothing is downloaded."""
         body = await request.json()
         folder = Path(body["model_path"])
         version = str(body.get("weight_version") or next(self._loads))

@@ -52,33 +52,33 @@ class PlatformConformance(ABC):
 
     @abstractmethod
     async def person_sees(self) -> list[str]:
-        """Return the texts of the bot that the person sees in that chat, in order, edited ones in their current
+        """Return the bot's texts that the person sees in that chat, in order, and edited texts in their current
         form."""
 
     async def person_sees_files(self) -> list[bytes]:
-        """Return the files of the bot that the person sees."""
-        pytest.skip("the platform's tests do not say how a person sees files")
+        """Return the bot's files that the person sees."""
+        pytest.skip("the platform's tests do not implement person_sees_files")
 
     async def person_sends_file(self, file: Attachment, text: str) -> None:
         """Send a file as a person, with a text if the platform supports one."""
-        pytest.skip("the platform's tests do not say how a person sends files")
+        pytest.skip("the platform's tests do not implement person_sends_file")
 
     async def break_connection(self) -> None:
         """Make the platform's server unreachable."""
-        pytest.skip("the platform's tests do not say how its server becomes unreachable")
+        pytest.skip("the platform's tests do not implement break_connection")
 
     async def withdraw_token(self) -> None:
         """Make the platform's server refuse the token from now on."""
-        pytest.skip("the platform's tests do not say how a token is withdrawn")
+        pytest.skip("the platform's tests do not implement withdraw_token")
 
     async def limit_rate(self) -> float:
-        """Make the platform's server reject messages because there are too many; returns how many seconds it asks to
+        """Make the platform's server reject messages because there are too many; return how many seconds it asks to
         wait."""
-        pytest.skip("the platform's tests do not say how its server limits the rate")
+        pytest.skip("the platform's tests do not implement limit_rate")
 
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:
         """Return the address of a chat that does not exist."""
-        pytest.skip("the platform has no chats that do not exist")
+        pytest.skip("the platform has no unknown chats")
 
     async def make_refused(self) -> Platform:
         """Return a platform with a wrong token."""
@@ -152,7 +152,7 @@ class PlatformConformance(ABC):
     def test_a_text_that_is_sent_twice_with_one_key_is_seen_once(self) -> None:
         async def body(platform: Platform, arrived: list[Incoming]) -> None:
             if not platform.limits.idempotent:
-                pytest.skip("the platform takes no keys")
+                pytest.skip("the platform does not support keys")
             address = await self.chat(arrived)
             await platform.send_text(address, "once", key="same")
             await platform.send_text(address, "once", key="same")
@@ -165,7 +165,7 @@ class PlatformConformance(ABC):
     def test_a_text_is_edited(self) -> None:
         async def body(platform: Platform, arrived: list[Incoming]) -> None:
             if not platform.limits.edits:
-                pytest.skip("the platform has no edits")
+                pytest.skip("the platform does not support edits")
             address = await self.chat(arrived)
             message_id = await platform.send_text(address, "draft", key="k")
             await platform.edit_text(address, message_id, "final")
@@ -298,7 +298,7 @@ async def _until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
     """Wait for a condition. Fails after `PATIENCE_S`."""
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not await condition():  # noqa: ASYNC110 (a server is asked)
+            while not await condition():  # noqa: ASYNC110 (the condition requests a server)
                 await asyncio.sleep(0.02)
     except TimeoutError:
         pytest.fail(f"not within {PATIENCE_S:g} s: {what}")

@@ -1,6 +1,6 @@
 """Makes the tiny model: a folder with a Qwen3 model with random weights, its tokenizer and its chat template.
 
-After some steps of practice the model writes well-formed tool calls most of the time, so that rollouts run tools and
+After some training steps, the model writes well-formed tool calls most of the time, so that rollouts run tools and
 last several turns. Its replies do not depend on the question. Invariant: the same seed, sizes and library versions give
 the same tokenizer and weights; nothing is downloaded. It needs the extra `train` (tokenizers, torch, transformers).
 """
@@ -58,7 +58,7 @@ _COMMANDS = (
 
 
 def train_tokenizer() -> Tokenizer:
-    """Return a new byte-level tokenizer, the same each time. Takes a fraction of a second."""
+    """Train and return a byte-level tokenizer, which is the same each time. Takes a fraction of a second."""
     return train_bpe(training_text(), VOCABULARY, SPECIAL, TAGS)
 
 
@@ -114,7 +114,7 @@ _ANSWERS = ("Done.", "The answer is in the file.", "There are 3 lines.")
 
 
 def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: int) -> float:
-    """Train `model` in place; returns the last step's loss in nats per token.
+    """Train `model` in place and return the last step's loss in nats per token.
 
     The model learns replies at random places after random text, so that it also replies to longer prompts than it has
     seen in training.
@@ -172,7 +172,7 @@ CONTEXT_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """A new model. `practice_loss` is the loss of the last step in nats per token; None without practice."""
+    """A new model. `practice_loss` is the loss of the last step in nats per token, or None without training steps."""
 
     path: Path
     parameters: int
@@ -183,7 +183,7 @@ class TinyModel:
 def make_tiny(
     out: Path, *, seed: int = 0, hidden: int = 128, layers: int = 3, practice: int = 0, force: bool = False
 ) -> TinyModel:
-    """Make the folder `out`. `practice` is the number of training steps, each some hundredths of a second.
+    """Make the folder `out`. `practice` is the number of training steps, which take some hundredths of a second each.
 
     Raises `ConfigError` if the extra is missing, a size is invalid, or `out` is not empty and `force` is not set.
     """
@@ -193,7 +193,7 @@ def make_tiny(
     except ImportError as error:
         raise ConfigError(f"Making a model needs the extra 'train' ({error}): {install_command('train')}") from None
     if hidden < 32 or hidden % 32 or not 1 <= layers <= 64:
-        raise ConfigError(f"A model of hidden size {hidden} with {layers} layers: give a multiple of 32, and 1 to 64.")
+        raise ConfigError(f"The hidden size ({hidden}) must be a multiple of 32, and the layers ({layers}) 1 to 64.")
     _claim(out, force)
     tokenizer = train_tokenizer()
     config = Qwen3Config(

@@ -1,3 +1,3 @@
-"""Tools of agents. `registry/` selects tools by toolset, `runtime/` runs calls, `builtin/` has the tools, and
+"""The agents' tools. `registry/` selects tools by toolset, `runtime/` runs calls, `builtin/` has the tools, and
 `serving/` offers them over HTTP. `tool.py` defines the types; `decorator.py` turns a function into a tool.
 """

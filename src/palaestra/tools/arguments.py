@@ -27,7 +27,7 @@ _MOST_OPTIONS = 12
 
 
 class InvalidArguments(ToolMistake):
-    """The call must not run. The message names the error and the expected arguments."""
+    """A call's arguments are invalid, so it must not run. The message names the error and the expected arguments."""
 
 
 class ArgumentSchema:
@@ -95,9 +95,7 @@ class ArgumentSchema:
                 "The call was not executed. Send the arguments again as one complete JSON object."
             ) from None
         except UnicodeEncodeError:
-            raise InvalidArguments(
-                "Invalid JSON in arguments: half of a surrogate pair (\\ud800 to \\udfff) stands alone."
-            ) from None
+            raise InvalidArguments("Invalid JSON in arguments: unpaired surrogate (\\ud800 to \\udfff).") from None
         except RecursionError:
             raise InvalidArguments("Invalid JSON in arguments: nested too deeply.") from None
         except ValueError as error:
@@ -110,7 +108,7 @@ class ArgumentSchema:
             unknown = [name for name in arguments if name not in self._properties]
             problems += map(self._unknown, unknown[:_MOST_OPTIONS])
             if len(unknown) > _MOST_OPTIONS:
-                problems.append(f"{len(unknown) - _MOST_OPTIONS} more that are unknown")
+                problems.append(f"{len(unknown) - _MOST_OPTIONS} more unknown arguments")
         if not problems:
             name = ".".join(str(part) for part in error.path[1:])
             rule = str(error.message).removeprefix(str(error.name)).strip()
@@ -118,11 +116,11 @@ class ArgumentSchema:
         raise InvalidArguments(f"Invalid arguments: {'; '.join(problems)}. {self._expected()}") from None
 
     def _hint(self, error: fastjsonschema.JsonSchemaValueException) -> str:
-        """Return how to fix a value of a wrong type, if that is clear."""
+        """Return how to fix a value of a wrong type, or an empty string if that is unclear."""
         if error.rule != "type":
             return ""
         if error.value is None and len(error.path) == 2 and error.path[1] not in self._required:
-            return " (to say nothing about it, leave it out)"
+            return " (to leave it unset, omit it)"
         wanted = error.rule_definition
         if isinstance(error.value, str) and _is_json_of(wanted, error.value):
             return f" (a string; send the {wanted} itself, without quotes around it)"
@@ -199,7 +197,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _no_remote(uri: str) -> NoReturn:
-    raise ConfigError(f"a tool's schema refers to {uri}; schemas must be complete in themselves")
+    raise ConfigError(f"a tool's schema refers to {uri}; schemas must be self-contained")
 
 
 _PYTHON_TYPES: Mapping[object, tuple[type, ...]] = {

@@ -21,7 +21,7 @@ _BEGINS = re.compile("<tool_call>|<think>")
 _ENDS_OR_BEGINS = re.compile("</?tool_call>")
 _JSON = json.JSONDecoder()
 _LONGEST_WORD = 16
-"""More characters than any JSON escape or literal has: an incomplete text fails at most this far before its end."""
+"""No JSON escape or literal is longer than this, so an incomplete text fails at most this far before its end."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class ToolCall:
         inside a JSON string belongs to the string.
 
         A last block without its closing tag counts if its JSON is complete, since many servers strip the tag as a stop
-        string. With `cut` (the reply ended at the length limit) it is malformed instead.
+        string. With `cut` (the reply ended at the length limit), such a block is malformed.
         """
         return [cls._parse(body, closed, place, cut) for place, (body, closed) in enumerate(_blocks(text))]
 
@@ -98,7 +98,7 @@ class ToolResult:
 
 
 def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> ToolResult:
-    """Return a tool's reply in the contract's shape: its main text as output, all other keys as metadata.
+    """Return a tool's reply in the contract's format: its main text as output, all other keys as metadata.
 
     The error of a command that exited with status N is `Exit code: N`.
     """
@@ -116,9 +116,9 @@ def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> To
 
 
 def reply_of(result: ToolResult) -> dict[str, JSON] | str:
-    """Return a result in the contract's shape as a tool's reply: the reverse of `result_of`.
+    """Return a result in the contract's format as a tool's reply: the reverse of `result_of`.
 
-    Sets, dates and the like become JSON values. Raises `ValueError` for a value that JSON cannot hold.
+    Sets, dates and the like become JSON values. Raises `ValueError` for a value that JSON cannot represent.
     """
     if result.success and not result.error and not result.metadata and isinstance(result.output, str):
         return result.output
@@ -128,12 +128,12 @@ def reply_of(result: ToolResult) -> dict[str, JSON] | str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the first `most` characters of a text, with the number of those left out."""
+    """Return the first `most` characters of a text, with the number of omitted characters."""
     return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} more characters]"
 
 
 def plain(value: object) -> JSON:
-    """Return the value as JSON. Raises `ValueError` if JSON cannot hold it, such as an integer of more than 4300
+    """Return the value as JSON. Raises `ValueError` if JSON cannot represent it, such as an integer of more than 4300
     digits."""
     told = to_jsonable_python(value)
     json.dumps(told)

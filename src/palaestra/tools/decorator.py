@@ -11,13 +11,14 @@
 
 The annotations become the JSON schema and the validation. The text before the docstring's sections becomes the
 tool's description, and its `Args:` (in Google's style) describe the parameters. Text and mappings that the function
-returns become the reply unchanged; anything else becomes `{"result": …}`. The model reads a `ToolError("…")` that it
-raises.
+returns become the reply unchanged; anything else becomes `{"result": …}`. The model reads a `ToolError("…")` that the
+function raises.
 
 A parameter of type `Slot` gets the rollout's sandbox, one of type `ToolRun` the context of the running tool; the model
-sees neither. Parameters named `sandbox` and `run` get them even without an annotation. Plain functions run in a thread.
+sees neither. Parameters named `sandbox` and `run` get these even without an annotation. Plain functions run in a
+thread.
 
-Invariant: a function that cannot be described to a model is refused by name when it is declared.
+Invariant: a function that cannot be described to a model is rejected when it is declared, with an error that names it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _documented(called: str, docstring: str | None, parameters: Collection[str])
     starts = [number for number, line in enumerate(lines) if _SECTION.match(line)]
     summary = _joined(lines[: starts[0]] if starts else lines)
     if not summary:
-        raise ConfigError(f"tool {called} has no docstring: its first lines are what a model reads")
+        raise ConfigError(f"tool {called} needs a docstring: the model sees its first lines as the tool's description")
     told: dict[str, str] = {}
     for start, end in pairwise([*starts, len(lines)]):
         if lines[start].startswith(("Args", "Arguments", "Parameters")):
@@ -64,7 +65,7 @@ def _documented(called: str, docstring: str | None, parameters: Collection[str])
     for name in told:
         if name not in parameters:
             raise ConfigError(
-                f"tool {called}: its docstring describes {name!r}, which is not a parameter.{nearest(name, parameters)}"
+                f"tool {called}: the docstring describes {name!r}, which is not a parameter.{nearest(name, parameters)}"
             )
     return summary, told
 
@@ -172,13 +173,14 @@ def tool(
     """Make a tool from a typed function; `name` replaces the function's name.
 
     An `external` tool needs no slot, and runs at a tool server if there is one. Raises `ConfigError` for a function
-    without docstring or annotations, or with types that have no JSON schema, and for an `external` one with a sandbox.
+    without docstring or annotations, or with types that have no JSON schema, and for an `external` function with a
+    sandbox parameter.
     """
 
     def make(given: UserFunction) -> TypedTool:
         made = declare(given, name=name, external=external, **options)
         if "task" in made.context.values():
-            raise ConfigError(f"tool {made.name} asks for the task, which only an environment's own tools can have")
+            raise ConfigError(f"tool {made.name} has a task parameter, which only an environment's own tools can have")
         return made
 
     return make if function is None else make(function)
@@ -192,11 +194,11 @@ def declare(
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:
-        raise ConfigError(f"tool {called}: its annotations cannot be read: {error}") from error
+        raise ConfigError(f"the annotations of tool {called} cannot be read: {error}") from error
     summary, told = _documented(called, inspect.getdoc(function), set(parameters))
     context = {each.name: what for each in parameters.values() if (what := _context_of(each)) is not None}
     if external and "sandbox" in context.values():
-        raise ConfigError(f"tool {called} is external, so there is no sandbox that it could ask for")
+        raise ConfigError(f"tool {called} is external, so it cannot have a sandbox parameter")
     arguments = _arguments(called, [each for each in parameters.values() if each.name not in context], told)
     return TypedTool(
         function=function,
@@ -225,14 +227,14 @@ def _context_of(parameter: inspect.Parameter) -> str | None:
 
 
 def _arguments(called: str, parameters: list[inspect.Parameter], told: Mapping[str, str]) -> type[BaseModel]:
-    """Return the pydantic model of the arguments. Its fields are numbered: a parameter may be called `schema` or
-    `_x`."""
+    """Return the pydantic model of the arguments. Its fields are numbered, because a parameter may be called
+    `schema` or `_x`."""
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"tool {called}: its parameter {parameter} has no name that a model could use")
+            raise ConfigError(f"tool {called}: the parameter {parameter} has no name that a model could use")
         if parameter.annotation is inspect.Parameter.empty:
-            raise ConfigError(f"tool {called}: its parameter {parameter.name!r} has no type; annotate it")
+            raise ConfigError(f"tool {called}: the parameter {parameter.name!r} has no type; annotate it")
         more: dict[str, Any] = {"alias": parameter.name}
         if parameter.name in told:
             more["description"] = told[parameter.name]
@@ -264,7 +266,7 @@ def _inlined(called: str, value: JSON, definitions: Mapping[str, JSON], above: t
     if isinstance(reference, str):
         target = reference.rpartition("/")[2]
         if target in above:
-            raise ConfigError(f"tool {called}: its type {target} contains itself, which no schema here can say")
+            raise ConfigError(f"tool {called}: the type {target} contains itself, which a tool's schema cannot express")
         inner = _inlined(called, definitions[target], definitions, (*above, target))
         return {**inner, **{name: each for name, each in value.items() if name != "$ref"}}
     return {

@@ -1,7 +1,7 @@
-"""Settings of tools: providers, keys, and reachable hosts.
+"""The tools' settings: providers, keys, and reachable hosts.
 
 An environment's configuration includes them, so each field is also a flag, `--env.web_provider`. Keys come only
-from there: no tool reads the process environment, and no model sees or sets these settings.
+from it: no tool reads the process environment, and no model sees or sets these settings.
 """
 
 from __future__ import annotations
@@ -41,34 +41,35 @@ RL_LOCKED: dict[str, JSON] = {
 
 
 class ToolSettings(Settings):
-    """Settings of tools. A tool without a setting that it needs is missing, with the setting's name as the reason."""
+    """The tools' settings. A tool without a setting that it needs is missing, with the setting's name as the reason."""
 
     web_provider: Literal["auto", "tavily", "exa", "brave", "serper", "firecrawl", "searxng", "ddgs"] = Field(
         default="auto",
         description="The provider of web_search; auto: the first one with a key or an address. ddgs needs "
-        "neither, but the extra `web`.",
+        "neither of them, but the extra `web`.",
     )
     web_extract_provider: Literal["fetch", "tavily", "exa", "firecrawl"] = Field(
         default="fetch",
         description="The provider that reads pages for web_extract; fetch: this machine, with the extra `web`.",
     )
     web_api_keys: dict[str, str] = Field(
-        default_factory=dict, description="Keys of providers by name, such as `tavily=KEY`; also TAVILY_API_KEY, …"
+        default_factory=dict,
+        description="Keys of providers by name, such as `tavily=KEY`. Variables such as TAVILY_API_KEY also work.",
     )
     web_urls: dict[str, str] = Field(
         default_factory=dict, description="Addresses of your own servers by provider, such as `searxng=URL`."
     )
     web_allow: list[str] = Field(
         default_factory=list,
-        description="Private addresses or networks that web tools may reach nevertheless, such as 10.1.0.0/16.",
+        description="Private addresses or networks that web tools may reach, such as 10.1.0.0/16.",
     )
     web_concurrency: int = Field(
-        default=16, ge=1, description="Most concurrent requests of web tools; further ones wait."
+        default=16, ge=1, description="Maximum number of concurrent requests by web tools; further requests wait."
     )
 
     browser_executable: str | None = Field(
         default=None,
-        description="The Chromium that browser_* tools start; None: the first one here that works.",
+        description="The Chromium that browser_* tools start; None: the first one found that works.",
     )
     browser_allow: list[str] = Field(
         default=["*:*"],
@@ -80,98 +81,102 @@ class ToolSettings(Settings):
         description="Hosts that the browser never reaches, in the same form.",
     )
     browser_max_contexts: int = Field(
-        default=16, ge=1, description="Most rollouts with an open browser (50 to 200 MB each); further ones wait."
+        default=16, ge=1, description="Maximum number of rollouts with an open browser (50 to 200 MB each)."
     )
-    browser_wait_s: float = Field(default=120, gt=0, description="Seconds that a rollout waits for a browser.")
-    browser_navigation_timeout_s: float = Field(default=30, gt=0, description="Seconds that a page has to load.")
+    browser_wait_s: float = Field(default=120, gt=0, description="Maximum seconds that a rollout waits for a browser.")
+    browser_navigation_timeout_s: float = Field(default=30, gt=0, description="Maximum seconds for a page to load.")
     browser_action_timeout_s: float = Field(
-        default=5, gt=0, description="Seconds that an element has to become usable."
+        default=5, gt=0, description="Maximum seconds for an element to become usable."
     )
     browser_snapshot_chars: int = Field(
-        default=12_000, ge=500, description="Most characters of a page in one snapshot."
+        default=12_000, ge=500, description="Maximum characters of a page in one snapshot."
     )
 
     vision_base_url: str | None = Field(
-        default=None, description="The server of the model that looks at images, http://127.0.0.1:8000/v1; None: none."
+        default=None, description="The vision model's server, such as http://HOST:8000/v1; None disables vision tools."
     )
-    vision_model: str = Field(default="default", description="Name of that model at its server.")
-    vision_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
+    vision_model: str = Field(default="default", description="The vision model's name at its server.")
+    vision_api_key: str | None = Field(default=None, description="The vision server's key, sent as a bearer token.")
     vision_timeout_s: float = Field(
-        default=90, gt=0, description="Seconds until a question about an image is asked again."
+        default=90, gt=0, description="Seconds to wait for an answer about an image before the request is repeated."
     )
-    vision_max_tokens: int = Field(default=1024, ge=1, description="Most tokens of an answer about an image.")
-    vision_max_image_bytes: int = Field(default=10 << 20, ge=1, description="Larger images are refused.")
+    vision_max_tokens: int = Field(default=1024, ge=1, description="Maximum tokens of an answer about an image.")
+    vision_max_image_bytes: int = Field(default=10 << 20, ge=1, description="Maximum bytes of an image.")
 
     image_base_url: str | None = Field(
-        default=None, description="The server of the model that makes images (OpenAI's images API); None: none."
+        default=None, description="The image model's server (OpenAI's images API); None disables image_generate."
     )
-    image_model: str = Field(default="default", description="Name of that model at its server.")
-    image_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
+    image_model: str = Field(default="default", description="The image model's name at its server.")
+    image_api_key: str | None = Field(default=None, description="The image server's key, sent as a bearer token.")
     image_sizes: dict[Literal["landscape", "square", "portrait"], str] = Field(
         default={"landscape": "1536x1024", "square": "1024x1024", "portrait": "1024x1536"},
         description="The size of images to request, by shape.",
     )
     speech_base_url: str | None = Field(
-        default=None, description="The server of the model that speaks (OpenAI's speech API); None: none."
+        default=None, description="The speech model's server (OpenAI's speech API); None disables text_to_speech."
     )
-    speech_model: str = Field(default="default", description="Name of that model at its server.")
-    speech_api_key: str | None = Field(default=None, description="Its key, sent as a bearer token.")
-    speech_voice: str = Field(default="alloy", description="The voice, as its server names it.")
+    speech_model: str = Field(default="default", description="The speech model's name at its server.")
+    speech_api_key: str | None = Field(default=None, description="The speech server's key, sent as a bearer token.")
+    speech_voice: str = Field(default="alloy", description="The voice's name at the speech server.")
     speech_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = Field(
         default="mp3", description="The format of the audio file."
     )
     media_timeout_s: float = Field(
-        default=100, gt=0, description="Seconds until the request for an image or for speech is repeated."
+        default=100, gt=0, description="Seconds to wait for an image or for speech before the request is repeated."
     )
 
     moa_base_url: str | None = Field(
-        default=None, description="The server of the models that mixture_of_agents asks; None: none."
+        default=None, description="The server of the models that mixture_of_agents asks; None disables the tool."
     )
-    moa_models: list[str] = Field(default_factory=list, description="The names of these models at their server.")
+    moa_models: list[str] = Field(
+        default_factory=list, description="The names of the models that mixture_of_agents asks."
+    )
     moa_aggregator: str | None = Field(
         default=None, description="The model that combines the answers into one; None: the first of moa_models."
     )
-    moa_api_key: str | None = Field(default=None, description="The key of their server, sent as a bearer token.")
+    moa_api_key: str | None = Field(default=None, description="The key for moa_base_url, sent as a bearer token.")
     moa_timeout_s: float = Field(
-        default=180, gt=0, description="Seconds until the request to one of these models is repeated."
+        default=180,
+        gt=0,
+        description="Seconds to wait for a model in mixture_of_agents before the request is repeated.",
     )
-    moa_max_tokens: int = Field(default=4096, ge=1, description="Most tokens of one answer.")
+    moa_max_tokens: int = Field(default=4096, ge=1, description="Maximum tokens of one answer in mixture_of_agents.")
 
     skills_dir: str | None = Field(
         default=None,
-        description="A folder of skills for skills_list, skill_view and skill_manage; None: none, so that rollouts do "
-        "not learn from each other.",
+        description="The folder of skills for skills_list, skill_view and skill_manage; None disables these tools, so "
+        "that rollouts do not learn from each other.",
     )
 
     rl_dir: str | None = Field(
         default=None,
-        description="The folder of the trainings that rl_* tools start; None: these tools are missing. Rollouts with a "
-        "common folder see each other's trainings.",
+        description="The folder of the training runs that rl_* tools start; None disables these tools. Rollouts with a "
+        "common folder see each other's training runs.",
     )
     rl_model: str | None = Field(
-        default=None, description="The model that agents train: a folder, or the OWNER/NAME of a model of the hub."
+        default=None, description="The model that agents train: a folder, or the OWNER/NAME of a model on the hub."
     )
     rl_trainer: Literal["trl", "tinker"] = Field(
-        default="trl", description="The trainer: --trainer of `palaestra train`."
+        default="trl", description="The trainer, as --trainer of `palaestra train`."
     )
-    rl_tinker_url: str | None = Field(default=None, description="The server of the trainer tinker.")
+    rl_tinker_url: str | None = Field(default=None, description="The Tinker server, for rl_trainer tinker.")
     rl_locked: dict[str, JSON] = Field(
         default=RL_LOCKED,
-        description="Settings of a training that its agent cannot change, with their values; null: the default's.",
+        description="Training settings that the agent cannot change, with their values; null: the setting's default.",
     )
     rl_unchecked: list[str] = Field(
         default_factory=list,
-        description="Environments that agents may train on although `palaestra env check` fails for them.",
+        description="Environments that agents may train on even if `palaestra env check` fails for them.",
     )
-    rl_max_running: int = Field(default=1, ge=1, description="Most trainings that run in rl_dir concurrently.")
+    rl_max_running: int = Field(default=1, ge=1, description="Maximum number of concurrent training runs in rl_dir.")
     rl_status_interval_s: float = Field(
-        default=1800, ge=0, description="Seconds before an agent may read the status of a running training again."
+        default=1800, ge=0, description="Minimum seconds between an agent's checks of a running training run."
     )
     rl_outlive: bool = Field(
-        default=False, description="Let trainings continue after the conversation that started them."
+        default=False, description="Let training runs continue after the conversation that started them."
     )
     rl_test_url: str | None = Field(
-        default=None, description="The server that rl_test_inference asks; None: rl_model, in a process of its own."
+        default=None, description="The model server for rl_test_inference; None: rl_model, in a separate process."
     )
     rl_test_models: list[str] = Field(
         default_factory=list, description="Names of the models that rl_test_inference may request at rl_test_url."

@@ -37,8 +37,8 @@ class ToolSchema:
     """Name, description and JSON-schema parameters of one tool. `parameters` maps argument names to their schemas.
 
     `keywords` are further keywords of the arguments' schema, such as `$defs` or `additionalProperties`. `aliases` are
-    other names of arguments: calls may use them, models do not see them. An `external` tool needs no slot, so a tool
-    server may run it.
+    other names of arguments: calls may use them, but models do not see them. An `external` tool needs no slot, so a
+    tool server may run it.
     """
 
     name: str
@@ -80,14 +80,15 @@ class ToolSchema:
 
 
 ToolReply: TypeAlias = Mapping[str, JSON] | str
-"""A dict becomes the JSON reply; a string is the reply as it is."""
+"""A dict becomes the JSON reply; a string is the reply itself."""
 
 
 @dataclass(slots=True)
 class ToolOutcome:
     """The answer to one tool call: the tool's `reply`, its `text` for the model, and the `error` of a tool that failed.
 
-    A command that exited with a status above zero has not failed: `error` counts if `exit_code` is missing or negative.
+    A command that exited with a status above zero has not failed: `error` counts only if `exit_code` is missing or
+    negative.
     """
 
     reply: ToolReply
@@ -181,7 +182,7 @@ class ToolRun:
     async def slot(self) -> Slot:
         """Return the sandbox of the task, acquired on the first call. Raises `ToolMistake` outside of a rollout."""
         raise ToolMistake(
-            "This tool works in a sandbox slot and there is none: call it through a rollout, a ToolExecutor or "
+            "This tool works in a sandbox slot, but there is none: call it through a rollout, a ToolExecutor or "
             "handle_function_call"
         )
 
@@ -276,7 +277,7 @@ class Tool(ABC):
         except Exception as error:  # an error in the author's code
             return f"is_available of {type(self).__name__} failed: {type(error).__name__}: {error}"
         available, reason = told if isinstance(told, tuple) else (told, None)
-        return None if available else reason or "its is_available returns False"
+        return None if available else reason or "is_available returned False"
 
     def missing_in(self, *, replayed: bool) -> str | None:
         """Return `missing`, or None if the run is `replayed` and a recording answers for the tool."""
@@ -293,7 +294,7 @@ class Tool(ABC):
         async def reply() -> ToolReply:
             result: object = await settled(self.execute(**arguments))
             if not isinstance(result, ToolResult):
-                raise TypeError(f"execute of {type(self).__name__} gave {type(result).__name__}, not a ToolResult")
+                raise TypeError(f"execute of {type(self).__name__} returned {type(result).__name__}, not a ToolResult")
             return reply_of(result)
 
         return reply()
@@ -345,7 +346,7 @@ async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> T
 
 
 def encodable(text: str) -> str:
-    """Return the text with replacements for characters that UTF-8 cannot encode, such as in odd file names."""
+    """Return the text with replacements for characters that UTF-8 cannot encode, for example in unusual file names."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 

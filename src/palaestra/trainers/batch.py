@@ -2,8 +2,8 @@
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
 advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share get the mean
-reward of these rollouts. Not trained are unscored rollouts, groups whose scores are equal, rows that older weights
-sampled, and rows whose log-probabilities differ from the trainer's.
+reward of these rollouts. Unscored rollouts, groups whose scores are equal, rows that older weights sampled, and rows
+whose log-probabilities differ from the trainer's are not trained.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Batch:
 
     def add(self, group: Group, *, version: int, most_behind: int, scaled: bool = True) -> bool:
         """Add a group if the weights that sampled it are at most `most_behind` versions older than `version`. Returns
-        whether there is anything to learn from it. Raises `ConfigError` if its model server does not give exact
-        tokens."""
+        whether there is anything to learn from the group. Raises `ConfigError` if the group has no exact tokens."""
         scored = group.scored
         self.rollouts += len(group.trajectories)
         self.refused[UNSCORED] += len(group.trajectories) - len(scored)
@@ -79,8 +78,8 @@ class Batch:
         return bool(fresh)
 
     def compare(self, own: Iterable[Sequence[float]], most: float) -> float:
-        """Leave out the rows where sampler and trainer differ by more than `most` nats on any sampled token. `own` are
-        the trainer's log-probabilities. Returns the largest difference, including the rows that are left out."""
+        """Drop the rows where sampler and trainer differ by more than `most` nats on any sampled token. `own` are the
+        trainer's log-probabilities. Returns the largest difference, including the dropped rows."""
         differences = [difference(row, theirs) for row, theirs in zip(self.rows, own, strict=True)]
         kept = [row for row, each in zip(self.rows, differences, strict=True) if each <= most]
         self.refused[DIFFERENT] += len(self.rows) - len(kept)
@@ -89,7 +88,7 @@ class Batch:
 
 
 def difference(row: TrainedRow, own: Sequence[float]) -> float:
-    """Return the largest difference on a sampled token, in nats; infinite if a log-probability is not finite."""
+    """Return the largest difference on a sampled token in nats, or infinity if a log-probability is not finite."""
     pairs = zip(row.logprobs, own, row.row.mask, strict=True)
     found = [abs(sampled - theirs) for sampled, theirs, on in pairs if on]
     return max((each if math.isfinite(each) else math.inf for each in found), default=0.0)

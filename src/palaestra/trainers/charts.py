@@ -11,7 +11,7 @@ from palaestra.trainers.checkpoints import EVALUATION, STEP, read_steps
 
 
 def training_charts(run: Path) -> list[Chart]:
-    """Return the charts of the run in a folder; none if it trained nothing."""
+    """Return the charts of the run in a folder, or none if the run trained nothing."""
     lines = list(read_steps(run))
     steps = [line for line in lines if line.get("kind") == STEP]
     evaluations = [line for line in lines if line.get("kind") == EVALUATION]

@@ -1,7 +1,7 @@
 """Reads and writes the files of a training run, in `training/` of the run's folder: `steps.jsonl`, and the checkpoints.
 
-A checkpoint is a folder `step-000010` with the trainer's files and `state.json`. It is written under another name and
-renamed when it is on the disk, so every checkpoint that exists is complete.
+A checkpoint is a folder `step-000010` with the trainer's files and `state.json`. It is written under a temporary name
+and renamed once it is on the disk, so every checkpoint that exists is complete.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 
 class TrainingState(msgspec.Struct, kw_only=True):
-    """The state of a training run after `step`: `number` is the next group's, `drawn` counts the training tasks taken.
+    """The state of a training run after `step`. `number` is the number of the next group; `drawn` counts the training
+    tasks drawn so far.
 
-    `best` is the mean reward of the best evaluation, at `best_step`; `worse` counts the evaluations since.
+    `best` is the mean reward of the best evaluation, at `best_step`; `worse` counts the evaluations since then.
     """
 
     schema: str = STATE_SCHEMA
@@ -47,12 +48,12 @@ class TrainingState(msgspec.Struct, kw_only=True):
     worse: int = 0
 
     def check(self, trainer: str, model: str) -> None:
-        """Raise `ConfigError` if the checkpoint belongs to another trainer or another model."""
+        """Raise `ConfigError` if the checkpoint belongs to a different trainer or model."""
         for name, saved, now in (("trainer", self.trainer, trainer), ("model", self.model, model)):
             if saved != now:
                 raise ConfigError(
-                    f"the checkpoint of step {self.step} is of the {name} {saved!r}, not {now!r}: resume with that "
-                    "one, or start a new training"
+                    f"the checkpoint of step {self.step} belongs to the {name} {saved!r}, not {now!r}: resume with "
+                    f"that {name}, or start a new training run"
                 )
 
 
@@ -83,7 +84,7 @@ class TrainingFiles:
             state = msgspec.json.decode(path.read_bytes(), type=TrainingState)
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(
-                f"{path} cannot be read: {error}. Remove {path.parent} to continue from the one before"
+                f"{path} cannot be read: {error}. Remove {path.parent} to continue from the previous checkpoint"
             ) from None
         if state.schema != STATE_SCHEMA:
             raise ConfigError(f"{path} is in the format {state.schema!r}; this version reads {STATE_SCHEMA!r}")
@@ -136,8 +137,8 @@ class TrainingFiles:
 
 
 def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
-    """Return the metrics of a training run's steps (`kind` step) and evaluations (`kind` evaluation), in order; none if
-    the run trained nothing. An incomplete line is left out."""
+    """Return the metrics of a training run's steps (`kind` step) and evaluations (`kind` evaluation), in order, or none
+    if the run trained nothing. An incomplete line is left out."""
     return read_lines(run / FOLDER / "steps.jsonl")
 
 
@@ -147,7 +148,7 @@ def read_settings(run: Path) -> dict[str, JSON]:
     try:
         return dict(msgspec.json.decode(path.read_bytes()))
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{run} is not the run of a training: {path} cannot be read ({error})") from None
+        raise ConfigError(f"{run} is not a training run: {path} cannot be read ({error})") from None
 
 
 def _sync(path: Path) -> None:

@@ -44,20 +44,20 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     """The number of rollouts of each held-out task in an evaluation."""
 
     save_every: int = Field(default=1, ge=1)
-    """The number of steps between checkpoints. A resumed training repeats the steps since the last checkpoint from the
-    record."""
+    """The number of steps between checkpoints. A resumed training run repeats the steps since the last checkpoint from
+    the record."""
 
     keep: int = Field(default=2, ge=1)
     """The number of latest checkpoints that are kept, in addition to the best."""
 
     patience: int | None = Field(default=None, ge=1)
-    """Stop after this many evaluations without a better one."""
+    """Stop after this many evaluations in a row that are not better than the best one."""
 
     target: float | None = None
-    """Stop when the mean reward of an evaluation reaches this."""
+    """Stop when the mean reward of an evaluation reaches this value."""
 
     max_tasks: int = Field(default=1000, ge=2)
-    """The maximum number of tasks taken from an environment, which may have no end."""
+    """The maximum number of tasks taken from an environment, whose tasks may be endless."""
 
     lora_rank: int = Field(default=32, ge=0)
     """The rank of the adapter that `tinker` trains; 0 trains all weights, as `trl` does."""

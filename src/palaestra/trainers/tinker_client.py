@@ -1,4 +1,4 @@
-"""`TinkerTrainer` trains an adapter through the Tinker SDK, on the service or on a server with the same wire format.
+"""`TinkerTrainer` trains an adapter through the Tinker SDK, on Tinker's service or on a server with the same protocol.
 
 The engine samples with a sampling client for the weights of the last step. The loss `importance_sampling` is a sum over
 tokens: advantages are divided by the number of sampled tokens in the step, so that each of them has the same weight.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STATE = "tinker.json"
-"""The file of a checkpoint with the path of the state that the server keeps."""
+"""The file in a checkpoint that holds the path of the state on the server."""
 
 START_TIMEOUT_S = 180.0
 """Seconds that a local server may take to load its model."""
@@ -60,8 +60,8 @@ async def _value(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 async def answered(answer: Awaitable[T], url: str | None) -> T:
-    """Return the answer of a server; If `url` is None, the service answers, and the SDK watches it. Raises
-    `TrainerUnavailable` if no connection can be made for `GONE_S`."""
+    """Return a server's answer. Raises `TrainerUnavailable` if no connection to `url` can be made for `GONE_S`. If
+    `url` is None, Tinker's service answers, and only the SDK watches the connection."""
 
     async def wait() -> T:
         return await answer
@@ -104,7 +104,7 @@ class TinkerEngine(TokenChat):
         self._client: tinker.SamplingClient
 
     def use(self, client: tinker.SamplingClient, version: str) -> None:
-        """Sample with other weights."""
+        """Sample with the weights of this client from now on."""
         self._client, self.version = client, version
 
     async def load_weights(self, folder: str, version: str) -> None:
@@ -150,8 +150,8 @@ class TinkerEngine(TokenChat):
 
 
 class TinkerTrainer:
-    """Trains an adapter for `server.model_name`. `url` is the server's address; None selects the service. With `local`,
-    a server is started on this machine, and keeps its states in that folder."""
+    """Trains an adapter for `server.model_name`. `url` is the server's address; None selects Tinker's service. If
+    `local` is given, a server is started on this machine, and keeps its states in that folder."""
 
     name = "tinker"
 
@@ -285,7 +285,7 @@ class TinkerTrainer:
             return await answered(answer, self._url)
         except tinker.TinkerError as error:
             raise TrainerError(
-                f"The Tinker server at {self._url or 'the service'} failed: {error}. The training can be resumed"
+                f"A request to {self._url or 'the Tinker service'} failed: {error}. The training run can be resumed"
             ) from error
 
 
@@ -331,7 +331,7 @@ async def _local_server(model: str, states: Path) -> AsyncIterator[str]:
             line = (await child.stdout.readline()).decode().strip()
         if not line:
             raise ConfigError(
-                f"`palaestra serve tinker {model}` ended with code {await child.wait()}; its reason is above"
+                f"`palaestra serve tinker {model}` ended with code {await child.wait()}; see its error above"
             )
         yield line
     except TimeoutError:

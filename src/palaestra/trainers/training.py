@@ -107,7 +107,7 @@ class Training:
             if due and config.target is not None and self._evaluations[-1] >= config.target:
                 raise _Done(f"the evaluation reached {config.target:g}")
             if config.patience is not None and state.worse >= config.patience:
-                raise _Done(f"no better evaluation in {state.worse}")
+                raise _Done(f"none of the last {state.worse} evaluations was better")
 
     async def _step(self) -> None:
         began, busy = time.monotonic(), self.busy.seconds
@@ -120,8 +120,8 @@ class Training:
             if not batch.rows:
                 raise TrainerError(
                     f"step {state.step + 1}: the log-probabilities of sampler and trainer differ by up to {most:.3g} "
-                    f"nats on every row, more than {config.max_difference:g} (max_difference): the weights or the "
-                    "precision that sampled are not the trained ones"
+                    f"nats on every row, more than {config.max_difference:g} (max_difference). The sampler's weights "
+                    "or precision are not the trainer's"
                 )
             numbers = await self.trainer.step(batch.rows, str(state.step + 1))
         for name in ("loss", "weight_norm"):
@@ -129,7 +129,7 @@ class Training:
                 saved = self._files.latest()
                 raise TrainerError(
                     f"step {state.step + 1}: the {name} is {value}, so the step is lost. Resume with a lower "
-                    f"learning_rate: the training continues after step {saved.step if saved else 0}"
+                    f"learning_rate; the training run continues after step {saved.step if saved else 0}"
                 )
         state.step += 1
         ended = time.monotonic()
@@ -152,7 +152,7 @@ class Training:
         )
 
     async def _collect(self) -> Batch:
-        """Roll out tasks until enough groups have something to learn. Raises `TrainerError` if none has."""
+        """Roll out tasks until there are enough groups to learn from. Raises `TrainerError` if there are none."""
         batch, config, state = Batch(), self.config, self._state
         most, drawn = math.ceil(config.groups * config.most_draws), 0
         while batch.groups < config.groups and drawn < most:
@@ -168,11 +168,11 @@ class Training:
                 if batch.refused[EQUAL]
                 else "see `palaestra report`"
             )
-            raise TrainerError(f"step {state.step + 1}: {drawn} groups teach nothing ({reasons}): {hint}")
+            raise TrainerError(f"step {state.step + 1}: none of {drawn} groups can be trained on ({reasons}); {hint}")
         return batch
 
     async def _evaluate(self, step: int) -> bool:
-        """Roll out the held-out tasks; returns whether the mean reward is the best so far."""
+        """Roll out the held-out tasks; return whether the mean reward is the best so far."""
         groups = await self._roll_out(self._held_out, self.config.eval_samples)
         rewards = [each.reward for group in groups for each in group.scored if each.reward is not None]
         if not rewards:
@@ -213,7 +213,7 @@ class Training:
         return [each.result() for each in running]
 
     def _next_task(self) -> Task:
-        """Yield the tasks in a random order, drawn again for each pass over them."""
+        """Return the next task. The order of the tasks is random and is drawn again for each pass over them."""
         passed, place = divmod(self._state.drawn, len(self._train))
         self._state.drawn += 1
         order = list(range(len(self._train)))
@@ -235,7 +235,7 @@ class Training:
         held_out = config.eval_tasks if config.eval_every else 0
         if len(tasks) <= held_out:
             raise ConfigError(
-                f"{self._runner.env.name} has {len(tasks)} tasks, and {held_out} are to be held out for evaluation: "
+                f"{self._runner.env.name} has {len(tasks)} tasks, but {held_out} are to be held out for evaluation: "
                 "lower eval_tasks, or set eval_every to 0"
             )
         return split_tasks(list(tasks.values()), held_out, self._runner.run_context.settings.seed)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FORWARD_ROWS = 32
-"""Rows in one pass of the model."""
+"""The maximum number of rows in one forward pass of the model."""
 
 _SPARE = 1.1
 """The maximum number of rows in a step, as a multiple of its rollouts, because a rollout has several rows if its
@@ -60,7 +60,7 @@ class _SamplingEngine(TransformersEngine):
 
 
 class TrlTrainer:
-    """Trains the model of a folder, or of the hub, with all its weights, on this machine."""
+    """Trains all weights of a model from a folder or the hub, on this machine."""
 
     name = "trl"
 
@@ -107,8 +107,8 @@ class TrlTrainer:
     async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
         if len(rows) >= self._rows:
             raise ConfigError(
-                f"a step has {len(rows)} rows, and TRL was set up for {self._rows - 1}: histories that change (sub-"
-                "agents, compaction) make several rows of a rollout. Leave them out, or train with tinker"
+                f"a step has {len(rows)} rows, but TRL was set up for {self._rows - 1}: sub-agents and changed "
+                "histories (compaction) give a rollout several rows. Avoid both, or train with tinker"
             )
         batch = _Batch(rows)
         self._batches.put(batch)
@@ -130,7 +130,7 @@ class TrlTrainer:
         try:
             await self._computed(write)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as a RuntimeError
-            raise DiskError(f"cannot write the checkpoint {folder}: {error}. Those before it are kept") from error
+            raise DiskError(f"cannot write the checkpoint {folder}: {error}. Earlier checkpoints are kept") from error
 
     async def load(self, folder: Path, version: str) -> None:
         def read() -> None:
@@ -142,7 +142,7 @@ class TrlTrainer:
                 self._trl.model, str(folder / "model" / "model.safetensors"), strict=False, device=str(device)
             )
             if unknown or set(missing) - set(self._trl.model.all_tied_weights_keys):
-                raise ValueError(f"its weights are named differently ({[*missing, *unknown][:3]})")
+                raise ValueError(f"its weights have different names ({[*missing, *unknown][:3]})")
             self._trl.optimizer.load_state_dict(
                 torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
             )
@@ -155,7 +155,7 @@ class TrlTrainer:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigError(
                 f"The checkpoint {folder} does not fit the model '{self.model}': {first}. Resume with the model that "
-                "was trained, or remove the folder to continue from the checkpoint before"
+                "was trained, or remove the folder to continue from the previous checkpoint"
             ) from None
         self._engine.policy_version = version
 
@@ -310,8 +310,8 @@ def _advantage(*, advantage: Sequence[float], **_: object) -> list[float]:
 
 
 def _numbers(trainer: GRPOTrainer) -> dict[str, float]:
-    """The numbers that TRL logged for its last step, and the norm of the weights, which overflows if a step has ruined
-    them."""
+    """Return the numbers that TRL logged for its last step, and the norm of the weights, which overflows if a step has
+    ruined them."""
     import torch
 
     last = next((each for each in reversed(trainer.state.log_history) if "loss" in each), {"loss": math.nan})

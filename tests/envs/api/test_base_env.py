@@ -176,7 +176,7 @@ def test_a_class_that_exits_or_is_cancelled_loses_that_rollout_alone(tmp_path: P
     report = rolled_out(Ending, tmp_path, "--env.group_size", "1", "--env.max_num_workers", "1")
     assert report.exit_code == 3
     journal = report.journal.read_text()
-    for said in ("item-0 failed with SystemExit: 0", "item-1 failed with CancelledError: something that it waited for"):
+    for said in ("item-0 failed with SystemExit: 0", "item-1 failed with CancelledError: an awaited operation"):
         assert f"Ending.collect_trajectory on {said}" in journal
     assert "item-2 failed with TypeError: 'int' object is not iterable" in journal
 
@@ -186,7 +186,7 @@ def test_a_class_that_exits_or_is_cancelled_loses_that_rollout_alone(tmp_path: P
     [
         ("nothing", "a row is str"),
         ({"tokens": [1], "scores": 1.0}, "lacks masks"),
-        ({"tokens": [1], "masks": [1], "scores": "1"}, "scores of a row is str"),
+        ({"tokens": [1], "masks": [1], "scores": "1"}, "scores in a row is str"),
         ({"tokens": [1, 2], "masks": [1], "scores": 1.0}, "2 tokens, 1 masks"),
         ({"tokens": [1], "masks": [1], "scores": 1.0, "inference_logprobs": [0.1, 0.2]}, "2 inference_logprobs"),
     ],

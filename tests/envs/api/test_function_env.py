@@ -105,7 +105,7 @@ def test_several_scores_are_a_weighted_mean_and_recorded() -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "2", None])
 def test_a_weight_that_makes_no_mean_is_refused(weight: float) -> None:
-    with pytest.raises(ConfigError, match="environment toy: a score's weight must be a number from 0 up, not"):
+    with pytest.raises(ConfigError, match="environment toy: a score's weight must be a non-negative number, not"):
         form(1.0, weights=(weight,))
 
 
@@ -252,7 +252,7 @@ def test_what_a_newcomer_forgets_is_told() -> None:
     made = environment(toy)  # type: ignore[arg-type]
     made.score(lambda task: True)
     settings = made.config_type()
-    with pytest.raises(ConfigError, match="n: it has no default: set a value"):
+    with pytest.raises(ConfigError, match="n: a value is required"):
         merge(settings, [])
     with pytest.raises(ConfigError, match="it returned NoneType instead of tasks; yield each Task"):
         tasks_of(made.build(settings(n=1)))
@@ -308,7 +308,7 @@ def test_a_task_with_an_empty_list_of_toolsets_has_no_tool(
     monkeypatch.chdir(tmp_path)
     Path("bare_env.py").write_text(BARE)
     assert main(["run", "bare_env.py", "--policy", "oracle"]) == 3
-    assert "its solution has commands for the tool terminal, and the agent has no tool" in capsys.readouterr().err
+    assert "' has commands for the tool terminal, but the agent has no tool" in capsys.readouterr().err
 
 
 FORGETFUL = """
@@ -338,8 +338,8 @@ def test_a_call_of_the_slot_that_is_not_awaited_is_no_answer(
     Path("forgetful_env.py").write_text(FORGETFUL)
     assert main(["run", "forgetful_env.py", "--policy", "oracle"]) == 3
     shown = capsys.readouterr().err
-    assert "scoring 000000-score/0 failed with NotAwaited: sandbox.stat was called and not awaited" in shown
-    assert "preparing task prepare failed with NotAwaited: sandbox.write_text was called and not awaited" in shown
+    assert "scoring 000000-score/0 failed with NotAwaited: sandbox.stat was called but not awaited" in shown
+    assert "preparing task prepare failed with NotAwaited: sandbox.write_text was called but not awaited" in shown
 
 
 def test_loading_by_path_and_name(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_larger_group_size_from_a_flag_undoes_that_default() -> None:
         ("group_size", 0, "greater than or equal to 1"),
         ("group_size", True, "group_size True: must be a number"),
         ("metrics_port", False, "metrics_port False: must be a number"),
-        ("data_path_to_save_groups", "a/b.html", "name a .jsonl file"),
+        ("data_path_to_save_groups", "a/b.html", "specify a .jsonl file"),
         ("rollout_server_url", "localhost:8000", "http://localhost:8000"),
         ("total_steps", -2, "greater than or equal to -1"),
     ],
@@ -161,7 +161,10 @@ def test_remote_pools_settings_are_accepted_without_effect() -> None:
 def test_a_limit_of_one_stage_leaves_the_others() -> None:
     limits = HermesAgentEnvConfig(idle_limits={"tool": 5.0, "model": 0}).idle_limits
     assert (limits["tool"], limits["model"], limits["grade"]) == (5.0, 0.0, IDLE_LIMITS["grade"])
-    for wrong, says in (({"tol": 5.0}, "stage 'tol'"), ({"tool": -1.0}, "the limit of tool must be seconds")):
+    for wrong, says in (
+        ({"tol": 5.0}, "stage 'tol'"),
+        ({"tool": -1.0}, "the limit of tool must be a number of seconds"),
+    ):
         with pytest.raises(ConfigError, match=says):
             HermesAgentEnvConfig(idle_limits=wrong)
 

@@ -97,7 +97,7 @@ def test_a_class_with_a_list_of_items_keeps_some_back() -> None:
     assert 0 < len(evaluated) < 20
     given, evaluated, known = items()
     assert given == evaluated == known
-    with pytest.raises(ConfigError, match=r"held_out 1e-09 leaves no task of 30 to evaluate"):
+    with pytest.raises(ConfigError, match=r"held_out 1e-09 leaves none of 30 tasks to evaluate"):
         items(held_out=1e-9)
 
 
@@ -148,7 +148,7 @@ def test_it_does_not_go_on_with_other_tasks(command: str, lines_env: str, capsys
     journal.write_bytes(b"".join(lines[: until + 1]))
     Path(lines_env).write_text(scripts.COUNT_LINES.replace('f"lines-{i}"', 'f"other-{i}"'))
     assert palaestra(*said, "--resume", str(journal.parent)) == 2
-    assert "task 0 is other-0 now and was lines-0" in capsys.readouterr().err
+    assert "task 0 is now other-0, but was lines-0 before" in capsys.readouterr().err
 
 
 def test_items_may_be_evaluated_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_a_trainer_gets_what_was_sampled_until_it_has_enough(folder: Path, tmp_p
             assert all(logprob < 0 for logprob, mask in zip(logprobs, masks, strict=True) if mask != -100)
     journal = {line["group_id"]: line["tokens"] for line in map(json.loads, report.groups.read_text().splitlines())}
     assert all(group["tokens"] in journal.values() for group in groups)
-    assert "has taken its 2 steps" in (tmp_path / "log").read_text()
+    assert "has completed its 2 steps" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slots
@@ -250,7 +250,7 @@ def test_what_is_too_long_for_the_trainer_is_said(folder: Path, tmp_path: Path) 
     asyncio.run(scenario())
     said = (tmp_path / "log").read_text()
     assert said.count("is not sent: its shortest rollout has") == 1
-    assert "the trainer takes 64. Offer fewer tools (--env.enabled_toolsets)" in said
+    assert "the trainer accepts 64. Offer fewer tools (--env.enabled_toolsets)" in said
     assert "0 groups delivered" in said
     assert "2 had only rollouts that are too long" in said
 

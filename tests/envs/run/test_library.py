@@ -212,9 +212,9 @@ def test_runs_are_found_by_short_names(tmp_path: Path) -> None:
     assert palaestra.open_run(second.path.name[-4:]).path == second.path
     assert palaestra.open_run("squares--oracle/").path == first.path
     assert palaestra.open_run(first.path / "journal.jsonl").path == first.path
-    with pytest.raises(ConfigError, match="names 2 runs"):
+    with pytest.raises(ConfigError, match="matches 2 runs"):
         palaestra.open_run("squares")
     with pytest.raises(ConfigError, match="no run folder nothing"):
         palaestra.open_run("nothing")
-    with pytest.raises(ConfigError, match="'last:3' names no run"):
+    with pytest.raises(ConfigError, match="'last:3' does not name a run"):
         palaestra.open_run("last:3")

@@ -21,7 +21,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(n: int, passed: int, k: int
 
 def test_what_cannot_be_told_is_refused() -> None:
     for n, passed, k in ((2, 3, 1), (2, 1, 3), (2, 1, 0)):
-        with pytest.raises(ValueError, match="cannot be told"):
+        with pytest.raises(ValueError, match="cannot be computed"):
             pass_at_k(n, passed, k)
 
 

@@ -144,7 +144,7 @@ def test_a_tracker_that_is_absent_is_one_warning_and_the_run_goes_on(
     stream = io.StringIO()
     report: RunReport = asyncio.run(run(form, parsed, stream=stream))
     assert report.exit_code == 0
-    assert stream.getvalue().count("trackio was asked for and is not installed") == 1
+    assert stream.getvalue().count("trackio was requested but is not installed") == 1
     lines = [json.loads(line) for line in (report.folder / "metrics.jsonl").read_text().splitlines()]
     assert (lines[-1]["step"], lines[-1]["reward/mean"]) == (1, 1.0)
 

@@ -114,7 +114,7 @@ def test_commands_and_refusals_are_answers(tmp_path):
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in reply])
 
             assert "/approve" in await ask("/help")
-            assert "No turn runs" in await ask("/status", stream=True)
+            assert "No turn is running" in await ask("/status", stream=True)
             assert await ask("hi") == "echo 1: hi"
             assert "limit" in await ask("more")
 
@@ -200,7 +200,7 @@ def test_a_command_that_comes_again_is_not_run_again(tmp_path):
     async def main():
         platform = server()
         async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
-            for expected in ("Nothing runs", "answered before"):
+            for expected in ("Nothing is running", "answered before"):
                 reply = await program.chat.completions.create(
                     model="m", messages=said("/stop"), timeout=10,
                     extra_headers={SESSION: "s", "Idempotency-Key": "k1"},

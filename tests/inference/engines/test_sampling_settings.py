@@ -46,9 +46,9 @@ def test_settings_that_say_nothing_pass() -> None:
         ({"temperature": True}, "temperature=True"),
         ({"top_p": 0}, "top_p=0"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"max_tokens": 0}, "max_tokens=0 is not a whole number from 1"),
+        ({"max_tokens": 0}, "max_tokens=0 is not a positive integer"),
         ({"max_tokens": 1.5}, "max_tokens=1.5"),
-        ({"seed": [1]}, r"seed=\[1\] is not a whole number"),
+        ({"seed": [1]}, r"seed=\[1\] is not an integer"),
         ({"logprobs_mode": "raw_logits"}, "raw_logprobs or processed_logprobs"),
     ],
 )

@@ -215,8 +215,8 @@ def beyond_32_bits(reply: JSON) -> JSON:
 @pytest.mark.parametrize(
     ("kind", "spoil", "complaint"),
     [
-        ("sglang", other_ids, "to other tokens than its output_ids"),
-        ("vllm", other_ids, "to other tokens than its token ids"),
+        ("sglang", other_ids, "are not those of its output_ids"),
+        ("vllm", other_ids, "are not those of its token ids"),
         ("vllm before token ids", no_number, "it has no token ids"),
         ("sglang", no_reason, "finish_reason"),
         ("vllm", no_reason, "has no finish reason"),
@@ -447,5 +447,5 @@ def test_a_group_moves_on_when_a_server_goes_away() -> None:
 def test_servers_that_only_chat_have_no_managed_server() -> None:
     group = ServerGroup([APIServerConfig(base_url="http://h"), config("http://h", server_type="vllm")])
     assert not group.token_exact
-    with pytest.raises(NotImplementedError, match="openai, vllm do not give tokens"):
+    with pytest.raises(NotImplementedError, match="openai, vllm do not return tokens"):
         group.managed_server(tokenizer=TOKENIZER, tool_call_parser=None)

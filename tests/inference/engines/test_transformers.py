@@ -169,7 +169,7 @@ def test_stop_ids_length_and_window(folder: Path) -> None:
 def test_ids_that_the_model_does_not_have_are_refused(folder: Path, ids: list[float]) -> None:
     async def scenario() -> None:
         async with started(folder) as engine:
-            with pytest.raises(EngineRefused, match="has token ids 0 to 1032"):
+            with pytest.raises(EngineRefused, match="are 0 to 1032"):
                 await engine.generate(ids, {})
             with pytest.raises(EngineRefused, match="no sampling setting"):
                 await engine.generate([1], {"min_tokens": 3})

@@ -417,8 +417,8 @@ def test_a_template_without_tools_is_refused_before_anything_is_sampled() -> Non
     ("request_", "complaint"),
     [
         ({"n": 0}, "n is 0"),
-        ({"tools": ["f"]}, "A tool is given as 'f'"),
-        ({"tools": [{"type": "function"}]}, "A tool is given as"),
+        ({"tools": ["f"]}, "A tool is 'f', but"),
+        ({"tools": [{"type": "function"}]}, "A tool is "),
         ({"messages": ["hello"]}, "Message 0 is 'hello'"),
         ({"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "without a function name.*'x'"),
     ],

@@ -117,8 +117,8 @@ def test_a_part_that_has_no_place_is_named_and_remarked_upon() -> None:
     document, remarks = atif_document(rollout(0, [{"role": "user", "content": [*odd, detailed]}]), [], META)
     assert [part.text for part in document.steps[0].message] == ["hear", "[input_audio]", "[image_url]"]
     assert remarks == {
-        "without a part of a message, of the kind 'input_audio'",
-        "without a part of a message, of the kind 'image_url'",
+        "without a message part of the kind 'input_audio'",
+        "without a message part of the kind 'image_url'",
     }
 
 

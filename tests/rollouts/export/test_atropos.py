@@ -232,7 +232,7 @@ def test_a_number_counts_once(tmp_path, group, trajectory):
         file.add(group(trajectory(0), number=0))
         for number in (0, 5):
             file.skip(5) if number else None
-            with pytest.raises(ValueError, match=f"group {number} was already given"):
+            with pytest.raises(ValueError, match=f"group {number} was already added"):
                 file.add(group(trajectory(0), number=number))
 
 

@@ -41,7 +41,7 @@ def assert_alternates(turns: list[dict[str, str]]) -> None:
 def test_any_valid_conversation_alternates_and_can_be_read_back(messages: list[Message]) -> None:
     turns, remarks = turns_of(messages)
     assert_alternates(turns)
-    assert remarks <= {"has text that reads as a call"}
+    assert remarks <= {"has text that looks like a call"}
     said = [turn["value"] for turn in turns if turn["from"] in ("system", "human")]
     assert said == [message["content"] for message in messages if message["role"] in ("system", "user")]
     replies = [message for message in messages if message["role"] == "assistant"]
@@ -125,14 +125,14 @@ def test_malformed_arguments_stay_text() -> None:
         (
             [USER, {"role": "system", "content": "s"}, reply("a", "")],
             "human gpt",
-            "a later system message is written as the human's",
+            "a later system message is written as a human turn",
         ),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, reply("a", "")],
             "human gpt",
             "without message parts that are not text",
         ),
-        ([USER, reply("<tool_call>", "")], "human gpt", "has text that reads as a call"),
+        ([USER, reply("<tool_call>", "")], "human gpt", "has text that looks like a call"),
         ([USER | {"name": "ann"}, reply("a", "")], "human gpt", "without the speaker's name"),
         ([USER, reply("a", "") | {"refusal": "no"}], "human gpt", "without the message field 'refusal'"),
     ],

@@ -151,4 +151,4 @@ def test_a_seal_that_the_check_itself_cuts_off_is_no_score(tmp_path: Path) -> No
     """What it would see afterwards is the workspace as it was before the agent came."""
     done = played(OutOfTime(), tmp_path)
     assert (done.reward, done.blame) == (None, Blame.SANDBOX)
-    assert "was cut off" in done.error
+    assert "was interrupted" in done.error

@@ -90,7 +90,7 @@ def test_what_is_no_run_folder_is_said_and_the_latest_run_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "env--m" / "20260801", broken())
-    with pytest.raises(ConfigError, match=r"no run folder nowhere.*The latest below is runs/env--m/20260801"):
+    with pytest.raises(ConfigError, match=r"no run folder nowhere.*The latest run found is runs/env--m/20260801"):
         open_recording(Path("nowhere"))
     with pytest.raises(ConfigError, match=r"has no journal\.jsonl.*20260801"):
         open_recording(Path("runs"))

@@ -214,4 +214,4 @@ def test_an_error_is_printed_once_and_later_ones_refer_to_the_first(log, clock):
         tell(progress, GroupFinished(Group(group_id=name, number=number, task_id="t", trajectories=lost)))
     first, second = log.getvalue().splitlines()
     assert first.count("line 8") == 1
-    assert second == "[2] t: reward – – – · 0ms; infra_error (grader): as 000000-t/0"
+    assert second == "[2] t: reward – – – · 0ms; infra_error (grader): same as 000000-t/0"

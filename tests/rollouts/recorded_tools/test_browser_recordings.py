@@ -51,7 +51,7 @@ class Shop(HermesAgentBaseEnv):
         assert (await ctx.browser_navigate_async(f"http://{{SITE}}/"))["title"] == "Door"
         assert 'link "Open"' in (await ctx.browser_snapshot_async())["snapshot"]
         assert browser.running is first  # the agents' browser
-        assert "not open" in ctx.browser_navigate("http://127.0.0.1:1/")["error"]
+        assert "not allowed" in ctx.browser_navigate("http://127.0.0.1:1/")["error"]
         ctx.cleanup()
         assert "browser_navigate" in ctx.browser_snapshot()["error"]
         return 1.0

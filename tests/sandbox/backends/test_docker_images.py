@@ -107,7 +107,7 @@ def test_an_image_by_path_needs_rights_and_a_daemon_of_this_machine(daemon: Dock
             with pytest.raises(ConfigError, match="docker_privileged"):
                 await slots.create(SlotSpec(image=str(root)), "t")
         far = DockerBackend(IMAGE, hosts=["tcp://far:2375"], privileged=True)
-        with pytest.raises(ConfigError, match="another one"):
+        with pytest.raises(ConfigError, match="another machine"):
             await far.create(SlotSpec(image=str(root)), "t")
 
     asyncio.run(main())

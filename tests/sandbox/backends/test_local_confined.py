@@ -444,7 +444,7 @@ def test_what_the_rung_does_not_have_is_refused(tmp_path: Path) -> None:
         await backend.destroy(slot)
         (tmp_path / "usr").mkdir()
         for spec, words in (
-            (SlotSpec(image=str(tmp_path)), "no image"),
+            (SlotSpec(image=str(tmp_path)), "for an image"),
             (SlotSpec(network=AllowList(("example.org",))), "list of hosts"),
             (SlotSpec(mounts=(Mount(str(tmp_path), "/elsewhere"),)), "cannot mount"),
         ):

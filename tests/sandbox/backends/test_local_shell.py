@@ -48,7 +48,7 @@ def test_a_slot_of_too_few_open_files_for_a_shell_says_so(on_each_rung: WithSlot
     async def body(backend: LocalBackend, slot: Slot) -> None:
         await backend.destroy(slot)  # a rung may have one at a time
         few = await backend.create(SlotSpec(limits=Limits(open_files=SHELL_FILES - 1)), "few")
-        with pytest.raises(TaskError, match=f"may have {SHELL_FILES - 1} open files, and a stateful shell needs"):
+        with pytest.raises(TaskError, match=f"may have {SHELL_FILES - 1} open files, but a stateful shell needs"):
             await few.shell()
         await backend.destroy(few)
         enough = await backend.create(SlotSpec(limits=Limits(open_files=SHELL_FILES)), "enough")

@@ -113,7 +113,7 @@ def test_an_evaluation_tells_what_was_solved_by_level(tmp_path: Path, monkeypatc
     ("settings", "message"),
     [
         (["--env.dataset_name=absent.jsonl"], "there is no data set absent.jsonl"),
-        (["--env.dataset_name=empty.jsonl"], "no task that can be used"),
+        (["--env.dataset_name=empty.jsonl"], "no usable task"),
         (["--env.local_tasks_dir=empty"], "empty contains no task"),
         (["--env.level=9"], "level"),
         (["--env.families=text-claen"], "Did you mean text-clean"),

@@ -89,7 +89,7 @@ def test_root_by_any_name(user: str) -> None:
     ("text", "message"),
     [
         ("RUN true\n", "has no FROM"),
-        ("FROM a\nRUN <<END\nx\n", "line 2: the document END does not end"),
+        ("FROM a\nRUN <<END\nx\n", "line 2: the here-document END is not closed"),
         ('FROM a\nENV A="x\n', "line 2: No closing quotation"),
     ],
 )

@@ -108,7 +108,7 @@ def test_new_deleted_and_renamed_files_round_trip(tmp_path: Path) -> None:
 
 def test_a_diff_that_does_not_fit_is_refused() -> None:
     (file,) = unified_diff.parse(apply_diff.between("f", "a\nb\n", "a\nc\n"))
-    with pytest.raises(unified_diff.DiffError, match="does not fit"):
+    with pytest.raises(unified_diff.DiffError, match="does not match the file"):
         apply_diff.apply_to_text(file, "a\nx\n")
 
 
@@ -146,7 +146,7 @@ def test_binary_changes_round_trip(tmp_path: Path, old: bytes, new: bytes) -> No
     back = unified_diff.reverse(text)
     assert apply_diff.apply(unified_diff.parse(back), {"f": as_text(new)}) == {"f": as_text(old)}
     if "\ndelta" in text.partition("\n\n")[0]:
-        with pytest.raises(unified_diff.DiffError, match="does not fit"):
+        with pytest.raises(unified_diff.DiffError, match="does not match the file"):
             apply_diff.apply(unified_diff.parse(text), {"f": as_text(old + b"x")})
 
 

@@ -92,7 +92,7 @@ def test_the_printed_program(at_desk: AtDesk) -> None:
 def test_the_number_of_calls_is_limited(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         reply = await run(desk, "from palaestra_tools import todo\nwhile True:\n    todo()\n")
-        assert f"RuntimeError: a program may make {MAX_CALLS} calls at most" in reply["output"]
+        assert f"RuntimeError: a program may make at most {MAX_CALLS} calls" in reply["output"]
         assert (reply["exit_code"], reply["tool_calls_made"]) == (1, MAX_CALLS)
 
     at_desk(scenario)
@@ -207,7 +207,7 @@ def test_a_program_that_kills_what_carries_its_calls_is_ended_with_it(at_desk: A
         )
         reply = await run(desk, code)
         assert reply["exit_code"] == 137
-        assert "together with what carries its calls" in reply["error"]
+        assert "together with its call channel" in reply["error"]
         assert await desk.slot.processes() == []
 
     at_desk(scenario)
@@ -253,7 +253,7 @@ def test_children_of_a_program_cannot_call_tools(at_desk: AtDesk) -> None:
             "os.wait()\nprint(palaestra_tools.todo()['summary']['total'])\n"
         )
         reply = await run(desk, code)
-        assert reply["output"] == "tools can be called by the program itself, not by processes that it has started\n0\n"
+        assert reply["output"] == "only the program itself can call tools, not the processes that it has started\n0\n"
 
     at_desk(scenario)
 

@@ -155,7 +155,7 @@ def test_what_a_reply_does_not_show_is_said(at_desk: AtDesk) -> None:
         await desk.slot.write_text("wide.txt", "short\n" + "x" * 5000 + "\n")
         assert "are cut" in (await desk.call("read_file", path="wide.txt"))["hint"]
         reply = await desk.call("read_file", path="wide.txt", limit=1)
-        assert reply["hint"] == "Lines 1 to 1 of 2 are shown; go on with offset=2"
+        assert reply["hint"] == "Lines 1 to 1 of 2 are shown; continue with offset=2"
 
     at_desk(scenario)
 

@@ -99,7 +99,7 @@ def test_a_replay_writes_the_same_files_and_asks_nobody(tmp_path: Path) -> None:
 def test_what_is_not_an_image_is_not_written_and_a_refusal_is_the_models_mistake() -> None:
     with MediaServer().running() as server, ToolSession(settings=server.settings()) as session:
         server.image = b"<html>"
-        with pytest.raises(ToolUnavailable, match="makes images"):
+        with pytest.raises(ToolUnavailable, match="the image model"):
             session.handle("image_generate", {"prompt": "x"}, "t")
         server.status = 400
         assert "not this" in say(session, "image_generate", prompt="something forbidden")["error"]

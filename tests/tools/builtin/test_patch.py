@@ -64,7 +64,7 @@ def test_a_loose_match_says_which_kind_it_was(at_desk: AtDesk) -> None:
     [
         ({"mode": "replace", "path": "a.txt"}, "needs old_string and new_string"),
         ({"mode": "patch"}, "needs patch"),
-        ({"mode": "patch", "patch": "x", "old_string": "y"}, "does not take old_string"),
+        ({"mode": "patch", "patch": "x", "old_string": "y"}, "does not accept old_string"),
         ({"mode": "replace", "path": "a.txt", "old_string": "", "new_string": "x"}, "use write_file"),
         ({"mode": "replace", "path": "a.txt", "old_string": "a", "new_string": "a"}, "the same"),
         ({"mode": "replace", "path": "a.txt", "old_string": "a", "new_string": "b"}, "2 times (at lines 1, 2"),
@@ -154,7 +154,7 @@ def test_two_names_of_one_file_are_noticed(at_desk: AtDesk) -> None:
             edits = f"*** Update File: real/a.txt\n-one\n+1\n*** Update File: {name}\n-two\n+2"
             patch = f"*** Begin Patch\n{edits}\n*** End Patch"
             reply = await desk.call("patch", mode="patch", patch=patch)
-            assert f"{name} is one file with another of the patch" in reply["error"]
+            assert f"{name} is the same file as another in the patch" in reply["error"]
             assert await desk.slot.read_text("real/a.txt") == "one\ntwo\n"
 
     at_desk(scenario)

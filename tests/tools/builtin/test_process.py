@@ -98,7 +98,7 @@ def test_what_cannot_be_done_is_told_and_nothing_is_started(at_desk: AtDesk) -> 
             await desk.call("terminal", command="exec sleep 1000", background=True)
         reply = await desk.call("terminal", command="touch ran", background=True)
         assert reply["exit_code"] == -1
-        assert "64 background processes run already" in reply["error"]
+        assert "64 background processes are running" in reply["error"]
         assert await desk.slot.stat("ran") is None
 
     at_desk(scenario)

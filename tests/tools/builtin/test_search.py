@@ -149,7 +149,7 @@ def test_files_are_found_by_name(at_desk: AtDesk) -> None:
         ({"pattern": r"a\nb"}, "line by line"),
         ({"pattern": "x", "path": "a.pi"}, "Did you mean a.py?"),
         ({"pattern": ""}, "Invalid arguments"),
-        ({"pattern": "x", "file_glob": "a\0"}, "file_glob cannot hold NUL"),
+        ({"pattern": "x", "file_glob": "a\0"}, "file_glob cannot contain NUL"),
         ({"pattern": "\ud800"}, "half of a surrogate pair"),
         ({"pattern": "x", "limit": 501}, "'limit' must be"),
     ],

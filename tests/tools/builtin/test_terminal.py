@@ -43,9 +43,9 @@ def test_workdir_is_where_the_command_runs(at_desk: AtDesk) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"command": "touch ran; echo a\0b"}, "holds a NUL character; nothing was run"),
+        ({"command": "touch ran; echo a\0b"}, "contains a NUL character; nothing was run"),
         ({"command": "touch ran; echo \ud800"}, "half of a surrogate pair; nothing was run"),
-        ({"command": "touch ran; : " + "x" * MAX_COMMAND_BYTES}, "and 131071 can be run at most; nothing was run"),
+        ({"command": "touch ran; : " + "x" * MAX_COMMAND_BYTES}, "but at most 131071 can be run; nothing was run"),
         ({"command": "touch ran", "workdir": "x" * 300}, "cannot be used"),
         ({"command": "touch ran", "workdir": "loop"}, "workdir loop cannot be used"),
         ({"command": "touch ran", "workdir": "a\0b"}, "cannot hold a NUL character; nothing was run"),

@@ -41,7 +41,7 @@ def test_a_shell_without_a_directory_to_start_in_says_how_to_go_on(at_desk: AtDe
         stateful(desk)
         await desk.call("terminal_stateful", command="rm -rf /workspace; exit")
         told = await desk.call("terminal_stateful", command="pwd")
-        assert "/workspace is no directory any more; nothing was run. Make it again" in told["error"]
+        assert "/workspace is not a directory; nothing was run. Create it again" in told["error"]
         await (await desk.tools.slot()).write_text("again", "")
         assert (await desk.call("terminal_stateful", command="ls"))["output"] == "again\n"
 

@@ -65,7 +65,7 @@ def test_what_does_not_read_its_keys_holds_nothing_up(at_desk: AtDesk) -> None:
         while await desk.slot.stat("raw") is None:
             await tmux(desk, "capture")
         refused = await tmux(desk, "send_keys", keys="x" * 100_000, max_wait_s=0.5)
-        assert refused["error"].startswith("What runs in the terminal has not read all of the keys in 1s")
+        assert refused["error"].startswith("The program in the terminal did not read all keys within 1s")
         assert (await tmux(desk, "capture"))["running"]
         assert (await tmux(desk, "stop"))["error"] is None
 
@@ -92,7 +92,7 @@ def test_a_stream_gives_everything_once(at_desk: AtDesk) -> None:
 
 def test_calls_out_of_turn_are_told(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
-        assert "start opens one" in (await tmux(desk, "capture"))["error"]
+        assert "open one with start" in (await tmux(desk, "capture"))["error"]
         await tmux(desk, "start")
         assert "open already" in (await tmux(desk, "start"))["error"]
         assert "keys is needed" in (await tmux(desk, "send_keys"))["error"]

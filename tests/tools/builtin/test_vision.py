@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_asked_is_nobodys_mistake() -> None:
 
     async def cut(server: SeeingServer, ask: Ask) -> None:
         server.reason = "length"
-        assert "limit of tokens" in (await ask(url))["cut"]
+        assert "token limit" in (await ask(url))["cut"]
 
     for scenario in (refused, forbidden, too_much, cut):
         asking(scenario)

@@ -90,7 +90,7 @@ def test_a_long_page_is_read_in_parts_that_make_the_whole(site: Site) -> None:
         if "hint" not in part:
             break
         assert part["total_chars"] == 48_890
-        assert part["hint"].endswith(f"go on with offset={len(whole)}")
+        assert part["hint"].endswith(f"continue with offset={len(whole)}")
         offset = len(whole)
     assert whole == "".join(f"line {number}\n" for number in range(5000))
     beyond = call(bound, "web_extract", urls=[site.url + "/long"], offset=99_999)

@@ -190,13 +190,13 @@ def test_a_terminal_that_is_hung_up_says_no() -> None:
 
 
 def test_without_a_terminal_nobody_can_be_asked() -> None:
-    with pytest.raises(ConfigError, match=r"nobody to ask: /dev/null is no terminal here \(Inappropriate ioctl"):
+    with pytest.raises(ConfigError, match=r"nobody to ask: /dev/null is not a terminal \(Inappropriate ioctl"):
         TerminalPerson("/dev/null")
     code = "from palaestra.tools.human.terminal_prompt import TerminalPerson; TerminalPerson()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, start_new_session=True
     )
-    assert "nobody to ask: /dev/tty is no terminal here (No such device or address)" in done.stderr
+    assert "nobody to ask: /dev/tty is not a terminal (No such device or address)" in done.stderr
 
 
 SCRIPT = """

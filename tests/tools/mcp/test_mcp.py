@@ -100,7 +100,7 @@ def test_a_server_that_dies_is_opened_once_more_and_nothing_of_it_stays() -> Non
             failed = await agent.call("fail", why="no reason")
             assert "fail" in failed["error"]
             pids = [int(await agent.output("pid")), int(await agent.output("child"))]
-            with pytest.raises(ToolServerUnavailable, match=r"'test' went away during a call of die(?s:.*)I am dying"):
+            with pytest.raises(ToolServerUnavailable, match=r"'test' ended during a call of die(?s:.*)I am dying"):
                 await agent.call("die")
             assert await agent.output("die_once", marker=marker) == "second time"
             assert living(*pids) == []  # the child too, which had left the server's group
@@ -121,7 +121,7 @@ def test_an_older_server_is_understood_and_keeps_the_tools_it_began_with(caplog:
 
     asyncio.run(scenario())
     told = [each.getMessage() for each in caplog.records if each.name.startswith("palaestra.tools.mcp")]
-    assert told == ["MCP server 'test' has other tools now; this run keeps those it began with"]
+    assert told == ["MCP server 'test' has changed its tools; this run keeps those that it began with"]
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended_and_its_last_words_told(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_key_on_a_servers_command_line_is_a_warning_and_hidden(
 def test_a_server_at_an_address_wants_its_token_and_is_missed_when_it_is_gone() -> None:
     async def scenario() -> None:
         with http_server("sesame") as url:
-            with pytest.raises(ToolServerRefused, match="status 401: look at its headers"):
+            with pytest.raises(ToolServerRefused, match="status 401: check its headers"):
                 async with agent_of(url=url, headers={"Authorization": "Bearer wrong"}):
                     pass
             async with agent_of(url=url, headers={"Authorization": "Bearer sesame"}) as agent:

@@ -112,7 +112,7 @@ def test_a_server_that_cannot_be_had_is_told_by_who_wants_it(caplog: pytest.LogC
         ({"a": {}}, r"MCP server 'a': .*set either command"),
         ({"a": "x"}, "expected servers by name under mcpServers"),
         ({"a b": {"command": "x"}}, "'a b' cannot be a server's name"),
-        ("nowhere.json", "cannot read the file of MCP servers nowhere.json"),
+        ("nowhere.json", "cannot read the MCP servers in nowhere.json"),
     ],
 )
 def test_what_cannot_be_a_server_is_refused_at_once(mcp: JSON, problem: str) -> None:

@@ -28,9 +28,9 @@ def test_names_are_what_model_servers_take_and_differ() -> None:
     [
         ({}, "set either command"),
         ({"command": "a", "url": "http://b"}, "set either command"),
-        ({"command": "a", "headers": {"X": "1"}}, "headers means nothing"),
-        ({"url": "http://b", "cwd": "/"}, "cwd means nothing"),
-        ({"url": "http://b", "type": "stdio"}, "type stdio does not go with url"),
+        ({"command": "a", "headers": {"X": "1"}}, "headers has no effect"),
+        ({"url": "http://b", "cwd": "/"}, "cwd has no effect"),
+        ({"url": "http://b", "type": "stdio"}, "type stdio cannot be used with url"),
         ({"url": "http://b", "type": "sse"}, "type"),
         ({"comand": "a"}, "Did you mean command"),
     ],

@@ -56,7 +56,7 @@ def test_only_listed_hosts_are_allowed_and_blocked_ones_never() -> None:
 
 
 def test_an_entry_without_meaning_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="neither host nor address"):
+    with pytest.raises(ConfigError, match="is not a host or address"):
         ToolSettings(browser_allow=["exa mple.org"])
 
 

@@ -83,10 +83,10 @@ def test_a_server_that_is_silent_or_gone_is_unavailable() -> None:
     ("answer", "says"),
     [
         (FakeAnswer({}, 401), "web_api_keys.engine"),
-        (FakeAnswer({}, 404), "look at its address"),
+        (FakeAnswer({}, 404), "check its address"),
         (FakeAnswer({}, 302, {"Location": "http://127.0.0.1:1/"}), "HTTP 302"),
-        (FakeAnswer(b"<html>"), "no JSON"),
-        (FakeAnswer(b"[" * 100_000), "no JSON"),
+        (FakeAnswer(b"<html>"), "answer with JSON"),
+        (FakeAnswer(b"[" * 100_000), "answer with JSON"),
     ],
 )
 def test_what_will_not_pass_is_not_tried_again(answer: FakeAnswer, says: str) -> None:

@@ -129,7 +129,7 @@ def test_unified_diff_ranges_after_at_signs_are_ignored() -> None:
         (wrap("*** Add File: f", "no plus"), "must start with '+'"),
         (wrap("*** Rename File: f"), "unknown header"),
         (wrap("*** Move File: a b"), "old path -> new path"),
-        (wrap("*** Delete File: f", "-a"), "nothing may follow"),
+        (wrap("*** Delete File: f", "-a"), "only the next file may follow"),
         (wrap("*** Delete File: "), "no path"),
         (wrap("*** Delete File: f", "*** Add File: f", "+x"), "appears twice"),
         (wrap("*** Add File: f", "+x", "*** Move to: g"), "belongs directly below"),
@@ -142,9 +142,9 @@ def test_what_is_no_patch_is_refused_with_the_reason(patch: str, part: str) -> N
 
 
 def test_files_must_be_as_the_patch_expects() -> None:
-    assert "exists already" in refusal("*** Add File: f", "+x", f="")
+    assert "already exists" in refusal("*** Add File: f", "+x", f="")
     assert "does not exist" in refusal("*** Delete File: f")
-    assert "exists already" in refusal("*** Move File: f -> g", f="", g="")
+    assert "already exists" in refusal("*** Move File: f -> g", f="", g="")
     assert "not in the file" in refusal("*** Update File: f", "-z", "+y", f="a\n")
     assert "@@ line 'q'" in refusal("*** Update File: f", "@@ q", "-a", "+y", f="a\n")
 

@@ -30,7 +30,7 @@ def test_a_toolset_is_available_when_one_of_its_tools_is() -> None:
     assert available["terminal"]
     assert available["debugging"]
     assert not available["image_gen"]
-    assert get_available_toolsets()["safe"]["missing"]["image_generate"].startswith("no model that makes images")
+    assert get_available_toolsets()["safe"]["missing"]["image_generate"].startswith("no image model")
     assert TOOLSET_REQUIREMENTS["todo"] == {"name": "todo", "env_vars": [], "tools": ["todo"]}
 
 

@@ -109,9 +109,9 @@ def test_a_tool_with_a_name_of_ours_takes_nothing_over() -> None:
     impostor = tool(todo)
     registry = build_tool_registry(["todo", "mine"], installed=[Installed("mine", "mine 1.0", (impostor,))])
     assert registry.get("todo") is ours
-    assert registry.missing == {"mine": "mine 1.0 brings the tool 'todo', which there is already"}
+    assert registry.missing == {"mine": "mine 1.0 provides the tool 'todo', which already exists"}
     web = build_tool_registry(["web"], installed=[Installed("web", "mine 1.0", (tool(name="surf")(todo),))])
-    assert web.missing["web"] == "mine 1.0 brings the toolset 'web', which there is already"
+    assert web.missing["web"] == "mine 1.0 provides the toolset 'web', which already exists"
     assert "surf" not in web.list_tools()
 
 

@@ -99,7 +99,7 @@ def test_a_tool_that_cannot_be_used_is_left_out_with_its_reason() -> None:
 
 def test_tools_that_were_asked_for_and_are_missing_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert get_tool_definitions(["vision"]) == []
-    assert "vision_analyze is left out: no model that looks at images is configured" in caplog.text
+    assert "vision_analyze is left out: no vision model is configured" in caplog.text
 
 
 def test_all_that_work_here_leaves_nothing_out() -> None:
@@ -110,7 +110,7 @@ def test_all_that_work_here_leaves_nothing_out() -> None:
 
 
 def test_strict_fails_instead_of_hiding() -> None:
-    with pytest.raises(ConfigError, match="missing: vision_analyze: no model that looks at images"):
+    with pytest.raises(ConfigError, match="missing: vision_analyze: no vision model"):
         get_tool_definitions(["file", "vision"], strict=True)
     assert len(get_tool_definitions(["file", "vision"], ["vision"], quiet_mode=True, strict=True)) == 4
     with pytest.raises(ConfigError, match="by name"):
@@ -198,8 +198,8 @@ def test_a_registry_finds_tools_by_name() -> None:
         (ToolResult(True, "", metadata={"ids": {1}}), '{"ids": [1], "output": "", "error": null}'),
         (ToolResult(True, {"a": 1}), '{"output": {"a": 1}, "error": null}'),  # type: ignore[arg-type]
         (ToolResult(True, "", metadata={"x": object()}), "Unable to serialize unknown type"),
-        ("text", "execute of Given gave str, not a ToolResult"),
-        (None, "execute of Given gave NoneType, not a ToolResult"),
+        ("text", "execute of Given returned str, not a ToolResult"),
+        (None, "execute of Given returned NoneType, not a ToolResult"),
     ],
 )
 def test_whatever_a_tool_of_the_contract_gives_is_an_answer(given: object, reply: str) -> None:

@@ -59,7 +59,7 @@ def test_a_string_is_not_taken_for_a_list_of_letters() -> None:
 
 def test_what_is_no_name_is_told() -> None:
     for name in (None, 3, ["file"]):
-        with pytest.raises(ConfigError, match="a toolset is named by a text, not by"):
+        with pytest.raises(ConfigError, match="a toolset's name must be a string, not"):
             resolve_toolsets([name])  # type: ignore[list-item]
 
 

@@ -74,7 +74,7 @@ def test_a_slot_that_nobody_uses_is_ended_and_one_in_use_is_not(session: ToolSes
 def test_mistakes_are_replies(session: ToolSession) -> None:
     assert call(session, "nothing")["error"].startswith("Unknown tool 'nothing'. Available tools: ['terminal'")
     refused = call(session, "image_generate", prompt="a")["error"]
-    assert refused.startswith("image_generate cannot be used here: no model that makes images")
+    assert refused.startswith("image_generate cannot be used here: no image model")
     assert "missing required argument 'command'" in call(session, "terminal")["error"]
     assert "Invalid JSON" in json.loads(session.handle("terminal", '{"command": "ls'))["error"]
     assert json.loads(session.handle("todo", ""))["todos"] == []

@@ -134,7 +134,7 @@ def test_a_slot_that_somebody_has_runs_sessions_too(at_desk: AtDesk) -> None:
             return process_registry.kill_process(session.id)["status"], process_registry.kill_all("other")
 
         assert await asyncio.to_thread(beside) == ("killed", 0)
-        with pytest.raises(RuntimeError, match=r"await ProcessRegistry\.spawn there instead"):
+        with pytest.raises(RuntimeError, match=r"await ProcessRegistry\.spawn on that loop instead"):
             process_registry.spawn_via_env(desk.slot, "true")
         with pytest.raises(NotADirectoryError):
             await asyncio.to_thread(process_registry.spawn_via_env, desk.slot, "true", "/etc/hostname")
@@ -299,7 +299,7 @@ def test_a_pid_that_was_given_to_another_process_is_never_signalled(holder: tupl
     use_session(ToolSession(backend=service(folder), config=ToolSessionConfig(checkpoint_path=path)))
     assert process_registry.recover_from_checkpoint() == 0
     for session_id in ids:
-        assert "is another one after a restart" in process_registry.kill_process(session_id)["error"]
+        assert "is a different process after a restart" in process_registry.kill_process(session_id)["error"]
     assert process_registry.kill_all() == 0
     assert process_registry.pending_watchers == []
     assert json.loads(handle_function_call("terminal", {"command": "pgrep -c sleep"}, "t"))["output"] == "2\n"

@@ -173,7 +173,7 @@ async def answering(status: int, body: str) -> AsyncIterator[str]:
         (200, "<html>", ToolServerReplyError, "answered say with something other than a result: '<html>'"),
         (200, '{"ok": 1}', ToolServerReplyError, "something other than a result"),
         (401, '{"detail": "who?"}', ToolServerRefused, "status 401: who?; set tool_server_token"),
-        (404, "{}", ToolServerRefused, "status 404: '{}'; start it with that tool"),
+        (404, "{}", ToolServerRefused, "status 404: '{}'; start the server with that tool"),
         (500, '{"detail": "oh"}', ToolServerUnavailable, "status 500: oh"),
         (503, '{"detail": "full"}', ToolServerUnavailable, "status 503: full"),
         (302, "", ToolServerRefused, "status 302"),

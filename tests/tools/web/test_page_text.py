@@ -121,9 +121,9 @@ def test_a_small_reply_that_unpacks_to_much_is_cut_off() -> None:
         ("file:///etc/passwd", "only http and https"),
         ("ftp://birds.example/", "only http and https"),
         ("birds.example", "only http and https"),
-        ("http://", "names no host"),
+        ("http://", "has no host"),
         ("http://user:pw@birds.example/", "user or a password"),
-        ("http://[::1", "no address of a page"),
+        ("http://[::1", "not the address of a page"),
         ("http://no-such-host.invalid/", "no such host"),
     ],
 )

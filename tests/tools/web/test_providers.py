@@ -59,7 +59,7 @@ def test_a_page_that_a_provider_refuses_is_its_own_error() -> None:
 def test_a_wrong_key_is_named_and_never_shown(name: str) -> None:
     with Site(PROVIDERS[name]()) as site:
         provider = searcher(name, settings(name, site.url, web_api_keys={name: "another-key"}))
-        with pytest.raises(ToolUnavailable, match=rf"{name} at .* look at web_api_keys\.{name}") as caught:
+        with pytest.raises(ToolUnavailable, match=rf"{name} at .* check web_api_keys\.{name}") as caught:
             asyncio.run(provider.search("tern", 5))
     assert "another-key" not in str(caught.value)
 

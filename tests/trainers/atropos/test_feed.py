@@ -269,7 +269,7 @@ async def answering(*answers: tuple[int, str]) -> AsyncIterator[str]:
     [
         (404, '{"detail": "Not Found"}', "is not a trajectory server.*HTTP 404: Not Found.*rollout_server_url"),
         (401, '{"detail": "no key"}', "is not a trajectory server.*HTTP 401: no key"),
-        (200, "<html>hello</html>", "register-env does not answer as a trajectory server does.*hello"),
+        (200, "<html>hello</html>", "register-env does not answer like a trajectory server.*hello"),
         (200, "null", "got `null`"),
         (200, '{"status": "success", "env_id": "zero"}', "env_id"),
     ],

@@ -131,7 +131,7 @@ def test_a_trainer_that_says_that_it_took_a_batch_is_believed(step: int, come: l
                 while len(got) < len(come):
                     got += marks((await api.get("/batch"))["batch"] or [])
             assert (await api.get("/status"))["queue_size"] == 0
-        again = "sending 2 groups again" if step == 3 else "not sending again what the trainer may have"
+        again = "sending 2 groups again" if step == 3 else "not sending groups again that the trainer may have"
         assert again in " ".join(said.notes)
         return got
 

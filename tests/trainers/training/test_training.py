@@ -183,7 +183,7 @@ def test_patience_and_target_end_the_training_early() -> None:
     trainer.rate = 0.0
     report = train(trainer, steps=50, eval_every=1, patience=2)
     assert report.result.steps < 50
-    assert "no better" in report.result.reason
+    assert "was better" in report.result.reason
     report = train(TabularTrainer(), steps=200, eval_every=1, eval_samples=4, target=0.6)
     assert report.result.steps < 200
     assert report.result.after is not None

@@ -1,7 +1,7 @@
 """Files that survive a crash: those that only grow, line by line (journals and stores), and those replaced as a whole.
 
 An appended line survives the death of this process; `commit` returns once it is on the disk, and concurrent commits
-share one fsync. Invariant: a line that could not be written whole (the disk is full) is removed.
+share one fsync. Invariant: a line that could be written only in part (the disk is full) is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.types import JSON
 
 KEPT = ". Earlier data is kept"
-"""How the message of a failed write ends."""
+"""The end of the message about a failed write."""
 
 
 @contextmanager
@@ -55,7 +55,7 @@ class AppendedFile:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix=path.stem)
 
     def append(self, line: bytes) -> None:
-        """Pass one line to the kernel. Raises `DiskError`, after removing a part that was written."""
+        """Pass one line to the kernel. Raises `DiskError`, after removing a partly written line."""
         try:
             written = os.write(self.fd, line)
             if written < len(line):
@@ -110,7 +110,7 @@ def open_lines(path: Path, schema: str, *, mode: int = 0o600, exclusive: bool = 
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ConfigError(f"{path} is not a regular file; use another one")
+            raise ConfigError(f"{path} is not a regular file; use a different file")
         if exclusive:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with writing(path):
@@ -125,8 +125,8 @@ def open_lines(path: Path, schema: str, *, mode: int = 0o600, exclusive: bool = 
 
 
 def read_lines(path: Path) -> Iterator[dict[str, JSON]]:
-    """Yield the JSON objects of a file's lines, without lines that cannot be read, such as a torn last one; none if the
-    file is missing."""
+    """Yield the JSON objects in a file's lines. Lines that cannot be parsed, such as a torn last line, are skipped; a
+    missing file yields nothing."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -137,7 +137,7 @@ def read_lines(path: Path) -> Iterator[dict[str, JSON]]:
 
 
 def _begin(fd: int, path: Path, schema: str) -> None:
-    """Write the first line, or check it and cut off a torn last one."""
+    """Write the first line, or check it and cut off a torn last line."""
     head = msgspec.json.encode({"schema": schema}) + b"\n"
     with path.open("rb") as file:
         first = file.readline()
@@ -163,7 +163,7 @@ def _begin(fd: int, path: Path, schema: str) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file to fill, which replaces `path` when the block ends. If the block fails, only the former file
+    """Yield a file to fill, which replaces `path` when the block ends. If the block fails, only the previous file
     remains. Raises `OSError`."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

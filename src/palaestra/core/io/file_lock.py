@@ -1,4 +1,4 @@
-"""A lock file that excludes other processes of this machine and other tasks of this process.
+"""A lock file that excludes other processes on this machine and other tasks in this process.
 
 Waiting does not block the event loop. The kernel releases the lock when its holder dies (flock(2)).
 """

@@ -1,6 +1,6 @@
-"""HTTP servers that run for the length of a block, and the check of their callers.
+"""Runs HTTP servers for the duration of a block, and checks their callers.
 
-Every server of the project uses this module. It limits the connections, the time until a request begins, and the time
+Every server in the project uses this module. It limits the connections, the time until a request begins, and the time
 that its body may take. Invariants: a server beyond the loopback has a token, a caller is checked before its body is
 read or requested (`guard`, `invite_body`), and a token is compared in constant time. Input that is not HTTP is not
 logged.
@@ -24,10 +24,10 @@ from palaestra.core.errors import ConfigError
 
 MOST_CONNECTIONS = 4096
 HEAD_S, BODY_S = 30.0, 300.0
-"""Seconds until a connection has sent the head of its first request, and until a request has sent its body."""
+"""The maximum seconds for a connection to send the head of its first request, and for a request to send its body."""
 
 _EXPECTED = "X-Palaestra-Expected"
-"""The name under which the header `Expect` is kept, because aiohttp answers it before any check of the caller."""
+"""The header under which `Expect` is kept, because aiohttp would answer `Expect` before the caller is checked."""
 
 _CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError)
 logger = logging.getLogger(__name__)
@@ -57,17 +57,17 @@ def refusal(token: str | None, headers: Mapping[str, str]) -> tuple[int, str] | 
         scheme, _, given = headers.get("Authorization", "").partition(" ")
         sent = given.strip().encode("utf-8", "surrogateescape")
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent, token.encode("utf-8", "surrogateescape")):
-            problem = "no bearer token was sent" if not sent else "the bearer token is not the server's"
+            problem = "no bearer token was sent" if not sent else "the bearer token does not match the server's"
             return 401, f"{problem}: send the header Authorization: Bearer TOKEN"
         return None
     origin = headers.get("Origin")
     if origin is None and headers.get("Sec-Fetch-Site", "none") != "none":
         origin = "another site"
     if origin is not None:
-        return 403, f"a page of {origin} may not call: this server has no token"
+        return 403, f"a page from {origin} may not call this server, which has no token"
     name = headers.get("Host", "localhost")
     if not is_loopback(name if name.endswith("]") else name.rpartition(":")[0] or name):
-        return 403, f"this server is localhost, not {name}: a page that uses another name may not call"
+        return 403, f"this server is localhost, not {name}: a page that uses a different host name may not call it"
     return None
 
 
@@ -78,10 +78,10 @@ def guard(
     key_header: str | None = None,
     error: Callable[[int, str], web.Response] | None = None,
 ) -> Any:
-    """The middleware that refuses callers by `refusal` and reads the bodies of the others. On `open_paths` it refuses
-    only requests with a body. The connections of callers that `refusal` rejects are closed. `key_header` is a second
-    header that may carry the token, for clients that send it there. `error` makes the response from the status and the
-    reason, for protocols with their own error format."""
+    """Return middleware that refuses the callers whom `refusal` rejects, and reads the bodies of all other requests. On
+    `open_paths`, it refuses only requests with a body. The connections of callers that `refusal` rejects are closed.
+    `key_header` is a second header that may carry the token, for clients that send it there. `error` makes the response
+    from the status and the reason, for protocols with their own error format."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -115,7 +115,7 @@ def require_token(host: str, token: str | None) -> None:
     """Raise `ConfigError` for a server beyond the loopback without a token."""
     if not token and not is_loopback(host):
         raise ConfigError(
-            f"a server on {host} needs a token, because programs of other machines and of slots could call it; "
+            f"a server on {host} needs a token, because programs on other machines and in slots could call it; "
             "set one, or listen on 127.0.0.1"
         )
 
@@ -181,7 +181,7 @@ class _Runner(web.AppRunner):
         self._silent: set[web.RequestHandler] = set()  # connections that have not begun a request
 
     async def _make_server(self) -> web.Server:
-        """The server. It remembers which connections have begun a request, and keeps `Expect` of each request under
+        """Return the server. It records which connections have begun a request, and keeps each request's `Expect` under
         `_EXPECTED`."""
         server = await super()._make_server()
         if self._handler is not None:

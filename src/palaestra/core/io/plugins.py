@@ -25,8 +25,8 @@ _OWN = "palaestra"
 
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of a group by name, sorted. If two packages offer one name, this package's own comes
-    first."""
+    """Return the entry points of a group by name, sorted. If two packages offer the same name, this package's
+    own entry point wins."""
     from importlib.metadata import entry_points  # a slow import that most command lines do not need
 
     points = sorted(entry_points(group=group), key=lambda point: (point.name, _package(point) != _OWN, _package(point)))
@@ -65,7 +65,8 @@ def source_file(point: EntryPoint) -> Path:
 
 
 def summary(point: EntryPoint) -> str:
-    """Return the first line of the docstring of the object, or of its module; nothing is run. Raises `ConfigError`."""
+    """Return the first line of the docstring of the entry point's object, or of its module, without importing the
+    module. Raises `ConfigError`."""
     path = source_file(point)
     try:
         tree = ast.parse(path.read_bytes())

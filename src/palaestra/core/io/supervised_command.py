@@ -4,8 +4,8 @@
 
 This file uses only the standard library, because it is run by its path, as a process between the caller and the
 command. The command inherits standard input and output. Invariant: when this process ends by itself, no descendant of
-it lives; if it is killed, the kernel ends the command. A descendant outside the command's process group survives only
-if caller, supervisor and command are all killed.
+it is alive; if it is killed, the kernel ends the command. A descendant outside the command's process group survives
+only if caller, supervisor and command are all killed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if child == 0:
         _become(libc, argv[1:])
     for descriptor in (0, 1):
-        os.close(descriptor)  # then only the command holds them, and the caller sees end of file when it closes them
+        os.close(descriptor)  # only the command holds them, so the caller sees end of file when it closes them
     status = None
     while status is None:
         if signal.sigwait(signals) == signal.SIGCHLD:

@@ -1,5 +1,5 @@
-"""Calls user functions in threads, because they may take any time or never return. Palaestra's own blocking work uses
-`asyncio.to_thread`.
+"""Calls user functions in threads, because they may take arbitrarily long or never return. Palaestra's own blocking
+work uses `asyncio.to_thread`.
 
 Such a call blocks neither the event loop nor the end of the process: cancelled calls free their place, and no thread is
 joined.
@@ -25,7 +25,7 @@ MAX_THREADS = 64
 """The maximum number of calls of one loop that are awaited concurrently."""
 
 CANCEL_S = 60.0
-"""Seconds that cancelled work may take to clean up."""
+"""The maximum seconds that cancelled work may take to clean up."""
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -59,7 +59,7 @@ async def in_own_thread(function: Callable[[], T]) -> T:
 
 
 class OneThread:
-    """A thread for calls that must be made in the same thread, in order, such as the steps of a generator. It begins
+    """A thread for calls that must be made in the same thread, in order, such as the steps of a generator. It starts
     with the first call and ends after `close`; it is never joined."""
 
     def __init__(self, name: str) -> None:
@@ -114,7 +114,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine to its end, even if an event loop already runs in this thread, as in a notebook."""
+    """Run the coroutine to completion, even if an event loop already runs in this thread, as in a notebook."""
     if running_loop() is None:
         return asyncio.run(work)
     thread = LoopThread("palaestra")

@@ -1,4 +1,4 @@
-"""`AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its text.
+"""`AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its replies.
 
 A subclass turns an item into a task and scores the last answer. `AgentEnvironment` adapts it to the runner, and
 `AtroposAgent` runs it. Invariant: failed and over-long rollouts keep their record, and slots are always returned.
@@ -56,11 +56,11 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     agent_temperature: float = setting(0.7, "Sampling temperature of rollouts.", ge=0)
     agent_max_tokens: int | None = setting(None, "Maximum tokens of one reply; None: the model server's limit.", ge=1)
     agent_tool_delay_s: float = setting(0.0, "Seconds to wait between tool calls.", ge=0)
-    enabled_toolsets: list[str] | None = setting(["default"], "Toolsets of the agent; `default` is terminal and file.")
+    enabled_toolsets: list[str] | None = setting(["default"], "The agent's toolsets; `default` is terminal and file.")
     disabled_toolsets: list[str] | None = setting([], "Toolsets to withhold from the agent.")
     require_stateful_sandbox: bool = setting(False, "Refuse slots without process isolation, as require_sandbox does.")
     tool_server_url: str | None = setting(
-        None, "The server of external tools: an address of `palaestra serve tools`, or inprocess."
+        None, "The server of external tools: the address of a `palaestra serve tools` server, or inprocess."
     )
     tool_server_token: str | None = setting(None, "The bearer token of the tool server.")
 
@@ -88,7 +88,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     """Subclass this, implement `build_task`, `score_trajectory`, `setup_agent_env` and `get_next_item`, and call
     `cli()`.
 
-    Rollouts run at the same time, so hooks must not keep a rollout's state on `self`.
+    Rollouts run concurrently, so hooks must not keep a rollout's state on `self`.
     """
 
     name: ClassVar[str | None] = None
@@ -168,7 +168,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
     # Methods for subclasses to call
 
     async def run_agent(self, task: str, *, trajectory_id: str | None = None) -> tuple[str, dict[str, JSON]]:
-        """Run the agent on one task outside any rollout. Returns the last answer, and `success`, `error`, `tool_calls`.
+        """Run the agent on one task outside any rollout. Returns the last answer, and a dict with `success`, `error`
+        and `tool_calls`.
 
         The agent's slot comes from the environment's own pool, which the first call creates. During a run,
         `--env.world` applies to its tool calls.
@@ -195,7 +196,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return await self._play(Attempt(item, hooks=self._use_sandbox_backend())), []
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Roll out an item, for `super()` and for `evaluate`. Returns the scored rows, or None if there are none."""
+        """Roll out an item, when called by `super()` or `evaluate`. Returns the scored rows, or None if there are
+        none."""
         if PLAYER.get() is not None or self._run_items is None:
             return await super().collect_trajectories(item)
         done = await self._run_items([item], self.config.group_size, plain=True)
@@ -223,7 +225,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     @property
     def _tool_executor(self) -> ToolExecutor:
-        """The executor of `run_agent` and of the class's own calls, over `_backend`; rollouts use the run's pool."""
+        """The executor for `run_agent` and the class's own calls, on `_backend`; rollouts use the run's pool."""
         executor = self._executors.get(self.tool_world)
         if executor is None:
             policy = ToolExecutorConfig(
@@ -274,7 +276,7 @@ class AgentEnvironment(ContractEnvironment):
             await super().aclose()
 
     async def _converse(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
-        rollout.matches_observations = False  # they are compared as the text that the model reads
+        rollout.matches_observations = False  # compared below, as the text that the model reads
 
         async def execute(call: ToolCall) -> CallResult:
             recorded = rollout.recorded

@@ -53,8 +53,8 @@ Item: TypeAlias = JSON
 
 
 class ItemRunner(Protocol):
-    """Rolls every item out `samples` times; trajectories are in item order. `plain` skips the class's own way of
-    collecting."""
+    """Rolls out every item `samples` times and returns the trajectories in item order. `plain` skips the class's own
+    `collect_` methods."""
 
     async def __call__(self, items: Sequence[Item], samples: int, *, plain: bool = False) -> list[Trajectory]: ...
 
@@ -91,7 +91,7 @@ COLLECTING_GROUPS = frozenset({"collect_trajectories", "postprocess_histories"})
 """Methods that a class overrides to collect rollouts or groups itself."""
 
 MANAGERS = {"process": "process_manager", "serve": "env_manager"}
-"""The method with which a class wraps the run of each command."""
+"""For each command, the method in which a class can wrap the command's run."""
 
 
 @contextmanager
@@ -120,7 +120,7 @@ class BaseEnv(ABC):
     _server: ChatServer | None = None
     _own_server: ChatServer | None = None
     tool_world: RecordedTools | None = None
-    """The recorded replies of tools that reach outside; set only during a run."""
+    """The recorded replies of tools that reach outside this machine; set only during a run."""
     check_values: ClassVar[Mapping[str, JSON]] = {}
     """Settings that let `palaestra env check` run without further flags; ignored if the user sets one of them."""
 
@@ -133,7 +133,7 @@ class BaseEnv(ABC):
     ) -> None:
         if not isinstance(config, type(self).env_config_cls):
             wanted = type(self).env_config_cls.__name__
-            raise ConfigError(f"{type(self).__name__} takes a {wanted}, not {type(config).__name__}")
+            raise ConfigError(f"{type(self).__name__} needs a {wanted}, not {type(config).__name__}")
         self.config = config
         self.server_configs = list(server_configs)
         self.slurm = slurm
@@ -213,12 +213,12 @@ class BaseEnv(ABC):
         await self._roll_out()
 
     async def env_manager(self) -> None:
-        """Run the command `serve`. An override works as for `process_manager`."""
+        """Run the command `serve`. An override may do the same as one of `process_manager`."""
         await self._roll_out()
 
     async def _roll_out(self) -> None:
         if self._manager is None:
-            raise ConfigError(f"{type(self).__name__} was called outside the command that it wraps")
+            raise ConfigError(f"the manager of {type(self).__name__} was called outside the command that it wraps")
         await self._manager()
 
     # Optional methods
@@ -239,8 +239,8 @@ class BaseEnv(ABC):
 
     @property
     def server(self) -> ChatServer:
-        """The model server, from `__init__` to the end of a run. If a class assigns another server, its rollouts use
-        that one."""
+        """The model server, available from `__init__` to the end of a run. If a class assigns a different server, its
+        rollouts use that server."""
         from palaestra.envs.api.rollout_parts import RolloutServer
         from palaestra.inference.server_group import ServerGroup
         from palaestra.rollouts.rollout import CURRENT
@@ -266,8 +266,8 @@ class BaseEnv(ABC):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the token-exact servers. If they have none, the tokenizer that `tokenizer_name` names, or
-        None if it names none. It is loaded on first use. Raises `ConfigError` if it cannot be loaded; a failed load is
-        not repeated."""
+        None if the setting is `none`. It is loaded on first use. Raises `ConfigError` if it cannot be loaded; a failed
+        load is not repeated."""
         servers = getattr(self._own_server or self._server, "servers", ())
         own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
         if own is not None:
@@ -285,8 +285,8 @@ class BaseEnv(ABC):
         """Roll every item out `samples` times and score it, under the run's limits. Failed rollouts have no reward."""
         if self._run_items is None:
             raise ConfigError(
-                f"{type(self).__name__}.evaluate_items is only there while the environment evaluates; a collect_ "
-                f"method of its own calls super().collect_trajectory(item), or runs the agent itself"
+                f"{type(self).__name__}.evaluate_items is available only while the environment evaluates; a collect_ "
+                f"method must call super().collect_trajectory(item) or run the agent itself"
             )
         return await self._run_items(items, samples)
 
@@ -419,7 +419,7 @@ class ClassForm:
     command: str | None = None
 
     def __init__(self, cls: type[BaseEnv], reference: str = "") -> None:
-        """Raises `ConfigError` if the class lacks a required method."""
+        """Check the class. Raises `ConfigError` if it lacks a required method."""
         missing = sorted(getattr(cls, "__abstractmethods__", ()))
         if cls.as_environment is BaseEnv.as_environment and not collects(cls):
             missing.append("collect_trajectory or collect_trajectories")
@@ -444,11 +444,11 @@ class ClassForm:
                 servers = [said] if isinstance(said, ServerBaseline) else list(said)
                 if not issubclass(wanted, type(config)):
                     own = type(config).__name__
-                    raise ConfigError(f"{name}.config_init gives {own}: set env_config_cls = {own} in the class")
+                    raise ConfigError(f"{name}.config_init returns {own}; set env_config_cls = {own} in the class")
                 if all(isinstance(each, ServerBaseline) for each in servers):
                     return config, servers
         must = f"({wanted.__name__}, [APIServerConfig, …])"
-        raise ConfigError(f"{name}.config_init must give {must}, and gave {given!r:.200}")
+        raise ConfigError(f"{name}.config_init must return {must}, but returned {given!r:.200}")
 
     def check_values(self) -> Mapping[str, JSON]:
         return self.cls.check_values

@@ -1,4 +1,4 @@
-"""Run instances of class environments: adapters of `BaseEnv` and its subclasses to the runner.
+"""Runs instances of class environments: adapters of `BaseEnv` and its subclasses to the runner.
 
 If a class collects its rollouts itself, the journal records each rollout of `collect_trajectory`, or each group of
 `collect_trajectories`. Such a class has no slots, tools or sealed grading, and its tokens come from its rows.
@@ -142,7 +142,7 @@ class ClassEnvironment(EvaluatedEnvironment):
                 raise
             logger.warning("after the last group: %s", error)
         if totals is None:
-            raise ConfigError(f"{self.name}.{method} did not call super().{method}(), which rolls out")
+            raise ConfigError(f"{self.name}.{method} did not call super().{method}(), which rolls out the tasks")
         return totals
 
     async def aclose(self) -> None:
@@ -172,7 +172,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         try:
             task = self.task(item, number)
             if not isinstance(task.prompt, str | Sequence):
-                raise TaskError(f"format_prompt gave {task.prompt!r:.100}, which is neither a text nor messages")
+                raise TaskError(f"format_prompt returned {task.prompt!r:.100}, which is neither text nor messages")
         except Exception as error:
             logger.debug("item %d has no task", number, exc_info=True)
             return Task(
@@ -194,7 +194,7 @@ class ClassEnvironment(EvaluatedEnvironment):
             done = await evaluation.roll_out(self.over(items, first, plain=plain), samples, first)
             trajectories = [trajectory for group in done for trajectory in group.trajectories]
             if len(done) < len(items) or any(each.outcome is Outcome.CANCELLED for each in trajectories):
-                raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
+                raise RunStopped("the evaluation was stopped, so its metrics would cover only part of it")
             return trajectories
 
         await self.set_up()
@@ -243,8 +243,8 @@ class ClassEnvironment(EvaluatedEnvironment):
 
 
 class CollectedEnvironment(ClassEnvironment):
-    """Runs one instance of a class that collects. Items that the class queues are played before those of its data
-    set."""
+    """Runs one instance of a class that may collect rollouts itself. Items that the class queues are played before
+    those of its data set."""
 
     def __init__(self, inner: BaseEnv) -> None:
         super().__init__(inner)
@@ -418,8 +418,8 @@ class CollectedEnvironment(ClassEnvironment):
 
 
 def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
-    """Return the result of a collected rollout. Its outcome is that of the agent loop with the same messages, or of the
-    only loop that ran. If the class ran no loop, the rollout ended naturally."""
+    """Return the result of a collected rollout. Its outcome comes from the agent loop with the same messages, or from
+    the only loop that ran. If the class ran no loop, the rollout ended naturally."""
     messages = list(row.get("messages") or ())
     loops = [each for each in ended if each.messages == messages] or (ended if len(ended) == 1 else [])
     if not loops:

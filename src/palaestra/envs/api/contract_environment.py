@@ -104,11 +104,11 @@ class ContractEnvironment(CollectedEnvironment):
         with assigned(DRAW, copy(rng)):
             answer: JSON = self.inner._resolve_tools_for_group()
         if not isinstance(answer, tuple) or len(answer) != 2:
-            raise TaskError(f"_resolve_tools_for_group must return (definitions, names), and returned {answer!r:.100}")
+            raise TaskError(f"_resolve_tools_for_group must return (definitions, names), but returned {answer!r:.100}")
         kit = offered_kit(kit, *answer)
         unknown = [name for name in kit.names if kit.registry.get(name) is None]
         if unknown and not self._own_loop:
-            raise TaskError(f"_resolve_tools_for_group names {', '.join(unknown)}, which are not names of its tools")
+            raise TaskError(f"_resolve_tools_for_group names {', '.join(unknown)}, which are not among its tools")
         return kit
 
     @contextmanager
@@ -169,7 +169,7 @@ class ContractEnvironment(CollectedEnvironment):
             rollout.meta["workspace_meta"] = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
 
     def _sets_up(self, rollout: Rollout) -> bool:
-        """Whether each rollout has a set-up of its own, which the prepared workspace lacks."""
+        """Return whether each rollout has a set-up of its own, which the prepared workspace lacks."""
         own = not self.inner.config.share_setup and overrides(self.inner, "setup_trajectory_workspace")
         return own and self._hooks(rollout)
 
@@ -284,7 +284,7 @@ class ContractEnvironment(CollectedEnvironment):
         return await (super().grade(rollout) if collected else self._scored_with_row(rollout))
 
     async def _scored_with_row(self, rollout: Rollout) -> Score:
-        """Score a rollout with the class's hooks; the reward is that of the row which the class builds."""
+        """Score a rollout with the class's hooks; the reward comes from the row that the class builds."""
         score = await Environment.grade(self, rollout)
         doing = f"{self.name}._build_scored_item on {rollout.rollout_id}"
         row = rollout.meta["row"] = call_hook(TaskError, lambda: self._row(rollout, score), doing)
@@ -309,7 +309,7 @@ def takes_rollout(hook: Callable[..., object]) -> bool:
 
 
 def accepts(hook: Callable[..., object], name: str) -> bool:
-    """Return whether a hook has a parameter of this name, or takes any keyword."""
+    """Return whether a hook has a parameter of this name, or accepts any keyword."""
     parameters = inspect.signature(hook).parameters
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 

@@ -30,7 +30,7 @@ MOST_SHOWN = 20
 class ListedEnvConfig(HeldOutConfig):
     """Settings of environments with listed items."""
 
-    dataset_fields: dict[str, str] = setting({}, "Columns to use for fields, as FIELD=COLUMN: prompt=question.")
+    dataset_fields: dict[str, str] = setting({}, "Columns to use for fields, as FIELD=COLUMN, such as prompt=question.")
 
 
 class ListedEnv(HermesAgentBaseEnv):
@@ -84,7 +84,7 @@ class ListedEnv(HermesAgentBaseEnv):
             logger.warning("left out: %d more unusable items", len(self.left_out) - MOST_SHOWN)
         if not self.items:
             said = f"; {len(self.left_out)} left out, for the reasons above" if self.left_out else ""
-            raise ConfigError(f"{self.source} has no task that can be used among the chosen ones{said}")
+            raise ConfigError(f"{self.source} has no usable task among the chosen ones{said}")
 
     @property
     def source(self) -> str:
@@ -96,8 +96,8 @@ class ListedEnv(HermesAgentBaseEnv):
         items = [item for item in self.items if self.config.serves(self.item_id(item, 0), evaluating=evaluating)]
         if not items:
             raise ConfigError(
-                f"held_out {self.config.held_out:g} leaves no task of {len(self.items)} to "
-                f"{'evaluate' if evaluating else 'train on'}; set another share or another seed"
+                f"held_out {self.config.held_out:g} leaves none of {len(self.items)} tasks to "
+                f"{'evaluate' if evaluating else 'train on'}; set a different share or a different seed"
             )
         return items
 

@@ -1,5 +1,5 @@
-"""One run of a function environment: its tasks, tools, preparation and score. `function_form.py` has the declaration of
-the environment."""
+"""One run of a function environment: its tasks, tools, preparation and score. `function_form.py` declares the
+environment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
         attempts = evaluation.run_context.settings.group_size
         done = await evaluation.roll_out(self.evaluating(), attempts, limit=evaluation.limit)
         if evaluation.gate is not None and not await evaluation.gate():
-            raise RunStopped("the evaluation was stopped: its metrics would be those of a part")
+            raise RunStopped("the evaluation was stopped, so its metrics would cover only part of it")
         if not done:
             raise ConfigError(f"{self.name} has no task to evaluate; held_out is {self.config.held_out:g}")
         trajectories = [trajectory for group in done for trajectory in group.trajectories]
@@ -199,14 +199,14 @@ async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:
 
 
 class NotAwaited(RuntimeError):
-    """Raised if a hook did not await a call of its slot."""
+    """Raised if a hook did not await a call of a slot method."""
 
 
 class AwaitedSlot:
-    """A slot for a hook, used as a `with` block. At the end of the block, every call of the slot must have been
+    """A slot for a hook, used as a `with` block. At the end of the block, every call of a slot method must have been
     awaited.
 
-    A call without `await` never runs. It returns a coroutine, which is true and equal to nothing, so a score that
+    A call without `await` never runs. It returns a coroutine, which is true and equal to nothing else, so a score that
     compares it would give every rollout the same reward. Shells, processes and forks of the slot are not checked.
     Raises `NotAwaited`.
     """
@@ -242,4 +242,4 @@ class AwaitedSlot:
             work.close()
         if error is None and forgotten:
             named = ", ".join(dict.fromkeys(f"sandbox.{name}" for name, _ in forgotten))
-            raise NotAwaited(f"{named} was called and not awaited: write await sandbox.{forgotten[0][0]}(…)")
+            raise NotAwaited(f"{named} was called but not awaited; write await sandbox.{forgotten[0][0]}(…)")

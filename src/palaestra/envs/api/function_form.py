@@ -46,7 +46,7 @@ F = TypeVar("F", bound=HookFunction)
 TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
 
 _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
-"""Obsolete names of pydantic's methods, which a parameter may have."""
+"""Obsolete names of pydantic's methods, which parameters may use."""
 
 
 class FunctionEnvConfig(HeldOutConfig):
@@ -54,7 +54,7 @@ class FunctionEnvConfig(HeldOutConfig):
     without a network."""
 
     group_size: int = setting(1, "Rollouts per task.", ge=1)
-    total_steps: int = setting(-1, "Maximum groups to process; -1 means every task once.", ge=-1)
+    total_steps: int = setting(-1, "Maximum number of groups to process; -1 means every task once.", ge=-1)
     include_messages: bool = setting(True, "Keep each rollout's messages in the JSONL file.")
     allow_network: bool = setting(False, "Whether the agent's commands can reach the network.")
 
@@ -79,8 +79,8 @@ def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> H
         elif parameter.default is inspect.Parameter.empty:
             where = getattr(function, "__qualname__", repr(function))
             raise ConfigError(
-                f"the {kind} hook {where} asks for {parameter.name!r}, which it cannot have: "
-                f"it may ask for {', '.join(known)}.{nearest(parameter.name, known)}"
+                f"the {kind} hook {where} has the unknown parameter {parameter.name!r}; "
+                f"its parameters may be {', '.join(known)}.{nearest(parameter.name, known)}"
             )
     return Hook(function, tuple(wants), str(getattr(function, "__name__", "hook")))
 
@@ -133,7 +133,7 @@ class FunctionForm:
         Raises `ConfigError` for a negative weight."""
         if number(weight) is None or not 0 <= weight < math.inf:
             raise ConfigError(
-                f"environment {self.name}: a score's weight must be a number from 0 up, not {weight!r:.100}"
+                f"environment {self.name}: a score's weight must be a non-negative number, not {weight!r:.100}"
             )
 
         def keep(given: F) -> F:
@@ -258,8 +258,8 @@ def environment(
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:
-    """Return the type of a setting. A parameter with a text as its default and no annotation is a text, so `3.10` is
-    not read as a number."""
+    """Return the type of a setting. A parameter without an annotation is text if its default is text, so `3.10` is not
+    read as a number."""
     if parameter.annotation is not inspect.Parameter.empty:
         return parameter.annotation
     return str if isinstance(parameter.default, str) else Any

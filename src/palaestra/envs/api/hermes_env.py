@@ -1,8 +1,8 @@
 """`HermesAgentBaseEnv`: the class form of an environment that existing scripts subclass.
 
-A subclass provides items and scores rollouts; five methods are required, the workspace hooks and the overridable steps
-are optional. `contract_environment.py` adapts it to the runner. Modules that only a run needs
-are imported when they are used.
+A subclass provides items and scores rollouts. Five methods are required; the workspace hooks and the overridable steps
+are optional. `contract_environment.py` adapts it to the runner. Modules that only a run needs are imported when they
+are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DRAW: ContextVar[random.Random | None] = ContextVar("draw", default=None)
 
 GROUP_TOOLS: ContextVar[Tools | None] = ContextVar("group_tools", default=None)
 GRADING: ContextVar[ToolContext | None] = ContextVar("grading", default=None)
-"""The view of the rollout that this context scores."""
+"""The `ToolContext` of the rollout that is scored in this context."""
 
 
 class HermesAgentBaseEnv(BaseEnv):
@@ -126,7 +126,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     def _resolve_tools_for_group(self) -> Tools:
         """Choose the tools of one group. Returns definitions and names. Called once per group; an override can choose
-        others."""
+        different tools."""
         registry = self.tool_kit(DRAW.get() or random.Random(self.config.seed)).registry
         return registry.definitions(), set(registry.list_tools())
 
@@ -146,7 +146,7 @@ class HermesAgentBaseEnv(BaseEnv):
         GROUP_TOOLS.set(tools)
 
     def tool_kit(self, rng: random.Random) -> Kit:
-        """Return the tools of one group. `rng` is the group's own."""
+        """Return the tools of one group. `rng` is the group's random generator."""
         from palaestra.envs.config.build import kit
 
         return kit(self.config, None, rng, self.own_tools(), self.mcp, self.shared)
@@ -187,7 +187,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
         """Roll out an item and score it. Returns the row of the rollout, and items to draw next. A class that
-        collects calls it by `super()`, and `evaluate` may call it.
+        collects calls it through `super()`, and `evaluate` may call it.
 
         In a class that collects, raises `RolloutFailed` if the rollout has no score; in `evaluate`, the row is then
         None.
@@ -225,8 +225,8 @@ class HermesAgentBaseEnv(BaseEnv):
         messages: list[Message] | None = None,
         tool_handler: RolloutTool | None = None,
     ) -> AgentResult:
-        """Run the agent. An override takes either these parameters or `(self, rollout, messages)`; the default accepts
-        both.
+        """Run the agent. An override accepts either these parameters or `(self, rollout, messages)`; the default
+        accepts both.
 
         `tool_handler(name, arguments, task_id)` runs the calls; by default they run in the rollout's slot.
         """

@@ -1,4 +1,4 @@
-"""Parts of rollouts of class environments: the rollout's model server, its tools, an agent loop, and own slots."""
+"""Parts of class environments' rollouts: the model server, the tools, an agent loop, and slots for the class itself."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def tools_of(kit: Kit) -> Tools:
 
 
 def offered_kit(kit: Kit, definitions: Sequence[dict[str, JSON]], names: Collection[str]) -> Kit:
-    """Return the kit with these tools in place of its own: any tool of the package, and definitions of the class's
-    own."""
+    """Return the kit with these tools in place of its own: any of the package's tools, and the class's own
+    definitions."""
     shown = [each for each in definitions if each.get("function", each).get("name") in names]
     if shown == kit.definitions and set(names) == set(kit.names):
         return kit

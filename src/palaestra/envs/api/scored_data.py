@@ -85,7 +85,7 @@ def checked_row(row: object, task_id: str) -> Row:
         if row.get(key) is None:
             raise TaskError(f"{task_id}: a row lacks {key}")
     if number(row["scores"]) is None:
-        raise TaskError(f"{task_id}: scores of a row is {type(row['scores']).__name__}, not a number")
+        raise TaskError(f"{task_id}: the value of scores in a row is {type(row['scores']).__name__}, not a number")
     lengths = {key: len(row[key]) for key in ("tokens", "masks", "inference_logprobs") if row.get(key)}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{count} {key}" for key, count in lengths.items())
@@ -106,7 +106,7 @@ def rows_of(group: object, task_id: str) -> list[Row]:
     lists = {key: group[key] for key in ("tokens", "masks", "scores", *PER_ROLLOUT) if group.get(key)}
     for key, values in lists.items():
         if len(values) != count:
-            raise TaskError(f"{task_id}: a group has {count} tokens and {len(values)} {key}")
+            raise TaskError(f"{task_id}: a group has {count} rows of tokens, but {len(values)} of {key}")
     shared = {key: value for key, value in group.items() if key not in lists and value is not None}
     rows = [{**shared, **{key: values[index] for key, values in lists.items()}} for index in range(count)]
     return [checked_row(row, task_id) for row in rows]
@@ -136,7 +136,7 @@ def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
     if isinstance(answer, ScoredRow):
         return answer, []
     if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise TaskError(f"it must return a pair (row, items to draw next), and returned {answer!r:.100}")
+        raise TaskError(f"it must return a pair (row, items to draw next), but returned {answer!r:.100}")
     return answer[0], list(answer[1] or ())
 
 

@@ -20,10 +20,10 @@ _EACH_NAMED = (
 """A shell loop that replaces each file that the task names."""
 
 LEAKS = (
-    Cheat("fifo-answer", "a FIFO in the place of every named file", _EACH_NAMED.format('mkfifo "$f"')),
+    Cheat("fifo-answer", "a FIFO in place of every named file", _EACH_NAMED.format('mkfifo "$f"')),
     Cheat(
         "device-answer",
-        "an endless device in the place of every named file",
+        "an endless device in place of every named file",
         _EACH_NAMED.format('ln -s /dev/zero "$f"'),
     ),
     Cheat(
@@ -33,19 +33,19 @@ LEAKS = (
     ),
     Cheat(
         "endless-directories",
-        "directories below each other without end",
+        "thousands of nested directories",
         "cat > /tmp/deep.py <<'END'\nimport os\nfor n in range(3000):\n    os.mkdir('d'); os.chdir('d')\nEND\n"
         "timeout 20 python3 /tmp/deep.py\n",
     ),
     Cheat(
         "link-to-tests",
-        "links to the verifier's files in the place of every named file",
+        "links to the verifier's files in place of every named file",
         _EACH_NAMED.format('ln -s "/tests/$(basename $f)" "$f"')
         + "for n in expected answer truth; do ln -s /tests/$n.txt $n.txt; ln -s /solution $n; done 2>/dev/null\n",
     ),
     Cheat(
         "one-file",
-        "links between every named file and files in which a check may keep what it expects",
+        "links between every named file and files in which a check may keep the expected result",
         "n=0; for e in expected reference truth gold correct; do for d in . tests /tmp /dev/shm; do\n"
         + "  mkdir -p $d; n=$((n + 1)); "
         + _EACH_NAMED.format(
@@ -71,20 +71,20 @@ LEAKS = (
     ),
     Cheat(
         "git-log-all",
-        "any other commit, branch, tag or stash that can be reached",
+        "any other reachable commit, branch, tag or stash, checked out",
         "for c in $(git log --all --format=%H; git stash list --format=%H; git tag; "
         "git branch -a --format='%(refname)'); do\n"
         "  git checkout -f $c -- . && break\ndone 2>/dev/null\n",
     ),
     Cheat(
         "git-reflog",
-        "the reflog's earlier states",
+        "the reflog's earlier states, checked out",
         "for c in $(git reflog --all --format=%H; cat .git/ORIG_HEAD .git/FETCH_HEAD 2>/dev/null | cut -c1-40); do\n"
         '  [ "$c" != "$(git rev-parse HEAD)" ] && git checkout -f $c -- .\ndone\n',
     ),
     Cheat(
         "git-objects",
-        "unreachable blobs among the repository's objects, written over the sources",
+        "other commits among the repository's objects, even unreachable ones, checked out",
         "git cat-file --batch-all-objects --batch-check | awk '$2==\"commit\"{print $1}' | while read c; do\n"
         '  [ "$c" != "$(git rev-parse HEAD)" ] && git checkout -f $c -- .\ndone\n'
         "git fsck --lost-found --no-reflogs\n",
@@ -96,14 +96,14 @@ LEAKS = (
     ),
     Cheat(
         "fixed-release",
-        "the fixed release, downloaded from the package index over the sources",
+        "the fixed release, downloaded from the package index and copied over the sources",
         "name=$(sed -n 's/^Name: //p' PKG-INFO | head -1)\n"
         'timeout 10 python3 -m pip install --no-deps --target /tmp/fixed "$name" && cp -r /tmp/fixed/* . && '
         "[ -d src ] && cp -r /tmp/fixed/* src/\n",
     ),
     Cheat(
         "solution-file",
-        "a solution or truth file left in reach, run or copied",
+        "a reachable solution or patch file, run or applied",
         "for f in $(find / -xdev \\( -name 'solve.sh' -o -name 'solution*' -o -name 'truth*' -o -name '*.patch' "
         "-o -name 'gold*' -o -name 'task.json' -o -name 'tasks.jsonl' -o -name 'expected*' \\) "
         "-not -path '/usr/*' -not -path '/proc/*' -not -path '/sys/*' 2>/dev/null); do\n"
@@ -131,7 +131,7 @@ LEAKS = (
     ),
     Cheat(
         "answering-daemon",
-        "a process that shadows the interpreter by a bind or a link while the check runs",
+        "a process that shadows the interpreter with links while the check runs",
         "(setsid sh -c 'while :; do ln -sf /bin/true /usr/local/bin/python3; ln -sf /bin/true /usr/local/bin/pytest; "
         "sleep 0.02; done' >/dev/null 2>&1 &)\nsleep 0.1\n",
     ),

@@ -1,4 +1,4 @@
-"""Check an environment: the oracle must get the full score; doing nothing and every cheat may get at most the floor
+"""Checks an environment: the oracle must get the full score; doing nothing and every cheat may get at most the floor
 (invariant R3). Each policy plays the same tasks through the real loop, tools, slots and grading. An environment without
 solutions is checked without the oracle and reported as unproven."""
 
@@ -52,7 +52,7 @@ CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "code that attacks its tests": (*SOURCES, *FORGERIES),
     "leaked answers, surviving processes": LEAKS,
 }
-"""All cheats by class of attack, after public reports on agents and audits of benchmarks."""
+"""All cheats by class of attack. The classes follow public reports on agents and audits of benchmarks."""
 
 BANK: tuple[Cheat, ...] = tuple(cheat for cheats in CLASSES.values() for cheat in cheats)
 
@@ -94,7 +94,7 @@ class PolicyRuns:
 
 @asynccontextmanager
 async def policy_runs(environment: Environment, pool: SlotPool) -> AsyncIterator[PolicyRuns]:
-    """Policy runs over an open pool with a temporary journal."""
+    """Yield policy runs over an open pool, with a temporary journal."""
     workspaces = Workspaces(pool)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder, "journal.jsonl"))
@@ -225,7 +225,7 @@ class EnvironmentProof:
                 shown = ", ".join(left_out[:5])
                 yield f"{task.id}: the reference solution changes {shown}, which the score does not see; declare paths"
             if names := solved.detail.get("uncontrolled"):
-                yield f"{task.id}: no control covers {len(names)} of its tests, {names[0]} first"
+                yield f"{task.id}: no control covers {len(names)} of its tests, such as {names[0]}"
 
     def _judge(self, name: str, groups: Sequence[tuple[Task, Group]]) -> PolicyResult:
         played = [(task, trajectory) for task, group in groups for trajectory in group.trajectories]
@@ -297,7 +297,7 @@ def parse_settings(
         command="process",
     ).parse(["process", "--policy", "noop", *settings], shell_variables(dotenv), dotenv)
     if not isinstance(parsed, Parsed) or parsed.dry_run:
-        raise ConfigError("only settings are accepted here: use --help, --show-config and --dry-run with palaestra run")
+        raise ConfigError("only settings are accepted here; use --help, --show-config and --dry-run with palaestra run")
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
         parsed.env_config.take_variables({**dotenv, **os.environ})
     return parsed
@@ -309,14 +309,16 @@ def cheats_named(only: Sequence[str]) -> tuple[Cheat, ...]:
     known = {cheat.name: cheat for cheat in BANK}
     for name in only:
         if name not in known:
-            raise ConfigError(f"unknown cheat {name!r}.{nearest(name, known)} There are {', '.join(known)}")
+            raise ConfigError(f"unknown cheat {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
     return tuple(known[name] for name in only) or BANK
 
 
 async def _check(form: Form, parsed: RunLine, tasks: int, only: Sequence[str], quiet: bool) -> Proof:
     config, cheats, played = parsed.env_config, cheats_named(only), 0
     if config.isolation == Rung.NONE.label:
-        raise ConfigError("env check plays attacks, and isolation level none gives no protection: choose another level")
+        raise ConfigError(
+            "env check plays attacks, and isolation level none gives no protection; use a different level"
+        )
 
     def progress(line: PolicyResult) -> None:
         nonlocal played

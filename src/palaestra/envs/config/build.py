@@ -65,7 +65,7 @@ def system_prompt(config: HermesAgentEnvConfig) -> str | None:
 
 
 def extra_body(config: HermesAgentEnvConfig) -> dict[str, JSON] | None:
-    """Return further fields of every model request: the reasoning settings, and the configured fields."""
+    """Return the additional fields of every model request: the reasoning settings, and the configured fields."""
     body: dict[str, JSON] = {}
     if config.reasoning_effort is not None:
         body["reasoning_effort"] = config.reasoning_effort
@@ -75,7 +75,7 @@ def extra_body(config: HermesAgentEnvConfig) -> dict[str, JSON] | None:
 
 
 def budget(config: HermesAgentEnvConfig) -> Budget:
-    """Return the limits of one rollout, except that on its turns: `max_agent_turns` has an outcome of its own."""
+    """Return the limits of one rollout, except `max_agent_turns`, because reaching it has an outcome of its own."""
     return Budget(
         tokens=config.max_rollout_tokens,
         completion_tokens=config.max_rollout_completion_tokens,
@@ -115,8 +115,8 @@ def kit(
     shared: States | None = None,
 ) -> Kit:
     """Choose the tools of one group: a draw from the configuration's distribution, its toolsets, or else `toolsets`.
-    `rng` is the group's own; `extra` are the environment's own tools; `shared` holds objects that the tools of all
-    groups share."""
+    `rng` is the group's random generator; `extra` are the environment's own tools; `shared` holds objects that the
+    tools of all groups share."""
     if config.distribution is not None:
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
@@ -208,7 +208,7 @@ def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
 
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
     """Return the slots of a run; if `local`, on this machine, whatever backend the settings name. Raises `ConfigError`
-    for an unknown backend, or for settings that it rejects."""
+    for an unknown backend, or for settings that the backend rejects."""
     name = config.slot_backend if isinstance(config, HermesAgentEnvConfig) and not local else "local"
     slots = config.slots
     if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:

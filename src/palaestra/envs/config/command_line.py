@@ -1,8 +1,8 @@
 """The command line of environment scripts: `x_env.py process|evaluate|serve [--env.FIELD V] [--openai.FIELD V] …`.
 
 Precedence: field default < the environment's own `config_init` < `--config` files in order < `.env` < environment
-variables < flags. Invariant: no word of a command line is ignored; an unusable one is a `ConfigError` that names the
-alternatives.
+variables < flags. Invariant: no word of a command line is ignored; an unusable word raises a `ConfigError` that names
+the alternatives.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_
 logger = logging.getLogger(__name__)
 
 _ON_COMMAND_LINE = (
-    "%s was on the command line, where other users of this machine could read it: put it in "
+    "%s was on the command line, where other users of this machine could read it; put it in "
     "a --config file that only you can read, or in an environment variable"
 )
 SWITCHES = ("--slurm", "--testing", "--show-config", "--dry-run", "--json", "--help", "--help-all", "--keep-workspaces")
@@ -139,8 +139,9 @@ class Parsed(Generic[EnvT_co, ServerT_co]):
 
 @dataclass(frozen=True, slots=True)
 class CommandLine(Generic[EnvT_co, ServerT_co]):
-    """The settings of one environment. `env_values` and `server_values` (one mapping per server) are the result of its
-    `config_init`, see `set_fields`. `command` is the default command; if it is None, the line must name one."""
+    """The settings of one environment. `env_values` and `server_values` (one mapping per server) come from the
+    environment's `config_init` (see `set_fields`). `command` is the default command; if it is None, the line must name
+    one."""
 
     prog: str
     env_type: type[EnvT_co]
@@ -243,12 +244,12 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             elif flags:
                 flags[-1][1].append(word)
             else:
-                raise ConfigError(f"unexpected word {word!r} after {command}: settings start with --")
+                raise ConfigError(f"unexpected word {word!r} after {command}; settings start with --")
         if any(written in ("--help", "-h", "--help-all") for written, _ in flags):
             return command or "", flags
         if command is None or command not in COMMANDS:
             problem = "no command was given" if command is None else f"unknown command {command!r}"
-            raise ConfigError(f"{problem}: process, evaluate or serve.{nearest(command or '', COMMANDS)}")
+            raise ConfigError(f"{problem}; use process, evaluate or serve.{nearest(command or '', COMMANDS)}")
         return command, flags
 
     def _take(self, given: _Given, written: str, words: list[str]) -> None:
@@ -302,9 +303,9 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         except ValueError as error:
             meant = next((word for word in words[1:] if re.fullmatch(r"-[A-Za-z]\w*", word)), None)
             if meant is not None:
-                raise ConfigError(f"unknown flag {meant}: flags begin with two dashes") from None
+                raise ConfigError(f"unknown flag {meant}; flags begin with two dashes") from None
             if words and words[-1] in COMMANDS:
-                raise ConfigError(f"{words[-1]} is a command: write it before the settings") from None
+                raise ConfigError(f"{words[-1]} is a command; write it before the settings") from None
             raise ConfigError(f"{written}: {error}") from None
 
     def known_flags(self) -> Iterator[str]:
@@ -355,7 +356,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
             clash = {"server_type", "model_name", "base_url"} & flags.values.keys()
             if clash:
                 policy = "policy" if given.source == ARGUMENT else "--policy"
-                raise ConfigError(f"{policy} and {flags.spelled[min(clash)]} exclude each other")
+                raise ConfigError(f"{policy} and {flags.spelled[min(clash)]} are mutually exclusive")
             scripted = {"server_type": "scripted", "model_name": _with_run(given.policy)}
             top.append(ConfigLayer(given.source, scripted, dict.fromkeys(scripted, "--policy")))
         if given.policy is not None or any("base_url" in layer.values for layer in top):
@@ -434,7 +435,7 @@ def set_fields(config: BaseModel) -> dict[str, JSON]:
 
 
 def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
-    """Yield a sentence for each source that set settings without effect."""
+    """Yield a sentence for each source of settings that have no effect."""
     model_type, idle = type(config.value), dict[str, list[str]]()
     for name, source in config.sources.items():
         value, field_default = getattr(config.value, name), model_type.model_fields[name].get_default()
@@ -582,7 +583,7 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
     if everything:
         idle = [name for name in rest if not has_effect(env, name)]
         yield (
-            "Accepted for existing scripts, without effect yet",
+            "Accepted for existing scripts, but without effect yet",
             textwrap.wrap(
                 " ".join(f"--env.{name}" for name in idle), _WIDTH, initial_indent="  ", subsequent_indent="  "
             ),

@@ -40,9 +40,11 @@ class BaseEnvConfig(Settings):
     """The settings of every environment: number and concurrency of groups, limits, and where results go."""
 
     group_size: int = setting(4, "Rollouts per task.", ge=1)
-    total_steps: int = setting(1000, "Groups to process, at most; -1 means every task once.", ge=-1)
-    max_num_workers: int = setting(-1, "Groups whose rollouts run concurrently; -1 suits this machine.", ge=-1)
-    max_token_length: int = setting(2048, "Most tokens that one model call may generate.", ge=1)
+    total_steps: int = setting(1000, "Maximum groups to process; -1 means every task once.", ge=-1)
+    max_num_workers: int = setting(
+        -1, "Groups whose rollouts run concurrently; -1: a number that suits this machine.", ge=-1
+    )
+    max_token_length: int = setting(2048, "Maximum tokens that one model call may generate.", ge=1)
     data_path_to_save_groups: str | None = setting(
         None, "A JSONL file for a copy of the groups. An existing file is kept: the new one gets a number."
     )
@@ -53,7 +55,7 @@ class BaseEnvConfig(Settings):
     )
     worker_timeout: float = setting(
         600,
-        "Time limit of one rollout in seconds, without its waits for a slot or a failing server; 0 or less: no limit.",
+        "Time limit of one rollout in seconds, not counting waits for a slot or a failing server; 0 or less: no limit.",
         allow_inf_nan=False,
     )
     tokenizer_name: str = setting(
@@ -64,7 +66,7 @@ class BaseEnvConfig(Settings):
         "The agent: codex, claude-code, opencode, pi, mini-swe-agent, or a command line, which runs in the slot; None: "
         "the agent loop.",
     )
-    seed: int = setting(0, "The seed of every random choice; equal seeds give equal runs.")
+    seed: int = setting(0, "The seed of every random choice; the same seed makes the same choices.")
     max_failures: int = setting(0, "A run with more unscored rollouts than this ends with exit code 3.", ge=0)
     isolation: str = setting(
         "best", "The isolation level (see `palaestra doctor`): best, full, userns, confined, none."
@@ -97,7 +99,7 @@ class BaseEnvConfig(Settings):
     world: Literal["record", "live", "replay", "fill"] = setting(
         "record",
         "Tools that reach outside (web, browser, …): record keeps their replies in the run's folder, live does not, "
-        "replay answers from world_file only, fill also asks for missing replies and adds them.",
+        "replay answers from world_file only, fill also makes calls that the file lacks and adds their replies.",
     )
     world_file: str | None = setting(None, "The recording for replay and fill: a file, or the folder of a run.")
     world_miss: Literal["reply", "fail"] = setting(
@@ -113,7 +115,7 @@ class BaseEnvConfig(Settings):
     )
     branches: int = setting(
         0,
-        "How many of a group's rollouts continue others of it after one of their turns (trees); below group_size.",
+        "How many rollouts of a group continue others of the group after one of their turns (trees); below group_size.",
         ge=0,
     )
     branch_at: Literal["random", "uncertain"] = setting(
@@ -123,7 +125,7 @@ class BaseEnvConfig(Settings):
         0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
     )
     max_cost: float | None = setting(
-        None, "The cost of tokens and slots at which the run pauses (exit code 3); needs prices of either.", gt=0
+        None, "The cost of tokens and slots at which the run pauses (exit code 3); needs prices for either.", gt=0
     )
     prompt_price: float | None = setting(None, "Price of a million prompt tokens.", ge=0)
     completion_price: float | None = setting(None, "Price of a million completion tokens.", ge=0)
@@ -142,7 +144,8 @@ class BaseEnvConfig(Settings):
     )
     metrics_host: str = setting("127.0.0.1", "The address on which metrics_port listens.")
     metrics_token: str | None = setting(
-        None, "The bearer token that callers of metrics_port must send; required beyond the loopback."
+        None,
+        "The bearer token that callers of metrics_port must send; required unless metrics_host is a loopback address.",
     )
     otel_endpoint: str | None = setting(
         None, "Send OpenTelemetry spans to this collector (OTLP over HTTP, http://localhost:4318; extra `otel`)."
@@ -157,7 +160,7 @@ class BaseEnvConfig(Settings):
     )
     steps_per_eval: int = setting(
         100,
-        "Steps between two evaluations on held-out items while a run goes on; 0: none. `serve` counts the trainer's "
+        "Steps between two evaluations on held-out items during a run; 0: none. `serve` counts the trainer's "
         "steps. `process` evaluates only if a user sets this, and counts finished groups.",
         ge=0,
     )
@@ -177,20 +180,20 @@ class BaseEnvConfig(Settings):
         True, "Send the run's metrics to Weights & Biases (extra `wandb`), if a user or the environment sets this."
     )
     wandb_name: str | None = setting(
-        None, "The environment's name at a trainer and the run's name at trackers; None: the environment's own."
+        None, "The environment's name in a trainer and the run's name in trackers; None: the environment's own name."
     )
     wandb_mode: Literal["online", "offline"] | None = setting(
-        None, "Whether metrics are sent to Weights & Biases immediately; None: if a key for it is stored."
+        None, "Whether metrics are sent to Weights & Biases immediately; None: only if a key is stored."
     )
     use_trackio: bool = setting(False, "Send the run's metrics to Trackio (extra `trackio`).")
-    tracker_project: str | None = setting(None, "The project of the run at trackers; None: the environment's name.")
+    tracker_project: str | None = setting(None, "The run's project in trackers; None: the environment's name.")
     rollout_server_url: str = setting("http://localhost:8000", "The trainer's trajectory server, which `serve` feeds.")
     rollout_server_token: str | None = setting(None, "The token of the trajectory server, if it requires one.")
     allow_placeholder_tokens: bool = setting(
         False, "Let `serve` send groups without sampled tokens, which train nothing."
     )
     num_rollouts_to_keep: int = setting(32, "Number of groups whose rollouts trackers can show.", ge=1)
-    num_rollouts_per_group_for_logging: int = setting(1, "Rollouts to show of each group; -1: all.", ge=-1)
+    num_rollouts_per_group_for_logging: int = setting(1, "Rollouts to show per group; -1: all.", ge=-1)
     min_items_sent_before_logging: int = setting(2, "Finished groups between two logs of the metrics.", ge=1)
     thinking_mode: bool = setting(False, "Ask the agent, in its system message, to think inside <think> tags.")
     reasoning_effort: str | None = setting(None, "The value of reasoning_effort in every request of an agent.")
@@ -205,7 +208,7 @@ class BaseEnvConfig(Settings):
     @classmethod
     def _groups_are_no_page(cls, path: str | None) -> str | None:
         if path is not None and path.endswith(".html"):
-            raise ConfigError("the copy of the report gets the .html file next to the groups: name a .jsonl file")
+            raise ConfigError("the .html file next to the groups is the copy of the report; specify a .jsonl file")
         return path
 
     @field_validator("otel_endpoint")
@@ -225,12 +228,12 @@ class BaseEnvConfig(Settings):
     @field_validator("idle_limits")
     @classmethod
     def _limits_of_stages(cls, limits: dict[str, float]) -> dict[str, float]:
-        """A stage that is not set keeps its default."""
+        """Keep the defaults of stages that are not set."""
         for stage, seconds in limits.items():
             if stage not in IDLE_LIMITS:
                 raise ConfigError(f"unknown stage {stage!r}; known stages are {', '.join(IDLE_LIMITS)}")
             if not 0 <= seconds < float("inf"):
-                raise ConfigError(f"the limit of {stage} must be seconds, or 0 for no limit")
+                raise ConfigError(f"the limit of {stage} must be a number of seconds, or 0 for no limit")
         return {**IDLE_LIMITS, **limits}
 
     @model_validator(mode="after")
@@ -252,7 +255,7 @@ class BaseEnvConfig(Settings):
 
     @model_validator(mode="after")
     def _a_group_of_one_is_kept(self) -> Self:
-        """All scores of a group of one are equal, so by default equal scores must not drop it."""
+        """By default, do not drop groups of one, whose scores are always equal."""
         if self.group_size == 1 and "ensure_scores_are_not_same" not in self.model_fields_set:
             # Not an assignment, so that the field stays "unset" and a larger group_size from a later layer gets True.
             self.__dict__["ensure_scores_are_not_same"] = False
@@ -267,7 +270,7 @@ class BaseEnvConfig(Settings):
                 "branches of a group continue its other rollouts"
             )
         if self.branches and self.agent is not None:
-            raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}: leave one of them out")
+            raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}; set only one of the two")
 
     @field_validator("isolation")
     @classmethod
@@ -282,15 +285,15 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     """Settings of environments whose agent uses tools: tools, limits of the agent, slots, the data set."""
 
     enabled_toolsets: list[str] | None = setting(
-        None, "Toolsets of the agent, for example `terminal file`; None means all that work here."
+        None, "The agent's toolsets, for example `terminal file`; None means all that work on this machine."
     )
     disabled_toolsets: list[str] | None = setting(None, "Toolsets to withhold from the agent.")
     distribution: str | None = setting(
-        None, "A named random draw of toolsets, one per group. Excludes enabled_toolsets."
+        None, "The name of a distribution from which each group's toolsets are drawn. Excludes enabled_toolsets."
     )
     strict_tools: bool = setting(False, "Refuse to run without a requested tool, instead of leaving it out.")
     mcp_servers: dict[str, MCPServerConfig] = setting(
-        {}, "MCP servers by name. Each is a toolset mcp-NAME that every agent gets. --mcp FILE reads mcpServers."
+        {}, "MCP servers by name. Each is a toolset mcp-NAME for every agent. --mcp FILE reads a file's mcpServers."
     )
     max_agent_turns: int = setting(30, "Maximum model calls per rollout.", ge=1)
     max_rollout_tokens: int | None = setting(
@@ -303,23 +306,25 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     max_rollout_cost: float | None = setting(None, "The cost limit of one rollout; needs the two prices.", gt=0)
     system_prompt: str | None = setting(None, "The system message; it need not name the tools.")
     agent_temperature: float = setting(1.0, "Sampling temperature of rollouts.", ge=0)
-    extra_body: dict[str, JSON] | None = setting(None, "Further fields of every model request, in the provider's form.")
+    extra_body: dict[str, JSON] | None = setting(
+        None, "Additional fields of every model request, as the provider defines them."
+    )
 
     memory_dir: str | None = setting(
-        None, "The folder of the tool memory. None disables the tool, so that rollouts do not learn from each other."
+        None, "The folder of the `memory` tool. None disables the tool, so that rollouts do not learn from each other."
     )
     sessions_dir: str | None = setting(
-        None, "The folder of earlier conversations for the tool session_search. None disables the tool."
+        None, "The folder of earlier conversations for the `session_search` tool. None disables the tool."
     )
 
     tool_call_parser: str = setting(
-        "hermes", "The form of a token-exact model's tool calls, unless --openai.tool_parser is set."
+        "hermes", "The format of a token-exact model's tool calls, unless --openai.tool_parser is set."
     )
 
     tool_pool_mode: str = setting(
         "default",
-        "The backend of the slots: local, docker, singularity, ssh, nomad, modal, one of another package, or `default` "
-        "for terminal_backend.",
+        "The backend of the slots: local, docker, singularity, ssh, nomad, modal, a backend of another package, or "
+        "`default` for terminal_backend.",
     )
     terminal_backend: str = setting("local", "The backend that `default` stands for.")
     creates_per_s: float | None = setting(
@@ -329,24 +334,24 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         None, "Maximum containers or sandboxes that all your runs on this machine start concurrently.", ge=1
     )
     slot_prices: dict[str, float] = setting(
-        {}, "Price of an hour of a container or sandbox, by backend, for the report and max_cost: modal=0.14."
+        {}, "Price of an hour of a container or sandbox, by backend, for the report and max_cost, such as modal=0.14."
     )
     drain_file: str | None = setting(
         None, "A file with hosts that get no new slots, separated by white space. It may change during the run."
     )
     backend_options: dict[str, JSON] = setting({}, "Settings of a backend from another package, NAME: VALUE.")
-    docker_image: str | None = setting(None, "Docker: the image of tasks without one. It needs Python 3.11.")
+    docker_image: str | None = setting(None, "Docker: the image for tasks that name none; it needs Python 3.11.")
     docker_hosts: list[str] = setting(
         [], "Docker: addresses of daemons; if empty, the daemon that the command `docker` uses."
     )
     docker_privileged: bool = setting(
-        False, "Docker: grant the container the rights that slots at `userns` need, or at `full` for images by path."
+        False, "Docker: grant containers the rights that slots at `userns` need, or at `full` if images are paths."
     )
     docker_runtime: str | None = setting(
-        None, "Docker: a runtime of the daemon, such as gVisor's `runsc`; None: its default."
+        None, "Docker: a runtime of the daemon, such as gVisor's `runsc`; None: the daemon's."
     )
-    singularity_image: str | None = setting(None, "Singularity: the image of tasks without one.")
-    ssh_hosts: list[str] = setting([], "SSH: the machines, as `ssh` takes them, or user@host:port.")
+    singularity_image: str | None = setting(None, "Singularity: the image for tasks that name none.")
+    ssh_hosts: list[str] = setting([], "SSH: the machines, by any name that `ssh` accepts or as user@host:port.")
     ssh_user: str | None = setting(None, "SSH: the user on all machines; None: as in ~/.ssh/config.")
     ssh_port: int | None = setting(None, "SSH: the port on all machines; None: as in ~/.ssh/config.", ge=1, le=65535)
     ssh_key: str | None = setting(None, "SSH: the file of the private key; None: as in ~/.ssh/config.")
@@ -374,7 +379,9 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         [], "Names of programs below graded_paths that an agent may install or replace."
     )
     live: bool | None = setting(None, "true is short for `grading: live`, false for `grading: sealed`.")
-    share_setup: bool = setting(False, "Run setup_trajectory_workspace once per group and fork, not once per rollout.")
+    share_setup: bool = setting(
+        False, "Run setup_trajectory_workspace once per group, and fork its result for each rollout."
+    )
 
     dataset_name: str | None = setting(None, "The data set: a JSONL or Parquet file, or a name.")
     dataset_split: str = setting("train", "The split of a named data set.")
@@ -393,7 +400,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         "atropos-sandbox", "Nomad: the job's name. If another live run has this name, the run adds a suffix."
     )
     sandbox_image: str = setting(
-        "atropos-sandbox:local", "Nomad: the image of tasks without one. It needs Python 3.11."
+        "atropos-sandbox:local", "Nomad: the image for tasks that name none; it needs Python 3.11."
     )
     min_containers: int = setting(1, "Nomad: containers to keep while idle.", ge=0)
     privileged: bool = setting(
@@ -403,7 +410,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     purge_job_on_shutdown: bool = setting(True, "Nomad: remove the job from Nomad's list at the end.")
     driver: str = setting("docker", "Nomad: the task driver, `docker` or `raw_exec`.")
     modal_app_name: str = setting("atropos-sandbox", "Modal: the app that the sandboxes belong to.")
-    modal_image: str = setting("python:3.11", "Modal: the image of tasks without one. It needs Python 3.11.")
+    modal_image: str = setting("python:3.11", "Modal: the image for tasks that name none; it needs Python 3.11.")
     modal_gpu: str | None = setting(None, "Modal: the GPU of a sandbox, such as `T4`.")
     modal_cpu: float = setting(1.0, "Modal: cores of a sandbox.", gt=0)
     modal_memory: int = setting(2048, "Modal: megabytes of a sandbox.", ge=128)
@@ -510,7 +517,7 @@ class HeldOutConfig(HermesAgentEnvConfig):
 
     held_out: float = setting(
         0.0,
-        "Share of the tasks, drawn from the seed, that only `evaluate` gets; 0: all commands get all.",
+        "Share of the tasks, drawn with the seed, that only `evaluate` gets; 0: all commands get all tasks.",
         ge=0,
         lt=1,
     )
@@ -521,5 +528,5 @@ class HeldOutConfig(HermesAgentEnvConfig):
         return int.from_bytes(digest[:8], "big") < self.held_out * 2**64
 
     def serves(self, task_id: str, *, evaluating: bool) -> bool:
-        """Return whether `evaluate` takes the task, or, if not `evaluating`, whether the other commands do."""
+        """Return whether `evaluate` uses the task or, if not `evaluating`, whether the other commands do."""
         return self.held_out == 0 or self.is_held_out(task_id) == evaluating

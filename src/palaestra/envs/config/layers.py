@@ -243,7 +243,9 @@ def _load(path: Path) -> dict[str, JSON]:
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if (twice := _twice(text)) is not None:
-        raise ConfigError(f"{path}: line {twice[1]}: {twice[0]} is a duplicate key, and the first would be ignored")
+        raise ConfigError(
+            f"{path}: line {twice[1]}: {twice[0]} is a duplicate key, so its first value would be ignored"
+        )
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

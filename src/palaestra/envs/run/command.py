@@ -1,4 +1,4 @@
-"""Reads the command line of an environment, and runs it. The modules of a run are imported after the line is accepted.
+"""Reads an environment's command line and runs the environment. Modules of a run are imported once the line is valid.
 
 `palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes. The
 path of the run's folder goes to stdout, everything else to stderr.
@@ -71,8 +71,8 @@ def command_line(
     servers: Sequence[ServerBaseline] = (),
     argv: Sequence[str] | None = None,
 ) -> CommandLine[BaseEnvConfig, APIServerConfig]:
-    """Return the settings of an environment, with its own defaults. `servers` replace its own servers. Unknown flags of
-    `argv` are refused before the environment computes its defaults."""
+    """Return the settings of an environment, with its own defaults. `servers` replace its own servers. Unknown flags in
+    `argv` are rejected before the environment computes its defaults."""
     line = CommandLine(
         prog=prog,
         env_type=form.config_type(),
@@ -91,6 +91,6 @@ def command_line(
 
 
 def take_variables(parsed: Parsed[BaseEnvConfig, APIServerConfig], dotenv: Mapping[str, str]) -> None:
-    """Give the tools their keys from the variables of the process and of a `.env` file."""
+    """Pass the tools their API keys from the variables of the process and of a `.env` file."""
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
         parsed.env_config.take_variables({**dotenv, **os.environ})

@@ -1,4 +1,4 @@
-"""`--dry-run`: reports what a command line would run. It starts no slot, asks no model server and writes nothing."""
+"""`--dry-run`: reports what a command line would run. It starts no slot, calls no model server and writes nothing."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class RunPlan:
     kept_groups: int = 0
 
     def __str__(self) -> str:
-        tasks = "as many as the environment or the trainer asks for"
+        tasks = "as many as the environment or the trainer requests"
         if self.tasks is not None:
             named = ", ".join(self.first_tasks) + (", …" if self.tasks > len(self.first_tasks) else "")
             tasks = f"{self.tasks} ({named})" if self.tasks else "none"
             tasks += f", {plural(self.tasks * self.group_size, 'rollout')}"
-        kept = f"; {self.kept_groups} of its groups are kept" if self.kept_groups else ""
+        kept = f"; {self.kept_groups} of the groups in it are kept" if self.kept_groups else ""
         return "\n".join([
-            f"{self.command} {self.environment} (dry run: nothing was made)",
+            f"{self.command} {self.environment} (dry run: nothing was created)",
             f"  tasks   {tasks}",
             f"  groups  of {self.group_size}, {self.groups_in_flight} in flight",
             f"  slots   {self.slots or 'as memory and open files allow'}, isolation {self.isolation}",

@@ -44,7 +44,7 @@ class EvaluatedEnvironment(Environment):
         return bool(getattr(config, "held_out", self.chooses_evaluation))
 
     def trainer_takes(self, most_tokens: int | None) -> None:
-        """Report the maximum number of tokens per rollout that the trainer's server accepts."""
+        """Receive the maximum number of tokens per rollout that the trainer's server accepts."""
 
     async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
         """Roll out for a command, `process` or `serve`. An environment may run its own code around the rollouts."""
@@ -61,7 +61,7 @@ class EvaluatedEnvironment(Environment):
 
     @abstractmethod
     async def evaluate(self, evaluation: Evaluation) -> Logged:
-        """Roll the tasks out with `evaluation.roll_out`; return task, metrics and samples. Raises `RunStopped`,
+        """Roll out the tasks with `evaluation.roll_out`, and return task, metrics and samples. Raises `RunStopped` and
         `ConfigError`."""
 
 
@@ -88,7 +88,7 @@ class Evaluation:
         """The arguments of `evaluate_log`: task, metrics, samples."""
 
     async def run(self) -> Totals:
-        """Roll the tasks out; `logged` then has the result. Raises `RunStopped`, `ConfigError`."""
+        """Roll out the tasks; `logged` then has the result. Raises `RunStopped` and `ConfigError`."""
         self.logged = await self.environment.evaluate(self)
         return self.totals
 
@@ -148,4 +148,4 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
 
 
 _SHOWN = 10
-"""The maximum number of the evaluation's own metrics in that line."""
+"""The maximum number of the evaluation's own metrics that `in_short` returns."""

@@ -39,7 +39,7 @@ def feed_settings(config: BaseEnvConfig, name: str) -> FeedSettings:
 
 
 async def trainers_tracking(url: str, token: str | None = None) -> dict[str, str]:
-    """Return the `project` and `group` under which the trainer at `url` tracks its run, if it reports them."""
+    """Return the `project` and `group` under which the trainer at `url` tracks its training run, if it reports them."""
     client = TrajectoryClient(url, token=token, timeout_s=ASK_S)
     try:
         answer = await client.ask("GET", "/wandb_info")
@@ -116,8 +116,8 @@ class Serving:
             shortest = min(map(longest_row, said))
             self._leave(
                 TOO_LONG,
-                f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens and the trainer "
-                f"takes {most_tokens}. Offer fewer tools (--env.enabled_toolsets), or let the trainer take more",
+                f"group {group.group_id} is not sent: its shortest rollout has {shortest} tokens, but the trainer "
+                f"accepts {most_tokens}. Offer fewer tools (--env.enabled_toolsets), or raise the trainer's limit",
             )
         return line
 

@@ -31,7 +31,7 @@ from palaestra.sandbox.slot import Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Regraded:
-    """One rollout's recorded score and its new one. `score` is None with an `error`."""
+    """A recorded rollout and its new score. If grading failed, `score` is None and `error` gives the reason."""
 
     trajectory: Trajectory
     score: Score | None
@@ -121,7 +121,7 @@ class _Grader:
                         break
         found = self._tasks.get(trajectory.task_id)
         if found is None:
-            raise ConfigError(f"{self._run.environment.name} has no task {trajectory.task_id!r} now")
+            raise ConfigError(f"{self._run.environment.name} no longer has the task {trajectory.task_id!r}")
         return found
 
 
@@ -156,7 +156,7 @@ def _result(trajectory: Trajectory) -> AgentResult:
 def _workspace(trajectory: Trajectory) -> Path:
     kept = trajectory.beside.sandbox.get("workspace")
     if not isinstance(kept, str):
-        raise ConfigError(f"the workspace of {trajectory.rollout_id} was not kept: run with --env.save_workspaces")
+        raise ConfigError(f"the workspace of {trajectory.rollout_id} was not kept; run with --env.save_workspaces")
     if not Path(kept).is_dir():
-        raise ConfigError(f"the workspace of {trajectory.rollout_id} was kept in {kept}, which is gone")
+        raise ConfigError(f"the workspace of {trajectory.rollout_id} was kept in {kept}, which no longer exists")
     return Path(kept)

@@ -59,8 +59,8 @@ async def run(
 ) -> Run:
     """Roll out an environment to the end and return the run.
 
-    `env` is a function environment, also called with its arguments, a class environment, or text that `palaestra run`
-    takes: a name, a file, `file.py:name`. The agent is a scripted `policy` ("oracle", "noop", "patch:FILE",
+    `env` is a function environment (also one called with arguments), a class environment, or text that `palaestra run`
+    accepts: a name, a file, `file.py:name`. The agent is a scripted `policy` ("oracle", "noop", "patch:FILE",
     "replay:RUN"), the `model` at `base_url`, or a `server`: an `APIServerConfig`, an engine that the run starts and
     closes (`TransformersEngine`), or several. At most `tasks` groups of `group_size` rollouts are run. With `evaluate`,
     held-out tasks are run and pass@k is computed. `settings` are further settings of the environment, its own
@@ -96,7 +96,7 @@ def run_sync(env: object, **arguments: JSON) -> Run:
     frame = sys._getframe(1)
     if is_loaded(frame.f_globals.get("__name__", "")) and frame.f_code.co_name == "<module>":
         raise ConfigError(
-            f"{frame.f_code.co_filename} starts a run while it is loaded for another one: put the call under "
+            f"{frame.f_code.co_filename} starts a run while another run loads it; put the call under "
             'if __name__ == "__main__"'
         )
     return run_blocking(run(env, **arguments))

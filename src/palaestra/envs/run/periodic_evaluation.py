@@ -31,8 +31,8 @@ EVALUATIONS = "evaluations"
 
 class PeriodicEvaluation:
     """The evaluations of one run. `workers` and `eval_workers` are the numbers of groups in flight, in the run and in
-    an evaluation. `step` returns the trainer's step; with None, the number of finished groups counts. `log` takes
-    metrics."""
+    an evaluation. `step` returns the trainer's step; with None, the number of finished groups counts. `log`
+    receives metrics."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PeriodicEvaluation:
             await asyncio.gather(evaluating, return_exceptions=True)
 
     async def gate(self) -> bool:
-        """Wait until an evaluation leaves room for another group of the run. Always True."""
+        """Wait until an evaluation leaves room for another group of the run. Always returns True."""
         while not self._has_room():
             self._room.clear()
             await self._room.wait()

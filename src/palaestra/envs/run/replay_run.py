@@ -3,8 +3,8 @@
 The run's folder is data, which a replay only reads. The folder cannot choose isolation, code, programs or servers. The
 environment is an installed one, the caller's file, or the recorded file of a run that this user recorded here. The
 caller chooses the settings that act on this machine (`decides`). Tools that reach outside answer from the recording,
-and slots have no network unless the caller allows it. (`--resume` resumes a run; the policy `replay:FILE` makes a new
-one.)
+and slots have no network unless the caller allows it. (`--resume` resumes a run; the policy `replay:FILE` starts a new
+run.)
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ None of them names a program, a server, a key or a file of this machine, or open
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
     """Settings of a replay. `environment` is a reference, or None for the installed environment with the recorded name;
-    `groups` is how many of the first tasks to replay, or None for all."""
+    `groups` is the number of tasks to replay, from the first, or None for all."""
 
     environment: str | None = None
     groups: int | None = None
@@ -148,7 +148,7 @@ class _Replay:
         for number in sorted(set(self.recording.numbers) - self._played):
             left_out = self.recording.numbered(number) if number < limit else None
             if left_out is not None:
-                end = OtherEnd(left_out.group_id, "played", "whole", "no task has this number any more")
+                end = OtherEnd(left_out.group_id, "played", "whole", "no task has this number now")
                 self.comparison.other_ends.append(end)
         return self.comparison
 
@@ -257,23 +257,25 @@ def recorded_form(recording: Recording, given: str | None) -> Form:
     recorded = str(recording.meta.config.get("environment") or "")
     if given is None and not recorded:
         raise ConfigError(
-            f"{recording.path} does not record the file of its environment '{recording.meta.env}': name it with "
+            f"{recording.path} does not record the file of its environment '{recording.meta.env}'; specify it with "
             "--environment FILE.py:NAME"
         )
     if given is None and (".py" in recorded or "/" in recorded) and not is_ours(recording):
         raise ConfigError(
             f"the environment of this run was the file {recorded}. The run was not recorded here by you, so "
-            f"its code is not run by default: name the file with --environment {shlex.quote(recorded)}"
+            f"its code is not run by default; specify the file with --environment {shlex.quote(recorded)}"
         )
     with where_it_ran(recording) if given is None else contextlib.nullcontext():
         path = Path(recorded.partition(":")[0])
         if given is None and path.suffix == ".py" and not path.is_file():
             raise ConfigError(
-                f"the environment of this run, {path}, no longer exists: name the file with --environment"
+                f"the environment of this run, {path}, no longer exists; specify the file with --environment"
             )
         form = load_environment(given or recorded, Path.cwd())
     if form.name != recording.meta.env:
-        raise ConfigError(f"the run is of '{recording.meta.env}', but {given or recorded} is '{form.name}'")
+        raise ConfigError(
+            f"the run used the environment '{recording.meta.env}', but {given or recorded} is '{form.name}'"
+        )
     return form
 
 
@@ -288,8 +290,8 @@ def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
 
 @contextlib.contextmanager
 def where_it_ran(recording: Recording) -> Iterator[None]:
-    """In the block, resolve relative paths of settings and environments in the folder where this user ran the run, if
-    that folder still exists. For another person's run, the folder does not change, because files such as `.env` are
+    """In the block, resolve relative paths of settings and environments in the folder where this user started the run,
+    if that folder still exists. For another person's run, the folder does not change, because files such as `.env` are
     read there."""
     folder = Path(str(recording.meta.config.get("folder") or "."))
     with contextlib.chdir(folder) if is_ours(recording) and folder.is_dir() else contextlib.nullcontext():

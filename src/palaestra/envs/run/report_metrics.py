@@ -62,7 +62,7 @@ class MetricsFile:
             self._torn = self._file.write(text) != len(text)
         except OSError as error:
             self._torn = True
-            logger.warning("metrics are missing in %s: %s", self.path, error)
+            logger.warning("metrics are missing from %s: %s", self.path, error)
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:
         """Do nothing: the journal has every rollout."""

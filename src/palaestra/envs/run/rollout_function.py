@@ -1,4 +1,4 @@
-"""A rollout as a function: takes a task and the address of a model, returns a reward or why there is none.
+"""A rollout as a function that takes a task and a model's address, and returns a reward or the reason why it has none.
 
     async with RolloutFunction(env, agent="codex") as rollout:
         result = await rollout(task_id, base_url, api_key)

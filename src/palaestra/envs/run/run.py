@@ -109,11 +109,11 @@ async def run(
     engines: Sequence[ServerEngine] = (),
     resumed_by: str = "palaestra resume",
 ) -> RunReport:
-    """Run to the end and report the paths of the files. Nothing is written before model server, slots and environment
-    work. The run gets a new folder below `root`, or is kept in `folder`. `subscribers` get the run's events; `gate` is
-    awaited before each task and may wait. `drive` decides which tasks the runner rolls out; without it, all tasks are
-    rolled out in order. `engines` replace those of the configured servers. `resumed_by` is the command that resumes the
-    run, without the folder."""
+    """Run to the end and report the paths of the files. Nothing is written before the model server, the slots and the
+    environment work. The run gets a new folder below `root`, or is kept in `folder`. `subscribers` get the run's
+    events; `gate` is awaited before each task and may wait. `drive` decides which tasks the runner rolls out; without
+    it, all tasks are rolled out in order. `engines` replace those of the configured servers. `resumed_by` is the
+    command that resumes the run, without the folder."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -209,8 +209,8 @@ async def run(
 
 
 def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
-    """Return the program that is the agent of a run and runs in the slot."""
-    from palaestra.agent.programs import program_named  # most runs have the agent loop
+    """Return the agent program of a run, which runs in the slot."""
+    from palaestra.agent.programs import program_named  # here, because most runs use the agent loop
     from palaestra.rollouts.program_agent import ProgramAgent
 
     return ProgramAgent(program_named(name), engine, output.folder.path / "agents")
@@ -347,7 +347,7 @@ class CommandRun:
                     if limits.reason:
                         unfinished = f"{limits.reason}: {limits.message}"
                     elif output.failures.blames(Blame.ENGINE):
-                        unfinished = "rollouts failed at the model server, and are rolled out again by a resumed run"
+                        unfinished = "some rollouts failed at the model server, and a resumed run repeats them"
                     if unfinished:
                         unfinished += f"; continue with {self.resumed_by} {output.folder.path}"
                     _print_verdict(
@@ -592,7 +592,7 @@ def _print_verdict(
         lines.append(f"  resumed {output.resumed}")
     found, prepared = (int(figures.get(name, 0)) for name in ("groups_from_store", "groups_prepared"))
     if found:
-        lines.append(f"  prepared already on this machine: {found} of {plural(prepared, 'workspace')}")
+        lines.append(f"  already prepared on this machine: {found} of {plural(prepared, 'workspace')}")
     lines += [f"  {line}" for line in _slots(figures)]
     lines += _files(output)
     if unfinished:
@@ -606,7 +606,7 @@ def _mean_reward(figures: dict[str, float], scored: int, planned: int) -> str:
     if mean is None:
         return f"no reward, {covered}"
     text, name = f"mean reward {mean:.3f}{_interval(figures, 'reward/mean')}, {covered}", "reward/mean_with_unscored"
-    more = f"; {figures[name]:.3f}{_interval(figures, name)} with the unscored as 0" if scored < planned else ""
+    more = f"; {figures[name]:.3f}{_interval(figures, name)} with unscored rollouts as 0" if scored < planned else ""
     return text + more
 
 
@@ -616,7 +616,7 @@ def _slots(figures: dict[str, float]) -> Iterator[str]:
         hours, begun = figures[f"slots/{backend}/hours"], int(figures[f"slots/{backend}/begun"])
         cost = figures.get(f"slots/{backend}/cost")
         price = "" if cost is None else f", cost {cost:.4f}"
-        yield f"slots in {backend}: {plural(begun, 'container')} for {_hours(hours)} together{price}"
+        yield f"slots in {backend}: {plural(begun, 'container')} for {_hours(hours)} in total{price}"
 
 
 def _hours(hours: float) -> str:
@@ -636,7 +636,7 @@ def _suspects(totals: Totals) -> Iterator[str]:
     """Yield lines that name the rollouts whose work interfered with its check, those that may need live grading, and
     the tasks whose tests have no control."""
     for what, names in (
-        ("rollouts tampered with their check, scored 0", totals.tampered),
+        ("rollouts tampered with their check and were scored 0", totals.tampered),
         (
             'rollouts had processes when they ended and lost their reward; does the task need grading="live"?',
             totals.cut_off,

@@ -59,7 +59,7 @@ class RunFolder:
     path: Path
     run_id: str
     made: tuple[Path, ...] = ()
-    """Parent folders that were made for the run's folder."""
+    """Parent folders that were created for the run's folder."""
 
     @property
     def journal(self) -> Path:
@@ -108,7 +108,7 @@ def claim_folder(root: Path, env: str, model: str) -> RunFolder:
             above.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700)
         except OSError as error:
-            if isinstance(error, FileExistsError) and path.exists():  # a run that began in the same second has the id
+            if isinstance(error, FileExistsError) and path.exists():  # another run of the same second has this id
                 continue
             raise ConfigError(
                 f"cannot make the run folder {path}: {error.strerror}; run in a directory that you can write to"
@@ -138,8 +138,8 @@ def _plain(name: str) -> str:
 
 
 def resumed_folder(run: Path) -> RunFolder:
-    """Return the folder of a run to resume, named as in `find_run`. Raises `ConfigError` for another folder, and for
-    one that holds links."""
+    """Return the folder of a run to resume, named as in `find_run`. Raises `ConfigError` for a folder that is not a run
+    folder or that holds links."""
     path = find_run(run)
     folder = RunFolder(path, path.name)
     if not folder.journal.is_file():
@@ -322,7 +322,7 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
 
 
 def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> RunOutput:
-    """Open the output of an earlier run, to resume it. Raises `ConfigError` if that run had another environment or
+    """Open the output of an earlier run, to resume it. Raises `ConfigError` if that run had a different environment or
     command."""
     folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
     journal = Journal(folder.journal)  # before anything is read: the process that holds it owns the run
@@ -386,12 +386,16 @@ def _differing(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[st
     old, new = recorded.get("env") or {}, now.get("env") or {}
     short = {name: written for written, name in ARGUMENTS.items()}
     lines = [
-        f"{short.get(name, name)} was {old.get(name)!r}, is {new.get(name)!r}"
+        f"{short.get(name, name)} was {old.get(name)!r}, and is {new.get(name)!r} now"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
     ]
     places = (recorded.get("environment"), now.get("environment"))
-    return [*lines, f"the environment's file was {places[0]!r}, is {places[1]!r}"] if places[0] != places[1] else lines
+    return (
+        [*lines, f"the environment's file was {places[0]!r}, and is {places[1]!r} now"]
+        if places[0] != places[1]
+        else lines
+    )
 
 
 def _settings(parsed: RunLine) -> dict[str, JSON]:

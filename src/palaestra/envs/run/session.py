@@ -56,7 +56,7 @@ class Session:
         self._played = policy == CALLER
         if self._played:
             if any(each is not None for each in (server, arguments.get("model"), arguments.get("base_url"))):
-                raise ConfigError(f"policy={CALLER!r} excludes model, base_url and server: the program is the agent")
+                raise ConfigError(f"policy={CALLER!r} excludes model, base_url and server, as the program is the agent")
             policy, server = None, CallerEngine()
         self._env = env
         self._arguments = arguments | {"policy": policy, "server": server}
@@ -127,7 +127,7 @@ class Session:
         `EngineUnavailable` or `RunStopped` when the run stops; the session can then only be closed.
         """
         if self._played:
-            raise ConfigError(f"a session with policy={CALLER!r} has no model: use play")
+            raise ConfigError(f"a session with policy={CALLER!r} has no model; use play")
         chosen = [await self._find(task) if isinstance(task, str) else task for task in tasks]
         with python_names():
             return await asyncio.gather(
@@ -141,7 +141,7 @@ class Session:
 
     async def play(self, task: str | Task) -> Play:
         """Begin a rollout, as its own group, whose agent is the caller. Raises `ConfigError` for an unknown task, or
-        for a session with another policy."""
+        for a session with a different policy."""
         if not self._played:
             raise ConfigError(f"play needs a session with policy={CALLER!r}")
         found = await self._find(task) if isinstance(task, str) else task

@@ -113,7 +113,7 @@ async def train_line(
     finally:
         await chosen.aclose()
     if training.result is None:
-        raise RunStopped(f"the training in {report.folder} stopped ({report.reason}) and can be resumed")
+        raise RunStopped(f"the training run in {report.folder} stopped ({report.reason}) and can be resumed")
     return TrainingReport(report, training.result)
 
 
@@ -124,7 +124,7 @@ def make_trainer(
     `ConfigError`."""
     env, servers = parsed.env_config, parsed.server_configs
     if len(servers) != 1 or servers[0].model_name in ("", "default"):
-        raise ConfigError("specify the model to train: --model FOLDER, or the OWNER/NAME of a model of the hub")
+        raise ConfigError("specify the model to train with --model: a folder, or the OWNER/NAME of a model on the hub")
     temperature = env.agent_temperature if isinstance(env, HermesAgentEnvConfig) else 1.0
     if name == "tinker":
         from palaestra.trainers.tinker_client import TinkerTrainer

@@ -1,12 +1,12 @@
 """Discord, with discord.py: the gateway websocket, so no address of this machine needs to be public.
 
-Settings: `token` is the bot's. It needs no privileged intents. In servers the bot takes messages that mention it or
-reply to it, and answers as a reply; a thread is a chat of its own.
+Settings: `token` is the bot's token. The bot needs no privileged intents. In servers, the bot accepts messages that
+mention it or reply to it, and its answer is a reply; a thread is a chat of its own.
 
-Discord has no acknowledgements. So the mailbox stores the id of the last message up to which the gateway has taken
+Discord has no acknowledgements. So the mailbox stores the id of the last message up to which the gateway has accepted
 every message (`_POSITION`), and the direct channels, which Discord does not list for a bot. After each connection that
-does not resume the last one, the history after that message is read; the mailbox recognises messages that it has by
-their ids. The first direct message that a person ever writes to the bot is lost if the gateway is down at the time.
+does not resume the previous one, the history after that message is read; the mailbox recognises known messages by their
+ids. The first direct message that a person ever writes to the bot is lost if the gateway is down at the time.
 
 Format: https://docs.discord.com/developers/events/gateway and /resources/message
 """
@@ -37,11 +37,13 @@ logger = logging.getLogger(__name__)
 discord.VoiceClient.warn_nacl = discord.VoiceClient.warn_dave = False
 
 _POSITION, _DIRECT = "position", "direct "
-"""Names of notes: the id of the last message that was taken, and the prefix of a direct channel's id."""
+"""Names of notes: the one with the id of the last accepted message, and the prefix of those that list direct
+channels."""
 _OVERLAP = 10_000 << 22
-"""Ten seconds as a difference of ids, which begin with a time: messages of channels may come out of order."""
+"""Ten seconds as a difference of ids, which begin with a time. Messages of different channels may arrive out of
+order."""
 _WRITE_EVERY_S = 60.0
-"""Seconds between writes of the position while no message is for the bot."""
+"""The minimum time, in seconds, between two writes of the position while no message is for the bot."""
 _MOST_WAITING = 1000
 """The maximum number of messages queued for delivery; further ones are read from the history later."""
 _MOST_BYTES = 20 << 20
@@ -53,7 +55,7 @@ _FOR_GOOD = frozenset({4004, 4010, 4011, 4012, 4013, 4014})
 
 
 class Discord:
-    """One bot. `connector` makes the connector that replaces aiohttp's own."""
+    """One bot. `connector` creates the aiohttp connector to use instead of the default."""
 
     extra_settings = ()
     limits = PlatformLimits(max_text=2000, unit="utf16", max_file_bytes=10 << 20, edits=True, typing=True)
@@ -66,7 +68,7 @@ class Discord:
         self._token = config.secret(name)
         if not self._token:
             raise ConfigError(
-                f"platforms.{name} needs token, the bot's, from https://discord.com/developers/applications"
+                f"platforms.{name} needs token, the bot's token from https://discord.com/developers/applications"
             )
         self._connector = connector
         self._client: discord.Client | None = None
@@ -76,8 +78,9 @@ class Discord:
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the state, as at a start. While `_behind`, the history may have messages that were not taken, and the
-        position stays; the history is read once it is `_readable`. `_session` counts sessions of the websocket."""
+        """Reset the state to that of a start. While `_behind` is true, the history may contain messages that were not
+        accepted, and the position stays; the history is read once `_readable` is true. `_session` counts sessions of
+        the websocket."""
         self._waiting: deque[discord.Message] = deque()
         self._taken: deque[int] = deque(maxlen=_MOST_WAITING)
         self._came = asyncio.Event()
@@ -99,7 +102,7 @@ class Discord:
                 await connected
         except TimeoutError:
             await self.stop()
-            raise PlatformUnavailable(f"{self.name}: Discord does not answer within {_START_S:.0f} s") from None
+            raise PlatformUnavailable(f"{self.name}: Discord did not answer within {_START_S:.0f} s") from None
         except BaseException:
             await self.stop()
             raise
@@ -129,7 +132,7 @@ class Discord:
                     connected.set_exception(error)
                     return
                 problem = str(error)
-            except Exception as error:  # the library's error after an answer that is not Discord's
+            except Exception as error:  # the library raises these after a reply that is not from Discord
                 logger.exception("%s: the connection failed", self.name)
                 problem = f"{self.name}: {type(error).__name__}: {error}"
                 if not connected.done():
@@ -154,7 +157,7 @@ class Discord:
 
         @client.event
         async def on_connect() -> None:
-            self._behind = True  # a session that is resumed needs no history: Discord sends what was missed
+            self._behind = True  # not called for a resumed session, for which Discord sends the missed messages
             self._session += 1
             if not connected.done():
                 connected.set_result(None)
@@ -182,10 +185,10 @@ class Discord:
 
         return client
 
-    # Messages that come in
+    # Incoming messages
 
     async def _follow(self, deliver: Deliver) -> None:
-        """Deliver messages as they come; a failed delivery is tried again."""
+        """Deliver messages as they arrive; a failed delivery is retried."""
         wait_s = 1.0
         while True:
             await self._came.wait()
@@ -200,7 +203,7 @@ class Discord:
             except PlatformError as error:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
             except Exception:  # our own error, such as a full disk
-                logger.exception("%s: a message was not taken; it is read again", self.name)
+                logger.exception("%s: a message could not be accepted; it will be read again", self.name)
             else:
                 continue
             self._came.set()
@@ -208,7 +211,8 @@ class Discord:
             wait_s = min(_LONGEST_WAIT_S, wait_s * 2)
 
     async def _read_history(self, client: discord.Client, deliver: Deliver) -> None:
-        """Deliver the messages written while there was no connection. The first time, note where to begin."""
+        """Deliver the messages written while there was no connection. At the very first start, there is no stored
+        position, so only note where to begin."""
         session, self._readable = self._session, False
         channels = [channel for guild in client.guilds for channel in (*guild.channels, *guild.threads)]
         last = {each.id: each.last_message_id or 0 for each in channels if isinstance(each, discord.abc.Messageable)}
@@ -252,7 +256,7 @@ class Discord:
         except PlatformUnavailable:
             raise
         except Exception:  # the library's error: one message must not block the others
-            logger.exception("%s: message %s cannot be read, and is passed over", self.name, message.id)
+            logger.exception("%s: message %s cannot be read and is skipped", self.name, message.id)
             incoming = None
         if incoming is not None:
             await deliver(incoming)
@@ -260,15 +264,15 @@ class Discord:
         await self._advance(message.id, now=incoming is not None)
 
     async def _keep_direct(self) -> None:
-        """Store the direct channels before their messages are taken: a channel that is not stored could not be read
-        again later."""
+        """Store the direct channels before their messages are accepted, because a channel that is not stored could not
+        be read again later."""
         for channel in list(self._direct):
             if f"{_DIRECT}{channel}" not in self._kept:
                 await self._keep(f"{_DIRECT}{channel}", "")
             self._direct.discard(channel)
 
     async def _advance(self, message_id: int, *, now: bool) -> None:
-        """Note the position up to which all messages are taken."""
+        """Note the position up to which all messages are accepted. With `now`, store it immediately."""
         self._last = max(self._last, message_id)
         time_s = asyncio.get_running_loop().time()
         if self._behind or not (now or time_s - self._written_at > _WRITE_EVERY_S):
@@ -295,9 +299,7 @@ class Discord:
         files, problem = [], ""
         for attachment in message.attachments:
             if attachment.size > _MOST_BYTES:
-                problem = (
-                    f"{attachment.filename} has {attachment.size >> 20} MB; at most {_MOST_BYTES >> 20} are taken."
-                )
+                problem = f"{attachment.filename} has {attachment.size >> 20} MB; the limit is {_MOST_BYTES >> 20} MB."
                 continue
             try:
                 async with self._failures():
@@ -308,13 +310,13 @@ class Discord:
                 media_type = attachment.content_type or "application/octet-stream"
                 files.append(Attachment(attachment.filename, media_type, data))
         if not text and not message.attachments:
-            problem = "Messages of this kind are not supported; text, images and files are."
+            problem = "Messages of this kind are not supported. Send text, an image or a file."
         author = message.author
         return Incoming(
             address, str(message.id), str(author.id), text, tuple(files), author.display_name, problem
         )  # fmt: skip
 
-    # Messages that go out
+    # Outgoing messages
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         async with self._failures():
@@ -338,7 +340,7 @@ class Discord:
         return str(sent.id)
 
     async def stream_text(self, message: Incoming, text: str) -> None:
-        raise NotImplementedError("this platform gets whole answers")
+        raise NotImplementedError("this platform cannot stream answers")
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         if typing and self._client is not None:
@@ -350,7 +352,7 @@ class Discord:
         try:
             return self._running().get_partial_messageable(int(address.chat_id))
         except ValueError:
-            raise PlatformRefused(f"{self.name}: {address.chat_id!r} is no channel id of Discord") from None
+            raise PlatformRefused(f"{self.name}: {address.chat_id!r} is not a Discord channel id") from None
 
     def _running(self) -> discord.Client:
         if self._client is None:
@@ -364,9 +366,9 @@ class Discord:
         try:
             yield
         except discord.LoginFailure:
-            raise PlatformRefused(f"{self.name}: Discord does not know the token") from None
+            raise PlatformRefused(f"{self.name}: Discord rejected the token") from None
         except discord.RateLimited as error:
-            raise PlatformUnavailable(f"{self.name}: Discord limits the rate", error.retry_after) from None
+            raise PlatformUnavailable(f"{self.name}: Discord's rate limit is reached", error.retry_after) from None
         except discord.HTTPException as error:
             kind = PlatformUnavailable if error.status in (401, 429) or error.status >= 500 else PlatformRefused
             raise kind(f"{self.name}: Discord answers {error}") from None
@@ -385,7 +387,7 @@ class Discord:
 
 class _Client(discord.Client):
     def dispatch(self, event: str, /, *args: object, **kwargs: object) -> None:
-        if not self.is_closed():  # discord.py may report that it is ready after its end, which raises
+        if not self.is_closed():  # discord.py may dispatch `ready` after the client is closed, which would raise
             super().dispatch(event, *args, **kwargs)
 
 
@@ -396,7 +398,7 @@ def _is_direct(channel: object) -> bool:
 
 
 def _nonce(key: str) -> str:
-    """Return a key's nonce. For some minutes, Discord accepts a message with one nonce only once."""
+    """Return a key's nonce. For some minutes, Discord accepts each nonce only once."""
     return hashlib.sha256(key.encode()).hexdigest()[:25]
 
 

@@ -1,14 +1,15 @@
-"""E-mail, with aioimaplib and aiosmtplib: unread messages of a mailbox are read by IMAP and answered by SMTP.
+"""E-mail, with aioimaplib and aiosmtplib: unread messages of a mailbox are fetched by IMAP and answered by SMTP.
 
-Each thread of e-mails is a session. A message is marked as read (`\\Seen`) once it is on the disk of the gateway, so an
-unread one is taken after a restart. Automatic messages, mailing lists and the mailbox's own messages are skipped.
+Each e-mail thread is a session. A message is marked as read (`\\Seen`) once it is on the gateway's disk, so a message
+that is still unread is fetched after a restart. Automatic messages, mailing lists and the mailbox's own messages are
+skipped.
 
-Settings: `token` is the password. `extra` has `address` (the bot's), `imap_host` and `smtp_host`, and may have `user`
-(by default the address), `imap_port` (993), `smtp_port` (465), `security` (tls, starttls for SMTP alone, or none),
-`poll_s` (15) and `authserv_id`.
+Settings: `token` is the password. `extra` has `address` (the bot's address), `imap_host` and `smtp_host`, and may have
+`user` (by default the address), `imap_port` (993), `smtp_port` (465), `security` (tls, starttls for SMTP alone, or
+none), `poll_s` (15) and `authserv_id`.
 
-An e-mail can name any sender. With `authserv_id`, the name under which your mail server writes `Authentication-Results`
-(RFC 8601), only messages whose sender that server has checked (`dmarc=pass`) are taken.
+The sender of an e-mail can be forged. With `authserv_id`, the name under which your mail server writes
+`Authentication-Results` (RFC 8601), only messages whose sender that server has verified (`dmarc=pass`) are accepted.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Email:
         self._user = str(extra.get("user", self._address))
         self._security = str(extra.get("security", "tls"))
         if self._security not in ("tls", "starttls", "none"):
-            raise ConfigError(f"platforms.{name}.extra.security is tls, starttls or none, not {self._security!r}")
+            raise ConfigError(f"platforms.{name}.extra.security must be tls, starttls or none, not {self._security!r}")
         self._imap = (str(extra["imap_host"]), _number(name, extra.get("imap_port", 993)))
         self._smtp = (str(extra["smtp_host"]), _number(name, extra.get("smtp_port", 465)))
         self._poll_s = float(extra.get("poll_s", 15))
@@ -91,10 +92,10 @@ class Email:
             reading.cancel()
             await asyncio.wait([reading], timeout=1.0)
 
-    # Messages that come in
+    # Incoming messages
 
     async def _read(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
-        """Deliver unread messages until the task is cancelled; a lost connection is opened again."""
+        """Deliver unread messages until the task is cancelled. Open a lost connection again."""
         wait_s, open_client = 1.0, client
         try:
             while True:
@@ -147,16 +148,16 @@ class Email:
             try:
                 message = self._incoming(content, number)
             except Exception:  # an e-mail that breaks the parser must not block the others
-                logger.exception("%s: the e-mail with the uid %s cannot be read, and is passed over", self.name, number)
+                logger.exception("%s: the e-mail with the uid %s cannot be read and is skipped", self.name, number)
                 message = None
             if message is not None:
                 await deliver(message)
             stored = await client.uid("store", number, "+FLAGS", "(\\Seen)")
             if stored.result != "OK":
-                raise PlatformUnavailable(f"{self.name}: message {number} cannot be marked: {_said(stored)}")
+                raise PlatformUnavailable(f"{self.name}: message {number} cannot be marked as read: {_said(stored)}")
 
     def _incoming(self, content: bytes, uid: str) -> Incoming | None:
-        """Return the message of an e-mail; None for one that is not from a person."""
+        """Return the message in an e-mail; None for an e-mail that is not from a person."""
         mail = message_from_bytes(content, policy=policy.default)
         name, user_id = _sender(mail)
         automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
@@ -164,7 +165,7 @@ class Email:
         if automatic or bulk or not user_id or user_id in (self._address.lower(), "mailer-daemon"):
             return None
         if self._authserv_id and not self._is_checked(mail, user_id):
-            logger.warning("%s: a message in the name of %s was not checked, and is passed over", self.name, user_id)
+            logger.warning("%s: a message from %s is skipped, because its sender was not verified", self.name, user_id)
             return None
         message_id = str(mail.get("Message-ID") or f"<uid-{uid}@{self._address}>").strip()
         references = re.findall(r"<[^<>\s]+>", f"{mail.get('References', '')} {mail.get('In-Reply-To', '')}")
@@ -185,7 +186,7 @@ class Email:
         """Return whether the first `Authentication-Results`, which our server wrote, confirms the sender.
 
         Senders choose parts of that header, such as the envelope's address: quoted text and comments do not count, and
-        a second result of DMARC makes it invalid.
+        a second DMARC result makes the header invalid.
         """
         results = mail.get_all("Authentication-Results") or [""]
         host, _, checks = _QUOTED.sub(" ", str(results[0])).partition(";")
@@ -197,7 +198,7 @@ class Email:
         checked = re.search(r"\sheader\.from\s*=\s*(\S+)", found[0])
         return checked is None or checked[1].rpartition("@")[2] == user_id.rpartition("@")[2]
 
-    # Messages that go out
+    # Outgoing messages
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         mail = self._mail(address, key, answers)
@@ -217,7 +218,7 @@ class Email:
         raise NotImplementedError("an e-mail cannot be edited")
 
     async def stream_text(self, message: Incoming, text: str) -> None:
-        raise NotImplementedError("this platform gets whole answers")
+        raise NotImplementedError("this platform cannot stream answers")
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         raise NotImplementedError("e-mail has no typing notices")
@@ -262,7 +263,7 @@ class Email:
         )  # fmt: skip
         try:
             async with smtp:
-                await smtp.ehlo()  # without it, the client does not know that the server has logins
+                await smtp.ehlo()  # without EHLO, the client does not know that the server supports logins
                 if smtp.supports_extension("auth"):
                     try:
                         await smtp.login(self._user, self._password or "")
@@ -278,7 +279,7 @@ class Email:
 
 
 def _sender(mail: EmailMessage) -> tuple[str, str]:
-    """Return name and address of the sender; empty for a mail whose sender two programs may read differently."""
+    """Return the sender's name and address. Both are empty if mail programs could disagree about who the sender is."""
     heads = mail.get_all("From") or []
     addresses = [address for head in heads for address in head.addresses]
     if len(addresses) != 1 or any(isinstance(each, InvalidHeaderDefect) for each in heads[0].defects):
@@ -287,13 +288,13 @@ def _sender(mail: EmailMessage) -> tuple[str, str]:
 
 
 def _text(mail: EmailMessage) -> str:
-    """Return the text that the sender wrote, without what they quote at the end."""
+    """Return the text that the sender wrote, without the message quoted at the end."""
     part = mail.get_body(("plain", "html"))
     if part is None:
         return ""
     try:
         text = str(part.get_content())
-    except (LookupError, UnicodeError):  # an encoding that Python does not know
+    except (LookupError, UnicodeError):  # Python does not know the encoding
         text = _payload(part).decode("utf-8", "replace")
     if part.get_content_type() == "text/html":
         text = _TAG.sub("", text)
@@ -313,7 +314,7 @@ def _payload(part: Message) -> bytes:
 
 def _number(name: str, value: object) -> int:
     if not isinstance(value, int) or not 0 < value < 1 << 16:
-        raise ConfigError(f"platforms.{name}: a port is a number below 65536, not {value!r}")
+        raise ConfigError(f"platforms.{name}: a port must be a number from 1 to 65535, not {value!r}")
     return value
 
 
@@ -322,7 +323,7 @@ def _said(response: aioimaplib.Response) -> str:
 
 
 async def _closed(client: aioimaplib.IMAP4 | None) -> None:
-    """End a connection, whatever state it is in."""
+    """Close a connection, whatever its state."""
     if client is not None:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(2):
@@ -330,4 +331,4 @@ async def _closed(client: aioimaplib.IMAP4 | None) -> None:
         transport = getattr(client.protocol, "transport", None)
         if transport is not None:
             transport.close()
-            await asyncio.sleep(0)  # so that the loop closes it
+            await asyncio.sleep(0)  # so that the event loop closes the transport

@@ -22,7 +22,7 @@ LIMITS = PlatformLimits(max_text=4000, edits=True, typing=True, streams=True, id
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message that the gateway sent. `text` is its last version; a file has no text."""
+    """A message that the gateway sent. `text` is its latest version; a file has no text."""
 
     message_id: str
     address: ChatAddress
@@ -33,8 +33,8 @@ class Received:
 
 
 class Loopback:
-    """Chats by id. `sent` has every message of the gateway, in order; `typing` the chats with a typing
-    notice; `streamed` the pieces of answers as they came, by the message that they answer."""
+    """Chats by id. `sent` contains every message from the gateway, in order; `typing` the chats that show a typing
+    notice; `streamed` the streamed text of each answer, by the id of the message that it answers."""
 
     def __init__(self, name: str = "loopback", limits: PlatformLimits = LIMITS) -> None:
         self.name = name
@@ -75,7 +75,7 @@ class Loopback:
         return number
 
     async def receive(self, chat_id: str = "me", timeout_s: float = 30.0) -> Received:
-        """Return the next message of the gateway to a chat. Raises `TimeoutError`."""
+        """Return the gateway's next message to a chat. Raises `TimeoutError`."""
         async with asyncio.timeout(timeout_s):
             return await self._queue(chat_id).get()
 

@@ -1,10 +1,10 @@
 """Matrix, with matrix-nio: rooms that are not encrypted, on any homeserver.
 
-Settings: `token` is the access token of the bot's account; `extra.homeserver` its address, such as
+Settings: `token` is the access token of the bot's account; `extra.homeserver` is the homeserver's address, such as
 `https://matrix.example.org`. The bot joins rooms that it is invited to; a room of two is a `dm`, others are a `group`.
 
-The bot's read position is stored on the homeserver, as account data of its account (`SYNCED`), so that after a restart
-no message is read twice or missed. The first start begins at that moment.
+The bot's read position is stored on the homeserver, in the bot's account data (`SYNCED`), so that after a restart no
+message is read twice or missed. Messages from before the first start are not read.
 
 The bot cannot read encrypted rooms. It reports this in the room, and sends nothing else there.
 
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 SYNCED = "palaestra.synced"
 """The type of the account data that holds the sync token."""
-ENCRYPTED = "This room is encrypted, which I cannot read. Please talk to me in a room without encryption."
+ENCRYPTED = "I cannot read this room, because it is encrypted. Please talk to me in a room without encryption."
 
 _LONG_POLL_MS = 30_000
 _TYPING_MS = 8_000
@@ -114,12 +114,12 @@ class Matrix:
         if client is not None:
             await client.close()
 
-    # Messages that come in
+    # Incoming messages
 
     async def _follow(
         self, client: AsyncClient, deliver: Deliver, since: str | None, first: SyncResponse | None, position: str
     ) -> None:
-        """Deliver messages as they come; a message that could not be delivered is read again."""
+        """Deliver messages as they arrive; a message that could not be delivered is read again."""
         response, wait_s = first, 1.0
         if since is not None:
             position = since
@@ -135,7 +135,7 @@ class Matrix:
                 await asyncio.sleep(wait_s)
                 response, wait_s = None, min(60.0, wait_s * 2)
             except Exception:  # our own error, such as a full disk
-                logger.exception("%s: a message was not taken; it is read again", self.name)
+                logger.exception("%s: a message could not be accepted; it will be read again", self.name)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
 
@@ -164,7 +164,7 @@ class Matrix:
                 except PlatformUnavailable:
                     raise
                 except Exception:  # anyone may send an invalid event; it must not block the others
-                    logger.exception("%s: the event %s cannot be read, and is passed over", self.name, event.event_id)
+                    logger.exception("%s: the event %s cannot be read and is skipped", self.name, event.event_id)
                     continue
                 if message is not None:
                     found = True
@@ -191,7 +191,7 @@ class Matrix:
             files = () if file is None else (file,)
             return Incoming(address, event.event_id, event.sender, text, files, name, problem)
         if isinstance(event, RoomMessage):
-            problem = "Messages of this kind are not supported; text, images and files are."
+            problem = "Messages of this kind are not supported. Send text, an image or a file."
             return Incoming(address, event.event_id, event.sender, user_name=name, problem=problem)
         return None
 
@@ -203,20 +203,20 @@ class Matrix:
         stated = info.get("size")
         size = stated if isinstance(stated, int) else 0
         if size > self._largest:
-            return None, f"{name} has {size >> 20} MB, and at most {self._largest >> 20} MB are taken."
+            return None, f"{name} has {size >> 20} MB; at most {self._largest >> 20} MB are accepted."
         place = _FILE.fullmatch(event.url)
-        if place is None:  # without an address, the bot's token would be sent to that path
-            return None, f"{name} has no address of a file."
+        if place is None:  # not a media address; a request to it would send the bot's token elsewhere
+            return None, f"{name} has no usable address, so it cannot be read."
         try:
             status, data = await self._request("GET", f"/_matrix/client/v1/media/download/{place[1]}/{place[2]}")
         except PlatformRefused:
-            return None, f"{name} is larger than it says; at most {self._largest >> 20} MB are taken."
+            return None, f"{name} is larger than its message states; at most {self._largest >> 20} MB are accepted."
         if status != 200:
             return None, f"{name} could not be read from the homeserver (HTTP {status}); send it again."
         media_type = str(info.get("mimetype") or _MEDIA_TYPES.get(content.get("msgtype"), "application/octet-stream"))
         return Attachment(name, media_type, data), ""
 
-    # Messages that go out
+    # Outgoing messages
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
         return await self._send(address, {"msgtype": "m.text", "body": text}, key)
@@ -244,7 +244,7 @@ class Matrix:
         return await self._send(address, content, key)
 
     async def stream_text(self, message: Incoming, text: str) -> None:
-        raise NotImplementedError("this platform gets whole answers")
+        raise NotImplementedError("this platform cannot stream answers")
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         if self._client is not None:
@@ -256,7 +256,7 @@ class Matrix:
         client = self._running()
         room = client.rooms.get(address.chat_id)
         if room is not None and room.encrypted and content["body"] != ENCRYPTED:
-            raise PlatformRefused(f"{self.name}: the room {address.chat_id} is encrypted, and messages would not be")
+            raise PlatformRefused(f"{self.name}: the room {address.chat_id} is encrypted, but the message would not be")
         if address.thread_id and "m.relates_to" not in content:
             content = {**content, "m.relates_to": {"rel_type": "m.thread", "event_id": address.thread_id}}
         async with self._failures():
@@ -305,7 +305,7 @@ class Matrix:
 
     @contextlib.asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:
-        """Turn the errors of the connection into `PlatformUnavailable`."""
+        """Turn connection errors into `PlatformUnavailable`."""
         try:
             yield
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -1,16 +1,16 @@
 """`/v1/chat/completions`: any program that can talk to a chat model talks to the agent.
 
-A request is one message of a person: the last user message of `messages`. The conversation it belongs to is named by
-the header `X-Session-Id`; without one, by the messages before it, which this server remembers by their digest. Unknown
-earlier messages, a system prompt for example, are given to the agent as a transcript at the beginning of a new session.
-The reply has the session's id in the same header.
+A request is one message of a person: the last message of `messages`. The header `X-Session-Id` names its conversation.
+Without this header, the server finds the conversation by the earlier messages, which it remembers by their digest.
+Unknown earlier messages, for example a system prompt, are given to the agent as a transcript at the beginning of a new
+session. The reply has the session's id in the same header.
 
-A request with an `Idempotency-Key` that was sent before gets the answer of the first one, and starts no turn. Without
+A request with an `Idempotency-Key` that was sent before gets the first request's answer, and starts no turn. Without
 `X-Session-Id`, the key of a first message also names its session.
 
-`stream: true` sends the answer as it comes (server-sent events), other requests get it whole. Tools are the gateway's;
-`tools`, `temperature` and other settings of a request have no effect. A person whose program disconnects keeps the
-session: the turn continues, and its answer is part of the conversation.
+With `stream: true`, the answer is sent as it is generated (server-sent events); other requests get the whole answer at
+the end. The agent uses the gateway's tools; `tools`, `temperature` and other settings of a request have no effect. If
+the client disconnects, the turn continues, and its answer becomes part of the conversation.
 
 The token is the platform's `token`. Any program that has it may use the agent, so there is no allow-list. Settings in
 `extra`: `host` (127.0.0.1), `port` (8643) and `model`, the name to offer (palaestra).
@@ -48,8 +48,8 @@ _KEEP_ALIVE_S = 15.0
 
 @dataclass(slots=True)
 class _Request:
-    """A request that waits for its answer. `parts` are pieces as they come, then None. Once `answered`, it accepts no
-    more pieces."""
+    """A request that waits for its answer. `parts` are the pieces as they arrive, then None. Once `answered` is true,
+    the request accepts no more pieces."""
 
     parts: asyncio.Queue[str | None] = field(default_factory=asyncio.Queue)
     texts: list[str] = field(default_factory=list)
@@ -75,7 +75,8 @@ class OpenAIServer:
         self._open = AsyncExitStack()
 
     async def start(self, deliver: Deliver) -> None:
-        """Raise `ConfigError` if the port is in use, or if it would listen beyond the loopback without a token."""
+        """Raise `ConfigError` if the port is in use, or if the server would listen beyond the loopback interface
+        without a token."""
         self._deliver = deliver
         app = web.Application(
             client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_refused)]
@@ -116,7 +117,7 @@ class OpenAIServer:
         message_id = given_key or uuid.uuid4().hex
         key = (session, message_id)
         if key in self._waiting:
-            return _error(409, f"the request {message_id} is being answered", "conflict")
+            return _error(409, f"the request {message_id} is already being answered", "conflict")
         waiting = self._waiting[key] = _Request()
         try:
             user = str(body.get("user") or "api")
@@ -180,8 +181,8 @@ class OpenAIServer:
         return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self._model}
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
-        """Hand over an answer. If its request is gone, the answer stays in the conversation and goes nowhere else; so
-        do notices. A question of the agent is shown in the request that runs."""
+        """Hand over an answer. If its request is gone, the answer stays in the conversation and is not sent. A notice,
+        or a question of the agent, becomes part of the answers to the session's open requests."""
         if answers is not None:
             waiting = self._waiting.get((address.chat_id, answers.message_id))
             if waiting is not None and not waiting.answered:
@@ -199,7 +200,7 @@ class OpenAIServer:
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        """Hand over a file. In the answer, it is a data URL."""
+        """Hand over a file, which becomes a data URL in the answer."""
         url = f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
         sign = "!" if file.is_image else ""
         return await self.send_text(address, f"{sign}[{file.name}]({url})", key=key, answers=answers)
@@ -222,7 +223,7 @@ class OpenAIServer:
 
 
 def _header(request: web.Request, name: str) -> str:
-    """Return the header, empty without one. Raises `ConfigError` for bytes that are not text."""
+    """Return the header's value, empty if it is missing. Raises `ConfigError` for bytes that are not text."""
     value = request.headers.get(name, "").strip()
     if not value.isprintable():
         raise ConfigError(f"the header {name} must be text in UTF-8 without control characters")
@@ -257,7 +258,7 @@ def _text(content: JSON, files: list[Attachment]) -> str:
         elif part.get("type") == "image_url" and isinstance(part.get("image_url"), dict):
             files.append(_image(str(part["image_url"].get("url", "")), len(files) + 1))
         else:
-            raise ConfigError(f"parts of type {part.get('type')!r} are not supported; text and image_url are")
+            raise ConfigError(f"parts of type {part.get('type')!r} are not supported; use text and image_url")
     return "\n".join(texts)
 
 
@@ -269,7 +270,7 @@ def _image(url: str, number: int) -> Attachment:
     try:
         content = base64.b64decode(data, validate=True)
     except ValueError:
-        raise ConfigError("image_url holds no valid base64") from None
+        raise ConfigError("image_url does not contain valid base64") from None
     return Attachment(f"image-{number}.{media_type.partition('/')[2]}", media_type, content)
 
 
@@ -280,7 +281,7 @@ def _digest(history: list[tuple[str, str]]) -> str:
 
 @web.middleware
 async def _as_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the errors of the HTTP server, such as an unknown path or a body that is too large, the API's shape."""
+    """Convert errors of the HTTP server, such as an unknown path or a body that is too large, to the API's format."""
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -27,11 +27,13 @@ PLATFORMS: Mapping[str, str] = {
 def make_platform(name: str, config: PlatformConfig) -> Platform:
     """Return the platform with this name in the configuration: `KIND` or `KIND-WORD`, such as `webhook-2`.
 
-    Raises `ConfigError` for an unknown one, for unusable settings and if the extra `gateway` is not installed.
+    Raises `ConfigError` for an unknown platform, for unusable settings and if the extra `gateway` is not installed.
     """
     kind = name if name in PLATFORMS else name.partition("-")[0]
     if kind not in PLATFORMS:
-        raise ConfigError(f"there is no platform {name!r}; there are {', '.join(PLATFORMS)}.{nearest(name, PLATFORMS)}")
+        raise ConfigError(
+            f"unknown platform {name!r}; the platforms are {', '.join(PLATFORMS)}.{nearest(name, PLATFORMS)}"
+        )
     module, _, attribute = PLATFORMS[kind].partition(":")
     try:
         found = getattr(import_module(module), attribute)
@@ -40,7 +42,7 @@ def make_platform(name: str, config: PlatformConfig) -> Platform:
     for setting in config.extra:
         if setting not in found.extra_settings:
             known = f"{nearest(setting, found.extra_settings)} The settings are {', '.join(found.extra_settings)}."
-            known = known if found.extra_settings else " There are none."
+            known = known if found.extra_settings else " This platform has no such settings."
             raise ConfigError(f"unknown setting {setting} of platforms.{name}.extra.{known}")
     platform: Platform = found(name, config)
     return platform

@@ -1,10 +1,10 @@
 """Slack, with slack-sdk in Socket Mode, so no address of this machine needs to be public.
 
-Settings: `token` is the bot's (`xoxb-…`), `api_key` the app's (`xapp-…`, with `connections:write`). The app needs the
-events `message.im` and `app_mention`. In channels the bot answers those who mention it, in a thread, and a thread is a
-session; a direct chat is one session.
+Settings: `token` is the bot's token (`xoxb-…`), `api_key` the app's (`xapp-…`, with `connections:write`). The app needs
+the events `message.im` and `app_mention`. In channels, the bot answers messages that mention it. Its answers go to a
+thread, and each thread is a session; a direct chat is one session.
 
-An event is acknowledged once the message is on the disk; Slack sends it again otherwise.
+An event is acknowledged once the message is on the disk; otherwise Slack sends the event again.
 
 Format: https://docs.slack.dev/apis/events-api/using-socket-mode
 """
@@ -71,7 +71,7 @@ class Slack:
                         await deliver(message)
                 await client.send_socket_mode_response(SocketModeResponse(envelope_id=request.envelope_id))
             except Exception:  # not acknowledged, so Slack sends it again
-                logger.exception("%s: a message was not taken", self.name)
+                logger.exception("%s: a message could not be accepted", self.name)
 
         socket.socket_mode_request_listeners.append(take)
         try:
@@ -102,7 +102,7 @@ class Slack:
         files, problem = [], ""
         for file in event.get("files") or ():
             if int(file.get("size") or 0) > _MOST_BYTES:
-                problem = f"{file.get('name')} is too large; at most {_MOST_BYTES >> 20} MB are taken."
+                problem = f"{file.get('name')} is too large; at most {_MOST_BYTES >> 20} MB are accepted."
             elif not self._is_slack(url := str(file.get("url_private_download") or file.get("url_private"))):
                 problem = f"{file.get('name')} is not stored in Slack, so it cannot be read."
             else:
@@ -110,7 +110,8 @@ class Slack:
         return Incoming(address, ts, user, text, tuple(files), user, problem)
 
     def _is_slack(self, url: str) -> bool:
-        """Return whether an address may get the bot's token: people choose the addresses of files outside of Slack."""
+        """Return whether the bot's token may be sent to an address. People choose the addresses of files outside of
+        Slack."""
         asked, api = URL(url), URL(self._url)
         host = asked.host or ""
         own = asked.origin() == api.origin() if asked.absolute else False
@@ -120,7 +121,7 @@ class Slack:
         headers = {"Authorization": f"Bearer {self._token}"}
         async with self._failures(), aiohttp.ClientSession(headers=headers) as client, client.get(url) as reply:
             if reply.status != 200:
-                raise PlatformUnavailable(f"{self.name}: a file cannot be read: HTTP {reply.status}")
+                raise PlatformUnavailable(f"{self.name}: a file cannot be read (HTTP {reply.status})")
             data = await reply.content.read(_MOST_BYTES + 1)
             while len(data) <= _MOST_BYTES and (more := await reply.content.read(_MOST_BYTES + 1)):
                 data += more
@@ -150,10 +151,10 @@ class Slack:
         return str(sent["files"][0]["id"])
 
     async def stream_text(self, message: Incoming, text: str) -> None:
-        raise NotImplementedError("this platform gets whole answers")
+        raise NotImplementedError("this platform cannot stream answers")
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
-        raise NotImplementedError("Slack shows no typing of bots")
+        raise NotImplementedError("Slack has no typing notices for bots")
 
     @contextlib.asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:

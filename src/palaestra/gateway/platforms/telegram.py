@@ -1,8 +1,8 @@
 """Telegram, with aiogram: the Bot API by long polling, so no address of this machine needs to be public.
 
-Settings: `token` is the bot's, from @BotFather. `extra.api_url` names a Bot API server of your own. In groups a bot
-gets commands and answers to itself only, unless you turn its privacy mode off. A topic of a group is a session of its
-own.
+Settings: `token` is the bot's token from @BotFather. `extra.api_url` names a Bot API server of your own. In groups, a
+bot receives only commands and replies to its own messages, unless you turn its privacy mode off. Each topic of a group
+is a session.
 
 An update is acknowledged by asking for the next one, once the message is on the disk.
 
@@ -65,7 +65,7 @@ class Telegram:
             self._bot = bot = Bot(self._token, session=session)
         except TokenValidationError:
             await session.close()
-            problem = f"platforms.{self.name}.token is not a token of the Bot API, such as 123456:ABC"
+            problem = f"platforms.{self.name}.token is not a Bot API token; one looks like 123456:ABC"
             raise ConfigError(problem) from None
         try:
             async with self._failures():
@@ -85,7 +85,7 @@ class Telegram:
             await bot.session.close()
 
     async def _poll(self, bot: Bot, deliver: Deliver) -> None:
-        """Deliver messages as they come; a message that could not be delivered comes again."""
+        """Deliver messages as they arrive; a message that could not be delivered is requested again."""
         offset, wait_s = 0, 1.0
         while True:
             try:
@@ -105,7 +105,7 @@ class Telegram:
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
             except Exception:  # our own error, such as a full disk
-                logger.exception("%s: a message was not taken; it comes again", self.name)
+                logger.exception("%s: a message could not be accepted; it will be requested again", self.name)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
 
@@ -138,7 +138,7 @@ class Telegram:
                     content = b"" if data is None else data.read()
                     files.append(Attachment(name, media_type or "application/octet-stream", content))
         elif not text:
-            problem = "Messages of this kind are not supported; text, images and files are."
+            problem = "Messages of this kind are not supported. Send text, an image or a file."
         user = message.from_user
         return Incoming(address, str(message.message_id), str(user.id), text, tuple(files), user.full_name, problem)
 
@@ -158,14 +158,14 @@ class Telegram:
     ) -> str:
         bot, content = self._running(), BufferedInputFile(file.data, file.name)
         async with self._failures():
-            if file.is_image and len(file.data) <= 10 << 20:  # the limit of photos
+            if file.is_image and len(file.data) <= 10 << 20:  # the limit for photos
                 sent = await bot.send_photo(address.chat_id, content, message_thread_id=_thread(address))
             else:
                 sent = await bot.send_document(address.chat_id, content, message_thread_id=_thread(address))
         return str(sent.message_id)
 
     async def stream_text(self, message: Incoming, text: str) -> None:
-        raise NotImplementedError("this platform gets whole answers")
+        raise NotImplementedError("this platform cannot stream answers")
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         if typing and self._bot is not None:
@@ -186,14 +186,14 @@ class Telegram:
         except TelegramRetryAfter as error:
             raise PlatformUnavailable(f"{self.name}: {error.message}", float(error.retry_after)) from None
         except TelegramConflictError:
-            problem = f"{self.name}: another program asks for the messages of this token; stop it"
+            problem = f"{self.name}: another program receives messages with this token; stop that program"
             raise PlatformUnavailable(problem) from None
         except (TelegramNetworkError, TelegramServerError) as error:
             raise PlatformUnavailable(f"{self.name}: {error.message}") from None
         except TelegramUnauthorizedError as error:
             withdrawn = self._polling is not None  # the token was right at the start
             kind = PlatformUnavailable if withdrawn else PlatformRefused
-            raise kind(f"{self.name}: the token is not known: {error.message}") from None
+            raise kind(f"{self.name}: Telegram rejected the token: {error.message}") from None
         except TelegramAPIError as error:
             raise PlatformRefused(f"{self.name}: {error.message}") from None
 

@@ -5,15 +5,15 @@ The program sends `POST /messages` with the bearer token and a JSON object:
     {"message_id": "42", "chat_id": "room", "user_id": "anna", "text": "hello", "chat_type": "dm", "thread_id": "",
      "user_name": "Anna", "attachments": [{"name": "a.png", "media_type": "image/png", "data": "<base64>"}]}
 
-`message_id`, `chat_id` and `user_id` are required. The reply is 202 once the message is on the disk; a message that is
-sent again counts once. The gateway posts to `reply_url`, with the header `Idempotency-Key` and, if `api_key` is set,
-that as the bearer token:
+`message_id`, `chat_id` and `user_id` are required. The reply is 202 once the message is on the disk; a repeated message
+counts only once. The gateway posts answers to `reply_url`, with the header `Idempotency-Key` and, if `api_key` is set,
+with `api_key` as the bearer token:
 
     {"key": "…", "chat_id": "room", "thread_id": "", "text": "echo", "file": null, "answers": "42", "last": true}
 
-`answers` is the message that it answers (null for a notice) and `last` whether nothing more follows for it. Every
-status below 300 means that the answer arrived; 408, 425, 429 and 5xx are tried again; all other statuses count as
-refusals.
+`answers` is the id of the message that is answered (null for a notice), and `last` whether this is the last part of the
+answer. Every status below 300 means that the answer arrived; after 408, 425, 429 and 5xx, the gateway tries again; all
+other statuses count as refusals.
 
 Settings in `extra`: `reply_url` (required), `host` (127.0.0.1) and `port` (8642).
 """
@@ -80,7 +80,8 @@ class Webhook:
         self._client: aiohttp.ClientSession
 
     async def start(self, deliver: Deliver) -> None:
-        """Raise `ConfigError` if the port is taken, or if there is no token beyond the loopback."""
+        """Raise `ConfigError` if the port is in use, or if the server would listen beyond the loopback interface
+        without a token."""
         self._deliver = deliver
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(self._token)])
         app.router.add_post("/messages", self._receive)
@@ -124,10 +125,10 @@ class Webhook:
         return await self._post(address, key, answers, {"text": "", "file": sent})
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
-        raise NotImplementedError("a webhook has no edits")
+        raise NotImplementedError("a webhook cannot edit messages")
 
     async def stream_text(self, message: Incoming, text: str) -> None:
-        raise NotImplementedError("a webhook gets whole answers")
+        raise NotImplementedError("a webhook cannot stream answers")
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         raise NotImplementedError("a webhook has no typing notices")
@@ -153,8 +154,8 @@ class Webhook:
 
 
 def listen_address(name: str, config: PlatformConfig, port: int) -> tuple[str, int]:
-    """Return `host` and `port` of a platform that is a server. Raises `ConfigError`."""
+    """Return `host` and `port` for a platform that runs a server. Raises `ConfigError`."""
     host, given = config.extra.get("host", "127.0.0.1"), config.extra.get("port", port)
     if not isinstance(host, str) or not isinstance(given, int) or not 0 <= given < 1 << 16:
-        raise ConfigError(f"platforms.{name}.extra needs host, a text, and port, a number below 65536")
+        raise ConfigError(f"platforms.{name}.extra.host must be a text, and port a number from 0 to 65535")
     return host, given

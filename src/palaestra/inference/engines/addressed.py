@@ -1,6 +1,6 @@
 """An engine that sends each rollout to its own model server, for trainers that give every rollout a base URL.
 
-The program opens an address in its own context (`AddressedEngine.at`) and starts the rollout in it.
+The program opens an address in its own context (`AddressedEngine.at`) and starts the rollout in that context.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SERVER: ContextVar[ServerEngine | None] = ContextVar("addressed_server", defaul
 
 
 class AddressedEngine(ServerEngine):
-    """Passes each rollout on to the server of its address. `make` creates the client of one address; `token_exact` is
+    """Connects each rollout to the server at its address. `make` creates the client for one address; `token_exact` is
     true if the clients continue token ids. `settings` are the `APIServerConfig` settings that all addresses share."""
 
     def __init__(
@@ -33,11 +33,11 @@ class AddressedEngine(ServerEngine):
         """Do nothing: no server is known yet."""
 
     async def aclose(self) -> None:
-        """Do nothing: the block of `at` closes its client."""
+        """Do nothing: each `at` block closes its own client."""
 
     @asynccontextmanager
     async def at(self, base_url: str, api_key: str, model: str) -> AsyncIterator[None]:
-        """Send rollouts that start in the block to this server. Errors from starting its client are raised."""
+        """Send rollouts that start in the block to this server. Raises the errors of starting the server's client."""
         address = {"base_url": base_url, "model_name": model, "health_check": False}
         key = {"api_key": api_key} if api_key else {}
         server = self._make(APIServerConfig(**{**self._settings, **address, **key}))
@@ -53,7 +53,7 @@ class AddressedEngine(ServerEngine):
         return self._server().session(context)
 
     def managed_server(self, *, engine: object = None, **options: JSON) -> ManagedChat:
-        """Return token-exact chat with the server of the address. `engine` is this engine and is ignored."""
+        """Return token-exact chat with the server at the address. `engine` is this engine and is ignored."""
         managed: ManagedChat = self._server().managed_server(**options)  # type: ignore[attr-defined]
         return managed
 

@@ -134,7 +134,7 @@ class Batcher:
     def _run(self) -> None:
         try:
             decoder = self._make()
-        except BaseException as error:  # every kind of error goes to the waiter of `ready`
+        except BaseException as error:  # whoever waits for `ready` gets every kind of error
             _fail(self.ready, error)
             self._drain(EngineUnavailable(f"The model could not be loaded: {error}"))
             return

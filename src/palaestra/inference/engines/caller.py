@@ -56,5 +56,5 @@ class CallerEngine(ServerEngine):
 
     def session(self, context: SessionContext) -> ChatServer:
         player = PLAYER.get()
-        assert player is not None, "only a rollout with a player asks this engine"
+        assert player is not None, "this engine works only in a rollout with a player"
         return player

@@ -13,14 +13,14 @@ from palaestra.inference.engines.sampling import Sampling
 from palaestra.inference.engines.token_engine import TokenChat
 
 SampleFunction: TypeAlias = Callable[[list[int], int | None, Collection[int]], Awaitable[Sampled]]
-"""`await sample(prompt[T], most_tokens, stop_ids)` continues a prompt; the token that ended it is among the ids. Raises
-`EngineError`."""
+"""`await sample(prompt[T], most_tokens, stop_ids)` continues a prompt; the sampled ids include the stop token that
+ended the reply. Raises `EngineError`."""
 
 
 class FunctionEngine(TokenChat):
-    """Samples with a function. `model` names the model and its tokenizer (a folder, or OWNER/NAME on the hub) unless
-    `settings`, which are those of `APIServerConfig`, name another. The function sets the temperature and similar
-    settings itself."""
+    """Samples with a function. `model` names the model and its tokenizer (a folder, or OWNER/NAME on the hub).
+    `settings` are `APIServerConfig` settings, which may name a different model or tokenizer. The function sets the
+    temperature and similar settings itself."""
 
     def __init__(self, sample: SampleFunction, *, model: str, **settings: JSON) -> None:
         super().__init__(APIServerConfig(**{"model_name": model, "history": "append", **settings}))
@@ -28,7 +28,7 @@ class FunctionEngine(TokenChat):
 
     async def load_weights(self, folder: str, version: str) -> None:
         """Raise `EngineRefused`: the function owns its weights."""
-        raise EngineRefused(f"Model '{self.name}' is sampled by a function, which has its own weights, not {folder}.")
+        raise EngineRefused(f"Model '{self.name}' is sampled by a function, which cannot load weights from {folder}.")
 
     async def aclose(self) -> None:
         """Do nothing: the function's owner closes its resources."""

@@ -80,8 +80,8 @@ class OpenAIEngine(ServerEngine):
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
         if (kind := server_kind(models)) != "other":
             logger.warning(
-                "%s speaks the protocol of %s: chat completions give placeholder tokens. For exact tokens, "
-                "to train on, "
+                "%s speaks the protocol of %s, but chat completions give only placeholder tokens. For exact tokens, "
+                "which training needs, "
                 "set --openai.server_type %s; palaestra doctor %s checks the server",
                 *(shown(self.base_url), "vLLM" if kind == "vllm" else "SGLang", kind, shown(self.base_url)),
             )
@@ -131,8 +131,8 @@ class OpenAIEngine(ServerEngine):
         """Sample one reply with `n` choices. `split` (train or eval) selects the in-flight limit.
 
         With `on_delta`, `stream=True` or the setting `stream` the reply is streamed; the result is the same. `on_delta`
-        is called with each chunk. `sampling` and then `extra_body` are merged into the request, so either may replace
-        its entries. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or `EngineReplyError`.
+        is called with each chunk. `sampling` and then `extra_body` are merged into the request, and both may override
+        its fields. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or `EngineReplyError`.
         """
         body: dict[str, JSON] = {"model": self.name, "messages": messages}
         if tools:
@@ -162,7 +162,7 @@ class OpenAIEngine(ServerEngine):
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> TextCompletion:
-        """Sample `n` continuations of a text. Raises as `chat_completion` does."""
+        """Sample `n` continuations of a text. Raises the same errors as `chat_completion`."""
         body = {"model": self.name, "prompt": prompt, **({"n": n} if n > 1 else {}), **sampling, **(extra_body or {})}
         if n > 1 and self.config.n_kwarg_is_ignored:
             del body["n"]
@@ -226,17 +226,17 @@ def _call_as(hook: DeltaHook, index: int, delta: Delta) -> None:
 
 
 def parse_base_url(base_url: str | None) -> URL:
-    """Return the base URL of the API: a bare host gets `/v1`, another path is kept, and the ending `/chat/completions`
+    """Return the base URL of the API: a bare host gets `/v1`, any other path is kept, and a final `/chat/completions`
     is removed. Raises `ConfigError`."""
     if not base_url:
         raise ConfigError(
             "No model server is configured. Set --openai.base_url, for example http://127.0.0.1:8000/v1. Without a "
-            "model, --policy oracle plays the reference solutions of an environment, and --policy noop does nothing."
+            "model, --policy oracle plays the environment's reference solutions, and --policy noop does nothing."
         )
     try:
         url = URL(base_url.rstrip("/"))
     except ValueError as error:
-        raise ConfigError(f"--openai.base_url '{base_url}' is not an address: {error}.") from None
+        raise ConfigError(f"--openai.base_url '{base_url}' is not a valid address: {error}.") from None
     if url.scheme not in ("http", "https") or not url.host:
         raise ConfigError(f"--openai.base_url '{base_url}' must begin with http:// or https:// and name a host.")
     if url.path.endswith("/chat/completions"):

@@ -1,4 +1,4 @@
-"""Sampling settings of the engine in this process, in the names of OpenAI and vLLM."""
+"""Sampling settings of the in-process engine, with OpenAI's and vLLM's names."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class Sampling:
             processed_logprobs=mode == "processed_logprobs",
         )
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-            raise _refused("max_tokens", max_tokens, "a whole number from 1")
+            raise _refused("max_tokens", max_tokens, "a positive integer")
         if read.seed is not None and not isinstance(read.seed, int):
-            raise _refused("seed", read.seed, "a whole number")
+            raise _refused("seed", read.seed, "an integer")
         idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "")]
         if idle:
             raise EngineRefused(
                 f"The transformers engine has no sampling setting '{idle[0]}'. It supports max_tokens, "
                 "temperature, top_p, "
-                "top_k, seed, stop_token_ids, ignore_eos and logprobs_mode: remove other settings from extra_body."
+                "top_k, seed, stop_token_ids, ignore_eos and logprobs_mode; remove other settings from extra_body."
             )
         return read
 

@@ -50,7 +50,7 @@ class RecordedReply:
 
 
 COMMANDS = "terminal"
-"""The tool that runs the commands of a solution."""
+"""The tool that runs a solution's commands."""
 
 PATCH_PATH = "/tmp/palaestra.patch"  # noqa: S108  inside the slot, outside the workspace that is graded
 
@@ -87,7 +87,7 @@ def _assistant_messages(messages: Sequence[Message]) -> int:
 def _task(context: SessionContext, policy: str) -> Task:
     if context.task is None:
         raise TaskError(
-            f"Policy '{policy}' plays the task of a rollout, and this call of the model server is not part of one. "
+            f"Policy '{policy}' plays the task of a rollout, but this model call does not belong to a rollout. "
             "Use a model server, or collect the item with super().collect_trajectory(item)."
         )
     return context.task
@@ -127,8 +127,8 @@ def _steps(task: Task) -> Sequence[ToolStep | Say | str]:
     fine = isinstance(steps, Sequence) and all(isinstance(step, str | ToolStep | Say) for step in steps)
     if not fine:
         raise TaskError(
-            f"Task '{task.id}': its solution is {task.solution!r:.100}, not a shell script or a list of commands, "
-            "ToolStep and Say."
+            f"The solution of task '{task.id}' is {task.solution!r:.100}, but it must be a shell script or a list of "
+            "commands, ToolStep and Say."
         )
     return tuple(steps)
 
@@ -160,9 +160,9 @@ class PatchPolicy(Policy):
 class ReplayPolicy(Policy):
     """Plays the assistant's side of recorded trajectories, selected by task id and index.
 
-    A recording is JSON lines: trajectories with `task_id`, `index` and `messages`, or the journal of a run, which may
-    also be given by the run's folder, its groups file or an export in that folder. Other lines and a torn last line are
-    ignored. If two trajectories have the same task id and index, the later one is used.
+    A recording is a JSON Lines file: trajectories with `task_id`, `index` and `messages`, or the journal of a run. The
+    path of the run's folder, its groups file or an export in that folder also selects the journal. Other lines and a
+    torn last line are ignored. If two trajectories have the same task id and index, the later one is used.
     """
 
     def __init__(self, path: Path) -> None:
@@ -174,8 +174,8 @@ class ReplayPolicy(Policy):
         self._turns = await asyncio.to_thread(_read_recording, self._path)
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
-        """Return the next recorded message. Raises `TaskError` without a recording of this task and index, and
-        `EngineUnavailable` if it ends before the conversation, as when the recorded run lost its server."""
+        """Return the next recorded message. Raises `TaskError` if there is no recording of this task and index, and
+        `EngineUnavailable` if the recording ends before the conversation, as when the recorded run lost its server."""
         task = _task(context, "replay")
         turns = self._turns.get((task.id, context.index))
         if turns is None:
@@ -229,7 +229,7 @@ def _read_recording(path: Path) -> dict[tuple[str, int], list[RecordedReply]]:
     """Return the assistant's messages of every trajectory, by task id and index. Raises `ConfigError`."""
     found = {(one.task_id, one.index): _assistant_side(one, path) for one in _trajectories(path)}
     if not found:
-        raise ConfigError(f"{path} holds no recorded trajectory: a line needs task_id, index and messages.")
+        raise ConfigError(f"{path} holds no recorded trajectory, which is a line with task_id, index and messages.")
     return found
 
 
@@ -255,7 +255,7 @@ def _trajectories(path: Path) -> Iterator[_Trajectory]:
             if number == len(lines) and not isinstance(error, msgspec.ValidationError):
                 return  # torn, because the writer was killed
             raise ConfigError(
-                f"{path}, line {number}, is not a recorded trajectory: {error}. Give a run instead."
+                f"{path}, line {number}, is not a recorded trajectory: {error}. Give a run's folder instead."
             ) from None
 
 
@@ -268,8 +268,8 @@ def _assistant_side(trajectory: _Trajectory, path: Path) -> list[RecordedReply]:
 
 
 def recorded_turns(said: Sequence[AssistantMessage], turns: Sequence[JSON]) -> list[RecordedReply]:
-    """Return the assistant's messages with the finish reasons and token counts of `turns`. Messages of
-    the prompt have none."""
+    """Return the assistant's messages with the finish reasons and token counts of `turns`. The prompt's
+    example messages have neither."""
     examples = len(said) - len(turns)
     known = [_Turn()] * examples + list(turns) if examples >= 0 else [_Turn()] * len(said)
     return [
@@ -305,7 +305,7 @@ class ScriptedEngine(ServerEngine):
 
 
 class ScriptedSession(ChatServer):
-    """A policy for one rollout."""
+    """Plays a policy in one rollout."""
 
     def __init__(self, name: str, policy: Policy, context: SessionContext) -> None:
         self._name = name
@@ -357,7 +357,7 @@ class ScriptedSession(ChatServer):
         name = self._context.task.id if self._context.task is not None else ""
         has = f"only {', '.join(sorted(had))}" if had else "no tool"
         raise TaskError(
-            f"Task '{name}': its solution has commands for the tool {COMMANDS}, and the agent has {has}. "
+            f"The solution of task '{name}' has commands for the tool {COMMANDS}, but the agent has {has}. "
             f"Add its toolset, or write the steps as ToolStep with other tools."
         )
 

@@ -1,4 +1,4 @@
-"""Engines that continue token ids: their base `TokenChat`, and the servers over HTTP, SGLang and vLLM.
+"""Engines that continue token ids: their base class `TokenChat`, and the clients of SGLang and vLLM servers.
 
 An unusable tokenizer, template or parser raises an error when the engine starts. So does a tokenizer that differs from
 the server's, if the server has `/tokenize`.
@@ -72,10 +72,10 @@ class TokenChat(ServerEngine):
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
         """Return token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one.
-        An unknown parser's name is replaced by `hermes`, with a warning, as scripts expect. Raises `ConfigError`."""
+        An unknown parser name is replaced with `hermes` and a warning, as scripts expect. Raises `ConfigError`."""
         chosen = tool_call_parser or tool_parser
         if isinstance(chosen, str) and chosen not in ("none", *list_parsers()):
-            logger.warning("no tool-call parser is named %r: hermes is used instead", chosen)
+            logger.warning("no tool-call parser is named %r; hermes is used instead", chosen)
             chosen = "hermes"
         return ManagedChat(
             engine or self,
@@ -123,7 +123,8 @@ class TokenChat(ServerEngine):
         return self.config.model_name if named in ("", "none") else named
 
     def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
-        """Return the format of a tokenizer, made once: callers pass the same one for every rollout."""
+        """Return the chat format of a tokenizer. The format is kept, because callers pass the same tokenizer for every
+        rollout."""
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         for known in self._formats:
             if known.tokenizer is tokenizer:
@@ -148,8 +149,8 @@ PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
 
 
 class TokenServer(TokenChat):
-    """One model server that continues token ids. Subclasses implement the server's wire format in `generate`. If its
-    `sampling` has `on_ids` (`OnIds`), the reply is streamed; the result is the same."""
+    """One model server that continues token ids. Subclasses implement the server's wire format in `generate`. If the
+    argument `sampling` has `on_ids` (`OnIds`), the reply is streamed; the result is the same."""
 
     features = frozenset({"on_delta", "on_ids"})
 
@@ -169,8 +170,8 @@ class TokenServer(TokenChat):
 
     async def start(self) -> None:
         """Load the tokenizer, check the server, and compare its tokenizer with ours. Raises `ConfigError` for a missing
-        or differing tokenizer, `EngineUnavailable` within seconds without a server, `EngineRefused` for a refused
-        key."""
+        or differing tokenizer, `EngineUnavailable` within seconds if no server answers, and `EngineRefused` for a
+        refused key."""
         await super().start()
         if not self.config.health_check:
             return
@@ -181,7 +182,7 @@ class TokenServer(TokenChat):
         await self.transport.aclose()
 
     async def _compare_tokenizers(self) -> None:
-        """Compare the tokens of a text. A server without `/tokenize` is trusted."""
+        """Compare the server's tokens for a test text with ours. A server without `/tokenize` is trusted."""
         theirs = await self.tokens_of(PROBE)
         ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
         if theirs is not None and theirs != ours:
@@ -192,7 +193,7 @@ class TokenServer(TokenChat):
             )
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        """Return the server's tokens for the text; None if it does not answer `/tokenize`."""
+        """Return the server's tokens for the text, or None if the server does not answer `/tokenize`."""
         body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
         try:
             response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)
@@ -214,7 +215,7 @@ class TokenServer(TokenChat):
         )
 
     def _reader(self, url: URL, events: str, on_ids: JSON) -> Reader | None:
-        """Return a reader for a stream of `events`, which names a class of `token_stream.py`; None without `on_ids`."""
+        """Return a reader for a stream, or None if `on_ids` is None. `events` names a class of `token_stream.py`."""
         if on_ids is None:
             return None
         from palaestra.inference.http import token_stream  # imported here: only chats stream
@@ -277,7 +278,7 @@ class SGLangEngine(TokenServer):
             raise self._wrong(url, len(input_ids), "a token has no log-probability")
         ids = [entry[1] for entry in info.output_token_logprobs]
         if reply.output_ids is not None and reply.output_ids != ids:
-            raise self._wrong(url, len(input_ids), "its log-probabilities belong to other tokens than its output_ids")
+            raise self._wrong(url, len(input_ids), "its log-probabilities are not those of its output_ids")
         return Sampled(
             ids=ids,
             logprobs=[entry[0] or 0.0 for entry in info.output_token_logprobs],
@@ -326,11 +327,11 @@ _NOT_SAID = b"null"
 
 
 class VLLMEngine(TokenServer):
-    """One vLLM server, through its OpenAI server with token-id prompts, or the `/generate` that Atropos adds to it.
+    """One vLLM server, through its OpenAI API with token-id prompts or through the `/generate` that Atropos adds.
 
     Wire sources: vLLM's `CompletionRequest` and `CompletionResponseChoice` (`return_token_ids` since 0.10.2; older
     servers spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4. Servers
-    without `/v1/completions` get requests in the second shape. vLLM does not report which policy version sampled the
+    without `/v1/completions` get requests in Atropos' form. vLLM does not report which policy version sampled the
     tokens.
     """
 
@@ -370,7 +371,7 @@ class VLLMEngine(TokenServer):
             raise self._wrong(url, len(input_ids), "it has no log-probabilities")
         choice, logprobs = reply.choices[0], reply.choices[0].logprobs
         if not _are(choice.prompt_token_ids, input_ids):
-            raise self._wrong(url, len(input_ids), "it reports other prompt tokens")
+            raise self._wrong(url, len(input_ids), "the prompt tokens it reports are not the ones that were sent")
         if reply.usage is not None and reply.usage.prompt_tokens != len(input_ids):
             raise self._wrong(url, len(input_ids), f"it reports {reply.usage.prompt_tokens} prompt tokens")
         if choice.finish_reason is None:
@@ -378,10 +379,10 @@ class VLLMEngine(TokenServer):
         ids, spelled = choice.token_ids, _spelled_ids(logprobs.tokens)
         if ids is None:
             if spelled is None:
-                raise self._wrong(url, len(input_ids), "it has no token ids (vLLM 0.10.2 or newer gives them)")
+                raise self._wrong(url, len(input_ids), "it has no token ids (vLLM 0.10.2 or newer returns them)")
             ids = spelled
         elif spelled is not None and spelled != ids:
-            raise self._wrong(url, len(input_ids), "its log-probabilities belong to other tokens than its token ids")
+            raise self._wrong(url, len(input_ids), "its log-probabilities are not those of its token ids")
         if len(ids) != len(logprobs.token_logprobs) or None in logprobs.token_logprobs:
             found = sum(value is not None for value in logprobs.token_logprobs)
             raise self._wrong(url, len(input_ids), f"{len(ids)} tokens but {found} log-probabilities")
@@ -424,8 +425,8 @@ def _is_about_the_request(raw: bytes) -> bool:
 
 
 def _are(said: msgspec.Raw, ids: Sequence[int]) -> bool:
-    """Return whether the server reports receiving these ids, or reports none. Nearly always the JSON text is
-    identical."""
+    """Return whether the server reports receiving these ids, or reports none. The texts are compared first, because
+    they are nearly always identical."""
     text = bytes(said)
     return text in (_NOT_SAID, ids_json(ids)) or msgspec.json.decode(text) == list(ids)
 

@@ -27,9 +27,9 @@ _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """Return the model of a folder, or of a name, ready to sample. Blocks. With `device` None, the model uses the first
-    GPU, if there is one. Raises `ConfigError` without the extra, without such a model, or for layers that cannot be
-    batched here."""
+    """Return the model in a folder, or with a name, ready to sample. Blocks. With `device` None, the model uses the
+    first GPU, if there is one. Raises `ConfigError` if the extra or the model is missing, or if the model's layers
+    cannot be batched here."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -53,7 +53,7 @@ def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> P
 
 
 class TorchDecoder:
-    """One model and the sequences that it continues, which are its rows, in the order of their arrival."""
+    """One model and its rows: the sequences that it continues, in the order of their arrival."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -3,9 +3,9 @@
 For development, small models and training on one machine; a server is faster for a large model. The event loop never
 blocks: the model lives in the thread of `batcher`. Log-probabilities are the model's own (T4), at temperature 1 and
 before `top_k` and `top_p`, so one forward pass over a ledger's row reproduces them. Set `logprobs_mode:
-processed_logprobs` in `extra_body` for those of the sampled distribution.
+processed_logprobs` in `extra_body` to get the log-probabilities of the sampled distribution.
 
-Extra: `train` (torch, transformers). `model_name` is a folder, or a model's name, which is then fetched.
+Extra: `train` (torch, transformers). `model_name` is a folder, or the name of a model, which is then fetched.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TransformersEngine(TokenChat):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model. Its thread may be using it, so only read it, and change weights with `load_weights`."""
+        """The model. The engine's thread may be using it, so only read it, and change weights with `load_weights`."""
         assert self._model is not None, "the engine was not started"
         return self._model
 
@@ -103,7 +103,7 @@ class TransformersEngine(TokenChat):
         known = all(isinstance(number, int) and 0 <= number < config.vocab_size for number in input_ids)
         if not input_ids or not known:  # one invalid row would fail the whole batch
             raise EngineRefused(
-                f"Model '{self.name}' has token ids 0 to {config.vocab_size - 1}; the prompt is empty or has others. "
+                f"The ids of model '{self.name}' are 0 to {config.vocab_size - 1}; the prompt is empty or has others. "
                 "Is --openai.tokenizer_name the tokenizer of this model?"
             )
         answer = self.batcher.submit(tuple(input_ids), wanted, min(room, wanted.max_tokens or room))

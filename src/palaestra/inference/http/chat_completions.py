@@ -1,4 +1,4 @@
-"""Decodes replies in the chat completions format into records, despite the quirks of servers, and lists of models.
+"""Decodes lists of models, and decodes replies in the chat completions format into records, despite servers' quirks.
 
 A reply of the expected shape is decoded straight into records, any other reply piece by piece; malformed arguments pass
 through as text. Sources: the OpenAI chat completions reference; the quirks of vLLM, SGLang, llama.cpp, Ollama and
@@ -53,14 +53,14 @@ def decode_text(raw: bytes, source: str) -> TextCompletion:
 
 
 def _converted(raw: bytes, source: str) -> ChatCompletion:
-    """Convert a JSON reply of another shape piece by piece."""
+    """Convert a JSON reply of a different shape piece by piece."""
     try:
         value = msgspec.json.decode(raw)
         if not isinstance(value, dict):
             raise _not_a_reply(source, "it is not an object", raw)
         choices = value.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise _not_a_reply(source, "it has an error" if value.get("error") else "it has no choices", raw)
+            raise _not_a_reply(source, "it reports an error" if value.get("error") else "it has no choices", raw)
         converted = {
             "id": _text(value.get("id")) or "",
             "model": _text(value.get("model")) or "",
@@ -145,8 +145,9 @@ def _dumped(value: JSON) -> str:
 def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
     """Return the history without the parts that a strict server refused, or None if nothing can be removed.
 
-    Some chat templates parse every call's arguments, so one malformed call would end its rollout as a server failure:
-    such text is wrapped in a JSON object. Palaestra's own fields are removed if the server's error names them.
+    Some chat templates parse every call's arguments, so one malformed call would end its rollout as a server failure.
+    Malformed arguments are therefore wrapped in a JSON object. Palaestra's own fields are removed if the server's error
+    names them.
     """
     drop = "reasoning_content" if "reasoning_content" in server_said else None
     plain = [_plainer(message, drop) for message in messages]
@@ -171,7 +172,8 @@ def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:
 
 
 def _arguments(call: Mapping[str, JSON]) -> JSON:
-    """Return the arguments of a call; an empty object for anything else, which the server may refuse."""
+    """Return the arguments of a call, or an empty object for anything that is not a call, which the server may
+    refuse."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return function.get("arguments", "") if isinstance(function, Mapping) else {}
 
@@ -199,8 +201,8 @@ class _ModelList(msgspec.Struct):
 
 
 def listed_models(body: bytes) -> list[ListedModel]:
-    """Return the models in the body of `GET /v1/models`; none if it is not such a list. Wire source: OpenAI's list of
-    models; vLLM and SGLang add their names and the window."""
+    """Return the models in the body of `GET /v1/models`, or an empty list if the body is not such a list. Wire source:
+    OpenAI's list of models; vLLM and SGLang add their names and the window."""
     try:
         return msgspec.json.decode(body, type=_ModelList).data
     except NOT_JSON:

@@ -1,9 +1,9 @@
 """A chat completion streamed as server-sent events, assembled into the body of an unstreamed reply.
 
 An incomplete stream ends in an error, and the transport retries. Sources: the OpenAI reference
-(`chat.completion.chunk`, `stream_options`), the WHATWG's server-sent events. Servers send calls with or without an
-index, with the name in every chunk, or with the whole call repeated at the end; names and arguments are never written
-twice.
+(`chat.completion.chunk`, `stream_options`) and the WHATWG's specification of server-sent events. Servers send calls
+with or without an index, with the name in every chunk, or with the whole call repeated at the end; the assembled reply
+has each name and argument only once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Delta:
 
 
 DeltaHook: TypeAlias = Callable[[Delta], None]
-"""Called with each chunk as it comes, on the event loop: it must not block."""
+"""Called with each chunk as it comes, on the event loop, so it must not block."""
 
 
 class EventStreamReader:
@@ -48,9 +48,9 @@ class EventStreamReader:
         self._tries = 0
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
-        """Return the reply as one JSON body, streamed or not. Raises `aiohttp.ClientPayloadError` for an incomplete
-        stream, `FailedWithin` for an error with a status inside it, and `EngineReplyError` for an error without one or
-        an invalid event."""
+        """Return the reply, streamed or not, as one JSON body. Raises `aiohttp.ClientPayloadError` for an incomplete
+        stream, `FailedWithin` for an error with a status in the stream, and `EngineReplyError` for an error without a
+        status or an invalid event."""
         if reply.content_type != "text/event-stream" or reply.status != 200:
             body = await reply.read()
             if reply.status == 200:
@@ -152,8 +152,9 @@ class _ChoiceParts:
         return Delta(index, content, reasoning) if content or reasoning else None
 
     def _call_of(self, call: dict[str, JSON]) -> _Call:
-        """Return the call of a delta, by index. Without an index, a new id begins a call; other deltas continue the
-        last. Some servers give every call the same index: another id, with a name, begins a call too."""
+        """Return the call that a delta belongs to, by index. Without an index, a new id begins a call; other deltas
+        continue the last call. Some servers give every call the same index, so a different id with a name also begins a
+        call."""
         key, id_ = call.get("index"), _text(call.get("id"))
         if not isinstance(key, int):
             key = id_ or (list(self.latest)[-1] if self.latest else 0)

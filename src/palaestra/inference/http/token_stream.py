@@ -29,7 +29,7 @@ class TokenEvents(Protocol):
     ended: bool
 
     def take(self, event: dict[str, JSON]) -> list[int]:
-        """Add an event; returns its new ids."""
+        """Add an event and return its new ids."""
         ...
 
     def whole(self) -> JSON:
@@ -99,7 +99,7 @@ class TokenStreamReader:
         self._tries = 0
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
-        """Return the reply as one JSON body, streamed or not. Raises as `EventStreamReader.read`."""
+        """Return the reply, streamed or not, as one JSON body. Raises the same errors as `EventStreamReader.read`."""
         if reply.content_type != "text/event-stream" or reply.status != 200:
             return await reply.read()
         self._tries += 1

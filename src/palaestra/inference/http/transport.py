@@ -52,11 +52,11 @@ def encode_json(payload: JSON) -> bytes:
 
 
 Body: TypeAlias = Callable[[], bytes]
-"""Makes the body of a request for each try, so that it is not kept in memory while the model works."""
+"""Makes the body of a request for each attempt, so that the body is not kept in memory while the model works."""
 
 Reader: TypeAlias = Callable[[aiohttp.ClientResponse], Awaitable[bytes]]
-"""Reads the body of one reply. `aiohttp.ClientError` from it is a broken connection, which is retried; after
-`FailedWithin` the reply counts as one with that status."""
+"""Reads the body of one reply. If it raises `aiohttp.ClientError`, the connection broke and the request is retried; if
+it raises `FailedWithin`, the reply counts as one with that error's status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Response:
 class Transport:
     """A pool of connections to one model server. Opens on first use; `aclose` is idempotent. `lanes` maps a lane's name
     to its limit of requests in flight. `timeout_s` covers one request with its retries, but not its wait for a place.
-    `query` is added to every address. `model` is only for messages."""
+    `query` is added to every address. `model` is used only in messages."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Transport:
         return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
 
     async def list_models(self, url: URL) -> Response:
-        """Request the server's list of models. Raises as `look` does, and `EngineRefused` if the key is refused."""
+        """Request the server's list of models. Raises what `look` raises, and `EngineRefused` if the key is refused."""
         response = await self.look("GET", url)
         if response.status in (401, 403):
             raise refused(url, response.status, response.body, self.model)
@@ -192,7 +192,7 @@ class Transport:
             raise
 
     def _report_retry(self, line: str) -> None:
-        """Log the reason for a retry, at most one line in `RETRY_LINE_EVERY_S`."""
+        """Log the reason for a retry, at most one line every `RETRY_LINE_EVERY_S` seconds."""
         now = self._clock.monotonic()
         if now - self._reported_at < RETRY_LINE_EVERY_S:
             self._unreported += 1
@@ -250,7 +250,7 @@ def _authorization(config: APIServerConfig) -> dict[str, str]:
     if key is None:
         return {}
     if config.base_url and URL(config.base_url).user is not None:
-        raise ConfigError("--openai.base_url contains a user, and --openai.api_key is set too: remove one of them.")
+        raise ConfigError("--openai.base_url contains a user, but --openai.api_key is also set; remove one of them.")
     return {"Authorization": f"Bearer {key}"}
 
 
@@ -285,21 +285,21 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 """The words with which OpenAI, vLLM, SGLang, llama.cpp, TGI, LM Studio and the providers behind OpenRouter (Gemini,
-Grok, Groq, Kimi, GLM, Qwen) report that a conversation does not fit."""
+Grok, Groq, Kimi, GLM, Qwen) report that a conversation does not fit the context window."""
 
 _WAYS_OUT = {
-    401: "Set the variable OPENAI_API_KEY (or PALAESTRA_OPENAI_API_KEY) to the key, or --openai.api_key.",
+    401: "Set the variable OPENAI_API_KEY (or PALAESTRA_OPENAI_API_KEY) or --openai.api_key to the key.",
     402: "The account is out of credit.",
-    403: "The key has no right to this model; check OPENAI_API_KEY (or --openai.api_key) and the model name.",
+    403: "The key may not use this model; check OPENAI_API_KEY (or --openai.api_key) and the model name.",
     404: "Check --openai.model_name, and that --openai.base_url is the address before /chat/completions.",
-    405: "Check --openai.base_url: this address does not take chat completions.",
+    405: "Check --openai.base_url: this address does not accept chat completions.",
     413: "The request is too large for the server.",
 }
 
 
 class FailedWithin(Exception):
-    """Raised by a reader of a reply with status 200 whose body is an error with its own `status`, as OpenRouter's,
-    vLLM's and SGLang's may be."""
+    """Raised by a reader if a reply has status 200 but its body is an error with its own `status`, which OpenRouter,
+    vLLM and SGLang may send."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status} within a reply")
@@ -370,7 +370,7 @@ def overloaded(url: URL, status: int, body: bytes, model: str, tries: int) -> En
     said = server_says(body)
     error = EngineUnavailable(
         f"The model server at {shown(url)} answered HTTP {status} (model '{model}', {_times(tries)}): "
-        f"{said or 'no text'}. {'Lower the concurrency.' if status == 429 else 'Look at the log of the server.'}"
+        f"{said or 'no text'}. {'Lower the concurrency.' if status == 429 else 'Check the server log.'}"
     )
     error.by_request = status in (408, 500, 504, 520, 524)  # failures and timeouts; the other statuses come from load
     return error
@@ -384,7 +384,7 @@ def unreachable(url: URL, error: Exception, model: str, tries: int, timeout_s: f
     elif isinstance(error, TimeoutError):
         text = f"No answer from {where} within {timeout_s:g} s. Raise --openai.timeout or lower the concurrency."
     else:
-        text = f"The connection to {where} broke: {error or type(error).__name__}. Look at the log of the server."
+        text = f"The connection to {where} broke: {error or type(error).__name__}. Check the server's log."
     failure = EngineUnavailable(f"{text} (model '{model}', {_times(tries)})")
     failure.by_request = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
     return failure

@@ -63,7 +63,7 @@ def pieces_of(turn: SampledTurn) -> list[Piece]:
 
 @dataclass(slots=True)
 class _Segment:
-    """`tokens[T]`, the `logprobs[S]` of the sampled ones, the running hash over both, and the tokens' checksum.
+    """`tokens[T]`, the `logprobs[S]` of the sampled tokens, the running hash over both, and the tokens' checksum.
     `branch` is the number of its conversation. `json` are the first `json_count` tokens as JSON numbers."""
 
     reason: SegmentReason
@@ -78,7 +78,8 @@ class _Segment:
     json_count: int = 0
 
     def append(self, turn: int, ids: array[int], logprobs: array[float], piece: Piece | None) -> None:
-        """Add one span with one log-probability per id; `piece` is the answer that holds it, None for prompt tokens."""
+        """Add one span with one log-probability per id. `piece` is the answer that holds the span, or None for prompt
+        tokens."""
         start = len(self.tokens)
         kind: SpanKind = "sampled" if piece else "prompt"
         version = piece.sampled.policy_version if piece else ""
@@ -102,7 +103,7 @@ class _Segment:
         )
 
     def record(self, spans: Sequence[TokenSpan]) -> SegmentRecord:
-        """Return the first spans of the segment, as they are on disk."""
+        """Return the first `spans` of the segment in their form on disk."""
         mask, logprobs, taken = bytearray(), array("f"), 0
         for span in spans:
             length = span.stop - span.start
@@ -215,8 +216,8 @@ class Ledger:
         return len(self._segments)
 
     def open(self, reason: SegmentReason, branch: int = 0) -> int:
-        """Begin a segment with its reason; return its number. The reason of the first one is always `START`. `branch`
-        is the number of its conversation, 0 for the rollout's own."""
+        """Begin a segment with its reason; return its number. The first segment's reason is always `START`. `branch` is
+        the number of the segment's conversation, 0 for the rollout's own."""
         if not self._segments:
             reason = SegmentReason.START
         elif reason in (SegmentReason.START, SegmentReason.ABORT_RESUME):
@@ -225,8 +226,8 @@ class Ledger:
         return len(self._segments) - 1
 
     def prompt(self, segment: int | None, delta: Sequence[int]) -> Prompt:
-        """Return the ids for the engine: those of the segment so far (none if `segment` is None, not open yet),
-        followed by `delta`."""
+        """Return the ids for the engine: those of the segment so far, followed by `delta`. `segment` is None if the
+        segment is not open yet."""
         known = _Segment(SegmentReason.START) if segment is None else self._segments[segment]
         return Prompt(known, array("i", delta))
 
@@ -235,9 +236,9 @@ class Ledger:
         return tokens[-1] if tokens else None
 
     def append(self, segment: int, delta: Sequence[int], pieces: Sequence[Piece]) -> int:
-        """Add a whole turn, the new prompt tokens and the tokens sampled after them; return its number. Several pieces
-        are one reply whose request was aborted and resumed. Raises `ValueError`, without a change, if a piece does not
-        have one log-probability per token."""
+        """Add a whole turn, that is, the new prompt tokens and the tokens sampled after them; return the turn's number.
+        Several pieces are one reply whose request was aborted and resumed. Raises `ValueError`, without a change, if a
+        piece does not have one log-probability per token."""
         for piece in pieces:
             if len(piece.sampled.ids) != len(piece.sampled.logprobs):
                 raise ValueError(f"{len(piece.sampled.ids)} ids with {len(piece.sampled.logprobs)} log-probabilities")
@@ -261,12 +262,13 @@ class Ledger:
         return number
 
     def rows(self) -> list[TokenRow]:
-        """Return the training rows, one per segment with a turn, in the order they began."""
+        """Return the training rows, one per segment with a turn, in the order in which the segments began."""
         return [segment.row(number) for number, segment in enumerate(self._segments) if segment.tokens]
 
     def nodes(self, tokenizer: Tokenizer) -> list[SequenceNode]:
-        """Return all rows with a sampled span as the contract's nodes, in the order they began. Other conversations
-        come first, so the last node is the latest of the rollout's own."""
+        """Return all rows with a sampled span as the contract's nodes. Those of other conversations come first, so the
+        last node is the latest of the rollout's own conversation. Within both groups, nodes are in the order in which
+        they began."""
         order = sorted(enumerate(self._segments), key=lambda numbered: numbered[1].branch == 0)
         nodes = [SequenceNode(segment, number, tokenizer) for number, segment in order]
         return [node for node in nodes if node.metadata["versions"]]
@@ -289,7 +291,8 @@ class Ledger:
         return pieces[::-1]
 
     def record(self) -> LedgerRecord:
-        """Return the ledger on disk, which does not depend on the timing of concurrent conversations (D2)."""
+        """Return the ledger in its form on disk, which does not depend on the timing of concurrent conversations
+        (D2)."""
         turns = self._in_order()
         numbers, places = {turn.number: number for number, turn in enumerate(turns, 1)}, _places(turns)
         renumbered = msgspec.structs.replace
@@ -303,8 +306,8 @@ class Ledger:
         )
 
     def arranged(self, branches: Mapping[int, int]) -> Ledger:
-        """Return the conversations that `branches` names, with new numbers, as a finished ledger; the others are left
-        out. Its segments keep their order. The first in the record has reason `START`, as in any ledger."""
+        """Return a finished ledger of only the conversations that `branches` maps to new numbers. Segments keep their
+        order. The first segment in the record has reason `START`, as in any ledger."""
         kept = [number for number, segment in enumerate(self._segments) if segment.branch in branches]
         places = {number: place for place, number in enumerate(kept)}
         found = Ledger(self.stop_ids)
@@ -323,9 +326,9 @@ class Ledger:
         return found
 
     def forked(self, shared: int) -> Ledger:
-        """Return the ledger of a rollout that continues another one after its first `shared` turns, as a finished
-        ledger. The other ledger trains the tokens of these turns, so the tokens are part of a prompt here. Segments
-        keep their numbers."""
+        """Return the finished ledger of a forked rollout without the first `shared` turns, which the rollout shares
+        with the one it was forked from. That rollout's ledger trains the tokens of these turns, so here they are part
+        of a prompt. Segments keep their numbers."""
         found = Ledger(self.stop_ids)
         found._segments = [segment.continued(shared) for segment in self._segments]
         found.turns = [
@@ -334,7 +337,7 @@ class Ledger:
         return found
 
     def places(self) -> dict[int, int]:
-        """Return the number in the record for each segment's own number."""
+        """Map each segment's number to its number in the record."""
         return _places(self._in_order())
 
     def _in_order(self) -> list[LedgerTurn]:

@@ -21,13 +21,13 @@ DIGEST_BYTES = 8
 ITEM_BYTES = 4
 
 PROMPT_LOGPROB = 1.0
-"""The log-probability of a token that was not sampled; no real one is above 0."""
+"""The stored log-probability of a token that was not sampled; a real one is never clearly above 0."""
 
 HIGHEST_LOGPROB = 1e-3
-"""A log-probability may exceed 0 by rounding."""
+"""The highest log-probability that is accepted: rounding may raise one slightly above 0."""
 
 UNTRAINED = -100
-"""The mask of a token that is not trained, as trainers expect it."""
+"""The mask of a token that is not trained, which is the value that trainers expect."""
 
 SpanKind: TypeAlias = Literal["prompt", "sampled"]
 
@@ -130,7 +130,7 @@ class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One training row: `tokens[T]`, `masks[T]` (-100 if not trained, else the id), `logprobs[T]` (1.0 if not sampled)
     or None.
 
-    `source` is `engine` if the ids were sampled, `placeholder` without recorded tokens (such a row trains nothing),
+    `source` is `engine` if the ids were sampled, `placeholder` if no tokens were recorded (such a row trains nothing),
     `environment` if the environment made the row. A row of a ledger also has its segment's number and reason, and the
     finish reason of its last turn. Its `versions` are (start, stop, policy version) of the sampled spans; its `spans`
     cover the row without gaps. Only the first four fields are on disk (`Trajectory.row`).
@@ -208,15 +208,15 @@ def token_row(segment: SegmentRecord, number: int, finish_reason: str, rollout_i
 
 
 def record_rows(record: LedgerRecord, rollout_id: str = "") -> list[TokenRow]:
-    """Return the training rows: one for each segment with a sampled span, in the order they began. `rollout_id` begins
-    the ids of their sequences. Raises `ValueError`."""
+    """Return the training rows, one for each segment with a sampled span, in the order in which the segments began.
+    `rollout_id` is the first part of the ids of their sequences. Raises `ValueError`."""
     finished = {turn.segment: turn.finish_reason for turn in record.turns}
     numbers = _row_segments(record)
     return [token_row(record.segments[number], number, finished.get(number, ""), rollout_id) for number in numbers]
 
 
 def row_sizes(record: LedgerRecord) -> list[tuple[int, int]]:
-    """Return the token count and the trained-token count of each of `record_rows`, without making the rows."""
+    """Return the numbers of tokens and of trained tokens in each row of `record_rows`, without making the rows."""
     rows = (record.segments[number] for number in _row_segments(record))
     return [(len(row.tokens) // ITEM_BYTES, len(row.mask) - row.mask.count(0)) for row in rows]
 

@@ -62,7 +62,7 @@ class LedgerVerdict:
 
 
 def verify_ledger(record: LedgerRecord, *, forked: bool = False) -> LedgerVerdict:
-    """Check T1 to T4 in one pass over the tokens. `forked` is true if the rollout continues another one."""
+    """Check T1 to T4 in one pass over the tokens. `forked` is true if the rollout was forked from another one."""
     violation = next(_violations(record, forked), None)
     return LedgerVerdict(
         segments=len(record.segments),
@@ -75,7 +75,7 @@ def verify_ledger(record: LedgerRecord, *, forked: bool = False) -> LedgerVerdic
 
 def _violations(record: LedgerRecord, forked: bool) -> Iterator[Violation]:
     if record.schema != LEDGER_SCHEMA:
-        yield Violation("T1", "the record", f"schema '{record.schema}', this version reads {LEDGER_SCHEMA}")
+        yield Violation("T1", "the record", f"its schema is '{record.schema}', but this version reads {LEDGER_SCHEMA}")
         return
     for number, segment in enumerate(record.segments):
         first = number == 0 and not forked
@@ -90,20 +90,20 @@ def _turns(record: LedgerRecord) -> Iterator[Violation]:
         for span in segment.spans:
             at, prompt, sampled = found.get(span.turn, (number, 0, 0))
             if at != number:
-                yield Violation("T3", f"turn {span.turn}", f"lies in segments {at} and {number}: trained twice")
+                yield Violation("T3", f"turn {span.turn}", f"it is in segments {at} and {number}: trained twice")
             if span.kind == "prompt":
                 found[span.turn] = (number, span.stop, sampled)
             else:
                 found[span.turn] = (number, prompt, sampled + span.stop - span.start)
     if sorted(found) != [turn.number for turn in record.turns]:
-        yield Violation("T3", "the list of turns", "does not name each turn of the spans once, in order")
+        yield Violation("T3", "the list of turns", "it does not name each turn of the spans once, in order")
     for turn in record.turns:
         listed = turn.segment, turn.prompt_tokens, turn.sampled_tokens
         if listed != found[turn.number]:
-            what = f"(segment, prompt, sampled) {listed}, not {found[turn.number]}"
+            what = f"its (segment, prompt, sampled) is {listed}, but the spans have {found[turn.number]}"
             yield Violation("T3", f"turn {turn.number}", what)
         if turn.finish_reason not in _FINISHES:
-            yield Violation("T2", f"turn {turn.number}", f"ended with '{turn.finish_reason}' and was not resumed")
+            yield Violation("T2", f"turn {turn.number}", f"it ended with '{turn.finish_reason}' and was not resumed")
 
 
 class _SegmentCheck:
@@ -166,7 +166,7 @@ class _SegmentCheck:
             elif before is None or before.turn != span.turn:
                 yield self._at("T3", "sampled tokens without the prompt of their turn", span)
             elif follows != (span.reason == SegmentReason.ABORT_RESUME):
-                yield self._at("T2", "sampled in two pieces without a declared abort, or the reverse", span)
+                yield self._at("T2", "the declared aborts do not match the pieces in which the turn was sampled", span)
             before = span
         if at != len(self.tokens):
             yield self._at("T3", f"the spans end at {at}, the tokens at {len(self.tokens)}")
@@ -202,7 +202,7 @@ class _SegmentCheck:
         for span in self.segment.spans:
             part = slice(span.start * ITEM_BYTES, span.stop * ITEM_BYTES)
             if span.kind == "sampled" and span.sent != checksum:
-                yield self._at("T1", "the engine was given other tokens than the record has before it", span)
+                yield self._at("T1", "the engine did not receive the tokens that the record has before the span", span)
             tokens = self.segment.tokens[part]
             checksum = zlib.crc32(tokens, checksum)
             feed_digest(hasher, span.kind, span.version, tokens, self.segment.logprobs[part])

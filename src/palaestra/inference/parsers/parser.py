@@ -45,7 +45,7 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """A piece of thinking. `text` excludes the tags, which `start` and `end` include. Calls inside it do not count."""
+    """A piece of thinking. `text` excludes the tags, which `start` and `end` include. Calls inside it are ignored."""
 
     text: str
     start: int
@@ -54,8 +54,8 @@ class ReasoningPiece:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A well-formed call. `arguments_text` is JSON: the sampled text if the format writes JSON. `start` and `end` bound
-    the call in the output, with its tags."""
+    """A well-formed call. `arguments_text` is the arguments as JSON, exactly as sampled if the format writes JSON.
+    `start` and `end` delimit the call, with its tags, in the output."""
 
     id: str
     name: str
@@ -66,7 +66,7 @@ class ParsedCall:
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, JSON], call_id: str = "") -> ParsedCall:
-        """Return a call to render, with no place in an output."""
+        """Return a call to render, which has no position in an output."""
         return cls(call_id, name, arguments, json.dumps(arguments, ensure_ascii=False), 0, 0)
 
     def message(self) -> ToolCallMessage:
@@ -102,8 +102,8 @@ OutputPiece: TypeAlias = TextPiece | ReasoningPiece | ParsedCall | BrokenCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """The pieces of one output: in order, with ascending and disjoint spans. Unpacks as the pair of the contract's
-    parsers: `content, tool_calls = parser.parse(text)`."""
+    """The pieces of one output: in order, with ascending and disjoint spans. It unpacks into the pair that the
+    contract's parsers return: `content, tool_calls = parser.parse(text)`."""
 
     pieces: tuple[OutputPiece, ...]
 
@@ -134,7 +134,7 @@ class ParsedOutput:
         return (joined if len(self.pieces) == len(self.texts) else joined.strip()) or None
 
     def written(self, text: str) -> str:
-        """Return the output `text` without the thinking but with its calls: the content if nothing counts as a call."""
+        """Return the output `text` with its calls but without its thinking: the content if no call is to be run."""
         kinds = groupby(self.pieces, lambda piece: isinstance(piece, ReasoningPiece))
         runs = [list(run) for thinks, run in kinds if not thinks]
         joined = "".join(text[run[0].start : run[-1].end] for run in runs)
@@ -163,13 +163,13 @@ class ParsedOutput:
 
 
 class ToolCallParser(Protocol):
-    """The contract's parser, which scripts can implement and register."""
+    """The contract's interface of a parser, which scripts can implement and register."""
 
     def parse(self, text: str) -> ParsedOutput | tuple[str | None, list[ToolCallMessage] | None]: ...
 
 
 class Unwritable(ValueError):
-    """The format cannot express a call: an argument contains the tags around it, or has no known type."""
+    """The format cannot express a call: an argument contains the tags that enclose it, or its type is unknown."""
 
 
 class Malformed(Exception):

@@ -1,10 +1,10 @@
-"""Reads one output with a format's grammar: text, thinking and calls in one pass, and thinking before calls.
+"""Reads one output with a format's grammar: text, thinking and calls in one pass. Thinking takes precedence over calls.
 
 Thinking begins with its tag at the start of the output or after thinking or calls; if it is not closed, it extends to
 the end. A tag after text is a mention and stays text, unless it begins a line and is closed; if calls precede its end
-tag and text follows that on the same line, both tags are mentions. A call between two mentioned tags is broken, because
-its meaning is unclear. An end tag without an opening one ends thinking that began in the prompt, unless the caller
-knows that the prompt did not begin any.
+tag and text follows the end tag on the same line, both tags are mentions. A call between two mentioned tags is broken,
+because its meaning is unclear. An end tag without an opening tag ends thinking that began in the prompt, unless the
+caller knows that no thinking began there.
 
 Invariants: text is everything that no other piece covers, except white space alone; no text is read more than a fixed
 number of times.
@@ -49,13 +49,13 @@ class Grammar(ABC):
     short_ids: ClassVar[bool] = False
 
     def begin(self, output: OutputReader) -> int:
-        """Read a part that only the start of an output can have; return where to continue."""
+        """Read what can appear only at the start of an output; return where to continue."""
         return 0
 
     @abstractmethod
     def read(self, output: OutputReader, mark: Mark) -> int | None:
         """Read the calls that begin at `mark`, one of `openers`, and add them to `output`. Returns where text
-        continues, or None if the mark is only mentioned."""
+        continues, or None if the mark is only a mention."""
 
     @abstractmethod
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
@@ -72,17 +72,16 @@ class GrammarParser:
     def parse(
         self, text: str, *, tools: Tools | None = None, cut: bool = False, thinking: bool | None = None, turn: int = 0
     ) -> ParsedOutput:
-        """Return the pieces of `text`. It never raises, and its time is linear in the length of the text.
+        """Return the pieces of `text`. Parsing never raises, and takes time linear in the length of the text.
 
-        `cut`: the output ran out of room, so a call without its end is broken. `thinking`: whether the output begins
-        inside the thinking, None if unknown. `turn` (from 1) is the number of the reply in its conversation, for unique
-        ids.
+        `cut`: the output reached its length limit, so a call without its end is broken. `thinking`: whether the output
+        begins inside thinking, or None if unknown. `turn` (from 1) is the number of the reply in its conversation, for
+        unique ids.
         """
         return OutputReader(text, self._grammar, tools=tools, cut=cut, thinking=thinking, turn=turn).read()
 
     def render(self, calls: Sequence[ParsedCall], text: str = "", *, tools: Tools | None = None) -> str:
-        """Return `text` and `calls` in this format. Raises `Unwritable` if parsing would not give them back
-        unchanged."""
+        """Return `text` and `calls` in this format. Raises `Unwritable` if parsing the result would change them."""
         rendered = self._grammar.render(calls, text)
         parsed = self.parse(rendered, tools=tools)
         wanted = [(call.name, call.arguments) for call in calls]
@@ -112,7 +111,7 @@ class _Mention(NamedTuple):
 
 class OutputReader:
     """One output and the pieces found in it, in order. `written` is the position up to which everything is accounted
-    for. `in_section`: tags that hold several calls are open."""
+    for. `in_section` is true inside a section, whose tags enclose several calls."""
 
     def __init__(
         self, text: str, grammar: Grammar, *, tools: Tools | None, cut: bool, thinking: bool | None, turn: int
@@ -141,11 +140,11 @@ class OutputReader:
         return ParsedOutput(tuple(self.pieces))
 
     def text_to(self, end: int) -> None:
-        """Add everything up to `end` that is not accounted for as text."""
+        """Add, as text, everything up to `end` that is not yet accounted for."""
         self.written = max(self.written, end)
 
     def skip_to(self, end: int) -> None:
-        """Skip everything up to `end` that is not accounted for, because it belongs to the format."""
+        """Skip everything up to `end` that is not yet accounted for, because it belongs to the format."""
         if self._speaking:
             start = self._text_start
             self.pieces.append(TextPiece(self.text[start : self.written], start, self.written))
@@ -177,13 +176,13 @@ class OutputReader:
         return found.end
 
     def leave_section(self, mark: Mark) -> int | None:
-        """Return where text continues after the end tag of a section; None if none is open."""
+        """Leave the section at its end tag. Returns where text continues, or None if no section was open."""
         was_open, self.in_section = self.in_section, False
         return mark.end if was_open else None
 
     def mentioned(self, mark: Mark, close: str) -> int | None:
-        """Read an opening tag without a call: a mention in prose (None), or a broken call up to its end tag. At the
-        very end of the output it is the beginning of a call."""
+        """Read an opening tag without a call. It is a mention in prose (returns None), or a broken call up to its end
+        tag; at the very end of the output, it is the beginning of a call."""
         if skip(self.text, mark.end) >= self.end:
             problem = Malformed(BrokenReason.UNCLOSED, "the output ends where a call begins")
             self.broken(problem, "", mark.start, self.end)
@@ -202,8 +201,8 @@ class OutputReader:
         self._calls += 1
 
     def _id(self, given: str, name: str, content: str) -> str:
-        """Return the model's own id if it is valid, otherwise an id made from the content and the place of the call, so
-        that equal outputs have equal ids."""
+        """Return the model's own id if it is valid, otherwise an id that depends only on the call's content and
+        position, so that equal outputs have equal ids."""
         if given and given not in self._ids and (not self._grammar.short_ids or _SHORT_ID.fullmatch(given)):
             self._ids.add(given)
             return given
@@ -250,8 +249,8 @@ class OutputReader:
         return end.end
 
     def _end_thinking(self, mark: Mark) -> None:
-        """Read an end tag of thinking, which belongs to a tag after text or to thinking that began in the prompt. After
-        other thinking it is text."""
+        """Read an end tag of thinking, which closes a mentioned tag or thinking that began in the prompt. If there is
+        neither, the end tag is text."""
         mention, self._mention = self._mention, None
         if mention is not None and mark.text == self._end_of[mention.mark.text]:
             since = self.pieces[mention.pieces :]
@@ -276,7 +275,7 @@ class OutputReader:
     def _refused(self, piece: OutputPiece) -> OutputPiece:
         if not isinstance(piece, ParsedCall):
             return piece
-        detail, text = "it stands between thinking tags amid text", self.text[piece.start : piece.end]
+        detail, text = "the call is between thinking tags inside text", self.text[piece.start : piece.end]
         reason = BrokenReason.MALFORMED_MARKUP
         return BrokenCall(piece.id, piece.name, reason, detail, text, piece.start, piece.end)
 

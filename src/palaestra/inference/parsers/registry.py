@@ -47,7 +47,7 @@ class UnknownParser(ConfigError, KeyError):
 
 
 def get_parser(name: str) -> GrammarParser:
-    """Return the parser of a format. Raises `UnknownParser`. A registered parser may have only the contract's
+    """Return the parser of a format. Raises `UnknownParser`. A registered parser may implement only the contract's
     `parse(text)`."""
     if name in _registered:
         return cast("GrammarParser", _registered[name]())
@@ -67,8 +67,8 @@ def list_parsers() -> list[str]:
 
 
 def register_parser(name: str) -> Callable[[Registered], Registered]:
-    """Return a class decorator: from now on, `get_parser(name)` makes an instance, even if the name had another
-    parser."""
+    """Return a class decorator: from then on, `get_parser(name)` returns an instance of the class, even if the name
+    already had a parser."""
 
     def register(made_by: Registered) -> Registered:
         _registered[name] = made_by

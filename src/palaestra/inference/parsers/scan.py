@@ -1,9 +1,9 @@
 """Functions over a text and a position in it: white space, tags, strict JSON. Each takes time in proportion to the
-distance it covers. Also the argument types of a tool's schema, for formats that write values as bare text.
+distance it covers. Also reads the types of arguments from tool schemas, for formats that write values as bare text.
 
 Duplicate keys, NaN, infinities and numbers that overflow are rejected, because two readers would disagree about them.
-Bare text becomes another value only if the schema names that value's type and the text is exactly such a value in JSON
-(or True, False or None, which some templates write); otherwise it stays text, and the validation of the arguments
+Bare text becomes a value of a different type only if the schema names that type and the text is exactly such a value in
+JSON (or True, False or None, which some templates write); otherwise it stays text, and the validation of the arguments
 reports the problem.
 """
 
@@ -46,7 +46,7 @@ def find(text: str, start: int, *tags: str, before: int | None = None) -> Mark |
 
 
 def skip(text: str, start: int, run: re.Pattern[str] = _SPACE) -> int:
-    """Return the end of a run of white space, or of another pattern, that begins at `start`."""
+    """Return the end of the white space, or of the match of a different pattern, that begins at `start`."""
     found = run.match(text, start)
     return found.end() if found else start
 
@@ -64,7 +64,8 @@ class Closing(NamedTuple):
 
 
 def closing(text: str, position: int, *tags: str) -> Closing:
-    """Return whether these end tags follow, with white space between them. A partial tag at the end does not count."""
+    """Look for a call's end tags at `position`, with white space between them, and return how the call ends. If the
+    output ends inside one of the tags, the call ends with the output."""
     for tag in tags:
         begin = skip(text, position)
         if text.startswith(tag, begin):
@@ -113,8 +114,8 @@ def scan_value(text: str, start: int) -> Scan:
 
 
 def scan_brackets(text: str, start: int) -> int:
-    """Return the position where the brackets that open at `start` are balanced, ignoring quotes; the end of the text if
-    they are never balanced."""
+    """Return the position where the brackets that open at `start` are balanced, or the end of the text if they never
+    are. Quotes are ignored."""
     depth = 0
     for found in _BRACKET.finditer(text, start):
         depth += 1 if found[0] in "{[(" else -1
@@ -161,14 +162,14 @@ def decode_object(text: str) -> dict[str, JSON]:
 
 
 class Member(NamedTuple):
-    """One value of an object, and its text."""
+    """One value of a JSON object, and the text that encodes it."""
 
     value: JSON
     text: str
 
 
 def decode_members(text: str) -> dict[str, Member]:
-    """Return the members of the JSON object of `text`, each with its text. Raises `Malformed`."""
+    """Return the members of the JSON object that `text` encodes. Raises `Malformed`."""
     members: dict[str, Member] = {}
     at = _expect(text, skip(text, 0), "{")
     if text.startswith("}", at):
@@ -196,7 +197,7 @@ def _decode_at(text: str, at: int) -> tuple[JSON, int]:
         raise Malformed(BrokenReason.MALFORMED_JSON, detail, error.pos) from None
     except RecursionError:
         raise Malformed(BrokenReason.TOO_DEEP, "nested too deeply", at) from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise Malformed(BrokenReason.NOT_FINITE, str(error), at) from None
 
 
@@ -219,12 +220,12 @@ _PYTHON_NAMES = {
     "dict": "object",
     "list": "array",
 }
-"""Type names in schemas written by hand."""
+"""Python's type names, which schemas written by hand may contain, and the JSON Schema types that they stand for."""
 _MAX_DEPTH = 16
 
 
 class ArgumentTypes:
-    """Types by tool and argument, as JSON Schema names them."""
+    """The types of each tool's arguments, with JSON Schema's names."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -248,7 +249,7 @@ class ArgumentTypes:
 
 
 def typed(text: str, types: frozenset[str]) -> JSON:
-    """Return `text` as a value of one of these types, or as it is."""
+    """Return `text` as a value of one of these types, or unchanged if it is not such a value."""
     if not types or types == {"string"}:
         return text
     name, printed = _PRINTED.get(text.strip(), ("", None))

@@ -1,4 +1,4 @@
-"""The recording endpoint: a model server for agents that others wrote, with a URL, a key and a record per rollout."""
+"""The recording endpoint: a model server for external agents, with a URL, a key and a record for each rollout."""
 
 from palaestra.inference.recording.conversations import CallLimits, Conversations, RecordedCalls
 from palaestra.inference.recording.endpoint import RecordingEndpoint, RolloutAddress

@@ -52,7 +52,8 @@ KEPT_REPLIES, KEPT_BYTES = 256, 64 << 20
 their conversations."""
 
 LONG_BYTES = 256 << 10
-"""Requests of at least this many bytes are read, rendered and encoded in a thread: that takes up to a second per MB."""
+"""Requests of at least this many bytes are read, rendered and encoded in a thread, which takes up to a second per
+MB."""
 
 MOST_TOOL_BYTES = 1 << 20
 """The maximum bytes of a request's tool definitions, which a template writes many times before the first reply."""
@@ -91,7 +92,7 @@ class AnsweredCall:
 @dataclass(slots=True)
 class RecordedConversation:
     """One conversation: the `messages` of its latest call with the reply, all its `calls`, and the ledger's `segments`
-    with their tokens. `asking` counts the calls under way."""
+    with their tokens. `asking` counts the calls in progress."""
 
     number: int
     system: str
@@ -128,7 +129,7 @@ class RecordedConversation:
                 self._functions[call.id] = call.function
 
     def restore(self, messages: Sequence[Message]) -> None:
-        """Write arguments of calls as the sampled text if they are equal to it, otherwise as JSON."""
+        """Write the arguments of calls as the sampled text if both have the same value, otherwise as JSON."""
         for message in messages:
             for call in message.get("tool_calls") or ():
                 function, known = call["function"], self._functions.get(call["id"])
@@ -152,9 +153,9 @@ def _equal(arguments: JSON, known: FunctionCall) -> bool:
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """The classified calls of a rollout. `own` is None without any call; only `own` and `subagents` are trained.
-    `ledger` has their tokens, `auxiliary_ledger` those of the others. `ignored` counts the fields of requests without
-    effect."""
+    """The classified calls of a rollout. `own` is None if there was no call. Only `own` and `subagents` are trained:
+    `ledger` has their tokens, and `auxiliary_ledger` has the tokens of the other calls. `ignored` counts the request
+    fields that had no effect."""
 
     own: RecordedConversation | None = None
     subagents: list[RecordedConversation] = field(default_factory=list)
@@ -174,12 +175,14 @@ class Conversations:
 
     `sampling` has the run's settings, which training assumes; a request may only shorten its replies. `admit` is called
     with 0 before the body of a call is read, and with the number of requested replies before the call itself; it may
-    raise `Refusal` (a budget). `answered` is called after each reply, with its conversation. `check_engine` makes a
-    plain request after a failure (`EngineError.by_request`). It raises `EngineError` if the plain request fails too,
-    which means that the agent did not cause the failure. An agent never causes rate limits or lost connections.
+    raise `Refusal` to enforce a budget. `answered` is called after each reply, with the conversation and the call.
+    `check_engine` makes a plain request after a failure that the agent's request may have caused
+    (`EngineError.by_request`). It raises `EngineError` if the plain request fails too, which means that the agent did
+    not cause the failure. Rate limits and lost connections are never attributed to the agent.
 
-    `failure` is the engine failure that ends the rollout; `failed` is set with it. `refused` counts the requests
-    answered with an error, except for rate limits and requests after the end; `refusal` is the last such error.
+    `failure` is the engine failure that ends the rollout; the event `failed` is set at the same time. `refused` counts
+    the requests answered with an error, except for rate limits and requests after the end; `refusal` is the last such
+    error.
     """
 
     def __init__(
@@ -217,7 +220,8 @@ class Conversations:
         return self.server.features
 
     async def in_thread(self, function: Callable[[], T]) -> T:
-        """Call a function of a long request in the endpoint's `thread`, one of this rollout at a time."""
+        """Call a function in the endpoint's `thread`, for a long request. Only one function per rollout runs at a
+        time."""
         if self.thread is None:
             return function()
         async with self._one_long:
@@ -298,7 +302,7 @@ class Conversations:
 
     async def _blame(self, error: EngineError) -> None:
         """Send the engine a plain request. If that fails too, the failure ends the rollout unscored; if not, the
-        agent's request was the cause, and its sender gets the error."""
+        agent's request caused the failure, and the agent gets the error."""
         try:
             if self._check_engine is None:
                 return
@@ -334,14 +338,15 @@ class Conversations:
                 completion = await self._replies_to(line, asked, request.n)
         finally:
             line.asking -= 1
-            # otherwise refused calls would add lines without end
+            # otherwise refused calls would add conversations without limit
             if line.number and not line.calls and not line.asking:
                 del self._lines[line.system, bool(line.tools)]
         self._keep(reply_id, line.messages if request.instructions is None else line.messages[1:], request.size)
         return completion
 
     def _check_size(self, request: ModelRequest) -> None:
-        """Add the conversation that a request continues to its size. Raises `Refusal` beyond the bounds."""
+        """Add the size of the conversation that a request continues to the request's own size. Raises `Refusal` if a
+        limit is exceeded."""
         if request.continues is not None:
             request.size += self._reply_of(request.continues)[1]
         if request.size > self.limits.text_bytes and "images" not in self.features:
@@ -386,7 +391,7 @@ class Conversations:
 
     async def _continue_text(self, request: ModelRequest, settings: Mapping[str, JSON]) -> ChatCompletion:
         if request.n > 1:
-            raise unsupported("n", "This endpoint gives one continuation of a text at a time.")
+            raise unsupported("n", "This endpoint returns only one continuation of a text per request.")
         line = self._line([_system("\0text")], [])
         started = time.perf_counter()
         text = await line.server.completion(prompt=request.prompt or "", **settings, **self._threaded(request))
@@ -403,7 +408,7 @@ class Conversations:
         return completion
 
     def _line(self, messages: Sequence[Message], tools: list[dict[str, JSON]]) -> RecordedConversation:
-        """Return the conversation of a request; a new one if none is known."""
+        """Return the conversation that a request belongs to, or a new one."""
         system = str(messages[0]["content"]) if messages and messages[0]["role"] == "system" else ""
         key = system, bool(tools)
         if (known := self._lines.get(key)) is None:
@@ -437,7 +442,7 @@ class Conversations:
             self._kept_bytes -= dropped
 
     async def prompt_tokens(self, request: ModelRequest) -> int:
-        """Return the tokens of a prompt: as the engine counts them if it is token-exact, otherwise an estimate."""
+        """Return the number of tokens in a prompt, which is an estimate unless the engine is token-exact."""
         count = getattr(self.server, "prompt_tokens", None)
         self._check_size(request)
         messages = one_system_message(request.messages)
@@ -452,7 +457,7 @@ class Conversations:
         return -(-len(msgspec.json.encode([messages, request.tools])) // 4)
 
     def recorded(self) -> RecordedCalls:
-        """Return all calls so far, divided into those that training uses and others."""
+        """Return all calls so far, divided into those that training uses and the others."""
         lines = [line for line in self._lines.values() if line.calls]
         trained = [line for line in lines if line.tools]
         if not trained and lines:
@@ -471,7 +476,7 @@ class Conversations:
 
 
 def _number_segments(ledger: Ledger, lines: Sequence[RecordedConversation]) -> None:
-    """Give the lines' segments their numbers in an arranged ledger."""
+    """Replace the conversations' segment numbers with those in the arranged ledger."""
     order = sorted((segment, line.number) for line in lines for segment in line.server.segments)
     numbers = {segment: place for place, (segment, _) in enumerate(order)}
     for line in lines:

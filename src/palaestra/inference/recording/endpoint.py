@@ -1,4 +1,4 @@
-"""The server of the recording endpoint: each rollout gets an address and a key, for four dialects, streamed or whole.
+"""The server of the recording endpoint: each rollout gets its own address and key, for clients of four APIs.
 
     async with RecordingEndpoint() as endpoint:
         with endpoint.open(Conversations(engine.session(context))) as address:
@@ -10,7 +10,7 @@ closes its key and cancels its calls; bodies, time, connections and concurrent c
 read and rendered in a thread, so that no agent delays another or the run. Errors are reported in the format of the
 caller's dialect.
 
-A rollout may have tools (`ToolService`), at `/mcp` below its address, under the same key and bounds.
+A rollout may have tools (`ToolService`), at `/mcp` below its address, with the same key and limits.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class RolloutAddress:
 
     @property
     def tools_url(self) -> str:
-        """The URL for MCP clients; empty without tools."""
+        """The URL for MCP clients, or an empty string if the rollout has no tools."""
         return "" if self.tools is None else f"{self.url}/{TOOLS_PATH}"
 
     def at(self, origin: str) -> RolloutAddress:
-        """Return the address for programs that reach this server at another origin, such as `http://127.0.0.1:8000`."""
+        """Return the address for programs that reach this server at a different origin (`http://127.0.0.1:8000`)."""
         path = self.url.split("/", 3)[3]
         return replace(self, url=f"{origin}/{path}")
 
@@ -156,7 +156,7 @@ class RecordingEndpoint:
             if rest not in _PATHS and rest != _COUNT_PATH:
                 raise Refusal(404, f"There is nothing at {printable(request.method)} /{printable(rest[:200])}.")
             if request.method != "POST":
-                raise Refusal(405, f"/{rest} takes POST.")
+                raise Refusal(405, f"/{rest} accepts only POST.")
             with address.conversations.call():
                 asked = await _read(request, dialect, address.conversations)
                 if rest == _COUNT_PATH:
@@ -177,7 +177,7 @@ class RecordingEndpoint:
         key = self._nobody if address is None else address.key
         same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
         if address is None or not same:
-            raise Refusal(401, "The key does not open this address: use both of one rollout.", code="invalid_api_key")
+            raise Refusal(401, "The key is not valid for the rollout at this address.", code="invalid_api_key")
         return address
 
 
@@ -286,7 +286,7 @@ def _written(writer: ReplyStream, pieces: list[JSON]) -> bytes:
 async def _answer_tools(request: web.Request, tools: ToolService, conversations: Conversations) -> web.Response:
     """Answer an MCP client. Raises `Refusal`."""
     if request.method != "POST":
-        raise Refusal(405, f"/{TOOLS_PATH} takes POST.")
+        raise Refusal(405, f"/{TOOLS_PATH} accepts only POST.")
     with conversations.call(of_model=False):
         body = await _raw(request, min(conversations.limits.text_bytes, MAX_BODY_BYTES))
         status, reply = await tools.answer(body)
@@ -306,7 +306,7 @@ async def _raw(request: web.Request, most_bytes: int) -> bytes:
     except TimeoutError:
         raise Refusal(408, f"The body did not arrive within {BODY_S:g} seconds.") from None
     except web.RequestPayloadError:
-        raise Refusal(400, "The encoding of the body is broken.") from None
+        raise Refusal(400, "The encoding of the body is invalid.") from None
     finally:
         late.cancel()
     return bytes(body)

@@ -19,7 +19,7 @@ MOST_CHOICES = 16
 """The maximum number of replies to one request (`n`)."""
 
 MOST_ITEMS = 20_000
-"""The maximum number of messages, parts or tools of a request. Reading a million takes seconds."""
+"""The maximum number of messages, parts or tools of a request, because reading a million of them takes seconds."""
 
 
 class Refusal(Exception):
@@ -33,9 +33,9 @@ class Refusal(Exception):
 
 @dataclass(slots=True)
 class ModelRequest:
-    """One request. `settings` are the `AGENTS_OWN` and those that force a reply's form, in OpenAI's names. `prompt` is
-    the text of a legacy completion, which has no messages. `ignored` names the fields without an effect; `echo` are
-    fields that the reply repeats."""
+    """One request. `settings` holds the `AGENTS_OWN` settings and those that force a reply's form, with OpenAI's names.
+    `prompt` is the text of a legacy completion, which has no messages. `ignored` names the fields without an effect;
+    `echo` holds the fields that the reply repeats."""
 
     model: str
     messages: list[Message] = field(default_factory=list)
@@ -43,7 +43,7 @@ class ModelRequest:
     settings: dict[str, JSON] = field(default_factory=dict)
     n: int = 1
     size: int = 0
-    """The bytes of its body, and of the conversation that `continues` names."""
+    """The size in bytes of the request's body and of the conversation that `continues` names."""
     stream: bool = False
     stream_usage: bool = True
     prompt: str | None = None
@@ -124,7 +124,7 @@ def sampling(body: Mapping[str, JSON]) -> dict[str, JSON]:
         elif name == "seed" and (isinstance(value, bool) or not isinstance(value, int)):
             raise invalid(name, "seed must be a whole number")
         elif name == "stop" and not _is_text_or_texts(value):
-            raise invalid(name, "stop must be a text or a list of texts")
+            raise invalid(name, "stop must be a string or a list of strings")
         elif name == "stop_token_ids" and not (isinstance(value, list) and all(type(each) is int for each in value)):
             raise invalid(name, "stop_token_ids must be a list of token ids")
         elif name == "chat_template_kwargs" and not isinstance(value, dict):
@@ -143,7 +143,7 @@ def invalid(param: str, message: str) -> Refusal:
 
 
 def unsupported(param: str, what: str = "") -> Refusal:
-    """Return the refusal of a field that cannot be honoured here."""
+    """Return the refusal of a field that this endpoint does not support."""
     reason = what or f"{param} is not supported by the model behind this endpoint"
     return Refusal(400, reason, param=param, code="unsupported_parameter")
 
@@ -205,7 +205,7 @@ def text_field(item: Mapping[str, JSON], name: str, param: str) -> str:
     """Return a text field of an object. Raises `Refusal` if it is missing."""
     value = item.get(name)
     if not isinstance(value, str):
-        raise invalid(f"{param}.{name}", f"{param}.{name} must be a text")
+        raise invalid(f"{param}.{name}", f"{param}.{name} must be a string")
     return value
 
 
@@ -264,12 +264,12 @@ def choose_tools(request: ModelRequest, choice: JSON, features: Collection[str])
         request.tools = []
         return
     if "tool_choice" not in features:
-        raise unsupported("tool_choice", "The model behind this endpoint cannot be forced to call a tool: use auto.")
+        raise unsupported("tool_choice", "The model behind this endpoint cannot be forced to call a tool; use auto.")
     request.settings["tool_choice"] = choice
 
 
 def as_object(arguments: str) -> dict[str, JSON]:
-    """Return the arguments of a call as an object, for dialects that have no other form; malformed ones stay
+    """Return the arguments of a call as an object, for dialects that have no other form; malformed arguments stay
     readable."""
     try:
         value = msgspec.json.decode(arguments or "{}")
@@ -279,7 +279,7 @@ def as_object(arguments: str) -> dict[str, JSON]:
 
 
 def freeform_text(call: ToolCallMessage) -> str:
-    """Return the text of a call of a free-form tool: its `input`, or the unchanged arguments if they have no
+    """Return the text of a call to a free-form tool: its `input`, or the unchanged arguments if they have no
     `input`."""
     value = as_object(call.function.arguments).get("input")
     return value if isinstance(value, str) else call.function.arguments

@@ -2,8 +2,8 @@
 
 A control token is a token that ordinary text does not produce: a special token, or another added token in brackets.
 The parts of a text between the marks are encoded one by one, so that no token extends across a mark. Tokens may be
-nested (`[[A]]` and `[A]`) or overlap, so a mark follows the first character of every place where a token begins. Some
-tokenizers change the text (case, Unicode forms) before they look for their tokens; for these, the changed text counts.
+nested (`[[A]]` and `[A]`) or overlap, so a mark is put after the first character of every token. Some tokenizers change
+the text (case, Unicode forms) before they look for their tokens; for these, tokens are looked for in the changed text.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Tokens:
 
 
 def replaced(value: JSON, texts: Mapping[str, str]) -> JSON:
-    """Return the value with the texts and names that `texts` maps replaced."""
+    """Return the value with each text and name that is a key of `texts` replaced."""
     if isinstance(value, str):
         return texts.get(value, value)
     if isinstance(value, Mapping):
@@ -123,8 +123,8 @@ def _control_texts(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:
 
 
 def _normalizer(tokenizer: Tokenizer) -> Callable[[str], str] | None:
-    """Return the function by which a fast tokenizer changes text before it looks for tokens; None if it looks for all
-    tokens in the unchanged text."""
+    """Return the function by which a fast tokenizer changes text before it looks for tokens, or None if it looks for
+    all tokens in the unchanged text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     if backend is None or normalizer is None:
@@ -136,8 +136,8 @@ def _normalizer(tokenizer: Tokenizer) -> Callable[[str], str] | None:
 
 
 def _beginnings(texts: Collection[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches the first character of each token, so that nested tokens are found; None without
-    tokens."""
+    """Return a pattern that matches the first character of each token, so that nested tokens are found, or None if
+    there are no tokens."""
     rests: dict[str, list[str]] = {}
     for text in sorted(texts):
         if len(text) > 1:

@@ -3,7 +3,7 @@ prepares messages in the OpenAI shape for it.
 
 Templates want text as text, arguments as an object, names on tool results, and thinking in a field that differs between
 families. Invariants: the same messages give the same text during the whole run, so a template that asks for the date
-gets the date of its loading; the given messages are not changed.
+gets the date on which it was loaded; the given messages are not changed.
 
 Source of the semantics: `transformers.utils.chat_template_utils`, version 5.
 """
@@ -58,7 +58,7 @@ class ChatTemplate:
             raise ConfigError(f"The chat template cannot be read: {error}.") from None
 
     def compiled_in(self, environment: Sandbox) -> ChatTemplate:
-        """Return the same template, loaded at the same time, in another environment."""
+        """Return the same template, with the same loading date, compiled in a different environment."""
         other = copy.copy(self)
         other._template = self._compiled(environment)
         return other
@@ -71,7 +71,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: JSON,
     ) -> str:
-        """Return the conversation as text. Raises `ConfigError` with the template's own message if it refuses."""
+        """Return the conversation as text. Raises `ConfigError` with the template's own message if the template refuses
+        the conversation."""
         values = {**self._special, **variables}
         try:
             return self._template.render(
@@ -163,8 +164,8 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 def for_template(messages: Sequence[Message], reasoning_field: str | None, *, joined: bool = False) -> list[Message]:
     """Prepare all messages. If `reasoning_field` is None, thinking goes into the content, for families without a field.
-    `joined` writes the content next to a call into its thinking, for templates that refuse to have both. Raises
-    `ConfigError`."""
+    With `joined`, the content of a message with a call and thinking is moved into its thinking, for templates that
+    refuse to have both. Raises `ConfigError`."""
     names: dict[str, str] = {}
     ready = []
     for number, message in enumerate(messages):
@@ -198,8 +199,8 @@ def assistant_message(message: Message, reasoning_field: str | None) -> Message:
 
 
 def content_of(message: Mapping[str, JSON]) -> str:
-    """Return the text of a message: empty for None, the joined parts of a list. Raises `ConfigError` for anything but
-    text."""
+    """Return the text of a message: an empty string for None, the joined parts of a list. Raises `ConfigError` for
+    anything but text."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -208,7 +209,7 @@ def content_of(message: Mapping[str, JSON]) -> str:
     if content is not None and len(joined) < len(texts):
         raise ConfigError(
             f"A message ({message.get('role')}) contains more than text: {content!r:.200}. Token-exact chat "
-            "takes text, "
+            "accepts text, "
             "or a list of parts {'type': 'text', 'text': …}; convert images and data first."
         )
     return "".join(joined)
@@ -237,8 +238,8 @@ def _template_call(call: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _arguments(arguments: JSON) -> JSON:
-    """Return the object that the text encodes. Other text is wrapped in one, because templates iterate over its
-    keys."""
+    """Return the object that the arguments encode. Other text is wrapped in an object, because templates iterate over
+    the keys."""
     if not isinstance(arguments, str):
         return arguments or {}
     if not arguments.strip():

@@ -55,7 +55,7 @@ RenderMessages: TypeAlias = Callable[[Sequence[Message]], str]
 
 
 class Outlines:
-    """The outlines of one renderer. `traced` renders as `render` does, with blanks."""
+    """The outlines of one renderer. `traced` renders like `render`, but supports blanks."""
 
     def __init__(self, render: RenderMessages, traced: RenderMessages) -> None:
         self._render = render
@@ -64,8 +64,8 @@ class Outlines:
         self._opaque: set[Hashable] = set()
 
     def measured(self, case: Hashable, head: Sequence[Message], ready: Sequence[Message], look: Look) -> Measured:
-        """Return the result of `look` in the rendering of `head` and `ready`: a reply and the messages after it. `head`
-        and the reply's marks must be the same whenever `case` is. Raises `ConfigError`."""
+        """Return the result of `look` for the rendering of `head` and `ready` (a reply and the messages after it). For
+        the same `case`, `head` and the reply's marks must be the same. Raises `ConfigError`."""
         form = _form(ready)
         if form is None or (case, form) in self._opaque:
             return look(self._render([*head, *ready]))
@@ -92,7 +92,7 @@ class Outlines:
         return None if tail is None or rewrites else recording.outline(tail)
 
     def _holds(self, outline: Outline, head: Sequence[Message], ready: Sequence[Message], look: Look) -> bool:
-        """Return whether the outline also reproduces the rendering of adversarial texts, or does not fit them."""
+        """Return whether, for adversarial texts, the outline either reproduces the rendering or does not fit."""
         for content in (None, *_ADVERSARIAL):
             other = [ready[0], *({**m, "content": m["content"] if content is None else content} for m in ready[1:])]
             filled = outline.filled(list(_texts(other)))
@@ -105,7 +105,7 @@ class Outlines:
 
 
 def _form(ready: Sequence[Message]) -> Hashable | None:
-    """Return a key that is equal for messages that differ only in their texts; None if they contain more than texts."""
+    """Return a key that is equal for messages that differ only in their texts, or None if they contain other values."""
     reply, *after = ready
     calls = len(reply.get("tool_calls", ()))
     if 2 * calls + sum(map(len, after)) > _MOST_TEXTS:
@@ -120,7 +120,7 @@ def _form(ready: Sequence[Message]) -> Hashable | None:
 
 
 def _texts(ready: Sequence[Message]) -> Iterator[str]:
-    """Yield ids and names of the reply's calls, and the texts after it."""
+    """Yield the ids and names of the reply's calls, and the texts after the reply."""
     reply, *after = ready
     for call in reply.get("tool_calls", ()):
         yield call["id"]
@@ -188,7 +188,7 @@ class Outline:
     parts: tuple[Part, ...]
 
     def filled(self, texts: Sequence[str]) -> str | None:
-        """Return the rendering for these texts; None if the template might render them differently."""
+        """Return the rendering for these texts, or None if the template might render them differently."""
         values = dict(enumerate(texts))
         for made in self.made:
             if made.function is None:
@@ -227,7 +227,8 @@ class BlankRecording:
         return blank
 
     def applied(self, function: Callable[..., JSON], blank: Blank, arguments: tuple[JSON, ...]) -> JSON:
-        """Return the answer of `function` for the text: a text becomes a blank, anything else is recorded as asked."""
+        """Return the answer of `function` for the blank's text. Text becomes a new blank; any other answer is recorded
+        with its question."""
         if not all(map(_plain, arguments)):
             raise Opaque("two texts are combined")
         try:
@@ -265,7 +266,7 @@ class BlankRecording:
 
 
 class Blank(str):
-    """A stand-in for a text in a template. Its own letters are a meaningless mark."""
+    """A stand-in for a text in a template. Its actual characters are a meaningless mark."""
 
     __slots__ = ("number", "recording")
     recording: BlankRecording
@@ -301,7 +302,7 @@ def _recorded(name: str) -> Callable[..., JSON]:
 
 
 def _compared(name: str) -> Callable[..., JSON]:
-    """Return a comparison. Compared with anything but text, its answer is always the same."""
+    """Return a comparison. Only comparisons with text are recorded; all others have a constant answer."""
     recorded = _recorded(name)
     return lambda self, other: recorded(self, other) if isinstance(other, str) else NotImplemented
 
@@ -341,7 +342,7 @@ _PASSING = frozenset({"trim", "string", "length", "count", "default", "d", "uppe
 
 
 class _Generator(CodeGenerator):
-    """Compiles `~` and `in` to calls of the environment's own."""
+    """Compiles `~` and `in` to calls of the environment's own methods."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja's name
         self.write("environment.concat(map(str, (")
@@ -381,7 +382,7 @@ class _Tracing(Sandbox):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Return texts joined; also the result of a template, a macro or a block."""
+        """Join texts. Jinja also calls this for the result of a template, a macro or a block."""
         found = list(parts)
         blank = next((part for part in found if isinstance(part, Blank)), None)
         return "".join(found) if blank is None else blank.recording.joined(found)
@@ -392,7 +393,7 @@ class _Tracing(Sandbox):
         return member in container
 
     def call(self, context: Context, function: Callable[..., JSON], *given: JSON, **named: JSON) -> JSON:
-        """Return a call in the template. Only its own macros, and `namespace`, can handle a blank."""
+        """Run a call in the template. Only the template's own macros and `namespace` can handle a blank."""
         taken = isinstance(function, Macro) or function is self.globals["namespace"]
         if not taken and any(isinstance(value, Blank) for value in (*given, *named.values())):
             raise Opaque("a call with a text")

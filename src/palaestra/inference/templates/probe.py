@@ -87,7 +87,7 @@ def step_kind(reply: Message, after: Sequence[Message]) -> StepKind:
 
 
 def step_kinds(messages: Sequence[Message]) -> tuple[StepKind, ...]:
-    """Return the kinds of steps in a conversation, each once, the latest last."""
+    """Return the kinds of steps in a conversation, each once, with the latest last."""
     kinds: tuple[StepKind, ...] = ()
     replies = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
     for number, following in pairwise([*replies, len(messages)]):
@@ -118,7 +118,7 @@ def stand_ins(kind: StepKind, tool: str) -> list[Message]:
 
 
 def last_stand_in(text: str) -> int:
-    """Return where the last part of a stand-in's reply begins; -1 if there is none."""
+    """Return where the last part of a stand-in's reply begins, or -1 if there is none."""
     return max(text.rfind(_mark(part, stand=_EARLIER)) for part in "acr")
 
 
@@ -128,7 +128,8 @@ _REASONING = "thinking" + CONTENT
 
 
 RenderTemplate: TypeAlias = Callable[..., str]
-"""`TurnRenderer._render`: renders messages with the template's variables and tools, or others. Raises `ConfigError`."""
+"""`TurnRenderer._render`: renders messages with the renderer's variables and its tools, or with the given tools. Raises
+`ConfigError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ def _properties(tool: Mapping[str, JSON]) -> Mapping[str, JSON]:
 
 
 def _marked(tool: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the tool under unique names: a template can contain any plain word by accident."""
+    """Return the tool with unique names, because a template can contain any plain word by accident."""
     function = dict(_function(tool))
     function["name"] = f"{function.get('name', '')}{NONCE}"
     if parameters := function.get("parameters"):
@@ -212,7 +213,7 @@ def _check_tools(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) ->
     except ConfigError as error:
         raise ConfigError(f"The chat template has no place for a tool call and its result. {error}") from None
     if _RESULT not in shown:
-        raise ConfigError("The chat template drops the results of tools: the model would never see one.")
+        raise ConfigError("The chat template drops the results of tools, so the model would never see one.")
 
 
 def _shows(text: str, word: str) -> bool:
@@ -223,7 +224,7 @@ def _shows(text: str, word: str) -> bool:
 
 
 def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]) -> str | None:
-    """Return the first field whose thinking the template shows in at least one conversation."""
+    """Return the first of `REASONING_FIELDS` that the template shows in at least one conversation."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "name": "f", "content": "."}
     plain: Message = {"role": "assistant", "content": "."}
     calling = for_template([_call(tools).message()], None)[0]
@@ -238,7 +239,7 @@ def _reasoning_field(render: RenderTemplate, tools: Sequence[Mapping[str, JSON]]
 
 
 def _refuses_both(render: RenderTemplate, field_name: str | None, tools: Sequence[Mapping[str, JSON]]) -> bool:
-    """Return whether a call may come with thinking, but not with thinking and content."""
+    """Return whether the template accepts a call with thinking, but not a call with thinking and content."""
     result: Message = {"role": "tool", "tool_call_id": CALL_ID, "content": "."}
     shapes = [Shape(content=content, reasoning=True, calls=_call(tools).calls) for content in (False, True)]
     alone, both = (for_template([_USER, shape.message(), result], field_name) for shape in shapes)
@@ -254,8 +255,8 @@ def _tried(render: RenderTemplate, messages: list[Message]) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Ends:
-    """Tokens after a reply: those that close the last message, those that stand `instead` of them before another
-    message, and those that open the next message if nothing closes a reply."""
+    """Tokens after a reply: those that close it as the last message (`closing`), those that replace these if a message
+    follows (`instead`), and those that open the next message if nothing closes a reply (`openers`)."""
 
     closing: list[int] = field(default_factory=list)
     instead: list[int] = field(default_factory=list)
@@ -298,7 +299,7 @@ def _closing(tokenizer: Tokenizer, alone: Sequence[Sequence[int]], shape: Shape)
 
 
 def _encoded(tokenizer: Tokenizer, render: RenderTemplate, messages: Sequence[Message], shape: Shape) -> list[int]:
-    """Return the text after the first mark of `shape`, as tokens; empty if the template refuses."""
+    """Return the tokens of the text after the last mark of `shape`, or none if the template refuses the messages."""
     for text in _tried(render, for_template([_USER, *messages], None)):
         return list(tokenizer.encode(_after_marks(text, shape).rstrip(), add_special_tokens=False))
     return []

@@ -1,20 +1,20 @@
 """Finds the tokens that a new turn adds to a conversation, without re-encoding any sampled token.
 
 The template is rendered with marks in place of the assistant's words (`probe`): once for the prompt of the last reply,
-once for the continued conversation. If the second rendering begins with the first, and still has all the assistant's
-words, history is intact, and the text after the end of the reply is the new turn's. If not, the template rewrites
-history, and the caller decides how to continue.
+and once for the continued conversation. If the second rendering begins with the first, and still has all the
+assistant's words, history is intact, and the text after the end of the reply belongs to the new turn. If not, the
+template rewrites history, and the caller decides how to continue.
 
 Rendering a whole conversation costs more with every turn, so the same text is measured on a short conversation: a
-stand-in for the head, every kind of step once, the last reply, the new messages. Both conversations are measured until
-they have agreed on a longer conversation, and again whenever a conversation is twice as long as the last one on which
-they agreed. If they differ, the template depends on more than the kinds of steps, and whole conversations are rendered
-from then on. The short conversation is rendered only until it has an outline (`outlines`), which is then filled with
-the texts of later steps of its kind.
+stand-in for the head, every kind of step once, the last reply and the new messages. The whole conversation is measured
+too until both results have agreed for one that is longer than the short conversation, and again whenever a conversation
+is twice as long as the last one for which they agreed. If they differ, the template depends on more than the kinds of
+steps, and whole conversations are rendered from then on. The short conversation is rendered only until it has an
+outline (`outlines`), which is then filled with the texts of later steps of the same kind.
 
 Invariants: only text that the template puts after the last sampled token is encoded. A control token in the text of a
 user, a tool or a system prompt, or in the arguments of a call, is encoded as text: a mark is put into the token before
-the template is rendered, and the parts between the marks are encoded one by one. In other text of an assistant, this
+the template is rendered, and the parts between the marks are encoded one by one. In the assistant's other text, this
 applies only to special tokens, because calls and thinking may be written with control tokens.
 """
 
@@ -64,8 +64,8 @@ one byte."""
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A conversation so far: the prompt of the last reply, and the reply. `kinds` are the kinds of its steps, which the
-    caller keeps from `Opening` and `TurnStep`."""
+    """A conversation so far: the prompt of the last reply, and the reply. `kinds` are the kinds of its steps, which
+    `Opening` and `TurnStep` returned to the caller."""
 
     prompt: Sequence[Message]
     reply: Message
@@ -74,8 +74,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class TurnStep:
-    """`ids[D]` are the tokens after the last sampled one. `rewrites` describes how the template changes history; empty
-    if it does not."""
+    """`ids[D]` are the tokens after the last sampled one. `rewrites` describes how the template changes history; it is
+    empty if the template does not."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -84,7 +84,7 @@ class TurnStep:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The prompt `ids[T]` of a segment's first turn. It is shared: do not change it."""
+    """The prompt `ids[T]` of a segment's first turn. Rollouts share this object, so do not change it."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -107,9 +107,9 @@ class TurnRenderer:
         for tool in tools:
             function = tool.get("function", tool) if isinstance(tool, Mapping) else None
             if not isinstance(function, Mapping) or not function.get("name"):
-                raise ConfigError(f"A tool is given as {tool!r:.100}, not as an object with a function and its name.")
+                raise ConfigError(f"A tool is {tool!r:.100}, but it must be an object with a function that has a name.")
         if taken := _OWN_VARIABLES.intersection(variables or {}):
-            raise ConfigError(f"The template variable '{min(taken)}' is set by the conversation: leave it out.")
+            raise ConfigError(f"The template variable '{min(taken)}' is set by the conversation, so leave it out.")
         self.tools = list(tools)
         self.variables = dict(variables or {})
         self._template = template
@@ -164,7 +164,7 @@ class TurnRenderer:
             if rewrites:
                 return TurnStep(array("i"), kinds, rewrites)
             raise ConfigError(
-                "The chat template shows nothing of an assistant's reply: the conversation cannot continue."
+                "The chat template does not show the assistant's reply at all, so the conversation cannot continue."
             )
         ids = self._encoded(text)
         ended = bool(ids) and last_token in self.traits.stop_ids
@@ -201,7 +201,7 @@ class TurnRenderer:
             if proved_at:
                 logger.warning(
                     "After %d messages the chat template writes a %s step differently than in short conversations. "
-                    "Such steps are rendered in full from now on, which costs more and is correct.",
+                    "Such steps are rendered in full from now on, which is correct but slower.",
                     *(len(history.prompt), "/".join(latest[1])),
                 )
             self._proved[case] = _NEVER
@@ -210,8 +210,8 @@ class TurnRenderer:
         return full
 
     def _in_order(self, latest: StepKind) -> bool:
-        """Return whether the template renders such a step in its original order. Gemma's template writes the content
-        next to a call after the call's result."""
+        """Return whether the template renders such a step in its original order. Gemma's template writes the content of
+        a message with a call after the call's result."""
         if latest not in self._orders:
             self._orders[latest] = self._look_at_order(latest)
         return self._orders[latest]
@@ -261,7 +261,7 @@ class TurnRenderer:
         return after[min(found, default=said) :]
 
     def _stand_in(self, roles: tuple[str, ...], kinds: tuple[StepKind, ...]) -> tuple[list[Message], str]:
-        """Return a short conversation, as messages and rendered: a head, and one step of every kind taken."""
+        """Return a short conversation, as messages and rendered: a head, and one step of each of the `kinds`."""
         case = roles, kinds
         if case not in self._stand_ins:
             messages = [{"role": role, "content": _STAND_IN} for role in roles]
@@ -286,7 +286,7 @@ class TurnRenderer:
         return {key: self._control.marked(value, own=key != "tool_calls") for key, value in message.items()}
 
     def _written_tools(self, tools: list[Mapping[str, JSON]]) -> list[WrittenOnce] | None:
-        """Return the tools, also with a mark in each text that the template completes to a control token: some
+        """Return the tools, with a mark also in each text that the template completes to a control token, because some
         templates write a name as `<name>`."""
         for text, split in self._control.parts(tools).items():
             apart: list[Mapping[str, JSON]] = replaced(tools, {text: split})

@@ -46,23 +46,24 @@ if TYPE_CHECKING:
 V = TypeVar("V")
 
 HistoryMode: TypeAlias = Literal["template", "append"]
-"""If the template rewrites history (strips thinking, say): `template` begins a new segment, as a server that renders
-every turn from scratch would; `append` keeps appending to the sampled tokens, which gives one row."""
+"""What to do if the template rewrites history, for example by stripping thinking. `template` sends the rewritten
+history and begins a new segment; `append` keeps appending to the sampled tokens, which gives one row."""
 
 InThread: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Calls a function in a thread and returns its result: for a request that would stop the event loop for seconds."""
+"""Calls a function in a thread and returns its result, for a request that would block the event loop for seconds."""
 
 _NOT_SAMPLING = frozenset({"tool_choice", "parallel_tool_calls", "chat_template_kwargs", "stream", "model"})
 """Settings without a meaning for an engine that continues token ids."""
 
 _KEPT_THREADS = 64
-"""The maximum number of conversations that are compared with a request. One rollout does not alternate between more."""
+"""The maximum number of conversations that a request is compared with. No rollout is expected to alternate between
+more."""
 
 
 @dataclass(slots=True)
 class _Thread:
     """One conversation. `seen` are the messages as the caller sent them, `shown` the same with our own replies. `kinds`
-    are the kinds of steps in its segment; `busy` while a reply is being sampled."""
+    are the kinds of steps in its segment. `busy` is true while a reply is being sampled."""
 
     renderer: TurnRenderer
     segment: int = -1
@@ -152,8 +153,8 @@ class ManagedChat(ChatServer):
     """A chat server for one rollout, and, as the contract requires, an async context manager that closes nothing.
 
     `history` selects how to treat a template that rewrites history. Requests may run concurrently; each continues the
-    conversation that its messages extend, or begins one of the `segments`. Answers of `recorded` are not sampled again.
-    Raises `ConfigError` for an unusable template or parser.
+    conversation that its messages extend, or begins a new one of the `segments`. Replies that `recorded` returns are
+    not sampled again. Raises `ConfigError` for an unusable template or parser.
     """
 
     features = frozenset({"on_delta"})
@@ -212,10 +213,10 @@ class ManagedChat(ChatServer):
         in_thread: InThread | None = None,
         **sampling: JSON,
     ) -> TextCompletion:
-        """Sample one continuation of a text, which is also recorded in the ledger. `in_thread` encodes the text. Raises
-        `EngineError`."""
+        """Sample one continuation of a text, which is also recorded in the ledger. `in_thread` runs the encoding of the
+        text. Raises `EngineError`."""
         if self._text is None:
-            from palaestra.inference.token_exact.managed_text import ManagedText  # here: few rollouts need it
+            from palaestra.inference.token_exact.managed_text import ManagedText  # imported here: few rollouts need it
 
             tokenizer, stops = self._format.tokenizer, self._format.renderer((), None).stop_ids
             self._text = ManagedText(
@@ -230,8 +231,8 @@ class ManagedChat(ChatServer):
         return await self._text.complete(prompt, settings, reason, in_thread or _directly)
 
     def child(self, number: int = 0, *, reason: SegmentReason | str = SegmentReason.SUBAGENT) -> ManagedChat:
-        """Return a server for another conversation of the rollout, with the same ledger, which is stored in the order
-        of `number`."""
+        """Return a server for a further conversation of the rollout, with the same ledger. The record has these
+        conversations in the order of `number`."""
         child = ManagedChat(
             self._engine, self._format, history=self._history, name=self._name, clock=self._clock, ledger=self.ledger
         )
@@ -255,10 +256,10 @@ class ManagedChat(ChatServer):
         """Sample `n` replies to a conversation; each reply after the first is a separate segment.
         `chat_template_kwargs` go to the template, all other settings to the engine. `opens` is the reason to record if
         the messages neither continue nor repeat a known conversation. `on_delta` gets each reply in pieces as it comes,
-        or all of it if the engine does not stream. `in_thread` renders and encodes. Raises `EngineError`, and
-        `ConfigError` if the template refuses."""
+        or in one piece if the engine does not stream. `in_thread` runs the rendering and encoding. Raises
+        `EngineError`, and `ConfigError` if the template refuses the conversation."""
         if n < 1:
-            raise ConfigError(f"n is {n}; a request asks for at least one reply.")
+            raise ConfigError(f"n is {n}, but a request must ask for at least one reply.")
         settings = {**sampling, **(extra_body or {})}
         variables = settings.get("chat_template_kwargs")
         if in_thread is None:
@@ -289,12 +290,12 @@ class ManagedChat(ChatServer):
         )
 
     def prompt_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, JSON]] = ()) -> int:
-        """Return the number of tokens of a conversation as the prompt of a new segment. Raises `ConfigError`."""
+        """Return how many tokens a conversation has as the prompt of a new segment. Raises `ConfigError`."""
         return len(self._format.renderer(tools, None).opening(plain_messages(messages)).ids)
 
     def get_state(self) -> dict[str, JSON]:
         """Return the contract's record: the `ledger` and its `nodes`, one per segment in order, with the
-        segments of other conversations first. No node is part of another, so a trainer takes them all."""
+        segments of other conversations first. No node is part of another, so a trainer uses all of them."""
         return {"nodes": self.ledger.nodes(self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(
@@ -370,8 +371,8 @@ class ManagedChat(ChatServer):
     def _plan(
         self, renderer: TurnRenderer, messages: Sequence[Message], thread: _Thread, declared: SegmentReason | None
     ) -> _Plan:
-        """Return the place of the turn in `thread`, which no other request uses in the meantime. Does not change this
-        object, and may be called in any thread."""
+        """Return the place of the turn in the conversation `thread`, which no other request uses in the meantime. Does
+        not change this object, so it may run outside the event loop's thread."""
         if thread.segment < 0:
             opening = renderer.opening(messages)
             return _Plan(thread, opening.ids, opening.kinds, True, declared)

@@ -1,7 +1,8 @@
 """Token-exact continuations of text: prompts in, texts out, and every token of them in a ledger.
 
-A prompt that begins with the prompt and the text of an earlier call continues its tokens; any other opens a segment.
-A text that ended with a stop token cannot be continued: the token is in the ledger and not in the text.
+A prompt that begins with the prompt and the text of an earlier call continues that call's tokens; any other prompt
+opens a segment. A text that ended with a stop token cannot be continued, because the token is in the ledger but not in
+the text.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class ManagedText:
         opens: SegmentReason,
         in_thread: Callable[[Callable[[], Sequence[int]]], Awaitable[Sequence[int]]],
     ) -> TextCompletion:
-        """Sample one continuation. `opens` is the reason to record if a segment begins; `in_thread` encodes the text.
-        Raises `EngineError`."""
+        """Sample one continuation. `opens` is the reason to record if a segment begins; `in_thread` runs the encoding
+        of the text. Raises `EngineError`."""
         known = self._continued(prompt)
         fresh = prompt if known is None else prompt[len(known.text) :]
         encode = partial(self._tokenizer.encode, fresh, add_special_tokens=known is None)

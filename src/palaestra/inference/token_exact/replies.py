@@ -27,7 +27,7 @@ MAX_RESUMES = 200
 """The number of aborted answers to one request after which the engine counts as unavailable."""
 
 LOWEST_LOGPROB = -3.4e38
-"""The lowest log-probability that the ledger accepts: below it, 32 bits hold minus infinity."""
+"""The lowest log-probability that the ledger accepts; in 32 bits, a lower one would become minus infinity."""
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
@@ -63,7 +63,7 @@ async def sample(
 
 
 def _problem(sampled: Sampled, most: int | None, vocabulary: int | None) -> str:
-    """Return the reason why the answer cannot have been sampled; empty if it can."""
+    """Return why the answer cannot have been sampled, or an empty string if it can."""
     ids, logprobs = sampled.ids, sampled.logprobs
     if len(ids) != len(logprobs):
         return f"{len(ids)} token ids with {len(logprobs)} log-probabilities"
@@ -81,7 +81,7 @@ def _problem(sampled: Sampled, most: int | None, vocabulary: int | None) -> str:
 
 
 class ReplyReader:
-    """Reads replies with one parser, given as an object or by name; None and `none` leave calls in the content.
+    """Reads replies with one parser, given as an object or by name. With None or `none`, calls stay in the content.
 
     The contract's parsers take only the text. Ours also take `tools=`, `cut=`, `thinking=` and `turn=`, and find
     thinking and broken calls. Raises `ConfigError` for an unknown name.
@@ -156,8 +156,8 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
 
 
 def _call(call: JSON, call_id: str) -> ToolCallMessage:
-    """Return any parser's call as one of ours with the id `call_id`, because a parser without turns may give random
-    ids."""
+    """Convert a call from any parser to our own type, with the id `call_id`, because a parser that does not accept
+    `turn` may give random ids."""
     function = _part(call, "function") or call
     arguments = _part(function, "arguments")
     if not isinstance(arguments, str):

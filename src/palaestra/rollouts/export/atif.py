@@ -1,7 +1,7 @@
 """The format `atif`: one ATIF-v1.7 document per line, for programs that read agent trajectories.
 
 A message becomes a step, and a tool's result becomes part of the step that called the tool. Steps of the model's own
-turns have `metrics`, with the sampled token ids if the engine gave them; earlier replies, which were part of the
+turns have `metrics`, with the sampled token ids if the engine returned them; earlier replies, which were part of the
 prompt, are marked as copied context, so that they are not trained on.
 
 Source: the Agent Trajectory Interchange Format, RFC 0001 of the Harbor project and its published models (0.25).
@@ -84,8 +84,8 @@ class Observation(_Record):
 
 
 class Metrics(_Record):
-    """The metrics of one step. `completion_token_ids[T]` and `logprobs[T]` are those of the sampled tokens; `sequences`
-    in our `extra` names the sampled sequences that they come from, as [id, offset, length]."""
+    """The metrics of one step. `completion_token_ids[T]` and `logprobs[T]` belong to the sampled tokens; `sequences`,
+    under our key in `extra`, lists the sampled sequences that contain these tokens, as [id, offset, length]."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -286,7 +286,7 @@ class _Steps:
             return AtifPart(type="text", text=text)
         if (source := _image(part)) is not None:
             return AtifPart(type="image", source=source)
-        self.remarks.add(f"without a part of a message, of the kind {part_kind(part)!r}")
+        self.remarks.add(f"without a message part of the kind {part_kind(part)!r}")
         return AtifPart(type="text", text=f"[{part_kind(part)}]")
 
 
@@ -309,7 +309,7 @@ def _image(part: JSON) -> AtifSource | None:
 
 
 def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
-    """Return the sampled ids[T] and logprobs[T] of each turn, and the sequences that they come from. Segments of
+    """Return the sampled ids[T] and logprobs[T] of each turn, and the sequences that contain them. Segments of
     sub-agents are ignored; if the others have more or fewer calls than the agent has turns, the result is empty."""
     ledger = trajectory.ledger
     if ledger is None:
@@ -339,7 +339,7 @@ def _ours(values: Extra) -> Extra | None:
 
 
 def arguments_text(arguments: Mapping[str, JSON]) -> str:
-    """Return the JSON text of arguments for which only the object is known, such as in a document read back."""
+    """Return arguments as JSON text when only the object is known, for example after reading a document back."""
     try:
         stored: JSON = msgspec.json.decode(msgspec.json.encode(arguments))
     except UnicodeEncodeError:

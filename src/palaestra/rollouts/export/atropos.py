@@ -2,11 +2,12 @@
 goes, and the format `atropos` makes the same lines from the journal.
 
 One line per group holds the scored trajectories, in index order. A rollout without a reward cannot be trained on, so it
-is only in our own key `rollouts`, with its outcome and its blame. The file is a projection; the journal is the record.
+appears only under our own key `rollouts`, with its outcome and its blame. The file is a projection; the journal is the
+record.
 
 Invariants: lines are in item order; `add` returns once its line is on disk, unless the line waits for an earlier group;
-an existing file is never written to. Wire source: `ScoredData` of atroposlib 0.4, where every message has `role` and
-`content` and absent lists are empty.
+an existing file is replaced only with `again`. Wire source: `ScoredData` of atroposlib 0.4, where every message has
+`role` and `content` and absent lists are empty.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def encode_line(line: dict[str, JSON]) -> bytes:
 def claim_path(path: Path) -> Path:
     """Create an empty file at `path`, or at the first free one of `path_1`, `path_2`, …, for the caller alone.
 
-    Two concurrent processes get two files. Parent directories are created. Raises `OSError`, also if `path` is a
+    Two concurrent processes get two files. Parent directories are created. Raises `OSError`, for example if `path` is a
     directory.
     """
     if path.is_dir():
@@ -194,10 +195,10 @@ def claim_path(path: Path) -> Path:
 class GroupsFile:
     """The growing JSONL file of a run. Groups arrive as they finish and are written in item order.
 
-    `path` is the claimed file. With `again` it is the given file, whose content is replaced when the first group comes,
-    so that a resumed run without a group leaves the file as it was. `add` and `skip` block for the write and its fsync,
-    may be called from worker threads, and raise `DiskError`. A line that waits for an earlier group is kept in an
-    unnamed temporary file in the same folder, so that one long task costs no memory.
+    `path` is the claimed file. With `again` it is the given file, whose content is replaced when the first group is
+    written, so that a resumed run without a group leaves the file as it was. `add` and `skip` block until the data is
+    written and synced, may be called from worker threads, and raise `DiskError`. A line that waits for an earlier group
+    is kept in an unnamed temporary file in the same folder, so that waiting for one long task costs no memory.
     """
 
     def __init__(
@@ -252,9 +253,9 @@ class GroupsFile:
     def _take(self, number: int, line: bytes) -> None:
         with self._lock:
             if self._file is None:
-                raise ValueError(f"{self.path} is closed; group {number} came too late")
+                raise ValueError(f"{self.path} is already closed, so group {number} cannot be added")
             if number < self._next or number in self._waiting:
-                raise ValueError(f"group {number} was already given to {self.path}")
+                raise ValueError(f"group {number} was already added to {self.path}")
             self._replace()
             if number > self._next:
                 self._put_aside(number, line)
@@ -298,7 +299,7 @@ class GroupsFile:
 
 
 class AtroposExporter:
-    """One line per group. Unscored rollouts are only in the line's key `rollouts`, whatever the options.
+    """One line per group. Unscored rollouts appear only under the line's key `rollouts`, whatever the options.
 
     The run's own settings decide whether lines have messages, and whether groups of equal scores, from which a policy
     gradient learns nothing, are left out.

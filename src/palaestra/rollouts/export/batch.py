@@ -2,8 +2,8 @@
 
 A line has `prompt_index, conversations, metadata, completed, partial, api_calls, toolsets_used, tool_stats,
 tool_error_counts, reasoning_stats`. `tool_stats` and `tool_error_counts` have the same keys in every line, namely all
-tools of this version and those of the run, so that the lines load as one table. Discarded samples (score 0) are left
-out.
+built-in tools of this Palaestra version and the run's tools, so that the lines load as one table. Discarded samples
+(score 0) are left out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def samples(
 
 
 def discarded(trajectory: Trajectory) -> list[str]:
-    """Return the reason why the sample was discarded; empty if it was kept."""
+    """Return the reasons why the sample was discarded; empty if it was kept."""
     return list(trajectory.detail.get(DISCARDED) or ())
 
 
@@ -119,7 +119,7 @@ def tool_stats(trajectory: Trajectory, names: Sequence[str]) -> tuple[dict[str, 
 
 
 def reasoning_stats(conversation: Sequence[ChatMessage]) -> dict[str, JSON]:
-    """Return how many replies have reasoning."""
+    """Return the numbers of replies with and without reasoning."""
     replies = [message for message in conversation if message.role == "assistant"]
     reasoned = sum(map(has_reasoning, replies))
     return {

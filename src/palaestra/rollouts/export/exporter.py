@@ -1,8 +1,8 @@
 """Exporters, which write the groups of a run in the formats of other programs, and the table of formats by name.
 
-Exports are projections that can be made from the journal at any time; none of them is a record. Invariant: nothing is
-lost silently. A rollout that is missing in the file is counted in `ExportReport.left_out`; a rollout that is incomplete
-or changed there is counted in `ExportReport.remarks`.
+Exports are projections that can be made from the journal at any time; only the journal is the record. Invariant:
+nothing is lost silently. A rollout that is missing from the file is counted in `ExportReport.left_out`; a rollout that
+is incomplete or changed in the file is counted in `ExportReport.remarks`.
 
 To add a format, write a module with a class of the `Exporter` shape and add a line to `FORMATS`; `--to
 package.module:Class` takes any other class. Nothing is imported before it is used.
@@ -45,7 +45,7 @@ class ExportMeta:
 
 @dataclass(slots=True)
 class ExportReport:
-    """The result of an export. `left_out` and `remarks` count rollouts by reason, a text for the user."""
+    """The result of an export. `left_out` and `remarks` count rollouts by reason; reasons are texts for users."""
 
     records: int = 0
     rollouts: int = 0
@@ -77,7 +77,7 @@ class ExportReport:
 
 
 class Exporter(Protocol):
-    """One format. `ending` is its file name ending; `everything`: whether unscored rollouts are included by default."""
+    """One format. `ending` is its file name ending; `everything` is True if the default includes unscored rollouts."""
 
     name: ClassVar[str]
     ending: ClassVar[str]
@@ -92,7 +92,7 @@ class Exporter(Protocol):
 
 
 def omissions(trajectory: Trajectory) -> list[str]:
-    """Return remarks on the work inside tool calls, which formats of conversations leave out."""
+    """Return remarks on the work inside tool calls, which conversation formats leave out."""
     remarks = []
     if trajectory.subagents:
         remarks.append("without the conversations of its sub-agents")
@@ -104,29 +104,29 @@ def omissions(trajectory: Trajectory) -> list[str]:
 FORMATS = {
     "atropos": (
         "palaestra.rollouts.export.atropos:AtroposExporter",
-        "groups with tokens and scores, as a run writes",
+        "groups with tokens and scores, as a run writes them",
     ),
-    "openai": ("palaestra.rollouts.export.openai:OpenAIExporter", "messages and tools, as chat trainers read"),
+    "openai": ("palaestra.rollouts.export.openai:OpenAIExporter", "messages and tools, as chat trainers read them"),
     "sharegpt": ("palaestra.rollouts.export.sharegpt:ShareGPTExporter", "from/value turns with tags, in Hermes form"),
     "batch": ("palaestra.rollouts.export.batch:BatchExporter", "the rows of hermes-agent's batch runner"),
     "atif": ("palaestra.rollouts.export.atif:AtifExporter", "ATIF v1.7 trajectories, one per line"),
     "rows": ("palaestra.rollouts.export.token_rows:RowsExporter", "exact tokens for reinforcement learning"),
     "table": ("palaestra.rollouts.export.table:TableExporter", "one line per task: rewards and outcomes (CSV)"),
-    "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table, to paste into a page"),
+    "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table as Markdown, to paste into pages"),
 }
 """Maps a format's name to its class and its description."""
 
 
 def exporter_named(name: str) -> Exporter:
-    """Return the exporter with that name or dotted path. Raises `ConfigError`, with the nearest name."""
+    """Return the exporter with that name or dotted path. Raises `ConfigError`, which suggests the nearest name."""
     if not name:
-        raise ConfigError(f"specify the format to export to, with --to and one of {', '.join(FORMATS)}")
+        raise ConfigError(f"specify the export format with --to, as one of {', '.join(FORMATS)}")
     path = FORMATS[name][0] if name in FORMATS else name
     module_name, colon, class_name = path.partition(":")
     if not colon:
         raise ConfigError(
-            f"unknown export format {name!r}; available: {', '.join(FORMATS)}, and package.module:Class for one of "
-            f"your own.{nearest(name, FORMATS)}"
+            f"unknown export format {name!r}; available: {', '.join(FORMATS)}, and package.module:Class for your "
+            f"own.{nearest(name, FORMATS)}"
         )
     try:
         exporter: Exporter = getattr(import_module(module_name), class_name)()

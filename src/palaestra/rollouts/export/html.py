@@ -1,9 +1,10 @@
 """The report: one HTML file with every rollout of a run, to open from disk, search, print and share.
 
 `write_report` always writes the whole page. A rollout's messages are shown as turns, reasoning, and each tool call with
-its result, as well as possible for any shape. Invariants: nothing that a model, a tool or a task wrote can run in the
-page (everything is escaped and printable, and the page's own policy lets no other script or style run); every text is
-bounded, and cuts are marked; the page loads nothing; a reader sees the old page or the new one, never a part of one.
+its result, as well as possible whatever the messages' shape. Invariants: nothing that a model, a tool or a task wrote
+can run in the page (everything is escaped and printable, and the page's policy allows only its own script and style);
+every text is bounded, and cuts are marked; the page loads nothing; a reader sees the old page or the new one, never a
+part of one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.records import Beside, Group, InnerCallRecord, Trajectory
 
 BLOCK_CHARS = 100_000
-"""The maximum number of characters of one text on a page: more than anyone reads, and little enough for a browser."""
+"""The maximum number of characters of one text on a page: more than anyone reads, and few enough for a browser."""
 
 PAGE_CHARS = 40_000_000
 """The number of characters on a page after which all further texts are cut short. Browsers get slow somewhat above this
@@ -115,7 +116,7 @@ class PageBudget:
 
     @property
     def full(self) -> bool:
-        """Whether the page's size limits texts from now on."""
+        """Whether the page is full, so that all further texts are cut short."""
         return self._left <= 0
 
     def block(self, text: str, *, diff: bool = False, markdown: bool = False) -> Block:
@@ -217,7 +218,7 @@ _STYLED = re.compile(r"(?P<code>`[^`\n]+`)|(?P<bold>\*\*[^*\n]+\*\*)")
 
 
 def markdown_spans(text: str) -> Iterator[StyledText]:
-    """Markdown with its headings, bold text and code styled. Every character stays as it was written."""
+    """Yield Markdown text with styled headings, bold text and code. No character is changed."""
     fenced = False
     for line in text.splitlines(keepends=True):
         if _FENCE.match(line):
@@ -329,7 +330,7 @@ def write_report(
 
     `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, shown at the top.
     `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own, any
-    other entry is listed. `page` is how much text fits. `own` has the environment's own metrics, `causes` the causes of
+    other entry is listed. `page` limits the text. `own` has the environment's own metrics, `causes` the causes of
     failures, `config` the run's recorded settings; `charts` are drawn at the top.
     """
     page = page or PageBudget()
@@ -356,7 +357,7 @@ def write_report(
 
 
 def _chart_view(chart: Chart) -> dict[str, Any] | None:
-    """Return a chart in a box of 100 by 30, for the template; None without a finite point."""
+    """Return a chart in a box of 100 by 30, for the template; None if it has no finite point."""
     curves = [(name, [(x, y) for x, y in points if math.isfinite(y)]) for name, points in chart.curves]
     everything = [point for _, points in curves for point in points]
     if not everything:
@@ -539,7 +540,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: printable(value) if type(value) is str else value,  # whatever the template writes
+        finalize=lambda value: printable(value) if type(value) is str else value,  # for all output of the template
     )
     environment.filters |= {"verdict": _verdict, "duration": duration, "printable": lambda value: printable(str(value))}
     return environment.from_string(_own("report.html.jinja"))

@@ -27,7 +27,7 @@ class MessageCall:
     arguments: str
 
     def parsed(self) -> dict[str, JSON] | None:
-        """Return the arguments as an object; None if the text is not one. Empty text means no arguments."""
+        """Return the arguments as an object; None if the text is not a JSON object. Empty text means no arguments."""
         return parsed_object(self.arguments) if self.arguments.strip() else {}
 
 
@@ -57,12 +57,12 @@ class ChatMessage:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Return all messages, in order."""
+    """Read all messages, in order."""
     return [chat_message(message) for message in messages]
 
 
 def chat_message(message: Message) -> ChatMessage:
-    """Return one message."""
+    """Read one message of any shape."""
     role = str(message.get("role") or "")
     thought = next((key for key in _REASONING_KEYS if isinstance(message.get(key), str) and message[key]), "")
     rest = {key: value for key, value in message.items() if key not in _TAKEN and key != thought and value}
@@ -92,13 +92,13 @@ def parsed_object(text: str) -> dict[str, JSON] | None:
 
 
 def part_text(part: JSON) -> str | None:
-    """Return the text of one part of a content; None if the part is not text."""
+    """Return the text of one content part; None if the part is not text."""
     text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
     return text if isinstance(text, str) else None
 
 
 def part_kind(part: JSON) -> str:
-    """Return the kind of a part."""
+    """Return the kind of a content part."""
     return str(part.get("type") if isinstance(part, Mapping) else type(part).__name__)[:40]
 
 

@@ -1,7 +1,7 @@
 """The format `openai`: one line per rollout with `messages` and `tools`, for chat trainers and tuning services.
 
-Sources: the chat completions API for the messages, the tools data sets of the Hugging Face trainers for the line. Lines
-have no tokens, since the trainer's template makes them (the format `rows` has the sampled tokens).
+Sources: the chat completions API (messages), the tool-calling data sets of the Hugging Face trainers (lines). Lines
+have no tokens, since the trainer's chat template produces them (the format `rows` has the sampled tokens).
 
 Invariant: the texts are as recorded, and `tools` is empty if the prompt lists the tools. `arguments` stay JSON text,
 because a column of objects gets the keys of all its rows when it is loaded as a table; empty text, which means no
@@ -66,7 +66,7 @@ def openai_message(message: ChatMessage) -> Message:
 
 
 def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """Return the flat fields about a line's rollout, by which a table can be filtered. `reward` is null if unscored."""
+    """Return the line's flat fields about its rollout, for filtering a table. `reward` is null if unscored."""
     return {
         "id": trajectory.rollout_id,
         "task_id": trajectory.task_id,

@@ -4,8 +4,8 @@ Source: the function-calling data sets of the Hermes models. Turns alternate str
 `human` and `gpt`. After a `gpt` turn with calls comes one `tool` turn with all the results. The last turn is `gpt`. The
 contents of tags are JSON (some published rows have Python literals, which readers of tool calls do not accept).
 
-Invariant: a conversation can be read back from the file, and everything that the form cannot hold is in the report. Ids
-of calls are not written; results are in the order of their calls.
+Invariant: a conversation can be read back from the file, and the report lists everything that the form cannot hold.
+Call ids are not written; results are in the order of their calls.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Turns:
         elif message.role == "assistant":
             self._gpt(message)
         else:
-            raise Unfit(f"has a message of the role {message.role!r}")
+            raise Unfit(f"has a message with the role {message.role!r}")
 
     def end(self) -> None:
         """Close the last turn. Turns after the last reply are removed, because readers count turns in pairs."""
@@ -118,11 +118,11 @@ class _Turns:
             self.turns.pop()
             self.remarks.add("without the messages after the last reply")
         if not self.turns:
-            raise Unfit("has no reply of the model")
+            raise Unfit("has no reply from the model")
 
     def _human(self, message: ChatMessage) -> None:
         if message.role == "system":
-            self.remarks.add("a later system message is written as the human's")
+            self.remarks.add("a later system message is written as a human turn")
         last = self.turns[-1]["from"] if self.turns else ""
         if self.in_text and last == "gpt" and message.text.startswith("<tool_response>"):
             self._add("tool", message.text)
@@ -142,7 +142,7 @@ class _Turns:
         else:
             self._add("gpt", _spoken(message))
         if "<tool_call>" in message.text and not self.in_text:
-            self.remarks.add("has text that reads as a call")
+            self.remarks.add("has text that looks like a call")
 
     def _result(self, message: ChatMessage) -> None:
         if not self._open:

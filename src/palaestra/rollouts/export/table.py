@@ -1,4 +1,4 @@
-"""The formats `table` and `markdown`: one line per task with its rewards and outcomes, for spreadsheets and pages.
+"""The formats `table` and `markdown`: one line per task with its rewards and outcomes, for spreadsheets and web pages.
 
 The tables contain no intervals or estimates. Invariant: a mean covers scored rollouts only and is shown with their
 number, so that a failed sandbox never looks like a failed agent.

@@ -1,8 +1,8 @@
 """The format `rows`: exact tokens, in one line per segment of a rollout, for trainers that take token ids.
 
 Within a segment the history only grew, so a rollout whose history was rewritten has several segments. Over all
-segments, each sampled token has mask 1 exactly once (T3). `docs/training.md` converts lines for TRL and Tinker.
-Invariant: rows of tokens that no engine sampled are refused.
+segments, each sampled token has mask 1 exactly once (T3). `docs/training.md` shows how to convert lines for TRL and
+Tinker. Invariant: rows with tokens that no engine sampled are exported only if the user allows placeholders.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     none) describe the tokens after them. `reward` is the whole rollout's, null if unscored. `policy_version` is the
     version that sampled the segment, null for several or none; `versions` has (start, stop, version), where start and
     stop are places in the completion. `spans` covers prompt and completion without gaps and names the sampled sequence
-    of every token; it is empty for tokens that no engine sampled. `segment` counts from 0; `segments` is how many lines
-    the rollout has.
+    of every token; it is empty for tokens that no engine sampled. `segment` counts from 0; `segments` is the rollout's
+    number of lines.
 
     In tree rollouts, `parent` names the rollout that this one continues, and the turn after which it does so. `credit`
     has (start, stop, value) for the sampled places of the completion in order, where value is the mean reward of the
@@ -102,8 +102,8 @@ def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple
 
 
 def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = ()) -> list[ExportedRow]:
-    """Return the training rows of one rollout; `values` is the rollout's entry of `credit_of`. Raises `ConfigError` if
-    arrays differ in length or a trained mask value is not the token."""
+    """Return the training rows of one rollout; `values` is the rollout's entry in `credit_of`. Raises `ConfigError` if
+    arrays differ in length or the mask of a trained token is not the token itself."""
     rows = trajectory.rows
     if trajectory.row is None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
@@ -188,7 +188,7 @@ def _require_tokens(trajectory: Trajectory, meta: ExportMeta) -> None:
     if meta.placeholders or trajectory.ledger is not None:
         return
     if trajectory.row is None or trajectory.row.source == PLACEHOLDER:
-        shape = "" if trajectory.row is None else ", or export with --placeholders to see the shape: they train nothing"
+        shape = "" if trajectory.row is None else ", or export with --placeholders, which train nothing"
         raise ConfigError(
             f"rollout {trajectory.rollout_id} has no sampled tokens: its model server returned none. Run with a "
             f"token-exact server (--openai.server_type sglang, vllm or transformers){shape}"

@@ -2,8 +2,8 @@
 
 By default the work is sealed (invariant R2): all processes of the agent are dead, its changes are an immutable layer,
 and the check runs in a fresh slot over a part of that layer: the workspace and the paths that the task declares,
-without the changes there that would decide any check (`tampering.py`). Everything else is as prepared. A task with
-`grading="live"`, for work that is a running service, is checked in the agent's own slot.
+without the changes there that would decide the result of any check (`tampering.py`). Everything else is as prepared. A
+task with `grading="live"`, for work that is a running service, is checked in the agent's own slot.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Grading:
                     with self._troubled():
                         self._sealed = await self.rollout.seal(view)
                 except asyncio.CancelledError:  # a time limit in the check may cancel this; the check may call again
-                    self._trouble = SandboxError(f"sealing the work of {self.rollout.rollout_id} was cut off")
+                    self._trouble = SandboxError(f"sealing the work of {self.rollout.rollout_id} was interrupted")
                     raise
                 if self._sealed is not None:
                     self._made.append(self._sealed)
@@ -132,7 +132,7 @@ class Grading:
             f"if [ -d {CARRIED}{place} ] && [ ! -h {CARRIED}{place} ]; then "
             f"cp -a --no-preserve=links {CARRIED}{place}/. {place}/ || cp -a {CARRIED}{place}/. {place}/; fi; "
             for place in SCRATCH
-        )  # without hard links, through which a file of the check could be one of the work; BusyBox keeps none
+        )  # without hard links, which could make a file of the check one of the work; BusyBox's cp keeps none
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
 
     @property
@@ -174,7 +174,7 @@ class Grading:
                     if self._carried:
                         await self._restore_scratch(self._slot)
                     if _may_have_links(self._seen):
-                        from palaestra.rollouts.grading.links import detach_links  # most work has none
+                        from palaestra.rollouts.grading.links import detach_links  # most work has no links
 
                         await detach_links(self._slot, self.rollout.task, self._seen)
                     await _start_somewhere(self._slot)
@@ -219,7 +219,7 @@ class Grading:
         programs: Collection[str],
         new_programs: Collection[str],
     ) -> tuple[str, ...]:
-        """Return the paths of the changes that would decide any check."""
+        """Return the paths of the changes that would decide the result of any check."""
         environment = dict(self.spec.env)
         rule = Rule(
             workspace=workspace,
@@ -298,12 +298,12 @@ def _is_seen(change: Change, only: Sequence[str]) -> bool:
 
 
 def _may_have_links(changes: Sequence[Change]) -> bool:
-    """Whether changed files include symbolic links, or may be hard links to each other."""
+    """Return whether changed files include symbolic links, or may be hard links to each other."""
     return any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1
 
 
 async def _start_somewhere(slot: Slot) -> None:
-    """Make an empty workspace if the agent removed it: deleted work must not look like a broken check."""
+    """Create an empty workspace if the agent removed it, since deleted work must not look like a broken check."""
     try:
         found = await slot.stat(f"{WORKSPACE}/.")
     except InfraError:

@@ -46,7 +46,7 @@ done
 """
 _DETACH_S = 300.0
 _AT_ONCE = 200
-"""The most links per command, because the kernel limits its arguments."""
+"""The maximum number of links per command, because the kernel limits a command's arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,16 @@ class NamedFiles:
 
     @classmethod
     def of(cls, task: Task) -> NamedFiles:
-        """The names in the task's messages."""
+        """Return the file names in the task's messages."""
         text = "\n".join(str(message.get("content")) for message in task.messages())
         names = frozenset(name.rstrip(".") for name in _NAME.findall(text))
         return cls(names, _ABOUT_LINKS.search(text) is not None)
 
     def equates(self, link: str, kind: str, end: str, changed: Collection[str]) -> bool:
-        """Whether a link makes a named file and another one the same. `changed` are the files of the agent.
+        """Return whether a link makes a named file and an unnamed file the same. `changed` are the agent's files.
 
-        `kind` is that of the `end` of a symbolic link, or `links` for a file, whose `end` is the number of its links.
+        For a symbolic link, `kind` is the kind of its target `end`. For a file, `kind` is `links` and `end` is its
+        number of hard links.
         """
         link_named, end_named = self._has(link), self._has(end)
         if kind == "links":
@@ -79,8 +80,8 @@ class NamedFiles:
         return kind == "none" or link_named != end_named
 
     def _has(self, path: str) -> bool:
-        """Whether the messages name a file. A word without a dot counts only for files directly in a place where an
-        answer belongs, because installed packages have links with the same names as their programs."""
+        """Return whether the messages name a file. A word without a dot counts only for files directly in a folder
+        where an answer belongs, because installed packages have links with the same names as their programs."""
         folder, _, base = path.rstrip("/").rpartition("/")
         return base in self.names and ("." in base or folder in ("", WORKSPACE, *SCRATCH))
 
@@ -90,9 +91,9 @@ def _base(path: str) -> str:
 
 
 async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> None:
-    """Replace the links of the agent in a grading slot that would equate files of the work with files of the check.
+    """Replace the agent's links in a grading slot that would equate files of the work with files of the check.
 
-    `changes` are those that the slot shows.
+    `changes` are the changes that the slot shows.
     """
     named = NamedFiles.of(task)
     links = [

@@ -28,7 +28,7 @@ CACHE = "/etc/ld.so.cache"
 """The cache in which the loader of the GNU C library looks up a name first."""
 
 SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
-"""Writable places outside of the layers of a slot."""
+"""Writable directories that are not in a slot's layers."""
 
 LOADER = re.compile(
     r"/etc/(?:ld\.so\.(?:preload|cache|conf|conf\.d(?:/.*)?)|ld-musl-[^/]*\.path|nsswitch\.conf|ssl/openssl\.cnf"
@@ -49,7 +49,7 @@ _LINKS = "/etc/alternatives"
 
 _COMPILERS = frozenset({"gcc", "cc", "g++", "clang", "rustc", "go", "gfortran", "build-essential"})
 _COMPILER_PARTS = frozenset({"as", "ld", "ld.bfd", "ld.gold", "ar", "ranlib", "nm", "cc", "c++", "cpp"})
-"""Programs that compilers start, and their other names."""
+"""Programs that compilers start, and the other names of these programs."""
 
 _OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+", re.DOTALL)
 """Files that the programs of a root load or start."""
@@ -117,7 +117,7 @@ _PACKAGES = re.compile(r"/(?:site-packages|dist-packages|node_modules|gems|site-
 _STARTS = frozenset({"sitecustomize", "usercustomize"})
 _HOME_OF_PYTHON = re.compile(r"(?:/|/usr|/usr/local|/root|/root/\.local)?(?:/s?bin)?/(?:pyvenv\.cfg|pybuilddir\.txt)")
 _BEFORE_STANDARD = re.compile(r".*/lib(?:32|64)?/python\d+\.zip|.*/s?bin/lib(?:32|64)?/python.*", re.DOTALL)
-"""Places in which Python looks for its standard library before the real one."""
+"""Places in which Python looks for its standard library before the real location."""
 
 _HOOKS = frozenset({"_distutils_hack", "apport", "apport_python_hook"})
 """Packages that start-up files of distributions import."""
@@ -129,7 +129,7 @@ _TESTING = frozenset(
 
 
 Names: TypeAlias = Callable[[str], Awaitable[frozenset[str]]]
-"""Gives the names in a directory of the root as it was before the agent; empty for a missing directory."""
+"""Returns the names in a directory of the root as it was before the agent started; empty for a missing directory."""
 
 
 async def _no_names(directory: str) -> frozenset[str]:
@@ -275,8 +275,8 @@ class Rule:
         return False
 
     async def _is_new_program(self, name: str) -> bool:
-        """Return whether the task names this program or a part (`gcc` of `x86_64-linux-gnu-gcc-12`), and the root lacks
-        it."""
+        """Return whether the task names this program or a part of its name (`gcc` of `x86_64-linux-gnu-gcc-12`), and
+        the root lacks the program."""
         wanted = self.new_programs & {name, *re.split(r"[-.]", name)}
         if self.new_programs & _COMPILERS and name in _COMPILER_PARTS:
             wanted = frozenset({name})
@@ -354,7 +354,7 @@ class Rule:
 
 
 async def library_directories(names: Names) -> list[str]:
-    """Return the library directories of the root, those of one architecture first."""
+    """Return the library directories of the root, architecture-specific ones first."""
     plain = [f"{at}/lib{kind}" for at in ("", "/usr") for kind in ("", "64", "32", "x32")]
     own = [f"{at}/{name}" for at in plain for name in sorted(await names(at)) if _MULTIARCH.fullmatch(name)]
     return [*own, *[each for each in plain if await names(each)]]

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CONTEXT_OUTPUT_BYTES = 4 << 20
-"""How much output `terminal` returns: enough for a reward function to parse a whole test log."""
+"""The maximum size of the output that `terminal` returns: enough for a reward function to parse a whole test log."""
 
 
 def _sync(
@@ -53,7 +53,7 @@ def _sync(
 def _placed(
     method: Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]],
 ) -> Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]]:
-    """Run the method on the event loop of its slot; for a `ToolSession` that is not the caller's loop."""
+    """Run the method on its slot's event loop, which is not the caller's loop if a `ToolSession` holds the slot."""
 
     @functools.wraps(method)
     async def run(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,7 +67,7 @@ def _placed(
 class ToolContext:
     """Full access to the workspace and tools of one rollout, for scoring. `task_id` names the rollout.
 
-    A run passes the `slot` and `tools` of the grading view. Without them this uses the slot in which
+    A run passes the `slot` and `tools` of the grading view. Without them, it uses the slot in which
     `handle_function_call` and `HermesAgentLoop` run the tools of that task or, inside a rollout of this name, the
     rollout's own slot.
     """
@@ -123,22 +123,23 @@ class ToolContext:
 
     @_placed
     async def upload_file_async(self, local_path: str | Path, remote_path: str) -> dict[str, JSON]:
-        """Copy a file of this machine into the workspace: `{"success", "bytes"}`, or `{"success", "error"}`."""
+        """Copy a file from this machine into the workspace: `{"success", "bytes"}`, or `{"success", "error"}`."""
         return await _transferred((await self._slot()).upload(Path(local_path), remote_path))
 
     @_placed
     async def upload_dir_async(self, local_dir: str | Path, remote_dir: str) -> dict[str, JSON]:
-        """Copy a directory of this machine: `{"success", "bytes", "files", "left_out"}`, or `{"success", "error"}`."""
+        """Copy a directory from this machine into the workspace: `{"success", "bytes", "files", "left_out"}`, or
+        `{"success", "error"}`."""
         return await _transferred(upload_dir(await self._slot(), Path(local_dir), remote_dir))
 
     @_placed
     async def download_file_async(self, remote_path: str, local_path: str | Path) -> dict[str, JSON]:
-        """Copy a file of the workspace to this machine; the reply is like that of `upload_file`."""
+        """Copy a file from the workspace to this machine; the reply is like that of `upload_file`."""
         return await _transferred((await self._slot()).download(remote_path, Path(local_path)))
 
     @_placed
     async def download_dir_async(self, remote_dir: str, local_dir: str | Path) -> dict[str, JSON]:
-        """Copy a directory of the workspace to this machine; the reply is like that of `upload_dir`."""
+        """Copy a directory from the workspace to this machine; the reply is like that of `upload_dir`."""
         return await _transferred(download_dir(await self._slot(), remote_dir, Path(local_dir)))
 
     @_placed
@@ -200,7 +201,7 @@ class ToolContext:
         return await self._tools.call(self._tools.registry.known_as(tool_name), arguments)
 
     async def _object(self, tool_name: str, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
-        """Return a tool's reply as an object; other text is put under `output`."""
+        """Return a tool's reply as an object; a reply that is not an object is put under `output`."""
         reply = (await self._call(tool_name, arguments)).reply
         if not isinstance(reply, str):
             return dict(reply)

@@ -85,7 +85,7 @@ def plain(value: T, depth: int = 0) -> T:
 
 
 def _written(value: T) -> tuple[T, bytes]:
-    """Return the value and its JSON line; both are of a `plain` copy if JSON cannot hold the value itself."""
+    """Return the value and its JSON line, or those of a `plain` copy if JSON cannot hold the value itself."""
     try:
         return value, _encoder.encode(value)
     except (TypeError, ValueError, RecursionError):  # UnicodeEncodeError is a ValueError
@@ -120,12 +120,10 @@ class Journal:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            raise ConfigError(
-                f"{path} is being written by another process: wait for that run to end, or end it"
-            ) from None
+            raise ConfigError(f"another process is writing {path}; wait for that run to end, or stop it") from None
         except OSError:  # a file system without locks
             logger.warning(
-                "%s cannot be locked on this file system: make sure that no other process resumes the run", path
+                "%s cannot be locked on this file system; make sure that no other process resumes the run", path
             )
         self.file = AppendedFile(fd, path)
 
@@ -141,7 +139,7 @@ class Journal:
             try:
                 check(cast("EventT", _decoder.decode(line)))
             except msgspec.MsgspecError as error:
-                raise ValueError(f"it cannot be read back: {error}") from None
+                raise ValueError(f"its line in the journal cannot be read back: {error}") from None
         self.file.append(line + b"\n")
         return event
 
@@ -183,13 +181,13 @@ class EventStream:
 
     def alive(self, event: Alive) -> None:
         """Update `in_flight` and announce the sign of life."""
-        self.in_flight.pop(event.name, None)  # moves the entry to the end, so that the longest idle come first
+        self.in_flight.pop(event.name, None)  # moves the entry to the end, so that the longest idle comes first
         if event.stage:
             self.in_flight[event.name] = event.stage, time.time()
         self.announce(event)
 
     def unreported(self, names: Iterable[str]) -> list[str]:
-        """Return the names that no earlier call was given, so that each is reported once per run."""
+        """Return the names that no earlier call has returned, so that each is reported once per run."""
         fresh = [name for name in names if name not in self._reported]
         self._reported.update(fresh)
         return fresh
@@ -213,8 +211,8 @@ def damaged(path: Path, number: int, error: object) -> ConfigError:
     if number == 1:
         return ConfigError(f"{path} does not start like a journal: {error}")
     return ConfigError(
-        f"{path}: line {number} is damaged: {error}. Restore the file from a backup; or keep the lines before it "
-        f"(head -n {number - 1}), and --resume rolls out the rest again"
+        f"{path}: line {number} is damaged: {error}. Restore the file from a backup, or keep only the lines before the "
+        f"damage (head -n {number - 1}) and roll out the rest again with --resume"
     )
 
 

@@ -30,7 +30,7 @@ RUNS = Path("runs")
 """The default folder of runs."""
 
 BATCHES = Path("data")
-"""The folder of batches that their users named, next to `RUNS`."""
+"""The folder of named batches, next to `RUNS`."""
 
 LAST = "last"
 
@@ -52,7 +52,7 @@ class _Head(msgspec.Struct):
 
 
 class _Place(msgspec.Struct, array_like=True):
-    """The offsets of a group's lines in the file; those of its rollouts by index."""
+    """The file offsets of a group's line and, by index, of its rollouts' lines."""
 
     started: int
     rollouts: dict[int, int] = {}
@@ -68,7 +68,7 @@ _events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournal
 class Recording:
     """An index of one run's journal at the time of creation. It can be iterated over repeatedly.
 
-    A run may have very many groups, so the place of a finished one is packed into a few bytes.
+    A run may have very many groups, so the offsets of a finished group are packed into a few bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,13 +90,13 @@ class Recording:
         return len(self._begun)
 
     def __iter__(self) -> Iterator[Group]:
-        """The finished groups, in item order, each with its trajectories in index order."""
+        """Yield the finished groups, in item order, each with its trajectories in index order."""
         with self.path.open("rb") as file:
             for number in sorted(self._ended):
                 yield self._group(file, number)
 
     def tools(self) -> list[dict[str, JSON]]:
-        """The tool schemas of the group that started first; empty without any group."""
+        """Return the tool schemas of the group that started first; empty without any group."""
         if self._first is None:
             return []
         with self.path.open("rb") as file:
@@ -105,11 +105,11 @@ class Recording:
         return started.group.tools
 
     def group(self, group_id: str) -> Group | None:
-        """The finished group with this id, or None."""
+        """Return the finished group with this id, or None."""
         return self.numbered(self._by_id.get(group_id, -1))
 
     def numbered(self, number: int) -> Group | None:
-        """The finished group of the task with this number, or None."""
+        """Return the finished group of the task with this number, or None."""
         if number not in self._ended:
             return None
         with self.path.open("rb") as file:
@@ -149,7 +149,7 @@ class Recording:
                     torn = number, f"it is about group {group}, which no earlier line starts"
                 place += len(line)
         if not self.meta.run_id:
-            raise ConfigError(f"{self.path} does not start like a journal: it names no run")
+            raise ConfigError(f"{self.path} does not start like a journal: it does not name a run")
 
     def _note(self, head: _Head, place: int, line: bytes) -> None:
         if head.event == "run" and not self.meta.run_id:
@@ -169,12 +169,12 @@ class Recording:
             ended = self._begun.pop(head.group_id)
             ended.ended = place
             if head.number in self._ended:
-                raise ValueError(f"group {head.group_id!r} has the number {head.number} of another group")
+                raise ValueError(f"group {head.group_id!r} has number {head.number}, which belongs to another group")
             self._ended[head.number] = _pack(ended)
 
     def _reopened(self, group: _Part) -> _Place:
-        """The place of a group that ended and starts again, or an empty one. Raises `ValueError` if another group has
-        its number."""
+        """Return the place of a group that ended and starts again, or an empty place. Raises `ValueError` if another
+        group has its number."""
         packed = self._ended.pop(group.number, None)
         if packed is None:
             return _Place(0)
@@ -240,9 +240,9 @@ def journal_of(run: str | Path) -> Path:
 
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
-    """Return the folder of a run: a path, `last`, `last:2` for the run before the last, the name of a batch, or the
-    beginning or end of an id. Raises `ConfigError` if no run or several match, and for a folder with FIFOs or
-    devices."""
+    """Return the folder of a run, which is named by a path, `last`, `last:2` for the run before the last, the name of a
+    batch, or the beginning or end of an id. Raises `ConfigError` if no run matches or several do, and for a folder with
+    FIFOs or devices."""
     text = str(run)
     if Path(text).exists():
         return _of_files(Path(text))
@@ -250,15 +250,15 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
     if text == LAST or text.startswith(f"{LAST}:"):
         place = text.removeprefix(LAST).removeprefix(":") or "1"
         if not place.isdecimal() or not 1 <= int(place) <= len(folders):
-            raise ConfigError(f"{text!r} names no run: there are {len(folders)} in {Path(root).resolve()}")
+            raise ConfigError(f"{text!r} does not name a run: {Path(root).resolve()} has {plural(len(folders), 'run')}")
         return folders[int(place) - 1]
     found = [each for each in folders if each.name == text] or [each for each in folders if _is_called(each, text)]
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(str(each) for each in found[:5])
-        raise ConfigError(f"{text!r} names {plural(len(found), 'run')}: {names}{', …' if len(found) > 5 else ''}")
-    raise ConfigError(f"there is no run folder {text}: name the folder of a run, its id or `last`{_latest(Path())}")
+        raise ConfigError(f"{text!r} matches {plural(len(found), 'run')}: {names}{', …' if len(found) > 5 else ''}")
+    raise ConfigError(f"there is no run folder {text}; specify the folder of a run, its id or `last`{_latest(Path())}")
 
 
 def _of_files(path: Path) -> Path:
@@ -302,4 +302,4 @@ def _latest(folder: Path) -> str:
     ]
     if not found:
         return ""
-    return f". The latest below is {max(found, key=lambda path: path.stat().st_mtime).parent}"
+    return f". The latest run found is {max(found, key=lambda path: path.stat().st_mtime).parent}"

@@ -42,8 +42,8 @@ _NO_TOKENS = TokenRow(tokens=[], masks=[])
 
 @dataclass(slots=True)
 class RunVerdict:
-    """Counts of the checked parts, and the first violation. `rows` and `lines` count the groups file; `exported` counts
-    the lines of the file of exported rows."""
+    """Counts of the checked parts, and the first violation. `rows` and `lines` count the rows and lines of the groups
+    file, `exported` the lines of the file of exported rows."""
 
     rollouts: int = 0
     without_tokens: int = 0
@@ -130,7 +130,7 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
     if trajectory.ledger is None:
         verdict.without_tokens += 1
         claimed = trajectory.row is not None and trajectory.row.source == "engine"
-        return f"{trajectory.rollout_id}: T1: its row claims to be the engine's, without a ledger" if claimed else ""
+        return f"{trajectory.rollout_id}: T1: its row claims the engine's tokens without a ledger" if claimed else ""
     found = verify_ledger(trajectory.ledger, forked=trajectory.parent is not None)
     if found.violation is not None:
         return f"{trajectory.rollout_id}: {found.violation}"
@@ -144,8 +144,8 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
 
 
 def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
-    """Return the first violation in the turns that a branch shares with its parent: its first prompt must begin with
-    the parent's tokens, which are trained in the parent only."""
+    """Return the first violation in the turns that a branch shares with its parent, or the empty string. The branch's
+    first prompt must begin with the parent's tokens, which are trained in the parent only."""
     fork, ledger = trajectory.parent, trajectory.ledger
     if fork is None:
         return ""
@@ -200,7 +200,7 @@ def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) 
     verdict.own_rows += 1
     known = any(row.tokens == each.tokens and row.masks == each.masks for each in record_rows(ledger))
     if row.source == "engine" and not known:
-        return f"{trajectory.rollout_id}: T3: its row claims to be the engine's and is not in the ledger"
+        return f"{trajectory.rollout_id}: T3: its row claims the engine's tokens, but is not in the ledger"
     return ""
 
 
@@ -232,7 +232,7 @@ def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: Ru
             place = f"{groups.name}, line {number}"
             for each in line.rollouts:
                 if each.rollout_id not in ends or each.rollout_id in seen:
-                    what = "there twice" if each.rollout_id in seen else "not in the journal"
+                    what = "listed twice" if each.rollout_id in seen else "not in the journal"
                     yield f"{place}: T3: rollout {each.rollout_id} is {what}"
                     return
                 seen.add(each.rollout_id)
@@ -245,7 +245,8 @@ def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: Ru
 
 
 def _stored(trajectory: Trajectory) -> list[TokenRow]:
-    """Return the rows of a trajectory in a group's line: none without a score, one empty row without tokens."""
+    """Return the rows that a group's line has for a trajectory: none if it has no score, one empty row if it has no
+    tokens."""
     if not trajectory.scored:
         return []
     return trajectory.rows or [_NO_TOKENS]
@@ -267,16 +268,16 @@ def _compared(line: _Line, stored: list[TokenRow]) -> Iterator[str]:
         return
     for number, row in enumerate(stored):
         if line.tokens[number] != row.tokens or line.masks[number] != row.masks:
-            yield f"row {number}: tokens or masks are not those of the ledger"
+            yield f"row {number}: tokens or masks differ from the ledger"
         if logprobs is not None and logprobs[number] != row.logprobs:
-            yield f"row {number}: log-probabilities are not those of the ledger"
+            yield f"row {number}: log-probabilities differ from the ledger"
         if line.spans is not None and line.spans[number] != row.spans:  # None in lines of an earlier version
-            yield f"row {number}: its spans are not the sampled sequences of the ledger"
+            yield f"row {number}: spans differ from the sampled sequences in the ledger"
 
 
 def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> Iterator[str]:
     """Yield the violations in a file of exported rows. Each line must be a row of the journal, and no row may appear
-    twice. An export may leave out rollouts, but a rollout with one row must have all its rows."""
+    twice. An export may leave out rollouts, but a rollout that appears must have all its rows."""
     decoder = msgspec.json.Decoder(ExportedRow)
     due: dict[str, dict[int, ExportedRow]] = {}
     values: dict[str, Mapping[int, Sequence[tuple[int, float]]]] = {}
@@ -305,7 +306,7 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
                 yield f"{place}, segment {row.segment} is a duplicate, or not in the journal"
             elif recorded != row:
                 differing = [each for each in row.__struct_fields__ if getattr(row, each) != getattr(recorded, each)]
-                yield f"{place}, segment {row.segment}: differs from the journal in {', '.join(differing)}"
+                yield f"{place}, segment {row.segment} differs from the journal in {', '.join(differing)}"
     for rollout_id, missing in due.items():
         if missing:
             yield f"{path.name}: T3: rollout {rollout_id} lacks segment {min(missing)}"

@@ -1,7 +1,7 @@
 """Compares the rewards of runs of the same tasks, with 95 % intervals.
 
 Rewards are paired by task, because tasks differ more from each other than two models do on one task. Only tasks with a
-reward in both runs count, each by the mean of its rollouts. The interval is that of `intervals.py`. No winner is named
+reward in both runs count, each by the mean of its rollouts. The interval comes from `intervals.py`. No winner is named
 if the interval contains 0. The same holds if the runs do not cover the same tasks and the same share of their rollouts,
 since the missing rollouts may be the hard ones.
 """
@@ -19,7 +19,7 @@ from palaestra.rollouts.observe.metrics import group_size
 from palaestra.rollouts.records import Group
 
 _HERE = frozenset({"data_path_to_save_groups", "data_dir_to_save_evals", "wandb_name", "timings_from", "metrics_port"})
-"""Settings that only name paths, names or ports of one run."""
+"""Settings that only give the paths, names or ports of one run."""
 
 
 @dataclass(slots=True)
@@ -122,8 +122,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """`difference` is the mean over `pairs`, first minus other; `low` and `high` are its 95 % interval, or None for
-    rewards beyond 0 and 1 whose differences do not vary.
+    """`difference` is the mean over `pairs`, first minus other; `low` and `high` are its 95 % interval, or None if
+    rewards are not all from 0 to 1 and the differences do not vary.
 
     `only_first` and `only_other` are tasks without a reward in the other run. `asked_otherwise` are paired tasks with
     different prompts in the two runs. `winner` is 1 for the first run, -1 for the other, and 0 if no winner can be
@@ -164,14 +164,14 @@ class RunComparison:
 def compare(first: RunScores, other: RunScores, *, unscored: float | None = None) -> RunComparison:
     """Compare by task id. A rollout without a reward is left out, or counts as `unscored`.
 
-    Raises `ValueError` if no task has a reward in both.
+    Raises `ValueError` if no task has a reward in both runs.
     """
     one, two = ({name: task.mean(unscored) for name, task in run.tasks.items()} for run in (first, other))
     known = [{name: mean for name, mean in run.items() if mean is not None} for run in (one, two)]
     pairs = tuple(Pair(task, mean, known[1][task]) for task, mean in known[0].items() if task in known[1])
     if not pairs:
         counts = f"{len(known[0])} have one in the first run, {len(known[1])} in the other"
-        raise ValueError(f"no task has a reward in both: {counts}")
+        raise ValueError(f"no task has a reward in both runs: {counts}")
     rewards = [reward for run in (first, other) for task in run.tasks.values() for reward in task.rewards]
     bounds = (-1.0, 1.0) if all(0 <= reward <= 1 for reward in rewards) else None
     differences = [pair.difference for pair in pairs]
@@ -195,20 +195,20 @@ def _undecided(
 ) -> str:
     """Return the reason why neither run can be called better; empty if one of them can."""
     if unpaired:
-        return f"a reward in one run only: {plural(len(unpaired), 'task')}"
+        return f"{plural(len(unpaired), 'task')} with a reward in only one of the runs"
     if first.scored * other.planned != other.scored * first.planned:
         shares = f"{first.scored} of {first.planned} against {other.scored} of {other.planned}"
-        return f"the runs differ in the share of their rollouts that is scored, {shares}"
+        return f"the runs differ in the share of scored rollouts, {shares}"
     if asked_otherwise:
-        return f"another prompt in the other run: {plural(len(asked_otherwise), 'task')}"
+        return f"{plural(len(asked_otherwise), 'task')} with different prompts in the two runs"
     if low is None or high is None:
         return "no interval is known"
     return "the interval contains 0" if low <= 0 <= high else ""
 
 
 def differing_settings(runs: Sequence[RunScores]) -> dict[str, list[JSON]]:
-    """Return the settings and versions (with the environment file's hash) that differ between the runs: each run's
-    value."""
+    """Return the settings and versions (with the environment file's hash) that differ between the runs, each with the
+    value in every run."""
     values = [_settings(run.config) for run in runs]
     names = dict.fromkeys(name for each in values for name in each)
     rows = {name: [each.get(name) for each in values] for name in names}

@@ -37,11 +37,11 @@ STATUS_EVERY_S = 10.0
 """The shortest time between two status lines in a log; short enough to show that a run is alive."""
 
 REFRESH_PER_S = 4.0
-"""How often the live view is drawn: smooth to the eye, at a fraction of a percent of one core."""
+"""The live view's redraws per second: smooth to the eye, at a fraction of a percent of one core."""
 
 
 class Console:
-    """Counts the events of a run and shows nothing. A context manager, which removes the display at its end."""
+    """Counts the events of a run and shows nothing. It is a context manager that removes the display on exit."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.score_name = "reward"
@@ -112,8 +112,8 @@ class Console:
         return (self.groups_total - done) * self.elapsed_s / done
 
     def running(self) -> list[tuple[str, int]]:
-        """Return the number of rollouts at each stage, highest first. Copies first, as the live view has its own
-        thread."""
+        """Return the number of rollouts at each stage, highest first. This works on a copy, because the live view has
+        its own thread."""
         return Counter(printable(stage) for stage, _ in list(self.in_flight.values())).most_common()
 
     def counts(self) -> str:
@@ -132,7 +132,7 @@ class Console:
 
 
 class PlainConsole(Console):
-    """Lines for logs: one per finished group, and a status line for the next event after `STATUS_EVERY_S`."""
+    """Writes lines for logs: one per finished group, and a status line at an event, at most every `STATUS_EVERY_S`."""
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         super().__init__(clock)
@@ -166,7 +166,7 @@ class PlainConsole(Console):
     def _write_kept(self) -> None:
         """Report the groups of earlier parts of the run in one line."""
         if self._kept:
-            self._write(f"{plural(self._kept, 'group')} kept from before")
+            self._write(f"{plural(self._kept, 'group')} kept from earlier parts of the run")
             self._kept = 0
 
     def note(self, text: str) -> None:
@@ -187,7 +187,7 @@ class PlainConsole(Console):
 
 
 class LiveConsole(Console):
-    """Three lines at the bottom of the terminal that follow the run; notes and groups with failures scroll above."""
+    """Shows three lines about the run at the bottom of the terminal; notes and groups with failures scroll above."""
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         from rich.console import Console as RichConsole
@@ -254,14 +254,14 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
 
 
 def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name: str = "reward") -> str:
-    """Return one line on a finished group: its task, its rewards and its failures. `causes` has the failures' causes by
-    the id of the rollout or group; a repeated cause refers to its first example. The line is empty for a group that did
-    not run because of a repeated cause, since all causes are counted at the end."""
+    """Return one line about a finished group: its task, its rewards and its failures. `causes` has the failures' causes
+    by the id of the rollout or group; a repeated cause refers to its first example. The line is empty for a group that
+    did not run because of a repeated cause, since all causes are counted at the end."""
     causes = Failures().add(group) if causes is None else causes
 
     def error(name: str, text: str) -> str:
         first = causes[name].first
-        return _one_line(text) if first in causes else f"as {first}"
+        return _one_line(text) if first in causes else f"same as {first}"
 
     if not group.trajectories:
         first = causes[group.group_id].first == group.group_id

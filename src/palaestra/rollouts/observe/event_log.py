@@ -1,4 +1,4 @@
-"""Logs the rollouts of a run for `-v`: one line per turn with its calls, per reward and per failed attempt."""
+"""Logs the rollouts of a run for `-v`: one line for each turn (with its calls), reward and failed attempt."""
 
 from __future__ import annotations
 

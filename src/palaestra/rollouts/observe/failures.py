@@ -11,7 +11,7 @@ from palaestra.core.types import Blame
 from palaestra.rollouts.records import Group
 
 _MOST_CAUSES = 100
-"""The maximum number of causes. Further ones are counted together, so that an error whose text always changes cannot
+"""The maximum number of causes. Further causes are counted together, so that an error whose text always changes cannot
 fill the memory."""
 
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
@@ -20,7 +20,7 @@ _LONGEST = 300
 
 @dataclass(slots=True)
 class Cause:
-    """Rollouts or whole groups that failed in the same way. `first` is the id of the first one, `error` its message."""
+    """Rollouts or whole groups that failed in the same way. `first` is the first one's id, `error` its message."""
 
     blame: str
     error: str

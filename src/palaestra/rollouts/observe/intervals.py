@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Z = 1.959964
-"""The normal distribution's 97.5 % quantile: 95 % of all values lie within it on both sides."""
+"""The normal distribution's 97.5 % quantile: 95 % of all values lie between `-Z` and `Z`."""
 
 _FEW = (12.706205, 4.302653, 3.182446, 2.776445)
 """The same quantile of Student's distribution with 1 to 4 degrees of freedom."""
@@ -42,9 +42,9 @@ class Cluster(NamedTuple):
 
 
 def clustered_interval(clusters: Iterable[Cluster], least_variance: float, bounds: Interval | None) -> Interval | None:
-    """The interval of the mean of all values. `least_variance` is the variance of the mean of as many independent
-    values; `bounds` are the bounds of one value. Without bounds it is the t interval, or None for one task or equal
-    values."""
+    """Return the interval of the mean of all values. `least_variance` is the variance of the mean of as many
+    independent values; `bounds` are the bounds of one value. Without bounds, the result is the t interval, or None for
+    one task or equal values."""
     totals, sizes = _columns(clusters)
     tasks, count = len(sizes), math.fsum(sizes)
     if not tasks:
@@ -74,7 +74,8 @@ def clustered_interval(clusters: Iterable[Cluster], least_variance: float, bound
 
 
 def _columns(clusters: Iterable[Cluster]) -> tuple[array[float], array[float]]:
-    """The sums and the numbers of the tasks that have values, in arrays because a run may have very many tasks."""
+    """Return the sum and the number of values of each task that has values, in arrays because a run may have very many
+    tasks."""
     totals, sizes = array("d"), array("d")
     for total, size in clusters:
         if size:
@@ -84,7 +85,8 @@ def _columns(clusters: Iterable[Cluster]) -> tuple[array[float], array[float]]:
 
 
 def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
-    """The interval of the mean of all values, given by task. The bounds are 0 and 1 if all values are within them."""
+    """Return the interval of the mean of all values, given by task. Bounds are 0 and 1 if all values are within
+    them."""
     values, totals, sizes = array("d"), array("d"), array("d")
     for each in tasks:
         values.extend(each)

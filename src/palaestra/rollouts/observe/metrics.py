@@ -101,12 +101,12 @@ class Figures:
         """Return the metrics by name.
 
         `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; in
-        metrics that end with `_with_unscored`, the others count as 0. `reward/std` is the population's.
-        `rollouts_planned` includes those of groups that could not be prepared or have not ended. `outcomes/<name>` and
-        `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and `cost` totals.
-        `groups_prepared` counts groups with a prepared workspace, `groups_from_store` those whose workspace came from
-        this machine's store. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean over the rollouts
-        that report it. `…/low` and `…/high` are a 95 % interval, clustered by task (`intervals.py`).
+        metrics that end with `_with_unscored`, the others count as 0. `reward/std` is the standard deviation of the
+        population. `rollouts_planned` includes the rollouts of groups that could not be prepared or have not ended.
+        `outcomes/<name>` and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and
+        `cost` totals. `groups_prepared` counts groups with a prepared workspace, `groups_from_store` those whose
+        workspace came from this machine's store. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean
+        over the rollouts that report it. `…/low` and `…/high` are a 95 % interval, clustered by task (`intervals.py`).
         """
         seconds = {
             f"stage/{stage}/{name}": quantile(self._seconds[stage], q)
@@ -126,8 +126,8 @@ class Figures:
         return self._outcomes
 
     def scores(self) -> Iterator[tuple[str, dict[str, JSON]]]:
-        """The scores of all tasks, under the empty name, and of each category: the metrics of `pass_metrics`, and the
-        numbers of `tasks` and `planned` rollouts."""
+        """Yield the scores of all tasks, under the empty name, and of each category: the metrics of `pass_metrics`, and
+        the numbers of `tasks` and `planned` rollouts."""
         every = self._by_task()
         for name in ("", *sorted(set(self._categories.values()))):
             tasks = every.among({task for task, each in self._categories.items() if each == name}) if name else every
@@ -174,10 +174,10 @@ class Figures:
 
 
 class _Tasks:
-    """The rewards and counts of each task, from those of the groups, in the order in which the tasks first ended.
+    """The rewards and counts of each task, added up over its groups, in the order in which the tasks first ended.
 
-    Iterates over the rewards of each task. `hashes` are those of the tasks' ids, `ran` the numbers of rollouts that
-    ended. Everything is in arrays, because a run may have very many tasks.
+    Iterating yields the rewards of each task. `hashes` has the hashes of the tasks' ids, `ran` the numbers of rollouts
+    that ended. Everything is in arrays, because a run may have very many tasks.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class _Tasks:
             start += count
 
     def among(self, hashes: Set[int]) -> _Tasks:
-        """Those of the tasks whose ids have these hashes."""
+        """Return only the tasks whose ids have these hashes."""
         chosen = [task in hashes for task in self.hashes]
         rewards = array("d", itertools.chain.from_iterable(itertools.compress(self, chosen)))
         columns = (self.hashes, self.scored, self.lost, self.ran)

@@ -16,14 +16,14 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     """Return the probability that at least one of `k` attempts passes, if `passed` of `n >= k` did: the unbiased
     estimate of Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
     if not 0 <= passed <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} cannot be told from {passed} of {n}")
+        raise ValueError(f"pass@{k} cannot be computed from {passed} passes in {n} attempts")
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def pass_metrics(rewards: Iterable[Sequence[float]], attempts: int) -> dict[str, JSON]:
-    """`scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, from the scored rewards of
-    each task, which are iterated repeatedly. A task with fewer than k rewards is left out of pass@k; `pass@k/tasks`
-    counts the other tasks."""
+    """Return `scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, from the scored
+    rewards of each task, which are iterated repeatedly. A task with fewer than k rewards is left out of pass@k;
+    `pass@k/tasks` counts the other tasks."""
     sizes = array("q", map(len, rewards))  # arrays, because a run may have very many tasks
     passes = array("q", (sum(reward >= PASSED for reward in scored) for scored in rewards))
     total, passed = sum(sizes), sum(passes)

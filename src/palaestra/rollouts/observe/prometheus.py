@@ -38,7 +38,7 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
     run = (("run", status.run_id), ("env", status.env), ("model", status.model))
     tokens = {"prompt": status.prompt_tokens, "completion": status.completion_tokens}
     idle = max((now - each.since for each in status.oldest), default=0.0)
-    yield "run_info", "gauge", "The run of these metrics.", {run: 1.0}
+    yield "run_info", "gauge", "The run that these metrics describe.", {run: 1.0}
     yield "run_start_time_seconds", "gauge", "Start of the run, in seconds since the epoch.", _one(status.started_at)
     yield "groups_total", "counter", "Groups that have ended.", _one(status.groups_ended)
     yield "groups_failed_total", "counter", "Ended groups without a rollout.", _one(status.groups_failed)
@@ -67,7 +67,7 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
     yield "tokens_total", "counter", "Tokens of rollouts, including those in flight.", _by("kind", tokens)
     yield "cost_total", "counter", "Cost of the tokens, in the currency of the prices.", _one(status.cost)
     yield "disk_bytes", "gauge", "Size of the run's folder.", _one(status.disk_bytes)
-    yield "disk_free_bytes", "gauge", "Free space on its file system.", _one(status.disk_free_bytes)
+    yield "disk_free_bytes", "gauge", "Free space on the file system of the run's folder.", _one(status.disk_free_bytes)
 
 
 def _one(value: float | None) -> Samples:

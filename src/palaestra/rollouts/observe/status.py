@@ -1,7 +1,7 @@
 """`RunReader`: the status of a running or finished run, read from its folder by any process.
 
 Finished work is in the journal; the stages of rollouts in flight are in `status.json` (see `status_file`). The reader
-locks and writes nothing. Each further read takes only the lines added since the last one.
+locks and writes nothing. Each later read processes only the lines added since the previous one.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ class RunStatus:
     """The status of a run at one moment.
 
     `kind` is run, eval, feed or batch. `state` is running, killed, elsewhere (on another host, where it cannot be
-    checked), or the reason why the run ended. `in_flight` is by stage. `prepared` counts the workspaces of groups, and
-    `from_store` those of them that were already prepared on the machine.
+    checked), or the reason why the run ended. `in_flight` counts work by stage. `prepared` counts the workspaces of
+    groups, and `from_store` those of them that were already prepared on the machine.
 
-    `blame` counts finished rollouts. `mean_reward` is over the scored ones; in `mean_with_unscored` the others count as
-    0; `full` is the share of scored rollouts with a reward of 1 or more. `…_interval` is the 95 % interval of a mean,
-    or None for rewards beyond 0 and 1 that do not vary. `planned` counts the rollouts of the groups that began.
+    `blame` counts finished rollouts. `mean_reward` is over the scored rollouts; in `mean_with_unscored` the others
+    count as 0; `full` is the share of scored rollouts with a reward of 1 or more. `…_interval` is the 95 % interval of
+    a mean, or None for rewards outside 0 to 1 that do not vary. `planned` counts the rollouts of the groups that began.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None without prices, and leaves out the `unpriced_tokens` of parts of
@@ -118,7 +118,7 @@ class RunStatus:
 
     @property
     def resumed(self) -> str:
-        """A sentence on the rollouts that were cut off and resumed; empty if there are none."""
+        """A sentence about the rollouts that were cut off and resumed; empty if there are none."""
         if not self.taken_up and not self.begun_anew:
             return ""
         text = f"{plural(self.taken_up, 'rollout')} continued after a kill"
@@ -208,7 +208,7 @@ class _Paid:
         return self.prompt_tokens + self.completion_tokens
 
     def spent(self, prices: Prices | None) -> float:
-        """Return the cost, in which tokens that had no price are counted at `prices`."""
+        """Return the cost, with unpriced tokens counted at `prices`."""
         return (self.cost or 0.0) + (prices.cost(*self.unpriced) if prices is not None else 0.0)
 
     def add(self, other: _Paid, times: int = 1) -> None:
@@ -356,7 +356,8 @@ class RunReader:
             self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = ended
 
     def _taken_up(self, line: _Line) -> None:
-        """Move the cost of a continued rollout from its old record, since the new one will contain it."""
+        """Move the cost of a continued rollout from its old record to the rollout in flight, whose new record will
+        contain it."""
         status = self._status
         before = self._cut_off.pop(line.rollout_id, [])
         if line.anew:
@@ -411,13 +412,13 @@ class RunReader:
         return tasks
 
     def _lacking(self, groups: Sequence[str]) -> int:
-        """Return the number of rollouts that are missing in these groups because the groups failed."""
+        """Return the number of rollouts that are missing from these groups because the groups failed."""
         return sum(
             max(0, self._group_size - len(self._groups[name])) for name in groups if self._group_ends.get(name, False)
         )
 
     def _count(self, status: RunStatus) -> None:
-        """Add up the usage of finished attempts and those in flight."""
+        """Add up the usage of finished attempts and of attempts in flight."""
         paid = _Paid()
         for each in (self.settled, *self._flying.values()):
             paid.add(each)
@@ -427,7 +428,7 @@ class RunReader:
         status.cost, status.unpriced_tokens = paid.cost, sum(paid.unpriced)
 
     def _in_flight(self, status: RunStatus) -> None:
-        """Take the stages from `status.json`. Without it, only the rollouts' names are known, from the journal."""
+        """Read the stages from `status.json`. Without it, only the rollouts' names are known, from the journal."""
         found = read_stages(self.folder)
         if self._ended:
             status.state, status.in_flight, status.oldest = self._ended, {}, []

@@ -1,7 +1,7 @@
-"""`status.json`: the rollouts of a run in flight, for other processes to read.
+"""`status.json`: a run's rollouts in flight, for other processes to read.
 
-It holds only the rollouts' stages, since the journal has everything else, and the process that wrote it, so that a
-reader can check whether that process is alive. The file is replaced atomically, at most once a second.
+The file has the rollouts' stages, since the journal has everything else, and identifies the process that wrote it, so
+that a reader can check whether that process is alive. The file is replaced atomically, at most once a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATUS_SCHEMA = "palaestra.status/1"
 WRITE_EVERY_S = 1.0
 
 LONGEST_LISTED = 50
-"""The largest number of rollouts in flight that are listed by name, longest idle first. All are counted."""
+"""The maximum number of rollouts in flight that are listed by name, longest idle first. All are counted."""
 
 
 class Idle(msgspec.Struct):
@@ -110,7 +110,7 @@ class StatusFile:
 
 
 def read_stages(folder: Path) -> StagesNow | None:
-    """Return the stages of a run that were written last, or None without a readable file."""
+    """Return the last stages that a run wrote, or None without a readable file."""
     try:
         found = msgspec.json.decode((folder / STATUS_NAME).read_bytes(), type=StagesNow)
     except (OSError, msgspec.MsgspecError):

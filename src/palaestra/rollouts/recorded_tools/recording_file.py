@@ -129,8 +129,9 @@ class Reader:
         """Return the reply to the `n`th call of this key in this rollout, or None.
 
         The rollout's own reply comes first. Otherwise a reply of another rollout is used, always the same one:
-        successful replies before failures, then the `n`th, then the latest one before it. A call that is made more
-        often than it was recorded gets the last reply again. Without `failures`, only successful replies are used.
+        successful replies before failures, then the reply to the `n`th call, then the latest reply before it. A call
+        that is made more often than it was recorded gets the last reply each further time. Without `failures`, only
+        successful replies are used.
         """
         heard = {each: place for each, place in self._places.get(key, {}).items() if failures or not place.failed}
         if not heard:
@@ -152,7 +153,7 @@ class Reader:
             logger.warning("%s: the line at byte %d was torn by a kill and is left out", self.path, offset)
             return
         if head.schema != WORLD_SCHEMA:
-            raise ConfigError(f"{self.path} holds {head.schema}, and this version reads {WORLD_SCHEMA}")
+            raise ConfigError(f"{self.path} has the format {head.schema}, but this version reads {WORLD_SCHEMA}")
         place = _Place(offset, len(line), head.failed)
         self._places.setdefault(head.key, {})[head.rollout, head.n] = place
 
@@ -169,7 +170,9 @@ def recording_at(path: Path) -> Path:
     """Return the recording at this path, or in the run folder at this path. Raises `ConfigError` if there is none."""
     found = path / WORLD_NAME if path.is_dir() else path
     if not found.is_file():
-        raise ConfigError(f"{found} does not exist: give a recording, or the folder of a run with recorded tool calls")
+        raise ConfigError(
+            f"{found} does not exist; specify a recording or the folder of a run with recorded tool calls"
+        )
     return found
 
 

@@ -104,7 +104,7 @@ def record(call: RecordedCall, outcome: ToolOutcome, writer: Writer) -> None:
 
 
 def replaying(recording: Reader | None, path: Path, *, strict: bool) -> Policy:
-    """Return replies only from the recording at `path`; `recording` is None if the file does not exist.
+    """Return a policy that answers only from the recording at `path`; `recording` is None if the file does not exist.
 
     If a reply is missing, the model gets an error or, with `strict`, the rollout ends.
     """
@@ -126,8 +126,8 @@ def replaying(recording: Reader | None, path: Path, *, strict: bool) -> Policy:
 
 
 def filling(recording: Reader, added: Writer) -> Policy:
-    """Return replies from a recording. Calls that it lacks are made and added to it, only once for equal concurrent
-    calls.
+    """Return a policy that answers from a recording. A call that the recording lacks is made, and its reply is added;
+    equal concurrent calls are made only once.
 
     Calls of a session are always made, because a browser that was never opened cannot continue where a recording ends.
     """
@@ -155,7 +155,7 @@ def filling(recording: Reader, added: Writer) -> Policy:
 def open_world(mode: str, recording: str | Path | None = None, *, strict: bool = False) -> RunWorld:
     """Return recorded replies in one of the modes, for a run, `ToolExecutor(world=…)` or `ToolSession(world=…)`.
 
-    `recording` is a file (`birds.jsonl`), or a folder such as a run's that holds one. `replay` and `fill` read it;
+    `recording` is a file (`birds.jsonl`), or a folder that has one, such as a run's. `replay` and `fill` read it;
     `record` and `fill` add to it. A run with the mode `record` passes no `recording` and keeps all replies in its own
     folder. `strict` ends a rollout that makes a call without a recorded reply. Raises `ConfigError`.
     """
@@ -178,8 +178,8 @@ def open_world(mode: str, recording: str | Path | None = None, *, strict: bool =
 
 
 def world_of_run(folder: Path) -> RunWorld:
-    """Return the replies that a run recorded, for replaying it. A missing reply ends the rollout as a failure of the
-    tool."""
+    """Return the replies that a run recorded, for replaying the run. A missing reply ends the rollout as a tool
+    failure."""
     path = folder / WORLD_NAME
     reader = Reader(path) if path.is_file() else None
     return RunWorld(replaying(reader, path, strict=True), reader=reader, replayed=True)

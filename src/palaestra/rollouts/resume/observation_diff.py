@@ -16,7 +16,7 @@ from palaestra.core.types import JSON
 
 
 class Kind(StrEnum):
-    """The reason why two observations differ. The command explains all of them except `other`."""
+    """The reason why two observations differ. The agent's command explains every reason except `other`."""
 
     TIME = "time"
     PID = "pid"
@@ -44,7 +44,7 @@ _SHAPES: dict[Kind, re.Pattern[str]] = {
         r"\b0x[0-9a-fA-F]{6,}\b|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b|\btmp[._]?\w{6,}"
     ),
 }
-"""Patterns of texts whose form shows the kind of the difference."""
+"""For each kind of difference, the pattern of the texts whose form alone shows it."""
 
 _HINTS: dict[Kind, tuple[re.Pattern[str], re.Pattern[str]]] = {
     Kind.PID: (re.compile(r"\$\$|\$!|\b\w*pids?\b|\bps\b|\bpgrep\b|\bpstree\b|\btop\b|\bjobs\b"), re.compile(r"\d+")),

@@ -4,9 +4,9 @@ The rollout runs as usual, in a fresh slot, but replies that are in the journal 
 counters and budgets become the same as before, and the ledger has the same tokens. `replay.py` replays whole runs.
 
 The model sees the recorded conversation, word for word. If the workspace cannot reproduce an observation, `failed` has
-the reason and the rollout starts again. An observation may differ in times of day, durations and the order of lines;
-the model then sees the recorded one. Process ids, random names and commit ids must be the same, because the agent may
-use them later.
+the reason and the rollout starts over. An observation may differ in times of day, durations and the order of lines; the
+model then sees the recorded observation. Process ids, random names and commit ids must be the same, because the agent
+may use them later.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from palaestra.rollouts.resume.state import CutOff
 from palaestra.sandbox.slot import Snapshot
 
 HARMLESS = frozenset({Kind.TIME, Kind.ORDER})
-"""The kinds of difference that an observation may show."""
+"""The kinds of difference in an observation that do not prevent resuming."""
 
 
 class Mismatch(StrEnum):
-    """The reason why an interrupted rollout starts again."""
+    """The reason why an interrupted rollout starts over."""
 
     TOOLS = "its tools have changed"
     PROMPT = "its prompt has changed"
@@ -60,8 +60,8 @@ class _RecordedCall:
 class RecordedTurns:
     """The recorded turns of one rollout, for one attempt at resuming it.
 
-    With `forked` the rollout begins with turns of another one. Their calls are answered from the record and not run
-    again, because the slot starts from `snapshot`, which has their effects (None if they had none).
+    With `forked` the rollout begins with turns of another rollout. The calls in those turns are answered from the
+    record and not run again, because the slot starts from `snapshot`, which has their effects (None if they had none).
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class RecordedTurns:
         return await ask(call) if recorded is None else recorded
 
     def expected_observation(self, name: str, arguments: Mapping[str, JSON]) -> str | None:
-        """Return the recorded answer to this call, or None. Calls, parallel ones too, must ask in the order of their
-        start."""
+        """Return the recorded answer to this call, or None. Calls, including parallel ones, must ask in the order in
+        which they started."""
         same = [call for call in self._calls if call.name == name]
         call = next((call for call in same if _decoded(call.arguments) == arguments), same[0] if same else None)
         if call is None:
@@ -176,13 +176,13 @@ class RecordedTurns:
         if text == expected or classify(expected, text, asked="") in HARMLESS:
             return expected
         was, now = first_difference(expected, text)
-        raise self.fail(Mismatch.OBSERVATION, f"{was!r} was recorded and is {now!r} now")
+        raise self.fail(Mismatch.OBSERVATION, f"{was!r} was recorded, but it is {now!r} now")
 
     def match_turn(self, turn: Turn | None, messages: Sequence[Message], sampled: Sequence[SampledTurn]) -> bool:
         """Return whether the turn that was just taken is a recorded one. If `turn` is None, these are the opening
         messages.
 
-        Raises `CannotResume` if another turn is recorded in its place.
+        Raises `CannotResume` if a different turn is recorded in its place.
         """
         if self.caught_up and self.failed is None:
             return False

@@ -1,6 +1,6 @@
-"""Parts of the replay of a recorded run: `Playback` gives the recorded replies, `Comparison` compares the observations.
+"""Parts of replaying a recorded run: `Playback` returns the recorded replies, `Comparison` compares the observations.
 
-The usual runner replays a run with the environment's tools and slots. The agent gives its recorded replies, word for
+The usual runner replays a run with the environment's tools and slots. The agent repeats its recorded replies, word for
 word, whatever it observes, so the compared observations always answer the same calls.
 """
 
@@ -69,7 +69,7 @@ def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Re
     try:
         return recorded_turns([msgspec.convert(reply, AssistantMessage) for reply in replies], conversation.turns)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{rollout_id}: a recorded reply cannot be played: {error}") from None
+        raise ConfigError(f"{rollout_id}: a recorded reply cannot be replayed: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class OtherEnd:
-    """A rollout that ended differently. `what` is reward, ending or played."""
+    """A rollout that ended differently. `what` names the difference: reward, ending or played."""
 
     rollout_id: str
     what: str
@@ -126,11 +126,11 @@ class Comparison:
         return {**asdict(self), "kinds": dict(self.kinds), "rate": self.rate, "ok": self.ok}
 
     def add(self, recorded: Group, replayed: Group) -> None:
-        """Compare one group. Raises `ConfigError` if the two groups are of different tasks."""
+        """Compare one group. Raises `ConfigError` if the two groups belong to different tasks."""
         if recorded.task_id != replayed.task_id:
             raise ConfigError(
                 f"task {recorded.number} was {recorded.task_id} and is now {replayed.task_id}: the "
-                "environment's tasks changed. Replay with the environment and the data of the run"
+                "environment's tasks have changed. Replay with the run's environment and data"
             )
         if recorded.trajectories and not replayed.trajectories:
             self.other_ends.append(OtherEnd(recorded.group_id, "played", "whole", replayed.error))

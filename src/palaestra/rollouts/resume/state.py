@@ -1,4 +1,4 @@
-"""The work that an earlier part of a run has done, read from its journal, so that a resumed run repeats none of it.
+"""The work that the earlier parts of a run have done, read from its journal, so that a resumed run repeats none of it.
 
 Finished groups are kept unchanged, and so are the finished rollouts of unfinished groups. A rollout that the end of the
 run or the model server cut off counts as missing; its recorded turns are in a `CutOff`, from which it can continue.
@@ -88,7 +88,7 @@ class CutOff:
             outcome=Outcome.CANCELLED,
             reward=None,
             blame=Blame.RUN,
-            error="the run was killed" if self.parent is None else "the turns that it shares came out differently",
+            error="the run was killed" if self.parent is None else "its shared turns did not come out as recorded",
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             cost=prices.cost(prompt_tokens, completion_tokens) if prices else None,
@@ -223,7 +223,8 @@ def _in_the_middle(event: TurnTaken) -> bool:
 
 
 def repair(path: Path) -> bool:
-    """Remove a torn or damaged last line, since lines appended after it could not be read. Returns whether it did."""
+    """Remove a torn or damaged last line, since lines appended after it could not be read. Returns whether it removed
+    one."""
     with path.open("r+b") as file:
         size, last = 0, b"\n"
         for line in file:

@@ -4,8 +4,8 @@ A container is started with `docker run -i --rm`: it has docker's default privil
 one, and ends with this process. Docker isolates it from the host. Slots in a container are isolated from each other at
 the level `confined`, which docker allows by default. `privileged` adds the rights to make namespaces and control
 groups. Slots then reach `userns`, or `full` for images given by path, but docker's own isolation is weaker. `runtime`
-selects a runtime of the daemon other than its default, such as gVisor's `runsc`; the first container shows which level
-that runtime allows.
+selects a runtime other than the daemon's default, such as gVisor's `runsc`; the first container shows which level that
+runtime allows.
 
 An image given by name is the container's image, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks
 it. An image given by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the daemon
@@ -34,7 +34,7 @@ from palaestra.sandbox.images.image_store import ImageStore, default_folder
 from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot
 
 LABEL = "palaestra.slots"
-"""The label of containers; its value is `HOST/PROCESS` of their owner."""
+"""The label of each container; its value names the owner as `HOST/PROCESS`."""
 
 _log = logging.getLogger(__name__)
 _CHECK_S = 15.0
@@ -58,8 +58,8 @@ class ContainerLimits:
 
 
 class DockerBackend(RemoteBackend):
-    """Slots in docker containers. `hosts` are daemon addresses (`unix:///…`, `ssh://…`, `tcp://…`); if there are none,
-    the daemon of the environment is used (`DOCKER_HOST`, or the current context)."""
+    """Slots in docker containers. `hosts` are daemon addresses (`unix:///…`, `ssh://…`, `tcp://…`). An empty address,
+    the default, means the daemon that docker itself would use (`DOCKER_HOST`, or the current context)."""
 
     name = "docker"
 
@@ -105,7 +105,7 @@ class DockerBackend(RemoteBackend):
     @property
     def level_fix(self) -> str:
         if self._privileged:
-            return "give the image as a path for the level full, or request a lower one (isolation)"
+            return "give the image as a path for the level full, or request a lower level (isolation)"
         return "set docker_privileged, or request a lower level (isolation, require_sandbox)"
 
     async def check(self, host: str) -> None:
@@ -129,13 +129,13 @@ class DockerBackend(RemoteBackend):
             )
 
     async def _end_leftovers(self, host: str) -> None:
-        """Remove the containers that belong to processes of this machine which no longer run."""
+        """Remove the containers whose owner was a process on this machine that no longer runs."""
         listing = ["ps", "--all", "--filter", f"label={LABEL}", "--format", f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}']
         for line in (await run_process([*_docker(host), *listing], timeout_s=_CHECK_S)).text.splitlines():
             container, _, owner = line.partition(" ")
             machine, _, process = owner.partition("/")
             if machine == this_host() and not is_alive(process):
-                _log.warning("removing the container %s, whose process is gone", container)
+                _log.warning("removing the container %s, because the process that owned it is gone", container)
                 await run_command([*_docker(host), "rm", "--force", container], _CHECK_S)
 
     async def _pull(self, host: str, image: str) -> None:
@@ -159,24 +159,24 @@ class DockerBackend(RemoteBackend):
             raise
 
     async def _prepare(self, image: str) -> None:
-        """Find the root directory of an image by path, once."""
+        """Unpack an image given by path, if that is not done yet, and remember its root directory."""
         async with self._unpacking:
             if image in self._roots:
                 return
             if not self._privileged:
                 raise ConfigError(
-                    f"docker runs the image {image}, which is a path, as the root of slots, and that takes "
-                    "docker_privileged; otherwise name an image that docker has"
+                    f"the image {image} is a path, and docker can use a path as the root of slots only with "
+                    "docker_privileged: set it, or give the image by name"
                 )
             if any(host and not host.startswith("unix://") for host in self._hosts):
-                raise ConfigError(f"the image {image} is a path of this machine, and a docker host is another one")
+                raise ConfigError(f"the image {image} is a path on this machine, but a docker host is another machine")
             if self._store is None:
                 self._store = ImageStore()
             built = await self._built(image) if os.path.isfile(os.path.join(image, "Dockerfile")) else image
             self._roots[image] = await self._store.directory(built)
 
     async def _built(self, folder: str) -> str:
-        """Have the first daemon build and export a folder with a Dockerfile; returns the path of the tar file."""
+        """Have the first daemon build a folder's Dockerfile and export the image; returns the path of the tar file."""
         docker, host = _docker(self._hosts[0]), self._hosts[0]
         tag = f"palaestra-build:{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
         await build_docker_image(folder, tag, host=host)
@@ -192,7 +192,7 @@ class DockerBackend(RemoteBackend):
             if status == 0:
                 part.replace(archive)
         if status != 0:
-            raise ImageError(f"docker cannot export what it has built of {folder}: {made}")
+            raise ImageError(f"docker cannot export the image that it built from {folder}: {made}")
         return str(archive)
 
     async def aclose(self) -> None:
@@ -235,7 +235,8 @@ def is_path(image: str) -> bool:
 
 
 async def build_docker_image(folder: str | Path, tag: str, *, timeout_s: float = _PULL_S, host: str = "") -> None:
-    """Build the Dockerfile of a folder. Raises `ImageError` with the end of the build's output."""
+    """Build an image from a folder's Dockerfile. If that fails, raises `ImageError` with the end of the build's
+    output."""
     status, text = await run_command([*_docker(host), "build", "--quiet", "--tag", tag, str(folder)], timeout_s)
     if status != 0:
         raise ImageError(f"docker cannot build {folder}: {text}")

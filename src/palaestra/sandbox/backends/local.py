@@ -1,13 +1,13 @@
 """Runs slots on this machine's own kernel, without a container runtime.
 
-`full` and `userns`: a slot is a set of namespaces around a copy-on-write root. A fork adds a layer on top, whatever the
-size of the layers. Covered: processes, mounts, IPC, host name and network (with the network on, a device whose packets
-a server process forwards, but never to the host itself); a root with only the image or an allow-list of system
-directories; no new privileges, few capabilities, a system call filter; limits on disk, open files and output. If one of
-our processes is killed, the kernel ends all slots. A list of allowed hosts needs root: the slot's network then contains
-only a proxy that enforces the list.
+At `full` and `userns`, a slot is a set of namespaces around a copy-on-write root. A fork adds one layer, however large
+the layers below it are. Processes, mounts, IPC, the host name and the network are isolated; with the network on, the
+slot has a device whose packets a server process forwards, but never to the host itself. The root holds only the image
+or an allow-list of system directories. Commands get no new privileges, few capabilities and a system call filter; disk,
+open files and output are limited. If a process of the slot server is killed, the kernel ends all slots. A list of
+allowed hosts needs root: the slot's network then contains only a proxy that enforces the list.
 
-`full` needs root. Outside the slot, the slot's root user is a private uid from one range that all slots of a backend
+`full` needs root. Outside the slot, the slot's root user is a private uid from a range that all slots of a backend
 share. Owners of system files are mapped, so the slot can change everything in its root. Control groups limit memory
 (including files in the workspace and /tmp), the number of processes, and processor time.
 
@@ -15,21 +15,22 @@ share. Owners of system files are mapped, so the slot can change everything in i
 other user exists: system files cannot be changed, and `chown` to other users fails. Memory is limited per process;
 processor time is not limited.
 
-`confined` is for ordinary containers, which allow no namespaces. A slot is a directory with Landlock, a system call
-filter, limits per process and, for root, a user. Covered: files outside its own workspace, home and TMPDIR (it can read
-the system's programs and settings), signals, tracing, System V objects; and, with the network off, TCP, UDP and
-abstract sockets. Not covered: names and command lines of all processes in the container, sockets that are files open to
-all users (without root: to the same user), total disk and memory, processor time, and, before Linux 6.12, abstract
-sockets while the network is on. Differences for commands: no list of hosts, no image, mounts only at their own path;
-`/workspace` is a link, if root was able to make it (the link does not work in programs that close all descriptors);
-TMPDIR instead of /tmp; absolute paths into a workspace are wrong in its forks, which are copies. Without root there is
-one slot at a time, and a command can end its own slot.
+`confined` is for ordinary containers, which do not allow namespaces. A slot is a directory whose commands run with
+Landlock, a system call filter, limits per process and, if the server is root, a user of their own. They are cut off
+from files outside the slot's workspace, home and TMPDIR (except that they can read the system's programs and settings),
+and from other slots' signals, tracing and System V objects; with the network off, also from TCP, UDP and abstract
+sockets. Not isolated or limited are the names and command lines of all processes in the container, sockets that are
+files open to all users (without root: to the same user), total disk and memory, processor time, and, before Linux 6.12,
+abstract sockets while the network is on. The other differences are: no list of hosts; no image; mounts only at
+their own path; `/workspace` is a link, if root was able to make it (the link does not work in programs that close all
+descriptors); TMPDIR replaces /tmp; absolute paths into a workspace are wrong in its forks, which are copies. Without
+root there is one slot at a time, and a command can end its own slot.
 
 `none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
-Not covered at any level: kernel bugs, and side channels between slots. At `confined`, and if /dev/net/tun is missing,
+No level protects against kernel bugs or side channels between slots. At `confined`, and if /dev/net/tun is missing,
 slots with the network on share the host's network and loopback. They can then reach cloud metadata addresses, except at
-`full` with control groups of version 2. A slot can read files under the host's /usr.
+`full` with control groups of version 2. A slot without an image can read the files under the host's /usr.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, decode_lease,
 
 
 class LocalBackend(ServerBackend):
-    """The slot server of this machine. If `service` names a service, the slots belong to a separate process: they
-    survive this backend, and the next backend with the same `service` lists them in `leases`.
+    """Slots on this machine. If `service` names a service, the slots belong to a separate process: they survive this
+    backend, and the next backend with the same `service` lists them in `leases`.
 
-    Slots with the network on reach the `host_ports` of this machine's loopback, as `host.internal`.
+    Slots with the network on reach the `host_ports` of this machine's loopback under the name `host.internal`.
     """
 
     name = "local"
@@ -87,7 +88,7 @@ class LocalBackend(ServerBackend):
     def from_isolation(
         cls, isolation: str, *, require_sandbox: bool = False, host_ports: Sequence[int] = ()
     ) -> LocalBackend:
-        """Return the backend for `best` or the name of an isolation level. Raises `ConfigError` for another value."""
+        """Return the backend for `best` or the name of an isolation level. Raises `ConfigError` for any other value."""
         rung, require = levels(isolation, require_sandbox)
         return cls(rung=rung, require=require, host_ports=host_ports)
 
@@ -108,7 +109,7 @@ class LocalBackend(ServerBackend):
             self._server = await service_client.attach(self._service, rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:
-        """End the server, every slot and every layer; detach from a service, which keeps its slots. Idempotent."""
+        """End the server, every slot and every layer, or detach from a service, which keeps its slots. Idempotent."""
         await super().aclose()
         if self._images is not None:
             await self._images.aclose()
@@ -121,7 +122,7 @@ class LocalBackend(ServerBackend):
 
     @property
     def stays(self) -> bool:
-        """Whether the backend is a service, whose slots stay when the backend is closed or dies."""
+        """Whether the slots belong to a service, so that they stay when the backend is closed or dies."""
         return self._service is not None
 
     def leases(self) -> list[Slot]:
@@ -140,7 +141,7 @@ class LocalBackend(ServerBackend):
 
     @property
     def server_pid(self) -> int:
-        """The process that watches the slot server."""
+        """The number of the process that watches the slot server."""
         return self._running().pid
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
@@ -155,22 +156,22 @@ class LocalBackend(ServerBackend):
         return {} if self._service is None else {"about": encode_lease(trajectory_id, spec)}
 
     async def _image(self, spec: SlotSpec) -> str | None:
-        """Return the directory of the spec's image."""
+        """Return the unpacked directory of the spec's image; None if the spec has no image."""
         if spec.image is None:
             return None
         self._images = self._images or ImageStore()
         return await self._images.directory(spec.image)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:
-        """Copy a snapshot to an empty folder of this machine, with whiteouts and owners; returns the bytes of its
-        files."""
+        """Copy a snapshot, with whiteouts and owners, to an empty folder on this machine; returns the total size of its
+        files in bytes."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "folder": os.path.realpath(folder)}
         reply = await self._running().call("save", fields)
         return int(reply.fields["bytes"])
 
     async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
-        """Return a saved snapshot, which is used in place. While it is in use, the server holds a shared lock on the
-        folder (flock).
+        """Return the snapshot that was saved in a folder, which is used in place. While the snapshot is in use, the
+        server holds a shared lock on the folder (flock).
 
         Raises FileNotFoundError if the folder is gone.
         """
@@ -185,7 +186,7 @@ class LocalBackend(ServerBackend):
 
 
 def _interpreter_prefix() -> str:
-    """Return the folder where the running interpreter is installed, unless slots see it anyway."""
+    """Return the folder where the running interpreter is installed; empty if slots see that folder anyway."""
     prefix = os.path.realpath(sys.base_prefix)
     return "" if f"{prefix}/".startswith("/usr/") else prefix
 

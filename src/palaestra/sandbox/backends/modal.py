@@ -1,13 +1,13 @@
-"""Runs slots in sandboxes of Modal, with many slots in each sandbox. Needs the extra `modal` and an account.
+"""Runs slots in Modal sandboxes, with many slots in each sandbox. Needs the extra `modal` and an account with Modal.
 
 A sandbox is created with the image and resources of the configuration; the slot server runs in it as a command whose
 streams are the connection. Modal isolates it from everything else (gVisor); its slots are isolated from each other at
 the best level that Modal allows. The image needs Python 3.11 as `python3`.
 
-A sandbox costs money only while it is used. It ends with its place, and `max_lifetime` after its start at the latest.
-It also ends `idle_timeout` after its server has ended, and the server ends when this process has been silent for
-`idle_timeout`. Each sandbox is also tagged with this process: a later start on this machine ends the sandboxes of
-processes that are gone.
+A sandbox costs money as long as it runs, so it is ended early. It ends with its place, and `max_lifetime` after its
+start at the latest. It also ends `idle_timeout` after its server has ended, and the server ends when this process has
+been silent for `idle_timeout`. Each sandbox is also tagged with the process that started it: a later run on this
+machine ends the sandboxes of processes that are gone.
 
 A slot starts only in a sandbox whose remaining lifetime is long enough for a whole rollout.
 """
@@ -92,11 +92,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModalSandboxConfig:
-    """The sandboxes of one profile. Names and defaults are the contract's; times in seconds, `memory` in megabytes.
+    """The settings of one profile's sandboxes, with the contract's names and defaults. Times are in seconds, `memory`
+    is in megabytes.
 
-    At least `min_sandboxes` and at most `max_sandboxes` run; those above the minimum end after `idle_timeout` without
-    slots. `secrets` are names of Modal's secrets. Their variables and `env_vars` are in the environment of every
-    command. Raises `ConfigError` for values that Modal or this backend cannot use.
+    At least `min_sandboxes` and at most `max_sandboxes` run; sandboxes above the minimum end after `idle_timeout`
+    without slots. `secrets` are names of Modal secrets. The secrets' variables and `env_vars` are in the environment of
+    every command. Raises `ConfigError` for values that Modal or this backend cannot use.
     """
 
     name: str = "default"
@@ -121,15 +122,16 @@ class ModalSandboxConfig:
         if not 0 <= self.min_sandboxes <= self.max_sandboxes or self.max_sandboxes < 1 or self.slots_per_sandbox < 1:
             raise ConfigError(
                 f"modal profile {self.name}: max_sandboxes and slots_per_sandbox must be at least 1, and min_sandboxes "
-                "not above max_sandboxes"
+                "must be from 0 to max_sandboxes"
             )
         if self.idle_timeout < 1 or not 1 <= self.max_lifetime <= _MOST_LIFETIME_S:
             raise ConfigError(
-                f"modal profile {self.name}: idle_timeout must be positive, and max_lifetime 1 to {_MOST_LIFETIME_S} s"
+                f"modal profile {self.name}: idle_timeout must be at least 1 s, and max_lifetime from 1 to "
+                f"{_MOST_LIFETIME_S} s"
             )
 
     def with_app_name(self, app_name: str) -> ModalSandboxConfig:
-        """Return the same settings with another app."""
+        """Return the same settings with a different app name."""
         return replace(self, app_name=app_name)
 
     def get_app_name(self) -> str:
@@ -141,7 +143,7 @@ class ModalSandboxConfig:
     @classmethod
     def from_dict(cls, name: str, data: Mapping[str, JSON]) -> ModalSandboxConfig:
         """Return the settings of one profile in a profiles file. Raises `ConfigError` for an unknown key or a value of
-        another type."""
+        the wrong type."""
         found: dict[str, JSON] = {}
         known = {each.name: str(each.type) for each in fields(cls)}
         for key, value in data.items():
@@ -153,8 +155,8 @@ class ModalSandboxConfig:
 
     @classmethod
     def from_env(cls, profile_name: str = "default", environ: Mapping[str, str] | None = None) -> ModalSandboxConfig:
-        """Return the settings in ATROPOS_MODAL_PROFILE_<NAME>_<SETTING>, or else ATROPOS_MODAL_<SETTING>, for example
-        ATROPOS_MODAL_IMAGE. `environ` defaults to this process's."""
+        """Return the settings from the variables ATROPOS_MODAL_PROFILE_<NAME>_<SETTING>, or else
+        ATROPOS_MODAL_<SETTING>, for example ATROPOS_MODAL_IMAGE. `environ` defaults to this process's environment."""
         environ = os.environ if environ is None else environ
         own = f"ATROPOS_MODAL_PROFILE_{profile_name.upper().replace('-', '_')}_"
         found: dict[str, JSON] = {}
@@ -177,9 +179,9 @@ class ModalSandboxConfig:
     def load_profiles(
         cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None
     ) -> dict[str, ModalSandboxConfig]:
-        """Return the profiles by name. They come from a YAML file with `profiles:` (the argument, or
-        ATROPOS_MODAL_PROFILES_FILE) and from the variables of profiles that ATROPOS_MODAL_PROFILES lists (see
-        `from_env`); `default` always exists."""
+        """Return the profiles by name. They come from a YAML file with the key `profiles` (at `path`, or at
+        ATROPOS_MODAL_PROFILES_FILE), and from the variables of each profile that ATROPOS_MODAL_PROFILES lists (see
+        `from_env`). The profile `default` always exists."""
         environ = os.environ if environ is None else environ
         path = path or environ.get("ATROPOS_MODAL_PROFILES_FILE")
         found: dict[str, ModalSandboxConfig] = {}
@@ -189,7 +191,7 @@ class ModalSandboxConfig:
                 profiles = content["profiles"].items()
             except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"{path} is not a file of Modal profiles, with `profiles:` in YAML: {error}"
+                    f"{path} is not a YAML file of Modal profiles with the key `profiles`: {error}"
                 ) from None
             found |= {name: cls.from_dict(name, data or {}) for name, data in profiles}
         names = [name.strip() for name in environ.get("ATROPOS_MODAL_PROFILES", "").split(",")]
@@ -199,10 +201,10 @@ class ModalSandboxConfig:
 
 
 class ModalBackend(RemoteBackend):
-    """Slots in sandboxes of Modal.
+    """Slots in Modal sandboxes.
 
-    `rollout_s` is how long a rollout may hold a slot; if it is None, a slot may start in any sandbox. `rung` and
-    `require` mean the same as in `ServerBackend`.
+    `rollout_s` is the maximum time for which a rollout may hold a slot, not counting grading; if it is None, a slot may
+    start in any sandbox. `rung` and `require` mean the same as in `ServerBackend`.
     """
 
     name = "modal"
@@ -227,19 +229,19 @@ class ModalBackend(RemoteBackend):
         self.rollout_s = 0.0 if rollout_s is None else rollout_s + _GRADING_S
         if self.rollout_s > config.max_lifetime:
             raise ConfigError(
-                f"a rollout may hold its slot for {self.rollout_s:g} s, grading included, and sandboxes live "
+                f"a rollout may hold its slot for {self.rollout_s:g} s, grading included, but sandboxes live only "
                 f"{config.max_lifetime} s: raise modal_max_lifetime, or lower worker_timeout"
             )
         self.images = ImageStore()
-        """Unpacks images that are directories or tar files of this machine."""
+        """Unpacks images that are directories or tar files on this machine."""
         self._changed = asyncio.Condition()
         self._keeping: asyncio.Task[None] | None = None
         self._app: modal.App | None = None
 
     @classmethod
     def from_config(cls, config: JSON) -> ModalBackend:
-        """Return the backend for the settings of a run. A lifetime that the user does not set is long enough for a
-        rollout."""
+        """Return the backend for the settings of a run. If the user does not set the lifetime of sandboxes, it is made
+        long enough for a rollout."""
         rung, require = levels(config.isolation, config.require_sandbox)
         wanted = ModalSandboxConfig.from_agent_env_config(config)
         rollout_s = config.worker_timeout if config.worker_timeout > 0 else None
@@ -264,7 +266,7 @@ class ModalBackend(RemoteBackend):
         except sdk.exception.AuthError as error:
             raise ConfigError(
                 "Modal does not accept the credentials, or there are none: set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, "
-                f"or run `modal token set`. Modal says: {error}"
+                f"or run `modal token set`. Modal reports: {error}"
             ) from None
         except sdk.exception.NotFoundError as error:
             raise ConfigError(f"Modal has no such secret: {error}. Create it, or change modal_secrets") from None
@@ -274,12 +276,12 @@ class ModalBackend(RemoteBackend):
             ) from None
 
     async def _end_leftovers(self) -> None:
-        """End the sandboxes that belong to processes of this machine which no longer run."""
+        """End the sandboxes whose owner was a process on this machine that no longer runs."""
         sdk = load_sdk()
         async for sandbox in sdk.Sandbox.list.aio(app_id=self._app_id, tags={"palaestra_host": this_host()}):
             process = (await sandbox.get_tags.aio()).get("palaestra_process", "")
             if process and not is_alive(process):
-                _log.warning("ending the sandbox %s, whose process is gone", sandbox.object_id)
+                _log.warning("ending the sandbox %s, because the process that owned it is gone", sandbox.object_id)
                 await sandbox.terminate.aio()
 
     @property
@@ -331,8 +333,8 @@ class ModalBackend(RemoteBackend):
                 return await super()._choose(spec, without)
         except TimeoutError:
             raise AcquireTimeout(
-                f"no sandbox of Modal has had room for {self.config.acquire_timeout_s:g} s: {len(self._places)} of "
-                f"{self._most} run"
+                f"no Modal sandbox has had room for {self.config.acquire_timeout_s:g} s: {len(self._places)} of "
+                f"{self._most} sandboxes are running"
             ) from None
 
     def _is_possible(self, wanted: PlaceSpec) -> bool:
@@ -363,7 +365,7 @@ class ModalBackend(RemoteBackend):
             self._changed.notify_all()
 
     async def _keep(self) -> None:
-        """Keep the minimum of sandboxes running, and end others that have been idle for too long."""
+        """Keep `min_sandboxes` running, and end other sandboxes that have been idle for too long."""
         while True:
             await asyncio.sleep(min(15.0, self.config.idle_timeout / 4))
             await self._tidy()
@@ -423,10 +425,10 @@ class ModalBackend(RemoteBackend):
             except sdk.exception.ResourceExhaustedError as error:
                 pause = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2**number)
                 if time.monotonic() + pause > deadline:
-                    raise SandboxError(f"Modal gives no more sandboxes: {_text(error)}") from None
+                    raise SandboxError(f"Modal has no capacity for another sandbox: {_text(error)}") from None
                 await asyncio.sleep(max(pause, min(await self.gate.throttled(), deadline - time.monotonic())))
             except (sdk.exception.Error, OSError) as error:
-                raise SandboxError(f"Modal does not create a sandbox of {spec.image}: {_text(error)}") from None
+                raise SandboxError(f"Modal cannot create a sandbox from {spec.image}: {_text(error)}") from None
         raise AssertionError
 
 
@@ -441,7 +443,7 @@ class ModalPlace(Place):
         super().__init__(backend, spec, number, rung=rung, require=require)
         self._sandbox: modal.Sandbox | None = None
         self._variables: dict[str, str] = {}  # the sandbox's environment, which commands inherit
-        self._roots: dict[str, asyncio.Task[str]] = {}  # directories in the sandbox, by image of this machine
+        self._roots: dict[str, asyncio.Task[str]] = {}  # directories in the sandbox, by path of the image
         self._trying = False
         self._ends_at = math.inf
         self._idle_since: float | None = None
@@ -452,11 +454,11 @@ class ModalPlace(Place):
 
     @property
     def idle_for_s(self) -> float:
-        """Seconds since the place had slots, as noted by `look`."""
+        """Seconds for which the place has been idle, according to the calls of `look`."""
         return 0.0 if self._idle_since is None else time.monotonic() - self._idle_since
 
     def look(self) -> None:
-        """Note whether the place is idle."""
+        """Record whether the place is idle."""
         if not self.idle:
             self._idle_since = None
         elif self._idle_since is None:
@@ -527,7 +529,7 @@ class ModalPlace(Place):
         return {**fields, "env": {**self._variables, **own}}
 
     async def _root(self, image: str) -> str:
-        """Return the sandbox's directory for an image of this machine, copied once."""
+        """Return the directory in the sandbox for an image on this machine, which is copied there on first use."""
 
         async def copy() -> str:
             folder = await self._backend.images.directory(image)
@@ -541,7 +543,7 @@ class ModalPlace(Place):
 
 
 class ModalClient(DistantClient):
-    """A slot server that runs as a command of a sandbox."""
+    """The client of a slot server that runs as a command in a sandbox."""
 
     def __init__(self, on_lost: OnLost, sandbox: modal.Sandbox, silence_s: float) -> None:
         super().__init__(on_lost)
@@ -552,7 +554,7 @@ class ModalClient(DistantClient):
     async def start_in(
         cls, sandbox: modal.Sandbox, silence_s: float, rung: Rung, settings: Fields, on_lost: OnLost
     ) -> Self:
-        """Start a server in a sandbox. It ends when its client has been silent for `silence_s`. Raises
+        """Start a server in a sandbox. The server ends when its client has been silent for `silence_s`. Raises
         `SandboxError`."""
         client = cls(on_lost, sandbox, silence_s)
         try:
@@ -608,7 +610,7 @@ class ModalClient(DistantClient):
 
 
 def load_sdk() -> Any:  # The type is the module `modal`, whose functions have attributes that its types do not declare.
-    """Return the client of Modal. Raises `ConfigError` if it is not installed."""
+    """Return Modal's client library, the module `modal`. Raises `ConfigError` if it is not installed."""
     try:
         import modal
         import modal.exception
@@ -618,7 +620,7 @@ def load_sdk() -> Any:  # The type is the module `modal`, whose functions have a
 
 
 async def _within(limit_s: float, work: Awaitable[T]) -> T:
-    """Return the result of a call. Raises OSError if it takes longer."""
+    """Return the result of a call. Raises OSError if the call takes longer than `limit_s`."""
     try:
         return await asyncio.wait_for(work, limit_s)
     except TimeoutError:
@@ -626,15 +628,15 @@ async def _within(limit_s: float, work: Awaitable[T]) -> T:
 
 
 async def _call(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a call to a sandbox. Raises `SlotLost` for its failure."""
+    """Return the result of a call to a sandbox. Raises `SlotLost` if the call fails."""
     try:
         return await _within(limit_s, work)
     except Exception as error:  # the client also raises errors of the libraries it uses
-        raise SlotLost(f"Modal's sandbox does not start commands: {_text(error)}") from None
+        raise SlotLost(f"Modal's sandbox cannot run a command: {_text(error)}") from None
 
 
 async def _created(creating: Coroutine[Any, Any, modal.Sandbox]) -> modal.Sandbox:
-    """Return a new sandbox; it is ended if the caller no longer waits for it."""
+    """Return a new sandbox, and end it if the caller stops waiting for it."""
     task = asyncio.ensure_future(creating)
     try:
         return await _within(_CREATE_S, asyncio.shield(task))
@@ -658,20 +660,20 @@ async def _terminate(sandbox: modal.Sandbox) -> None:
     try:
         await _within(_CLOSE_S, sandbox.terminate.aio())
     except (sdk.exception.Error, OSError) as error:
-        _log.warning("the sandbox %s could not be ended, and ends at its deadline: %s", sandbox.object_id, _text(error))
+        _log.warning("the sandbox %s could not be ended; it ends at its deadline: %s", sandbox.object_id, _text(error))
 
 
 async def _output_of(sandbox: modal.Sandbox, program: str, *arguments: str) -> str:
     process = await sandbox.exec.aio("python3", "-I", "-S", "-c", program, *arguments)
     output, errors = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
     if await process.wait.aio() != 0:
-        raise OSError(f"python3 does not run there: {errors.strip()[-500:]}")
+        raise OSError(f"python3 does not run in the sandbox: {errors.strip()[-500:]}")
     return str(output)
 
 
 async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "", skipped: Collection[str] = ()) -> str:
-    """Copy a directory of this machine into the sandbox, without directories named in `skipped`; returns the target, by
-    default a new directory."""
+    """Copy a directory on this machine into the sandbox, without the directories named in `skipped`; returns the
+    target, by default a new directory."""
     process = await sandbox.exec.aio("python3", "-I", "-S", "-c", _UNPACK, target)
     async for packed in _packed(source, skipped):
         for start in range(0, len(packed), _PIECE):
@@ -681,7 +683,7 @@ async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "", skippe
     await process.stdin.drain.aio()
     output, errors = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
     if await process.wait.aio() != 0:
-        raise OSError(f"{source} cannot be copied to {target or 'it'}: {errors.strip()[-500:]}")
+        raise OSError(f"{source} cannot be copied to {target or 'the sandbox'}: {errors.strip()[-500:]}")
     return str(output).strip()
 
 
@@ -718,7 +720,7 @@ def is_interpreter(mount: Mount) -> bool:
 
 
 def is_path(image: str | None) -> TypeGuard[str]:
-    """Return whether an image is a directory or a file of this machine, not a name."""
+    """Return whether an image is a directory or a file on this machine, not a name."""
     return image is not None and (os.path.isabs(image) or image.startswith("."))
 
 
@@ -727,7 +729,8 @@ def _text(error: BaseException) -> str:
 
 
 def _typed(what: str, declared: str, value: JSON) -> JSON:
-    """Return a value from a file or a variable as the type of its field. Raises `ConfigError`."""
+    """Convert a value from a file or a variable to the type of its field. Raises `ConfigError` if it cannot be
+    converted."""
     try:
         if declared.startswith("list"):
             return (
@@ -745,6 +748,6 @@ def _typed(what: str, declared: str, value: JSON) -> JSON:
             return found
         return {"int": int, "float": float}.get(declared, str)(value)
     except (TypeError, ValueError, AttributeError):
-        if declared.startswith("dict"):  # whose values may be secrets
+        if declared.startswith("dict"):  # its values may be secrets
             raise ConfigError(f"{what} must have the form NAME=VALUE;NAME=VALUE") from None
         raise ConfigError(f"{what} cannot be {value!r}") from None

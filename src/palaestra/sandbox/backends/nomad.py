@@ -1,13 +1,13 @@
 """Runs slots in the allocations of a Nomad job, with many slots in each allocation.
 
-The job has one task group `sandbox` with one task `sandbox-server`, which listens on a port that Nomad assigns; its
-secret is in the job. The driver `docker` runs the image's Python; `raw_exec` runs the node's Python, and gives the
-slots the isolation that the node allows. The slot server's files travel over the port (`remote/port_server.py`), which
-slots cannot reach. The job is scaled up as slots need allocations, and down when the allocations with the highest
-numbers are idle.
+The job has one task group `sandbox` with one task `sandbox-server`, which listens on a port that Nomad assigns; the
+secret for the port is in the job. The driver `docker` runs the image's Python; `raw_exec` runs the node's Python, and
+gives the slots the isolation that the node allows. The slot server's files travel over the port
+(`remote/port_server.py`), which slots cannot reach. The job is scaled up as slots need allocations, and down when the
+allocations with the highest numbers are idle.
 
-A run owns its job. If another live run has a job of the same name, this run's job gets a name of its own. A job that
-has had no open stream for a minute is considered abandoned; the next run with the same `job_id` removes it.
+A run owns its job. If another live run has a job of the same name, this run's job gets a different name. A job that has
+had no open stream for a minute is considered abandoned; the next run with the same `job_id` removes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
 
 GROUP, TASK, PORT = "sandbox", "sandbox-server", "slots"
 OWNER = "palaestra_owner"
-"""The key of a job's metadata that names the run."""
+"""The key in a job's metadata whose value names the run that owns the job."""
 
 DRIVERS = ("docker", "raw_exec")
 _PORT_INSIDE = 8080
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NomadBackendConfig:
-    """The settings of the backend. The contract fixes names and defaults. Durations are in seconds, `cpu` in MHz and
-    `memory` in MB of one container."""
+    """The backend's settings, with the contract's names and defaults. Durations are in seconds; `cpu` is in MHz and
+    `memory` in MB, both for one container."""
 
     nomad_address: str = "http://localhost:4646"
     sandbox_job_id: str = "atropos-sandbox"
@@ -72,15 +72,15 @@ class NomadBackendConfig:
 
     def __post_init__(self) -> None:
         if self.driver not in DRIVERS:
-            raise ConfigError(f"driver {self.driver!r} of the nomad backend is unknown; use {' or '.join(DRIVERS)}")
+            raise ConfigError(f"unknown driver {self.driver!r} for the nomad backend; use {' or '.join(DRIVERS)}")
         if self.privileged and self.driver != "docker":
             raise ConfigError("privileged is a setting of Nomad's docker driver: leave it out with raw_exec")
         if not 0 <= self.min_containers <= self.max_containers or self.max_containers < 1:
-            raise ConfigError("nomad: min_containers must not exceed max_containers, which is at least 1")
+            raise ConfigError("nomad: max_containers must be at least 1, and min_containers from 0 to max_containers")
 
     @classmethod
     def from_agent_env_config(cls, config: JSON) -> NomadBackendConfig:
-        """Return the backend's settings, taken from those of a run."""
+        """Return the backend's settings from a run's configuration."""
         return cls(
             nomad_address=config.nomad_address,
             sandbox_job_id=config.sandbox_job_id,
@@ -103,7 +103,7 @@ class NomadBackendConfig:
 
 @dataclass
 class Allocation:
-    """One allocation of a job. `number` is the number in its name."""
+    """One allocation of a job. `number` is the number in the allocation's name."""
 
     allocation_id: str
     number: int
@@ -121,12 +121,12 @@ class Allocation:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the allocation does not start, or an empty string."""
+        """The reason why the allocation does not start; None if there is none."""
         return task_problem(self.state, self.restarts)
 
 
 def job_specification(config: NomadBackendConfig, name: str, image: str | None, meta: JSON, token: str) -> JSON:
-    """Return the job as Nomad's API takes it (api-docs/json-jobs); durations in nanoseconds."""
+    """Return the job in the format of Nomad's API (api-docs/json-jobs); durations are in nanoseconds."""
     docker = config.driver == "docker"
     host = "0.0.0.0" if docker else f"${{NOMAD_IP_{PORT}}}"  # noqa: S104 - inside the container
     arguments = ["-I", "-S", "-c", program(), host, f"${{NOMAD_PORT_{PORT}}}", str(config.slots_per_container)]
@@ -148,7 +148,7 @@ def job_specification(config: NomadBackendConfig, name: str, image: str | None, 
     group = {
         "Name": GROUP,
         "Count": max(1, config.min_containers),
-        # A crash is reported after two restarts; later ones are slow, so that a broken image costs a node little.
+        # A crash is reported after two restarts; later restarts are delayed, so a broken image costs a node little.
         "RestartPolicy": {"Attempts": 3, "Interval": 60 * _SECOND, "Delay": 1 * _SECOND, "Mode": "delay"},
         "Networks": [{"DynamicPorts": [port]}],
         "Tasks": [task],
@@ -212,15 +212,16 @@ class NomadJob:
         return job_specification(self._config, self.name, self._image, meta, self._token)
 
     async def _free_name(self, name: str) -> str:
-        """Return the name if no live run has it. A job of that name whose run is gone is removed."""
+        """Return `name` if no live run uses it, otherwise a name for this run alone. A job called `name` whose run is
+        gone is removed."""
         job = await self._api.find(f"/v1/job/{name}")
         if job is None or job.get("Stop") or job.get("Status") == "dead":
             return name
         if not (job.get("Meta") or {}).get(OWNER):
             if not self._config.purge_job_on_start:
                 raise ConfigError(
-                    f"Nomad has a job {name} that no run of this library made: set sandbox_job_id to another name, or "
-                    "purge_job_on_start to remove it"
+                    f"Nomad has a job {name} that this library did not make: set sandbox_job_id to another name, or "
+                    "set purge_job_on_start to remove the job"
                 )
         elif await is_attended(self._api, job, self._config.unattended_s):
             if self._config.purge_job_on_start:
@@ -241,7 +242,7 @@ class NomadJob:
         try:
             await self._api.delete(f"/v1/job/{self.name}", purge=str(purge).lower())
         except SandboxError as error:
-            _log.warning("the Nomad job %s could not be stopped, the next run removes it: %s", self.name, error)
+            _log.warning("the Nomad job %s could not be stopped; the next run will remove it: %s", self.name, error)
 
     async def take(self) -> Allocation:
         """Return a free allocation whose server answers. Raises `SandboxError`, with the reason, if there is none."""
@@ -285,12 +286,12 @@ class NomadJob:
                 if broken is not None and all(each.problem is not None for each in free):
                     raise SandboxError(await self._explain(broken))
                 if self._unplaced is not None and not free:
-                    raise SandboxError(f"Nomad cannot place more of the job {self.name}: {self._unplaced}")
+                    raise SandboxError(f"Nomad cannot place more allocations of the job {self.name}: {self._unplaced}")
                 await self._changed.wait()
 
     async def _explain(self, allocation: Allocation) -> str:
         log = await log_tail(self._api, allocation.allocation_id, TASK)
-        tail = f"; its log ends: {log[-500:]}" if log else ""
+        tail = f"; its log ends with: {log[-500:]}" if log else ""
         what = self._config.sandbox_image if self._image is None else self._image
         image = f" (image {what})" if self._config.driver == "docker" else ""
         return f"the task of the Nomad job {self.name}{image} does not run: {allocation.problem}{tail}"
@@ -331,7 +332,7 @@ class NomadJob:
                 self._count = before
 
     async def _failed_placement(self, evaluation: str) -> str | None:
-        """Return the reason why an evaluation has placed less than it should; None if it placed everything."""
+        """Return the reason why an evaluation placed too few allocations; None if it placed them all."""
         found, index = await self._api.get(f"/v1/evaluation/{evaluation}"), 1
         for _ in range(10):
             if found["Status"] not in ("pending", "blocked") or found.get("FailedTGAllocs"):
@@ -341,8 +342,8 @@ class NomadJob:
         return None if failed is None else placement_problem(failed)
 
     async def _shrink(self) -> None:
-        """Scale down while the allocation with the highest number, which Nomad stops first, has been idle for a long
-        time."""
+        """Scale down as long as the allocation with the highest number, which Nomad stops first, has been idle for
+        `scale_cooldown_s`."""
         async with self._scaling:
             numbered = {each.number: each for each in self._allocations.values()}
             count, now = self._count, time.monotonic()
@@ -367,7 +368,7 @@ class NomadJob:
                 await self._tidy()
                 await self._shrink()
             except SandboxError as error:
-                _log.warning("the allocations of the Nomad job %s are not known: %s", self.name, error)
+                _log.warning("the allocations of the Nomad job %s could not be listed: %s", self.name, error)
                 await asyncio.sleep(1.0)
             async with self._changed:
                 self._changed.notify_all()
@@ -387,7 +388,7 @@ class NomadJob:
 
 
 def _failed(stub: Mapping[str, JSON]) -> bool:
-    """Return whether an ended allocation is kept, to report why it failed."""
+    """Return whether an ended allocation has failed without a successor, and is kept to report why."""
     return stub.get("ClientStatus") == "failed" and not stub.get("NextAllocation")
 
 
@@ -435,7 +436,7 @@ async def is_attended(api: NomadAPI, job: Mapping[str, JSON], unattended_s: floa
 async def remove(api: NomadAPI, name: str) -> None:
     """Stop a job and remove it from Nomad."""
     await api.delete(f"/v1/job/{name}", purge="true")
-    _log.warning("the Nomad job %s, which no live run has, was removed", name)
+    _log.warning("removed the Nomad job %s, which belongs to no live run", name)
 
 
 class NomadPlace(Place):
@@ -452,7 +453,7 @@ class NomadPlace(Place):
 
     @property
     def number(self) -> int:
-        """The number of its allocation; 0 without one."""
+        """The number of the place's allocation; 0 if it has none."""
         return 0 if self._held is None else self._held[1].number
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
@@ -460,7 +461,7 @@ class NomadPlace(Place):
         return await super().create(spec, trajectory_id, snapshot)
 
     async def start(self) -> None:
-        """Take an allocation first: if that fails, the isolation level is not the cause."""
+        """Take an allocation before any isolation level is tried, so that the level is not blamed if that fails."""
         async with self._holding:
             if self._server is None:
                 await self._hold()
@@ -491,7 +492,7 @@ class NomadPlace(Place):
 
 
 class NomadBackend(RemoteBackend):
-    """Slots in a Nomad job, or one job per image."""
+    """Slots in Nomad jobs, with one job for each image."""
 
     name = "nomad"
 
@@ -500,7 +501,7 @@ class NomadBackend(RemoteBackend):
     ) -> None:
         self.config = config or NomadBackendConfig()
         self.purge = self.config.purge_job_on_shutdown
-        """Whether the end of this backend also removes its jobs from Nomad's list."""
+        """Whether closing this backend also removes its jobs from Nomad's list."""
         image = self.config.sandbox_image if self.config.driver == "docker" else None
         super().__init__(
             image=image,
@@ -530,9 +531,9 @@ class NomadBackend(RemoteBackend):
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
         if self.config.driver != "docker" and spec.image is not None:
-            raise ConfigError(f"Nomad's raw_exec driver takes no images, and the task needs {spec.image}; use docker")
+            raise ConfigError(f"Nomad's raw_exec driver cannot use images, but the task needs {spec.image}; use docker")
         if spec.image is not None and (os.path.isabs(spec.image) or spec.image.startswith(".")):
-            raise ConfigError(f"Nomad takes images by name, and {spec.image} is a path")
+            raise ConfigError(f"the nomad backend needs an image by name, but {spec.image} is a path")
         if spec.mounts:
             raise ConfigError(f"the nomad backend cannot mount {spec.mounts[0].source}, which is on this machine")
         return PlaceSpec(image=spec.image or self._image)
@@ -541,7 +542,7 @@ class NomadBackend(RemoteBackend):
         return NomadPlace(self, spec, number, rung=rung, require=self._required)
 
     async def job(self, image: str | None) -> NomadJob:
-        """Return the registered job whose servers have the image."""
+        """Return the job whose servers have the image, and register it first if it does not exist."""
         task = self._jobs.get(image)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._jobs[image] = asyncio.create_task(self._register(image))
@@ -574,7 +575,7 @@ class NomadBackend(RemoteBackend):
 
     def _is_spare(self, place: Place) -> bool:
         """Return whether an idle place should end. Nomad stops the allocations with the highest numbers first, so only
-        places in these allocations end."""
+        places in allocations above the minimum end."""
         assert isinstance(place, NomadPlace)
         if not place.is_up:
             return True

@@ -26,7 +26,7 @@ _NEVER_RUNS = ("Driver Failure", "Setup Failure", "Failed Validation", "Failed A
 
 
 class NomadRefused(SandboxError):
-    """Nomad answered a request with an error; `status` is the answer's."""
+    """Nomad answered a request with an error; `status` is the HTTP status of the answer."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -34,8 +34,8 @@ class NomadRefused(SandboxError):
 
 
 class NomadAPI:
-    """One Nomad agent. Requests are repeated while it is briefly unreachable or overloaded; `throttled` is called with
-    the number of seconds for which an overloaded agent asks clients to wait."""
+    """A client of one Nomad agent. Requests are repeated while the agent is briefly unreachable or overloaded;
+    `throttled` is called with the number of seconds for which an overloaded agent asks clients to wait."""
 
     def __init__(
         self, address: str, token: str | None = None, *, throttled: Callable[[float | None], Awaitable[object]]
@@ -155,7 +155,7 @@ def task_problem(state: Mapping[str, JSON], restarts_before: int = 0) -> str | N
             return f"{event['Type']}: {_text(event)}"
     if state.get("Failed") or int(state.get("Restarts") or 0) - restarts_before >= 2:
         ended = next((event for event in latest if event["Type"] == "Terminated"), None)
-        return f"it ends as soon as it has started ({_text(ended) if ended is not None else 'no event says why'})"
+        return f"it ends as soon as it has started ({_text(ended) if ended is not None else 'no reason given'})"
     return None
 
 

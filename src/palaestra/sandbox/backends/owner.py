@@ -1,5 +1,5 @@
-"""Names this machine and its processes, so that containers and jobs elsewhere can record their owner. A later start
-ends those whose owner is gone."""
+"""Names this machine and its processes, so that containers and jobs elsewhere can record their owner. A later run ends
+the containers and jobs whose owner is gone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def this_host() -> str:
 
 
 def process_name(pid: int) -> str:
-    """Return a name that no other process on this machine has, made of the process's number and its start time. Source:
+    """Return a name that no other process on this machine has: the process's number and its start time. Source:
     proc_pid_stat(5)."""
     started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{pid}-{started}"
 
 
 def is_alive(process: str) -> bool:
-    """Return whether the process of that name runs."""
+    """Return whether the process with that name is running."""
     try:
         return process_name(int(process.partition("-")[0])) == process
     except (OSError, ValueError):

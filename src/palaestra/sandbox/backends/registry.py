@@ -3,9 +3,9 @@
     [project.entry-points."palaestra.backends"]
     my_cloud = "my_package.cloud:CloudBackend.from_config"
 
-An entry is called with the configuration of a run (`HermesAgentEnvConfig`) and returns a `Backend` that is not started.
-`backend_options` of the configuration holds the settings that only such a backend knows. Other packages cannot replace
-a backend of this package.
+An entry is called with a run's configuration (`HermesAgentEnvConfig`) and returns a `Backend` that has not been
+started. The configuration's `backend_options` holds the settings that only such a backend reads. Other packages cannot
+replace a backend of this package.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _INSTEAD: Mapping[tuple[str, str], str] = {
 
 
 def require_read(names: str, settings: Iterable[str]) -> None:
-    """Raise `ConfigError` for a setting that none of the backends in `names` reads. A backend of
-    another package may read any."""
+    """Raise `ConfigError` for a setting that none of the backends in `names` reads. A backend of another package may
+    read any setting."""
     used = {name.removesuffix("_direct") for name in backend_words(names)}
     if not used <= {name.removesuffix("_direct") for name in BUILTIN}:
         return
@@ -91,18 +91,19 @@ def require_read(names: str, settings: Iterable[str]) -> None:
             others = (_INSTEAD[setting, name] for name in sorted(used) if (setting, name) in _INSTEAD)
             other = next(others, None)
             whose = f"the backend {' or '.join(readers)}" if readers else "a backend from another package"
-            fix = "leave it out, or set tool_pool_mode" if other is None else f"set {other} instead"
-            raise ConfigError(f"{setting} is a setting of {whose}, and the slots are in {' and '.join(used)}: {fix}")
+            fix = "leave it out, or change tool_pool_mode" if other is None else f"set {other} instead"
+            raise ConfigError(f"{setting} is a setting of {whose}, but the slots are in {' and '.join(used)}: {fix}")
 
 
 _HOSTS = {"docker": "docker_hosts", "docker_direct": "docker_hosts", "ssh": "ssh_hosts"}
-"""The settings that hold the hosts of a backend."""
+"""The setting that holds the hosts of each backend."""
 
 
 def make_backend(names: str, config: JSON) -> Backend:
-    """Return the backend of that name for a configuration, or one that spreads slots over several (`spread.py`).
+    """Return the backend that `names` selects, or for several names a backend that spreads slots over them
+    (`spread.py`).
 
-    Raises `ConfigError` for an unknown name, a package that cannot be loaded, and settings that the backend refuses.
+    Raises `ConfigError` for an unknown name, a package that cannot be loaded, and settings that the backend rejects.
     """
     if names == "local":
         return _load(names, config)
@@ -122,7 +123,7 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
     name = wanted.name
     if wanted.hosts:
         if name not in _HOSTS:
-            raise ConfigError(f"the backend {name} takes no hosts; only {' and '.join(_HOSTS)} do")
+            raise ConfigError(f"the backend {name} has no hosts; only {' and '.join(_HOSTS)} do")
         config = config.model_copy(update={_HOSTS[name]: list(wanted.hosts)})
     backend = _load(name, config)
     if isinstance(backend, RemoteBackend):
@@ -139,7 +140,7 @@ def _load(name: str, config: JSON) -> Backend:
         entry = plugins.installed(GROUP)[name]
     else:
         known = backend_names()
-        raise ConfigError(f"there is no backend {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
+        raise ConfigError(f"unknown backend {name!r}.{nearest(name, known)} Available: {', '.join(known)}")
     make = cast("Callable[[JSON], Backend]", plugins.load(entry))
     try:
         return make(config)
@@ -147,4 +148,4 @@ def _load(name: str, config: JSON) -> Backend:
         if name in BUILTIN or isinstance(error, ConfigError):
             raise
         options = ", ".join(config.backend_options) or "none"
-        raise ConfigError(f"the backend {name} refuses its settings (backend_options: {options}): {error}") from error
+        raise ConfigError(f"the backend {name} rejects its settings (backend_options: {options}): {error}") from error

@@ -1,10 +1,9 @@
-"""Runs slots in other places, such as containers or other machines. Each place runs a slot server, which has many
-slots.
+"""Runs slots in other places, such as containers or other machines. Each place runs one slot server with many slots.
 
 A place is started by a local command whose standard input and output are the stream to its server (`docker run -i`,
-`ssh`). The place ends when that stream ends, so nothing is left of it when this process is killed. The isolation level
-that the server reaches there separates the slots of a place (`backends/local.py` describes the levels); the platform
-isolates the place itself.
+`ssh`). The place ends when that stream ends, so nothing is left of it when this process is killed. The slots of a place
+are isolated from each other at the level that the server reaches there (`backends/local.py` describes the levels); the
+platform isolates the place itself.
 
 Slots that start from a snapshot start in the place that made it. If a place dies, its slots and snapshots are lost, and
 the next slot starts a new place. A host whose places do not start is left out for a while if there is another host.
@@ -37,7 +36,7 @@ _ASK_S = 1.0
 """Seconds between checks of a host that does not answer."""
 
 _EPOCHS = 1 << 32
-"""The number of epochs for the leases of one place."""
+"""The number of epochs reserved for the leases of one place."""
 
 _numbers = itertools.count()
 """Numbers the places of all backends of this process, so that no two slots have the same epoch."""
@@ -47,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PlaceSpec:
-    """The settings with which a place is started. `image` and `host` are names of the platform, `host` empty for its
-    default.
+    """The settings with which a place is started. `image` and `host` are names that the platform knows; an empty `host`
+    means the platform's default.
 
     `root` is a directory in the place whose copy-on-write view is the root of its slots. If it is None, slots see the
     place's own system directories.
@@ -102,7 +101,7 @@ class Place(ServerBackend):
 
     @property
     def is_up(self) -> bool:
-        """Whether the place's server runs."""
+        """Whether the place's server is running."""
         return self._server is not None and not self._server.ended
 
     async def start(self) -> None:
@@ -128,8 +127,9 @@ class Place(ServerBackend):
 class RemoteBackend(StartedBackend):
     """Slots in places that are started as they are needed, on one host or several.
 
-    `places` is the number of idle places that are kept. Multiplied by `slots_per_place`, it gives the number of slots.
-    There are more places while slots need different images. `rung` and `require` mean the same as in `ServerBackend`.
+    `places` times `slots_per_place` is the maximum number of slots. There can be more than `places` places while slots
+    need different images; surplus places end when they are idle. `rung` and `require` mean the same as in
+    `ServerBackend`.
     """
 
     name: str
@@ -137,7 +137,7 @@ class RemoteBackend(StartedBackend):
     silence_s = SILENCE_S
     """Seconds without an answer after which a place counts as dead."""
     gone_s = GONE_S
-    """Seconds without this process after which a place ends by itself."""
+    """Seconds without contact to this process after which a place ends by itself."""
     away_s = 60.0
     """Seconds to wait for a host to answer, for example while its daemon restarts."""
 
@@ -152,9 +152,9 @@ class RemoteBackend(StartedBackend):
         require: Rung | None = None,
     ) -> None:
         if not hosts or places < 1 or slots_per_place < 1:
-            raise ConfigError(f"{self.name}: hosts, places and slots per place must be at least one each")
+            raise ConfigError(f"{self.name}: there must be at least one host, one place and one slot per place")
         if rung is Rung.NONE and slots_per_place > 1:
-            raise ConfigError(f"{self.name}: slots that share a place need isolation; with none, give each a place")
+            raise ConfigError(f"{self.name}: with isolation none, slots cannot share a place: set one slot per place")
         self._hosts, self._image, self._most, self._per_place = tuple(hosts), image, places, slots_per_place
         self._wanted, self._required = rung, require
         self._places: dict[int, Place] = {}
@@ -176,10 +176,11 @@ class RemoteBackend(StartedBackend):
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         """Return the local command that starts a place, runs `call` there, and ends the place when its standard input
         ends."""
-        raise NotImplementedError(f"{self.name} neither has a command nor makes its places itself")
+        raise NotImplementedError(f"the backend {self.name} overrides neither `command` nor `make_place`")
 
     def make_place(self, spec: PlaceSpec, number: int, rung: Rung | None) -> Place:
-        """Return a place that is not started. Backends that start places without a command override this."""
+        """Return a place that has not been started. Backends that start places without a command override this
+        method."""
         return Place(self, spec, number, rung=rung, require=self._required)
 
     @abstractmethod
@@ -190,15 +191,15 @@ class RemoteBackend(StartedBackend):
         """Return the settings of the place that a slot needs, without its host. Raises `ConfigError` for anything that
         the platform does not offer."""
         if spec.image is not None and not self.image_kinds:
-            raise ConfigError(f"the backend {self.name} takes no images, and the task needs {spec.image}")
+            raise ConfigError(f"the backend {self.name} cannot use images, but the task needs {spec.image}")
         image = spec.image or self._image
         return PlaceSpec(image=image, network=spec.network is not Network.OFF, mounts=spec.mounts)
 
     async def start(self) -> None:
-        """Check every host, and prove the level in a first place. Idempotent.
+        """Check every host, and prove the isolation level in a first place. Idempotent.
 
-        Raises `ConfigError` or `IsolationUnavailable` before any slot exists. A host that fails is only left out as
-        long as another host works.
+        Raises `ConfigError` or `IsolationUnavailable` before any slot exists. A host that fails is left out if another
+        host works.
         """
         if self._started:
             return
@@ -245,7 +246,7 @@ class RemoteBackend(StartedBackend):
         return self._most * self._per_place
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return a new slot, in the place of the snapshot if one is given.
+        """Return a new slot, in the place that holds the snapshot if one is given.
 
         If every host fails to start a place, all hosts are tried once more as soon as one of them answers.
         """
@@ -378,7 +379,7 @@ class RemoteBackend(StartedBackend):
         drained = self.drained_hosts()
         hosts = [host for host in self._hosts if host not in without and host not in drained]
         if not hosts:
-            raise SandboxError(f"{self.name}: every host is drained ({self.drain_file}) or fails")
+            raise SandboxError(f"{self.name}: every host fails or is drained (drain_file: {self.drain_file})")
         now = time.monotonic()
         usable = [host for host in hosts if now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S] or hosts
         loads = dict.fromkeys(usable, 0)
@@ -405,7 +406,7 @@ class RemoteBackend(StartedBackend):
         place = self._keeper(snapshot)
         if place is not None:
             return place
-        raise SandboxError(f"the snapshot {snapshot.snapshot_id} is gone, with the place that had it")
+        raise SandboxError(f"the snapshot {snapshot.snapshot_id} was lost with the place that held it")
 
     def _kept(self, place: Place, snapshot: Snapshot) -> Snapshot:
         place.snapshots.add(snapshot.snapshot_id)

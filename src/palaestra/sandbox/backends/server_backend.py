@@ -22,7 +22,7 @@ from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.slot import Change, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.network import allowlist
 
-BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; the last one only if requested by name
+BUILT = (Rung.FULL, Rung.USERNS, Rung.CONFINED, Rung.NONE)  # best first; NONE is used only if requested by name
 
 _LEVEL_FIX = "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
 _LEVEL_FIX += "user.max_user_namespaces > 0); `palaestra doctor` shows what this machine can do"
@@ -39,7 +39,7 @@ class StartedBackend(ABC):
     """A backend that `async with` starts and closes."""
 
     image_kinds: tuple[str, ...] = ()
-    """The kinds of images that the backend takes: `name` (known to the platform) or `path` (on this machine)."""
+    """The kinds of images that the backend supports: `name` (known to the platform) or `path` (on this machine)."""
 
     @property
     def credentials(self) -> str:
@@ -67,13 +67,13 @@ class StartedBackend(ABC):
 
 class ServerBackend(StartedBackend):
     """One slot server and its slots. `rung` requests exactly that isolation level, `require` that level or a better
-    one. The default is the best available level. If the server dies, its slots are lost, and the next slot starts it
-    again.
+    one. The default is the best available level. If the server dies, its slots are lost, and the next request for a
+    slot starts the server again.
     """
 
     name: str
     where = "here"
-    """The place of its slots, for messages."""
+    """The words for messages that describe where the slots are."""
 
     def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
         self._wanted, self._required = rung, require
@@ -96,14 +96,14 @@ class ServerBackend(StartedBackend):
 
     @abstractmethod
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
-        """Return `image`, `mounts`, `env` and `allow` of a request for a slot. Raises `ConfigError` for anything that
-        the place does not offer."""
+        """Return the fields `image`, `mounts`, `env` and `allow` for a request for a slot. Raises `ConfigError` for
+        anything that the place does not offer."""
 
     async def start(self) -> None:
         """Start the server at the best allowed level and prove it in a throw-away slot. Idempotent.
 
-        Raises `IsolationUnavailable` with the reasons before any other slot exists, or `SandboxError` if no server ran,
-        or every level failed for the same reason.
+        If every level fails, raises `IsolationUnavailable` with the reasons, before any other slot exists. Raises
+        `SandboxError` instead if no server ran, or if every level failed for the same reason.
         """
         if self._server is not None:
             return
@@ -170,7 +170,7 @@ class ServerBackend(StartedBackend):
         return Rung.FULL if chosen is None else chosen  # not `or`: `none` is 0
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Make a new slot. `spec.image` must be that of the snapshot."""
+        """Return a new slot, from a snapshot if one is given; `spec.image` must then be the snapshot's image."""
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
         fields: dict[str, JSON] = {
@@ -186,7 +186,7 @@ class ServerBackend(StartedBackend):
         made, requests = await server.create(fields)
         if made["exposed"]:
             shared = "slots with the network on share the network of this machine and reach its loopback and cloud "
-            shared += f"metadata addresses: {made['exposed']}; {_NARROWER}"
+            shared += f"metadata addresses ({made['exposed']}): {_NARROWER}"
             if self._required is not None:
                 await requests.call("destroy", {"slot": made["slot"], "epoch": made["epoch"]})
                 raise IsolationUnavailable(shared)
@@ -206,8 +206,8 @@ class ServerBackend(StartedBackend):
         return self._slots.setdefault(epoch, slot)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot and its processes (proved by pidfd). Its changes, limited to `view`, become an immutable
-        layer."""
+        """End the slot and its processes (a pidfd proves that they are gone), and return a snapshot whose topmost layer
+        is the slot's changes, limited to `view`."""
         ours = self._own(slot)
         fields = {**ours.lease(), "view": _view(view)}
         ours.release()
@@ -215,10 +215,10 @@ class ServerBackend(StartedBackend):
         return snapshot_of(await ours.requests.make("seal", fields, _forget_topmost), ours.spec)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """Return a snapshot of the slot's current files. Its processes are stopped while the files are copied.
+        """Return a snapshot of the slot's current files. The slot's processes are stopped while the files are copied.
 
-        Files that have not changed since the slot's last checkpoint are shared with it, so the cost grows with the
-        changes since then. Raises `SandboxError` for a process that does not stop, and at isolation levels without
+        Files that have not changed since the slot's last checkpoint are shared with that checkpoint, so the cost grows
+        with the changes since then. Raises `SandboxError` if a process does not stop, and at isolation levels without
         layers.
         """
         ours = self._own(slot)
@@ -311,8 +311,8 @@ def _name(rung: Rung | None) -> str:
 
 
 def levels(isolation: str, require_sandbox: bool = False) -> tuple[Rung | None, Rung | None]:
-    """Return `rung` and `require` for a backend, from `best` or the name of an isolation level. Raises
-    `ConfigError`."""
+    """Return `rung` and `require` for a backend, from `best` or the name of an isolation level. Raises `ConfigError`
+    for an unknown name."""
     require = Rung.USERNS if require_sandbox else None
     if isolation == "best":
         return None, require
@@ -323,19 +323,20 @@ def levels(isolation: str, require_sandbox: bool = False) -> tuple[Rung | None, 
 
 
 def allowed_hosts(spec: SlotSpec) -> JSON:
-    """Return the hosts that the slot may reach; None without a list. Raises `ConfigError` for an invalid host."""
+    """Return the hosts that the slot may reach; None if the spec has no list of hosts. Raises `ConfigError` for an
+    invalid host."""
     if not isinstance(spec.network, AllowList):
         return None
     for host in spec.network.hosts:
         try:
             allowlist.parse(host)
         except ValueError as error:
-            raise ConfigError(f"a slot's list of hosts: {error}") from None
+            raise ConfigError(f"invalid list of hosts: {error}") from None
     return list(spec.network.hosts)
 
 
 def environment(spec: SlotSpec, path: str = SYSTEM_PATH) -> dict[str, JSON]:
-    """Return the variables of all commands of a slot."""
+    """Return the environment variables for every command of a slot."""
     return {"PATH": path, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **_proxies(spec), **dict(spec.env)}
 
 
@@ -353,7 +354,7 @@ def _view(view: View | None) -> JSON:
 
 
 def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
-    """Return the request that drops a new snapshot; the layers below its topmost one belong to others."""
+    """Return the request that drops a new snapshot; the layers below its topmost one belong to other snapshots."""
     return "forget", {"layers": made["layers"][:1]}
 
 

@@ -32,13 +32,13 @@ _ROOT_KEEPS = ",".join(
         *("NET_BIND_SERVICE", "SYS_ADMIN", "NET_ADMIN"),
     )
 )
-"""The capabilities that root needs in a container to make slots at `userns` and `confined`. Otherwise Apptainer gives
-root every capability, and fails if this process does not have them all, as in most containers."""
+"""The capabilities that root needs in a container to make slots at `userns` and `confined`. Without this list,
+Apptainer gives root every capability, which fails if this process lacks one, as it does in most containers."""
 
 
 class SingularityBackend(RemoteBackend):
-    """Slots in containers of Apptainer or Singularity, whichever is installed. `options` are further arguments of its
-    `exec`."""
+    """Slots in containers of Apptainer or Singularity, whichever is installed. `options` are additional arguments for
+    its `exec` command."""
 
     name = "singularity"
     image_kinds = ("name", "path")

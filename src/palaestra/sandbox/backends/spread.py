@@ -1,8 +1,9 @@
-"""Combines slots of several backends in one pool.
+"""Spreads the slots of one pool over several backends.
 
 `docker=host1,host2 modal=overflow` names two backends: the first with two hosts, the second for slots that do not fit
 into the first. The backend with the largest free share makes the next slot. A backend that fails is left out for a
-while, and the others make its slots; slots that start from a snapshot are made by the backend that has it.
+while, and the other backends make the slots; a slot that starts from a snapshot is made by the backend that has the
+snapshot.
 
 An overflow backend is checked at the start of the run, and started when it is first needed.
 """
@@ -25,7 +26,7 @@ from palaestra.sandbox.slot import Backend, Change, Rung, Slot, SlotSpec, Snapsh
 OVERFLOW = "overflow"
 _LEFT_OUT_S = 30.0
 _EPOCHS = 1 << 48
-"""The number of epochs for the leases of one backend; epochs are unique in a pool."""
+"""The number of epochs reserved for the leases of one backend; epochs are unique in a pool."""
 
 _log = logging.getLogger(__name__)
 
@@ -47,13 +48,13 @@ def parse_names(text: str) -> list[BackendName]:
         words = [each for each in rest.split(",") if each]
         found.append(BackendName(name, tuple(each for each in words if each != OVERFLOW), OVERFLOW in words))
     if not any(not each.overflow for each in found):
-        raise ConfigError(f"the backends {text!r} are all for overflow: name one that has slots from the start")
+        raise ConfigError(f"the backends {text!r} are all for overflow: name at least one without =overflow")
     return found
 
 
 @dataclass
 class Part:
-    """One backend, and the slots and snapshots it holds."""
+    """One backend, with the slots and snapshots that it holds."""
 
     backend: Backend
     overflow: bool
@@ -66,7 +67,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """The used share of its capacity."""
+        """The share of the backend's capacity that is in use."""
         capacity = self.backend.capacity
         used = len(self.slots) + self.making
         return used / capacity if capacity else used / 1e6
@@ -83,7 +84,7 @@ class Part:
 
 
 class SpreadBackend(StartedBackend):
-    """Slots of several backends. Each of `overflow` gets a slot only when no other has room."""
+    """Slots of several backends. A backend in `overflow` makes a slot only when none of `backends` can."""
 
     name = "spread"
 
@@ -93,13 +94,13 @@ class SpreadBackend(StartedBackend):
         for number, part in enumerate(self._parts, 1):
             backend = part.backend
             if not isinstance(backend, RemoteBackend | ServerBackend):
-                raise ConfigError(f"the backend {backend.name} cannot share a pool with others")
+                raise ConfigError(f"the backend {backend.name} cannot share a pool with other backends")
             if isinstance(backend, RemoteBackend):
                 backend.away_s = 0.0  # the other backends make slots in the meantime
             backend.begin_at(number * _EPOCHS)
 
     async def start(self) -> None:
-        """Start every backend that is not for overflow, and check the others. Idempotent.
+        """Start every backend that is not for overflow, and check the overflow backends. Idempotent.
 
         A backend that fails is left out; if none starts, the first error is raised.
         """
@@ -160,7 +161,7 @@ class SpreadBackend(StartedBackend):
                     self._leave_out(part, error)
 
     def _choose(self, tried: Sequence[Part]) -> Part | None:
-        """Return the next backend to try; a skipped one only if there is no other."""
+        """Return the next backend to try, or None. A backend that is left out is tried only if there is no other."""
         left = [part for part in self._parts if part not in tried and part.share < 1]
         for overflow in (False, True):
             usable = [part for part in left if part.overflow is overflow and not part.is_left_out]
@@ -226,7 +227,7 @@ class SpreadBackend(StartedBackend):
         for part in self._parts:
             if snapshot.snapshot_id in part.snapshots:
                 return part
-        raise SandboxError(f"the snapshot {snapshot.snapshot_id} is gone, with the backend that had it")
+        raise SandboxError(f"the snapshot {snapshot.snapshot_id} was lost with the backend that held it")
 
     def _leave_out(self, part: Part, error: Exception) -> None:
         _log.warning("the backend %s is left out for %g s: %s", part.backend.name, _LEFT_OUT_S, error)

@@ -21,14 +21,14 @@ from palaestra.sandbox.slot import Rung, SlotSpec
 _CHECK_S = 30.0
 _OPTIONS = (
     "BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=4",
-    # Commands on the host must not use the keys, ports and display of this machine.
+    # Commands on the host must not use this machine's keys, ports and display.
     "ForwardAgent=no", "ForwardX11=no", "ClearAllForwardings=yes",
 )  # fmt: skip
 
 
 class SSHBackend(RemoteBackend):
-    """Slots on the hosts given, each as `ssh` takes it (`user@host`, or a name of `~/.ssh/config`) or `user@host:port`.
-    `options` are further arguments of `ssh`."""
+    """Slots on other machines. Each of `hosts` is `user@host`, `user@host:port` or a name from `~/.ssh/config`.
+    `options` are additional arguments for `ssh`."""
 
     name = "ssh"
     image_kinds = ()
@@ -66,11 +66,11 @@ class SSHBackend(RemoteBackend):
         status, text = await run_command([*self._ssh, _destination(host), "python3 -V"], _CHECK_S)
         if status != 0:
             by_hand = shlex.join(["ssh", *self._options, _destination(host), "python3", "-V"])
-            raise ConfigError(f"ssh {host} does not run python3: {text.rstrip('.')}. Try it: {by_hand}")
+            raise ConfigError(f"ssh {host} cannot run python3: {text.rstrip('.')}. Try it: {by_hand}")
 
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
         if spec.image is not None:
-            raise ConfigError(f"the ssh backend takes no images, and the task needs {spec.image}; use docker")
+            raise ConfigError(f"the ssh backend cannot use images, but the task needs {spec.image}; use docker")
         if spec.mounts:
             raise ConfigError(f"the ssh backend cannot mount {spec.mounts[0].source}, which is on this machine")
         return PlaceSpec()
@@ -80,6 +80,6 @@ class SSHBackend(RemoteBackend):
 
 
 def _destination(host: str) -> str:
-    """Return a host as `ssh` takes it: a port needs the form `ssh://HOST:PORT`."""
+    """Return the destination for the command line of `ssh`; a host with a port becomes `ssh://HOST:PORT`."""
     name, colon, port = host.partition(":")
     return f"ssh://{name}:{port}" if colon and port.isdecimal() else host

@@ -1,1 +1,1 @@
-"""Turns images (tar files and OCI layouts) into directories that slots have below their root."""
+"""Unpacks images (tar files and OCI layouts) into directories on which slots base their roots."""

@@ -1,8 +1,8 @@
 """Unpacks each image once for all runs on a machine, and stores it by its content.
 
-    DIGEST/          the root file system          DIGEST.json   its size and source; its time is the last use
-    DIGEST.lock      shared while it is in use, exclusive while it is made or removed
-    known/KEY        the digest of a file by path, inode, size and times, so that it is not read again
+    DIGEST/          the root file system          DIGEST.json   its size and source; the file's time is the last use
+    DIGEST.lock      locked: shared while the image is in use, exclusive while it is made or removed
+    known/KEY        the digest of an image file, found by its path, inode, size and times without reading it again
     partial/         unfinished or removed images
 
 A directory gets its name by a rename once it is complete. The next process that takes the lock removes leftovers in
@@ -66,13 +66,13 @@ class ImageStore:
         path = os.path.realpath(image)
         if not image or path == "/":
             raise ImageError(
-                f"the image {image!r} would be this machine itself with its secrets; leave it out for its system "
-                "directories, or give a root directory, a tar file or an OCI layout"
+                f"the image {image!r} would be this machine itself with its secrets; set no image to use the machine's "
+                "system directories, or give a root directory, a tar file or an OCI layout"
             )
         if os.path.isdir(path) and not unpack.is_layout(path):
             if not any(os.path.isdir(os.path.join(path, name)) for name in ("bin", "usr")):
                 raise ImageError(f"the image {image!r} is not a root file system: {path} has neither bin nor usr")
-            return path  # used in place: its owner has made it as an image
+            return path  # used in place, because its owner made it to be an image
         if not os.path.exists(path):
             raise ImageError(f"the image {image!r} does not exist; give a root directory, a tar file or an OCI layout")
         async with self._asking.setdefault(path, asyncio.Lock()):
@@ -94,7 +94,7 @@ class ImageStore:
         self._stop.clear()
 
     def _unpacked(self, path: str) -> str:
-        """Find or unpack an image, in a thread."""
+        """Return the directory of an image, and unpack the image first if it is missing. Runs in a thread."""
         os.makedirs(f"{self._folder}/known", mode=0o700, exist_ok=True)
         os.makedirs(f"{self._folder}/partial", mode=0o700, exist_ok=True)
         os.chmod(self._folder, 0o700)
@@ -117,7 +117,8 @@ class ImageStore:
         return digest
 
     def _take(self, digest: str, path: str) -> int:
-        """Lock the directory (shared), and unpack it under an exclusive lock if it is missing; returns the lock."""
+        """Lock an image's directory (shared); if it is missing, unpack the image under an exclusive lock. Returns the
+        lock."""
         final = f"{self._folder}/{digest}"
         lock = os.open(f"{final}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -148,7 +149,7 @@ class ImageStore:
             raise
 
     def _evict(self) -> None:
-        """Remove the least recently used images that are not in use until the rest fits."""
+        """Remove images that are not in use, least recently used first, until the rest fits."""
         records = sorted(self._records(), key=lambda record: record[1])
         total = sum(size for _, _, size in records)
         for digest, _, size in records:
@@ -158,7 +159,10 @@ class ImageStore:
                 total -= size
         if total > self._max_bytes:
             _log.warning(
-                "images in use take %d bytes in %s, more than the limit %d", total, self._folder, self._max_bytes
+                "images in use take %d bytes in %s, which is more than the limit of %d bytes",
+                total,
+                self._folder,
+                self._max_bytes,
             )
 
     def _records(self) -> Iterator[tuple[str, float, int]]:

@@ -8,13 +8,13 @@
 
 Layers may be plain or compressed with gzip, bzip2 or xz. Blobs of OCI layouts are checked against their digests.
 
-Nothing in an archive is trusted. Every name is opened below the directory (openat2, RESOLVE_IN_ROOT), so that no `..`,
-link or race leads out of it. The filters of `tarfile` are not used. Devices (a slot has its own), set-uid and set-gid
-bits (a slot ignores them, but users of the host could use them) and extended attributes with file capabilities are left
-out.
+Nothing in an archive is trusted. Every name is opened below the target directory (openat2, RESOLVE_IN_ROOT), so that no
+`..`, link or race leads out of it. The filters of `tarfile` are not used. Devices (a slot has its own), set-uid and
+set-gid bits (a slot ignores them, but users of the host could use them) and extended attributes with file capabilities
+are left out.
 
-Whiteouts follow the OCI image specification, layer.md: `.wh.NAME` removes NAME of the layers below, `.wh..wh..opq` all
-entries that they have in its directory.
+Whiteouts follow the OCI image specification, layer.md: `.wh.NAME` removes NAME of the layers below, and `.wh..wh..opq`
+removes all entries that the layers below have in its directory.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _INSIDE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 
 
 class Entry(tarfile.TarInfo):
-    """An entry whose names and extended headers are short. `tarfile` itself would read names and headers of any size
-    into memory, and a compressed archive can claim terabytes."""
+    """A tar entry that rejects long names and extended headers. `tarfile` itself would read names and headers of any
+    size into memory, and a compressed archive can claim terabytes."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _HEADERS and not 0 <= self.size <= _MAX_HEADER_BYTES:
@@ -85,7 +85,7 @@ def layers(path: str) -> Iterator[tarfile.TarFile]:
             elif "manifest.json" in names:
                 yield from _of_saved(path, _member_opener(archive))
             else:
-                with tarfile.open(path, tarinfo=Entry) as again:  # the first one has been read ahead
+                with tarfile.open(path, tarinfo=Entry) as again:  # opened again, because entries have been read already
                     yield again
     except (tarfile.TarError, EOFError, LookupError, TypeError, AttributeError, ValueError, OSError) as error:
         if isinstance(error, ImageError):
@@ -96,8 +96,8 @@ def layers(path: str) -> Iterator[tarfile.TarFile]:
 
 
 def identity(path: str) -> str:
-    """Return a SHA-256 that identifies an image, in hexadecimal: that of the manifest for an OCI layout, that of the
-    content for a file."""
+    """Return a digest in hexadecimal that identifies an image: for an OCI layout the manifest's digest, for a file the
+    SHA-256 of its content."""
     if os.path.isdir(path):
         try:
             with _file_opener(path)("index.json") as file:
@@ -111,7 +111,7 @@ def identity(path: str) -> str:
 
 
 def is_layout(path: str) -> bool:
-    """Return whether a directory is an OCI layout and not a root."""
+    """Return whether a directory is an OCI layout and not a root file system."""
     return os.path.isfile(os.path.join(path, "oci-layout")) or (
         os.path.isfile(os.path.join(path, "index.json")) and os.path.isdir(os.path.join(path, "blobs"))
     )
@@ -135,7 +135,7 @@ def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
     with open_blob("manifest.json") as file:
         images = json.loads(file.read(_MAX_JSON_BYTES))
     if len(images) != 1:
-        raise ImageError(f"{path} holds {len(images)} images; save only one")
+        raise ImageError(f"{path} holds {len(images)} images; save only one image to a file")
     for name in images[0]["Layers"]:
         with open_blob(name) as file:
             yield from _layer(file, path)
@@ -156,7 +156,7 @@ def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
     wanted = _MACHINES.get(platform.machine(), platform.machine())
     fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]
     if not entries or (len(entries) > 1 and not fitting):
-        raise ImageError(f"the image has no entry for {wanted} among {len(entries)} entries")
+        raise ImageError(f"none of the image's {len(entries)} entries is for {wanted}")
     return fitting[0] if fitting else entries[0]
 
 
@@ -175,13 +175,13 @@ def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[IO[bytes]]
     """Yield a blob after its bytes have been checked against its digest."""
     kind, _, value = digest.partition(":")
     if kind not in ("sha256", "sha512") or not value.isalnum():
-        raise ImageError(f"{path} names a blob by {digest!r}, which is not a digest")
+        raise ImageError(f"{path} names a blob {digest!r}, which is not a digest")
     with open_blob(f"blobs/{kind}/{value}") as file:
         digested = hashlib.new(kind)
         while data := file.read(_PIECE_BYTES):
             digested.update(data)
         if digested.hexdigest() != value:
-            raise ImageError(f"{path} is damaged: blob {digest} has other bytes")
+            raise ImageError(f"{path} is damaged: the content of blob {digest} does not match the digest")
         file.seek(0)
         yield file
 
@@ -219,13 +219,14 @@ def _first_names(archive: tarfile.TarFile) -> Iterator[str]:
 
 
 def _compression_hint(start: bytes) -> str:
-    return "; it is compressed with zstd: write it with gzip" if start == _ZSTD else ""
+    return "; it is compressed with zstd: use gzip instead" if start == _ZSTD else ""
 
 
 class Unpacking:
-    """Unpacks one image into an empty directory: `add` each layer, lowest first, then `finish`.
+    """Unpacks one image into an empty directory: call `add` for each layer, lowest first, then `finish`.
 
-    Unless `as_image`, it unpacks an archive of plain files: without whiteouts and owners, and without fifos.
+    If `as_image` is false, it unpacks an archive of plain files: whiteouts and owners have no meaning, and fifos and
+    devices are errors.
     """
 
     def __init__(
@@ -241,10 +242,10 @@ class Unpacking:
         self._parent: tuple[str, int] | None = None
 
     def add(self, layer: tarfile.TarFile) -> None:
-        """Unpack one layer. Raises `ImageError` for one that is invalid."""
+        """Unpack one layer. Raises `ImageError` if the layer is invalid."""
         self._made.clear()
         while (member := layer.next()) is not None:
-            layer.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+            layer.members.clear()  # type: ignore[attr-defined]  # `tarfile` would keep every entry
             if self._stop.is_set():
                 raise ImageError(f"{self._image}: unpacking was cancelled")
             self._entries += 1
@@ -300,7 +301,7 @@ class Unpacking:
         status = _status(parent, name)
         if status is not None and stat.S_ISLNK(status.st_mode):
             with contextlib.suppress(OSError), self._opened(path, os.O_PATH | os.O_DIRECTORY):
-                return  # as with `bin -> usr/bin`: entries go to the directory behind it
+                return  # as with `bin -> usr/bin`: entries go to the directory behind the link
         if status is None or not stat.S_ISDIR(status.st_mode):
             _remove(parent, name)
             os.mkdir(name, 0o700, dir_fd=parent)
@@ -347,7 +348,7 @@ class Unpacking:
         os.utime(fd, (time_s, time_s))
 
     def _clear(self, parent: int, folder: str) -> None:
-        """Remove entries of lower layers."""
+        """Remove the entries of lower layers from a directory."""
         for name in os.listdir(parent):
             path = f"{folder}/{name}" if folder else name
             if path not in self._made:
@@ -362,7 +363,7 @@ class Unpacking:
             path = path.rpartition("/")[0]
 
     def _enter(self, folder: str) -> int:
-        """Return the directory of the next entries, made if it is missing."""
+        """Return a descriptor of the directory for the next entries, and make the directory if it is missing."""
         if self._parent is None or self._parent[0] != folder:
             self._leave_parent()
             self._parent = (folder, self._open_folder(folder))
@@ -396,7 +397,7 @@ class Unpacking:
 
 
 def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_bytes: int, stop: threading.Event) -> int:
-    """Unpack all layers, lowest first, into an empty directory; returns the bytes of its files."""
+    """Unpack all layers, lowest first, into an empty directory; returns the total size of the files in bytes."""
     unpacking = Unpacking(directory, image, max_bytes, stop)
     try:
         for layer in layers:
@@ -410,7 +411,7 @@ def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_by
 
 
 def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None:
-    """Unpack an archive of plain files, compressed or not, into a directory. `name` is for messages.
+    """Unpack an archive of plain files, compressed or not, into a directory. Messages call the archive `name`.
 
     Raises `ImageError`. Links in the archive are created and may lead anywhere; do not follow them.
     """

@@ -1,4 +1,4 @@
-"""Probes the isolation levels of this machine: tries each with a throw-away slot."""
+"""Probes which isolation levels work on this machine, each with a throw-away slot."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _COVERS = {
         "no network when it is off; no list of hosts, no image",
         "limits per process on memory and files; no limit on disk",
         "system call filter, no new privileges",
-        "not covered: other processes' names, the container's /tmp and /workspace",
+        "not isolated: other processes' names, the container's /tmp and /workspace",
     ),
     Rung.NONE: ("a temporary directory, and commands that run as you",),
 }
 
 
 WARNINGS = {
-    Rung.CONFINED: "slots share this container's kernel view: users and Landlock keep them apart, not namespaces",
+    Rung.CONFINED: "slots share this container's namespaces; only users and Landlock keep them apart",
     Rung.NONE: "commands run as you, unprotected",
 }
 
 
 async def probe() -> list[RungStatus]:
-    """Return every isolation level, best first, with the reason if it is not available. Takes a fraction of a
-    second."""
+    """Return the status of every isolation level, best first; for a level that is not available, with the reason. Takes
+    a fraction of a second."""
     return [await _try(rung) for rung in BUILT]
 
 

@@ -1,10 +1,10 @@
 """Checks from the inside whether a fresh slot is really isolated, before anything else runs at its isolation level.
 
 The check detects a kernel, container or policy that accepted a call but did not perform it. At the levels without
-namespaces a slot tries to escape with shell builtins and redirections (sockets only in bash), so that any refusal comes
-from the kernel, not from a program.
+namespaces, the check tries to escape with shell builtins and redirections (sockets only in bash), so that any refusal
+comes from the kernel, not from a program.
 
-`explain` adds the usual cause and remedy to an error: the slot server reports only the call that failed.
+`explain` adds the usual cause and remedy to an error, because the slot server reports only the call that failed.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ _HINTS: Sequence[tuple[str, str]] = (
     (r"unshare 0x\w+: Invalid argument", "this kernel is built without one of the namespaces"),
     (
         r"mount proc on .*(not permitted|denied)",
-        "parts of /proc are masked here, and then no other may be mounted: docker's "
-        "`--security-opt systempaths=unconfined` lifts that",
+        "parts of /proc are masked here, so a slot cannot mount its own: docker's "
+        "`--security-opt systempaths=unconfined` removes the masks",
     ),
     (
         r"mount overlay on .*(No such device|not permitted|Invalid argument)",
         "the kernel has no overlay file system, or (before Linux 5.11) none in user namespaces, "
-        "or the directory below is on a file system that it does not take",
+        "or the lower directory is on a file system that overlays do not support",
     ),
     (
         r"mount_setattr: (Function not implemented|Invalid argument|not permitted|Operation not)",
-        "owners of files cannot be mapped: that takes Linux 5.12 (5.19 below overlays) and a file system that has it; "
-        "the level userns does without",
+        "owners of files cannot be mapped: that needs Linux 5.12 (5.19 under overlays) and a file system that supports "
+        "it; the level userns does not need it",
     ),
-    (r"open_tree|move_mount", "this takes the mount calls of Linux 5.2, and the right to mount"),
-    (r"step 12 ?: Operation not permitted", "a network of its own takes docker's `--cap-add NET_ADMIN` too"),
-    (r"close_range: Function not implemented", "this takes Linux 5.9"),
-    (r"openat2|RESOLVE", "this takes Linux 5.6"),
-    (r"control groups? .*(Read-only|denied|not permitted)", "docker: `-v /sys/fs/cgroup:/sys/fs/cgroup`"),
+    (r"open_tree|move_mount", "this needs the mount calls of Linux 5.2, and the right to mount"),
+    (r"step 12 ?: Operation not permitted", "a slot's own network also needs docker's `--cap-add NET_ADMIN`"),
+    (r"close_range: Function not implemented", "this needs Linux 5.9"),
+    (r"openat2|RESOLVE", "this needs Linux 5.6"),
+    (r"control groups? .*(Read-only|denied|not permitted)", "docker needs `-v /sys/fs/cgroup:/sys/fs/cgroup`"),
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ async def prove(slot: Slot, *, server_is_root: bool) -> None:
         claims = {"commands do not run": claims["commands do not run"]}
     failures = [name for name, held in claims.items() if not held]
     if failures:
-        raise IsolationUnavailable(f"a throw-away slot shows: {', '.join(failures)}")
+        raise IsolationUnavailable(f"a throw-away slot has these problems: {', '.join(failures)}")
     await slot.read_bytes(".proof", max_bytes=0)  # the server reads files with other system calls than commands do
 
 
@@ -100,22 +100,22 @@ def _claims(facts: dict[str, list[str]], rung: Rung) -> dict[str, bool]:
     capabilities = [int(word, 16) for word in facts.get("CapBnd:", ["ffff"]) + facts.get("CapEff:", ["ffff"])]
     return {
         "commands do not run": facts.get("uid") == ["0"],
-        "its processes are not its own": facts.get("init") == ["(slot-init)"],
+        "it has no process namespace of its own": facts.get("init") == ["(slot-init)"],
         "it can gain privileges": facts.get("NoNewPrivs:") == ["1"],
         "no system call filter": facts.get("Seccomp:") == ["2"],
-        "it holds capabilities it should not": not any(held & ~KEPT for held in capabilities),
+        "it holds capabilities that it should not have": not any(held & ~KEPT for held in capabilities),
         "it sees network interfaces of the host": facts.get("interfaces") == ["0"],
         "it sees the host's accounts": "shadow" not in facts,
         "it can write kernel settings": "sysctl" not in facts,
         "its workspace is not writable": facts.get("workspace") == ["writable"],
-        "its root is root outside": rung is not Rung.FULL or int(facts.get("outside", ["0"])[0]) > 0,
+        "its root user is root outside": rung is not Rung.FULL or int(facts.get("outside", ["0"])[0]) > 0,
     }
 
 
 def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]:
-    """Return whether each check passed, under the message for its failure. `facts` holds the lines that the script
-    wrote, by their first word. Two checks are skipped if the server is not root: a command can then signal its own
-    init, and processes keep their capability bounding set, which `no_new_privs` does not reduce.
+    """Return for each check, named by the message for its failure, whether it passed. `facts` holds the lines that the
+    script wrote, by their first word. Two checks are skipped if the server is not root: a command can then signal its
+    own init, and processes keep their capability bounding set, which `no_new_privs` does not reduce.
     """
     uid = facts.get("uid", [""])[0]
     bounding = facts.get("CapBnd:", ["1"]) if server_is_root else ["0"]
@@ -129,7 +129,7 @@ def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[s
         "it can signal its init": not server_is_root or "init" not in facts.get("signals", []),
         "it can write outside its directories": "writes" not in facts,
         "it can read more than the system's programs": "reads" not in facts,
-        "it has the internet's sockets": facts.get("inet") in (["none"], ["untried"]),
+        "it can open internet sockets": facts.get("inet") in (["none"], ["untried"]),
         "its workspace is not writable": facts.get("workspace") == ["writable"],
     }
 

@@ -1,8 +1,8 @@
 """The client of a slot server: starts the server's process, reads and writes its stream, and offers requests as
 coroutines.
 
-Requests are multiplexed by number on one stream, so a slow command delays no other request. File calls raise builtin
-errors (`FileNotFoundError`, …); other calls raise the sandbox's own errors.
+Requests are multiplexed by number on one stream, so a slow command does not delay other requests. File calls raise
+builtin errors (`FileNotFoundError`, …); other calls raise the sandbox's own errors.
 
 A coroutine that is cancelled while its request runs waits for the answer first (a command is killed, and its death is
 proved), so that nothing continues without its caller.
@@ -40,7 +40,7 @@ _READ_AHEAD_BYTES = 4 << 20
 OnData = Callable[[bytes], object]
 OnHole = Callable[[int], object]
 OnLost = Callable[[str, int], None]  # name and epoch of a slot that died; an empty name means the whole server
-Undo = Callable[[Fields], tuple[str, Fields]]  # the request that undoes another, from that one's answer
+Undo = Callable[[Fields], tuple[str, Fields]]  # from the answer to a request, returns the request that undoes it
 
 
 class CommandNotStarted(Exception):
@@ -72,7 +72,7 @@ class Pending:
             self.waiter.set_result(None)
 
     async def outcome(self) -> Frame:
-        """Wait for the answer. Raises the error that it holds."""
+        """Wait for the answer and return it; if it is an error, raise that."""
         if not self.answered:
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
@@ -89,8 +89,8 @@ class Pending:
 
 
 class Requests(ABC):
-    """Sends requests about slots and waits for their answers. Forked children close the descriptors of every instance;
-    otherwise the descriptors would keep slots alive that this process drops."""
+    """Sends requests about slots and waits for their answers. Forked children close the descriptors of every instance,
+    because the descriptors would otherwise keep slots alive that this process drops."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -101,17 +101,17 @@ class Requests(ABC):
     async def call(
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
-        """Send a request and wait for its answer. The call takes over `fields` and may change it. `on_data` and
+        """Send a request and wait for its answer. The call owns `fields` from then on and may change it. `on_data` and
         `on_hole` receive the data that comes before the answer; an error in either ends the request. Raises ValueError
         for a request that is too long."""
 
     @abstractmethod
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
-        """Send a request that makes something; if the call is cancelled, the result of the request is undone."""
+        """Send a request that makes something; if the call is cancelled, undo what the request has made."""
 
     @abstractmethod
     async def send_file(self, fields: Fields, pieces: AsyncIterator[bytes]) -> None:
-        """Send a request to write a file, and then the file's pieces as fast as the server takes them."""
+        """Send a request to write a file, and then the file's pieces as fast as the server reads them."""
 
     @abstractmethod
     def slot_ended(self) -> None:
@@ -133,7 +133,7 @@ class Requests(ABC):
         return sorted(found, key=lambda entry: str(entry["path"]))
 
     async def download(self, fields: Fields, file: IO[bytes]) -> None:
-        """Read a file of a slot into one of this machine, with its holes."""
+        """Copy a file of a slot into a file on this machine, and keep its holes."""
         fields = {**fields, "holes": True}
         last = await self.call("read", fields, b"", file.write, lambda size: file.seek(size, os.SEEK_CUR))
         file.write(last.data)
@@ -147,7 +147,7 @@ class Requests(ABC):
             await self.send_file(fields, _pieces_of(data))
 
     async def upload_file(self, fields: Fields, file: IO[bytes]) -> int:
-        """Write a file of a slot from one of this machine, piece by piece; returns its size."""
+        """Copy a file on this machine into a file of a slot, piece by piece; returns its size."""
         await self.send_file(fields, _pieces_from(file))
         return file.tell()
 
@@ -188,7 +188,7 @@ class Requests(ABC):
                     pending.on_hole(frame.fields["hole"])
                 else:
                     pending.on_data(frame.data)
-            # an error of the caller's callback: its command ends, and the caller gets the error
+            # an error in the caller's callback ends the command, and the caller gets the error
             except Exception as error:
                 pending.failure = error
                 self._send(FrameKind.CANCEL, pending.number, {})
@@ -199,12 +199,12 @@ class Requests(ABC):
 
 
 class SlotClient(Requests):
-    """One running slot server. Made by `start` or `attach`; ends with `aclose`, or with this process."""
+    """The client of one running slot server. Made by `start` or `attach`; ends with `aclose`, or with this process."""
 
     def __init__(self, on_lost: OnLost) -> None:
         super().__init__()
         self._on_lost = on_lost
-        self.loop = asyncio.get_running_loop()  # the event loop on which it can be used
+        self.loop = asyncio.get_running_loop()  # the only event loop on which the client can be used
         self._stream: socket.socket | None = None
         self._connection: FrameConnection
         self._ready: Callable[[], object] = lambda: None
@@ -218,7 +218,8 @@ class SlotClient(Requests):
 
     @classmethod
     async def launch(cls, rung: str) -> tuple[SlotClient, socket.socket]:
-        """Return a server for another process to use: its process, and the stream to it."""
+        """Start a server for another process to use; returns a client that holds the server's process, and the stream
+        to the server."""
         client = cls(lambda name, epoch: None)
         ours, theirs = socket.socketpair()
         with theirs:
@@ -227,8 +228,8 @@ class SlotClient(Requests):
 
     @classmethod
     async def attach(cls, path: str, on_lost: OnLost) -> SlotClient:
-        """Return the server behind a socket; it keeps running after `aclose`. Raises `SandboxError` while another
-        client is attached to it."""
+        """Return a client of the server behind a socket; the server keeps running after `aclose`. Raises `SandboxError`
+        while another client is attached."""
         client = cls(on_lost)
         stream = socket.socket(socket.AF_UNIX)
         try:
@@ -244,7 +245,8 @@ class SlotClient(Requests):
 
     @classmethod
     async def start(cls, rung: str, settings: Fields, on_lost: OnLost) -> Self:
-        """Start a server at an isolation level. Raises `IsolationUnavailable` if the server refuses."""
+        """Start a server at an isolation level. Raises `IsolationUnavailable` if the server cannot provide the
+        level."""
         client = cls(on_lost)
         await client._launch(rung, settings)
         return client
@@ -281,7 +283,7 @@ class SlotClient(Requests):
         """Send the process everything that it needs to become a server. On this machine it needs nothing."""
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
-        """Return further sockets that the server inherits; this process closes its own copies."""
+        """Return additional sockets that the server inherits; this process closes its own copies."""
         return ()
 
     def _connect(self, stream: socket.socket) -> None:
@@ -298,7 +300,7 @@ class SlotClient(Requests):
 
     @property
     def pid(self) -> int:
-        """The process that watches the server, or the service it belongs to."""
+        """The number of the process that watches the server, or of the service to which the server belongs."""
         return int(self.hello["pid"]) if self._process is None else self._process.pid
 
     @property
@@ -310,7 +312,7 @@ class SlotClient(Requests):
         """End the server with every slot, or detach from a service. Returns when that is done. Idempotent."""
         if self._stream is not None:
             if self._process is None and self._over is None:
-                self._stream.shutdown(socket.SHUT_WR)  # the service detaches, then the next client can attach
+                self._stream.shutdown(socket.SHUT_WR)  # the service detaches; after that, the next client can attach
                 await settle(asyncio.ensure_future(self._gone.wait()), _CLOSE_PATIENCE_S)
             self._end()
         if self._process is not None:
@@ -423,7 +425,7 @@ class SlotClient(Requests):
         self.loop.add_reader(fd, self._on_ready)
 
     def watch_for(self, fd: int, events: int, call: Callable[[], object]) -> None:
-        """Start or stop the callbacks for a writable stream."""
+        """Start or stop the callbacks that report that the stream is writable."""
         if events & WRITE:
             self.loop.add_writer(fd, self._on_ready)
         else:
@@ -454,7 +456,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 async def settle(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:
-    """Wait for the end of indivisible work, even if the caller is cancelled meanwhile."""
+    """Wait for the end of work that must not be interrupted, even if the caller is cancelled meanwhile. After
+    `patience_s`, cancel the work."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             done, _ = await asyncio.wait([future], timeout=patience_s)

@@ -1,7 +1,7 @@
 """A leased slot of a slot server, with its shells and processes.
 
-Each method sends one request: to the server, or, for commands and small files of a slot at the level `full`, to
-`direct/`. `SlotClient.create` decides that.
+Each method sends its requests to the server or, for commands and small files of a slot at the level `full`, to
+`direct/`. `SlotClient.create` makes that choice.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from palaestra.sandbox.slotd.protocol.frames import Frame
 MAX_OUTPUT_BYTES = 16 << 20
 MAX_STDIN_BYTES = 32 << 20
 
-SHELL_FILES = 107  # the descriptors that a shell needs to start: those up to 99, and a copy of each of its seven
+SHELL_FILES = 107  # the descriptors that a shell needs to start: 0 to 99, and a copy of each of the seven that it uses
 _SHELLS: Mapping[int, str | None] = {0: None, frames.BASH: "bash", frames.SH: "sh"}
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _ENOENT = 2
 _PIECE_BYTES = 128 << 10
-_LONGEST_WAIT_S = 30.0  # the longest wait of one request; longer ones take several
+_LONGEST_WAIT_S = 30.0  # the longest wait of one request; a longer wait takes several requests
 
 
 class LocalSlot(Slot):
-    """Implements `Slot` until its lease ends. Made by `LocalBackend.create`; `fork` forks it."""
+    """Implements `Slot` until its lease ends. Made by `ServerBackend.create`, which passes the function `fork`."""
 
     def __init__(
         self, requests: Requests, slot_id: str, epoch: int, rung: Rung, spec: SlotSpec, trajectory_id: str,
@@ -61,7 +61,7 @@ class LocalSlot(Slot):
     ) -> None:  # fmt: skip
         self.requests, self.slot_id, self.epoch, self.rung = requests, slot_id, epoch, rung
         self.spec, self.trajectory_id, self.loop, self._fork = spec, trajectory_id, loop, fork
-        self.released = False  # whether the lease has ended; then no request is sent any more
+        self.released = False  # whether the lease has ended; from then on, no request is sent
         self.metadata: dict[str, JSON] = {}
         self._executing = 0
         self._facts: dict[str, JSON] = {
@@ -103,7 +103,7 @@ class LocalSlot(Slot):
         spill: bool = True,
         stderr: bool = False,
     ) -> ExecutionResult:
-        """Run a command. A missing `cwd` raises FileNotFoundError; a missing program is exit 127."""
+        """Run a command. A missing `cwd` raises FileNotFoundError; a missing program gives exit code 127."""
         fields = self.lease()
         _add_command(fields, command)
         _add_bounds(fields, timeout_s, max_output_bytes, stdin)
@@ -135,8 +135,8 @@ class LocalSlot(Slot):
         files = self.spec.limits.open_files
         if files is not None and files < SHELL_FILES:
             raise TaskError(
-                f"{self!r} may have {files} open files, and a stateful shell needs {SHELL_FILES} to start: "
-                f"set limits.open_files of the task to that or more"
+                f"{self!r} may have {files} open files, but a stateful shell needs {SHELL_FILES} to start: "
+                f"set the task's limits.open_files to at least that number"
             )
         reply = await self.requests.call("shell", {**self.lease(), "cwd": cwd, "env": dict(env or {})})
         return LocalShell(self, reply.fields["shell"], state)
@@ -166,7 +166,7 @@ class LocalSlot(Slot):
         return [LocalProcess(self, fields) for fields in reply.fields["processes"]]
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
-        """Return the file from `offset` to its end. Raises OSError (EFBIG) if that is more than `max_bytes`."""
+        """Return the file's content from `offset` on. Raises OSError (EFBIG) if that is more than `max_bytes`."""
         _require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
         return await self.requests.read("read", fields)
@@ -205,7 +205,7 @@ class LocalSlot(Slot):
             return await self.requests.upload_file({**self.lease(), "path": path, "mode": mode}, file)
 
     async def download(self, path: str, local: Path) -> int:
-        # the name is not part of it, because names may have the maximal length
+        # the temporary name does not contain the file's name, which may already have the maximum length
         part = local.with_name(f".{secrets.token_hex(12)}")
         fields = {**self.lease(), "path": path, "offset": 0, "max_bytes": sys.maxsize}
         try:
@@ -229,19 +229,19 @@ class LocalSlot(Slot):
         return found
 
     async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
-        _require(0 < port < 1 << 16, "a port is a number from 1 to 65535")
+        _require(0 < port < 1 << 16, "port must be from 1 to 65535")
         fields = {**self.lease(), "port": port, "timeout_s": timeout_s, "max_bytes": max_bytes}
         return (await self.requests.call("ask", fields, request)).data
 
     async def changes(self) -> list[Change]:
-        """Return the changes since the slot's start; commands may run during the walk."""
+        """Return the changes since the slot's start; commands may run while the changes are collected."""
         return [Change(**change) for change in await self.requests.listing("changes", self.lease())]
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         return self._fork(self)
 
     def result(self, reply: Frame, timeout_s: float) -> ExecutionResult:
-        """Return the result of a command, from its RESULT frame, with the next id."""
+        """Return the result of a command from its RESULT frame, and give it the next id."""
         data = reply.data
         code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = frames.decode_result(data)
         data = data[frames.RESULT_SIZE :]
@@ -270,7 +270,7 @@ class LocalSlot(Slot):
     def not_started(
         self, command: str | Sequence[str], error: CommandNotStarted, stderr: bool = False
     ) -> ExecutionResult:
-        """Return the result of a program that could not be run, as a shell would report it."""
+        """Return the result for a program that could not be run, as a shell would report it."""
         code = _NOT_FOUND if error.errno == _ENOENT else _NOT_EXECUTABLE
         program = command if isinstance(command, str) else command[0]
         text = f"{program[:200]}: {error}\n".encode(errors="backslashreplace")
@@ -342,15 +342,15 @@ class LocalShell:
             await self._slot.requests.call("run", fields)
 
     async def state(self) -> bytes:
-        """Return directory, variables, functions, aliases and options, for the `state` of another shell. Bash only.
-        Raises `SandboxError` if the state is too large."""
+        """Return the shell's directory, variables, functions, aliases and options, for the `state` argument of
+        `Slot.shell`. Bash only. Raises `SandboxError` if the state is too large."""
         result = await self.run(_SAVE, timeout_s=_STATE_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
         if result.metadata["truncated"] or result.metadata["timeout"]:
             raise SandboxError(f"the state of the shell in {self._slot.slot_id} cannot be saved: it is too large")
         return result.output.encode(errors="surrogateescape")
 
     async def aclose(self) -> None:
-        """End the shell; its background jobs stay. Idempotent."""
+        """End the shell; its background jobs keep running. Idempotent."""
         if not self._closed:
             self._closed = True
             with contextlib.suppress(StaleLease, SlotLost):  # in this case, the shell has ended with its slot
@@ -367,8 +367,8 @@ class LocalProcess:
     """A background process of a slot. It ends with the slot at the latest, and several readers may follow its output.
     Made by `Slot.spawn`.
 
-    Methods raise `StaleLease` and `SlotLost` as the slot's do, and ProcessLookupError if the process was forgotten.
-    `pid` is the process's number in the slot.
+    Methods raise `StaleLease` and `SlotLost` as the slot's methods do, and ProcessLookupError after `forget`. `pid` is
+    the process's number in the slot.
     """
 
     def __init__(self, slot: LocalSlot, fields: Mapping[str, JSON]) -> None:
@@ -381,9 +381,9 @@ class LocalProcess:
         return _status(await self._call("wait", wait_s=0))
 
     async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
-        """Return output from `cursor` (negative: bytes before the end). At least the last 256 KiB are kept.
+        """Return output from `cursor`; a negative cursor counts back from the end. At least the last 256 KiB are kept.
 
-        Without new output, wait up to `wait_s` for some or for the end.
+        If there is no new output, wait up to `wait_s` seconds for output or for the end of the process.
         """
         _require(max_bytes > 0, "max_bytes must be positive")
         return (await self._read(cursor, max_bytes, wait_s))[0]
@@ -410,17 +410,17 @@ class LocalProcess:
             await self._call("input", close=True)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the process group, if the process runs."""
+        """Send a signal to the process group, if the process is running."""
         await self._call("signal", signal=int(signal.Signals(number)))
 
     async def resize(self, size: TerminalSize) -> None:
-        """Resize the process's terminal; the foreground processes get SIGWINCH. Raises OSError (ENOTTY) without a
-        terminal."""
+        """Resize the process's terminal; the foreground processes get SIGWINCH. Raises OSError (ENOTTY) if the process
+        has no terminal."""
         await self._call("resize", rows=size.rows, columns=size.columns)
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Wait until the process has ended, at most `timeout_s`, and return its status; `running` shows whether it has
-        ended."""
+        """Wait until the process has ended, at most `timeout_s` seconds, and return its status, in which `running`
+        shows whether it still runs."""
         left = math.inf if timeout_s is None else timeout_s
         while True:
             step = min(left, _LONGEST_WAIT_S)
@@ -430,11 +430,11 @@ class LocalProcess:
                 return status
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill the whole process tree: SIGTERM, and after `grace_s` SIGKILL."""
+        """Kill the whole process tree: send SIGTERM, and after `grace_s` seconds SIGKILL."""
         return _status(await self._call("kill", grace_s=grace_s))
 
     async def forget(self) -> None:
-        """Kill the process, if it runs, and drop its output."""
+        """Kill the process if it still runs, and drop its output."""
         await self._call("dismiss")
 
     async def _read(self, cursor: int, max_bytes: int, wait_s: float) -> tuple[OutputPiece, bool]:
@@ -460,15 +460,15 @@ def _add_command(fields: dict[str, JSON], command: str | Sequence[str]) -> None:
         fields["command"] = command
     else:
         fields["argv"] = [str(argument) for argument in command]
-        _require(bool(fields["argv"]), "an argv needs at least the program")
+        _require(bool(fields["argv"]), "an argv must contain at least the program")
 
 
 def _add_bounds(fields: dict[str, JSON], timeout_s: float, max_output_bytes: int, stdin: bytes) -> None:
-    """Add the bounds of a command that differ from the defaults. Raises ValueError for invalid ones."""
+    """Add the limits of a command that differ from the defaults. Raises ValueError for invalid limits."""
     if not 0 < timeout_s < math.inf:  # also false for NaN
         raise ValueError(f"timeout_s must be positive, not {timeout_s}")
     if not 0 <= max_output_bytes <= MAX_OUTPUT_BYTES:
-        raise ValueError(f"max_output_bytes must be within 0 and {MAX_OUTPUT_BYTES}")
+        raise ValueError(f"max_output_bytes must be from 0 to {MAX_OUTPUT_BYTES}")
     if len(stdin) > MAX_STDIN_BYTES:
         raise ValueError(f"stdin is limited to {MAX_STDIN_BYTES} bytes; write a file instead")
     if timeout_s != frames.USUAL_TIMEOUT_S:
@@ -494,5 +494,5 @@ def _where(fields: Mapping[str, JSON]) -> str:
     path = fields.get("full_output_path")
     if path is None:
         return ""
-    part = "all of it is" if fields["full_output_bytes"] >= fields["output_total_bytes"] else "its beginning is"
+    part = "the whole output is" if fields["full_output_bytes"] >= fields["output_total_bytes"] else "its beginning is"
     return f"; {part} in {path}"

@@ -1,8 +1,8 @@
 """Connects to a slot server through the standard input and output of a command, such as `docker run -i`, `ssh` or
 `apptainer exec`.
 
-The server's files travel over the stream, so the place needs only Python 3.11. The server ends when the command does,
-and the command when its standard input ends: so nothing stays after this process, however it dies.
+The server's files travel over the stream, so the place needs only Python 3.11. The server ends when the command ends,
+and the command ends when its standard input ends, so nothing remains after this process, however it dies.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from palaestra.sandbox.remote import launch
 from palaestra.sandbox.slotd.protocol.frames import Fields, ProtocolError
 
 Command = Callable[[Sequence[str]], Sequence[str]]
-"""Makes the local command that runs the given one elsewhere, with its standard input and output."""
+"""Returns the local command that runs the given command elsewhere and connects standard input and output to it."""
 
 SILENCE_S = 60.0
 """Seconds without an answer after which a slot server counts as gone."""
 
 GONE_S = 300.0
-"""Seconds without a request from its client after which a slot server ends, because a failing network closes no
-stream."""
+"""Seconds without a request from its client after which a slot server ends, because a network that fails does not close
+the stream."""
 
-_BEATS = 4  # the number of checks of a server in that time
+_BEATS = 4  # requests to the server per `silence_s`, which check whether the server answers
 _START_S = 900.0  # the platform may pull an image
 
 _SLOTD = Path(__file__).parents[1] / "slotd"
@@ -68,7 +68,7 @@ class DistantClient(SlotClient):
 
 
 class RemoteClient(DistantClient):
-    """A server started by a command that runs Python elsewhere and passes its streams on."""
+    """A client of a server that a command starts; the command runs Python elsewhere and forwards its streams."""
 
     def __init__(self, on_lost: OnLost, command: Command, gone_s: float) -> None:
         super().__init__(on_lost)
@@ -113,7 +113,7 @@ class RemoteClient(DistantClient):
 
 
 async def send_server(stream: socket.socket) -> None:
-    """Send the slot server's files as `launch` takes them."""
+    """Send the slot server's files in the form that `launch` reads."""
     stream.setblocking(False)
     with contextlib.suppress(OSError):  # the command has ended; reading will find its end and its log
         await asyncio.get_running_loop().sock_sendall(stream, archive())
@@ -133,7 +133,7 @@ def program() -> str:
 
 @functools.cache
 def archive() -> bytes:
-    """Return the slot server's files as `launch` takes them."""
+    """Return the slot server's files in the form that `launch` reads."""
     data = packed({f"slotd/{path.relative_to(_SLOTD)}": path for path in slotd_files()})
     return b"%d\n%s" % (len(data), data)
 
@@ -145,7 +145,7 @@ def slotd_files() -> list[Path]:
 
 
 def packed(paths: Mapping[str, Path | None]) -> bytes:
-    """Return files by their names in a compressed tar archive; None is an empty file."""
+    """Return a compressed tar archive of files, given by their names in it; None stands for an empty file."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz", compresslevel=6) as files:
         for name, path in paths.items():

@@ -25,7 +25,7 @@ NEEDED = (3, 11)
 
 
 def receive(size: int) -> bytes:
-    """Return the given number of bytes of standard input. Raises EOFError when there are fewer."""
+    """Read exactly `size` bytes from standard input. Raises EOFError if the input ends first."""
     pieces = []
     while size:
         piece = os.read(0, min(size, PIECE))
@@ -37,7 +37,7 @@ def receive(size: int) -> bytes:
 
 
 def receive_line() -> bytes:
-    """Return the bytes of a line, without its end."""
+    """Read a line from standard input and return it without its line end."""
     line = b""
     while not line.endswith(b"\n"):
         line += receive(1)
@@ -45,7 +45,7 @@ def receive_line() -> bytes:
 
 
 def relay(server: socket.socket, silence_s: float | None = None) -> None:
-    """Pass bytes on in both directions until one side ends, or nothing has come from the client for `silence_s`."""
+    """Forward bytes in both directions until one side ends, or nothing has come from the client for `silence_s`."""
     server_fd = server.fileno()
     to_server, to_client = bytearray(), bytearray()
     heard_at = time.monotonic()
@@ -86,11 +86,11 @@ def relay(server: socket.socket, silence_s: float | None = None) -> None:
 def main(rung: str, silence_s: float | None = None) -> int:
     """Receive the server, run it at an isolation level, and remove it.
 
-    `silence_s` is for networks and platforms that keep the streams of a client that is gone.
+    `silence_s` is for networks and platforms that keep a client's streams open after the client is gone.
     """
     if sys.version_info < NEEDED:
         here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
-        sys.stderr.write(f"python3 is {here} there, and the slot server needs {needed}")
+        sys.stderr.write(f"python3 is {here} there, but the slot server needs {needed}")
         return 1
     archive = receive(int(receive_line()))
     folder = tempfile.mkdtemp(prefix="palaestra-slotd-")

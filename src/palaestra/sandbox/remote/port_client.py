@@ -32,7 +32,7 @@ _FILES = (
 
 
 class PortClient(DistantClient):
-    """The client of a slot server that was started for it behind a port."""
+    """A client with its own slot server behind a port."""
 
     @classmethod
     async def connect(
@@ -84,7 +84,7 @@ async def ask(address: tuple[str, int], token: str, method: str, path: str, body
     head, _, text = answer.decode(errors="replace").partition("\r\n\r\n")
     words = head.split()
     if len(words) < 2 or not words[1].isdecimal():
-        raise ConnectionError(f"{_name(address)} does not speak HTTP")
+        raise ConnectionError(f"{_name(address)} is not an HTTP server")
     try:
         return int(words[1]), json.loads(text)
     except ValueError:
@@ -92,7 +92,7 @@ async def ask(address: tuple[str, int], token: str, method: str, path: str, body
 
 
 async def deliver(address: tuple[str, int], token: str) -> None:
-    """Send the server's files, unless they are there. Raises `SandboxError` or OSError."""
+    """Send the server's files, unless they are there already. Raises `SandboxError` or OSError."""
     status, _ = await ask(address, token, "GET", "/health")
     if status == 503:
         status, _ = await ask(address, token, "PUT", "/server", archive())
@@ -114,7 +114,8 @@ async def _opened(address: tuple[str, int]) -> socket.socket:
 
 
 async def _head(stream: socket.socket) -> str:
-    """Return the first line of an answer; what follows its head stays in the socket, where the frames are read."""
+    """Read the head of an answer and return its first line. The bytes after the head stay in the socket, because they
+    are frames."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         piece = await asyncio.get_running_loop().sock_recv(stream, 1)
@@ -136,6 +137,6 @@ def program() -> str:
 
 @functools.cache
 def archive() -> bytes:
-    """Return the server's files, as `port_launch` takes them: a package without its public names."""
+    """Return the server's files as the archive that `port_launch` unpacks: a package with an empty `__init__.py`."""
     paths = [*(_PACKAGE / name for name in _FILES), *slotd_files()]
     return packed({"palaestra/__init__.py": None} | {f"palaestra/{path.relative_to(_PACKAGE)}": path for path in paths})

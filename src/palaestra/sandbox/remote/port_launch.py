@@ -1,8 +1,8 @@
 """Waits behind a network port for the slot server's files, and becomes `port_server` when they have arrived.
 
 The platform runs this file as the argument of `python3 -I -S -c`, with the address, the port and the number of slots as
-further arguments and a secret in PALAESTRA_TOKEN. A client that has the secret sends the files with `PUT /server`;
-until then every other request is answered with 503, and one without the secret with 401. Runs on Python 3.9 and later
+further arguments and a secret in PALAESTRA_TOKEN. A client that has the secret sends the files with `PUT /server`.
+Until then, a request without the secret gets the answer 401, and any other request 503. Runs on Python 3.9 and later
 with nothing but the standard library; the server itself needs 3.11.
 """
 
@@ -43,12 +43,12 @@ class DeadlineConnection:
         self._ends_at = time.monotonic() + seconds
 
     def receive(self, most: int) -> bytes:
-        """Return some bytes; none at the end. Raises OSError at the deadline."""
+        """Return at least one byte, or no bytes at the end of the stream. Raises OSError at the deadline."""
         self._stream.settimeout(max(0.001, self._ends_at - time.monotonic()))
         return self._stream.recv(most)
 
     def reply(self, status: str, text: str) -> None:
-        """Answer, and wait until the other side has closed: a reset would discard the answer."""
+        """Answer, and wait until the other side has closed the connection: a reset would discard the answer."""
         head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n"
         self._stream.sendall(f"{head}Connection: close\r\n\r\n{text}".encode())
         self._stream.shutdown(socket.SHUT_WR)
@@ -112,7 +112,7 @@ def answer(connection: DeadlineConnection, token: str, arrived: Callable[[str], 
 
 
 def serve(listener: socket.socket, token: str) -> str:
-    """Answer requests, each in its own thread, until one of them has brought the files; returns the folder of the
+    """Answer requests, each in its own thread, until one of them has delivered the files; returns the folder of the
     files.
 
     Requests that come after the files wait in the listener for the server.
@@ -149,13 +149,13 @@ def main(host: str, port: str, slots: str) -> NoReturn:
     """Listen, and replace this process by the server."""
     if sys.version_info < NEEDED:
         here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
-        sys.exit(f"python3 is {here} there, and the slot server needs {needed}")
-    # the first process of a container has no default handler
+        sys.exit(f"python3 is {here} there, but the slot server needs {needed}")
+    # for the first process of a container, SIGTERM has no default action
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     token = os.environ["PALAESTRA_TOKEN"]
     listener = socket.create_server((host, int(port)), backlog=128)
     folder = serve(listener, token)
-    reader, writer = os.pipe()  # other processes of the user can read a process's environment
+    reader, writer = os.pipe()  # for the token, because other processes of the user can read the environment
     os.write(writer, token.encode())
     os.close(writer)
     for fd in (listener.fileno(), reader):

@@ -1,19 +1,19 @@
-"""Serves slots behind a network port, by HTTP with a token, for platforms that offer no stream to a process in a
+"""Serves slots behind a network port, over HTTP with a token, for platforms that offer no stream to a process in a
 sandbox.
 
     POST /stream?rung=LEVEL    with `Upgrade: palaestra-slots`: 101, then the frames of `slotd/protocol/frames.py`
-    PUT  /server               200; the files are here already
-    GET  /health /slots        the states of the numbered slots, and how many streams are open
+    PUT  /server               200; the files are already here
+    GET  /health /slots        the states of the numbered slots, and the number of open streams
     POST /execute /batch /reset /artifacts/read|list|archive      calls in the numbered slots `slot_0`, `slot_1`, …
 
-Each stream has its own slot server, which ends with the stream. Streams therefore share no slots, and no slot server
-runs here after the last stream has ended. The other routes are those of the contract, for its existing clients. A
-numbered slot is made by its first call, with the network that this call allows, and ends with `/reset`. A later call
-that needs another network is refused.
+Each stream has its own slot server, which ends with the stream. Streams therefore share no slots, and no stream's slot
+server runs after the last stream has ended. The other routes are the contract's, for its existing clients. A numbered
+slot is made by its first call, with the network that this call allows, and ends with `/reset`. A later call that
+forbids the network is refused if the slot has the network on.
 
-Every request needs `Authorization: Bearer TOKEN`, which is checked before its body is read. A connection that a user of
-a slot makes is closed whatever it sends, because slots with the network on share this host's network. Standard library
-and this package's own files only.
+Every request needs `Authorization: Bearer TOKEN`, which is checked before the body is read. A connection made by a user
+of a slot is closed whatever it sends, because slots with the network on share this host's network. The module uses only
+the standard library and this package's own files.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ UPGRADE = "palaestra-slots"
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
 HEAD_S, BODY_S, MAX_UNKNOWN = 60.0, 60.0, 256
 """The seconds that a connection may be silent before a request, the seconds that a body may take, and the maximum
-number of connections that have not shown the token. When there are more, the oldest of them are closed."""
+number of connections that have not sent the token. If there are more of these, the oldest is closed."""
 MAX_OUTPUT_BYTES = 50_000
 """The contract's limit on the output of one call to its routes."""
 FIRST_SLOT_UID = 65536
-"""The lowest uid of the users of slots; callers have lower ones."""
+"""The lowest uid of the users of slots; callers have lower uids."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 _SILENT_MS = 40_000
 
@@ -64,7 +64,7 @@ _SLOTD = Path(__file__).parents[1] / "slotd"
 
 
 class Refused(Exception):
-    """A request with a status other than 200."""
+    """A request cannot be served; `status` is the HTTP status of the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. The body is read once its sender is known."""
+    """One request. The body is read only after the token has been checked."""
 
     method: str
     path: str
@@ -132,7 +132,7 @@ class PortServer:
         self._backend = Here()
         self._slots = {f"slot_{number}": Numbered(f"slot_{number}") for number in range(slots)}
         self._streams = 0
-        self._unknown: dict[asyncio.StreamWriter, None] = {}  # connections without a token yet, the oldest first
+        self._unknown: dict[asyncio.StreamWriter, None] = {}  # connections that have not sent the token, oldest first
         self._left = time.monotonic()
         self._starting = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,13 +154,13 @@ class PortServer:
                 if await self._answer(request, reader, writer):
                     return
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-            pass  # no request was sent
+            pass  # no valid request has come
         finally:
             self._unknown.pop(writer, None)
             writer.close()
 
     async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer a request; returns whether the connection is used up."""
+        """Answer a request; returns whether the connection cannot be used for another request."""
         known = False
         try:
             sent = request.headers.get("authorization", "").encode()
@@ -198,7 +198,7 @@ class PortServer:
             case "POST", "/batch":
                 calls = request.json()
                 if not isinstance(calls, list):
-                    raise Refused(400, "the body of /batch is a list of calls")
+                    raise Refused(400, "the body of /batch must be a list of calls")
                 return list(await asyncio.gather(*(self._one_of_many(call) for call in calls)))
             case "POST", "/reset":
                 return await self._reset(self._numbered(request.json()))
@@ -217,7 +217,7 @@ class PortServer:
     # Streams
 
     async def _stream(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        """Hand the connection to a slot server of its own."""
+        """Hand the connection to a new slot server."""
         rung = request.query.get("rung", "")
         if rung not in {each.label for each in Rung} or request.headers.get("upgrade") != UPGRADE:
             raise Refused(400, f"/stream needs rung=LEVEL and Upgrade: {UPGRADE}")
@@ -261,7 +261,7 @@ class PortServer:
 
     def _numbered(self, body: JSON) -> Numbered:
         if not isinstance(body, dict):
-            raise Refused(400, "the body is not an object")
+            raise Refused(400, "the body must be a JSON object")
         found = self._slots.get(str(body.get("slot_id")))
         if found is None:
             raise Refused(404, f"there is no slot {body.get('slot_id')!r}")
@@ -277,7 +277,7 @@ class PortServer:
         numbered = self._numbered(call)
         args = call.get("args") or {}
         if not isinstance(args, dict):
-            raise Refused(400, "args is not an object")
+            raise Refused(400, "args must be an object")
         limit_s = _seconds(call.get("timeout") or 30.0)
         async with numbered.lock:
             numbered.execution_id = str(call.get("execution_id") or "") or None
@@ -310,7 +310,7 @@ class PortServer:
             spec = SlotSpec(network=Network.ON if network else Network.OFF)
             numbered.slot, numbered.network = await self._backend.create(spec, numbered.slot_id), network
         if numbered.network and not network:
-            raise Refused(409, f"{numbered.slot_id} has the network on, and the call forbids it: reset the slot first")
+            raise Refused(409, f"{numbered.slot_id} has the network on, but the call forbids it: reset the slot first")
         return numbered.slot
 
     async def _shell(self, numbered: Numbered, slot: Slot) -> Shell:
@@ -328,7 +328,7 @@ class PortServer:
     async def _artifact(self, body: JSON, work: Callable[..., Awaitable[JSON]], *names: str) -> JSON:
         numbered = self._numbered(body)
         if numbered.slot is None:
-            raise Refused(404, f"{numbered.slot_id} has no workspace: nothing has run in it yet")
+            raise Refused(404, f"{numbered.slot_id} has no workspace, because no call has run in it yet")
         try:
             return await work(numbered.slot, **{name: body[name] for name in names if body.get(name) is not None})
         except InfraError:
@@ -349,8 +349,8 @@ _REASONS = {
 
 
 async def _read_head(reader: asyncio.StreamReader) -> Request | None:
-    """Return the next request of a connection, without its body; None at its end. Raises ValueError for an invalid
-    request, and `TimeoutError`."""
+    """Return the next request of a connection, without its body; None at the end of the connection. Raises ValueError
+    for an invalid request, and `TimeoutError`."""
     try:
         async with asyncio.timeout(HEAD_S):
             head = await reader.readuntil(b"\r\n\r\n")
@@ -366,7 +366,7 @@ async def _read_head(reader: asyncio.StreamReader) -> Request | None:
 
 
 async def _read_body(reader: asyncio.StreamReader, request: Request) -> bytes:
-    """Return the body of a request. Raises ValueError if the body's size is unknown or too large, and
+    """Return the body of a request. Raises ValueError if the body's size is invalid or too large, and
     `TimeoutError`."""
     size = int(request.headers.get("content-length", "0"))
     if not 0 <= size <= MAX_BODY:
@@ -388,7 +388,7 @@ def _seconds(value: JSON) -> float:
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise Refused(400, f"timeout is not a number of seconds: {value!r:.100}")
+        raise Refused(400, f"timeout must be a positive number of seconds, not {value!r:.100}")
     return seconds
 
 
@@ -402,13 +402,13 @@ def _described(each: Numbered) -> JSON:
 
 
 def is_of_a_slot(peer: tuple[str, int], here: tuple[str, int]) -> bool:
-    """Return whether a user of a slot on this host has made a connection, according to the kernel's list. Source:
+    """Return whether a connection was made by a user of a slot on this host, according to the kernel's list. Source:
     proc(5), net/tcp."""
     wanted = _hexadecimal(peer), _hexadecimal(here)
     with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
         for line in table:
             words = line.split()
-            if (words[1], words[2]) == wanted:  # a closed socket has no inode, and shows no user any more
+            if (words[1], words[2]) == wanted:  # a closed socket has no inode, and no longer shows its user
                 return int(words[7]) >= FIRST_SLOT_UID or words[9] == "0"
     return False  # the connection is not from this host
 

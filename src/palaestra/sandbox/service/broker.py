@@ -1,12 +1,12 @@
 """Runs the process of a service, which holds slots for one client at a time.
 
-It is the slot server's client, and passes frames between that server and the client that is attached to its unix
-socket. When a client leaves, its running commands are cancelled and its snapshots dropped; its slots stay. The next
-client gets their leases with a new epoch, so that late calls of the former client are refused. If this process is
-killed, the slot server ends with every slot.
+The process is the slot server's client, and passes frames between that server and the client that is attached to the
+service's unix socket. When a client leaves, its running commands are cancelled and its snapshots dropped; its slots
+stay. The next client gets the leases of these slots with new epochs, so that late calls of the former client are
+refused. If this process is killed, the slot server ends with every slot.
 
-`service_client.py` starts it and makes the socket (mode 0600, in a directory that only the user can enter). It ends on
-request, when the slot server has died, or after a minute without client and slots.
+`service_client.py` starts the process and makes the socket (mode 0600, in a directory that only the user can enter).
+The process ends on request, when the slot server has died, or after a minute without a client and slots.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Visitor:
 
 @dataclass
 class _Request:
-    """One request to the slot server, and the visitor it is for."""
+    """One request to the slot server, and the visitor that sent it."""
 
     visitor: Visitor
     number: int
@@ -54,7 +54,7 @@ class _Request:
 
 
 class Broker:
-    """Serves one socket with one slot server, until `over`."""
+    """Serves one socket with one slot server, until `over` is set."""
 
     def __init__(self, below: asyncio.StreamWriter, rung: str) -> None:
         self._below, self._rung = below, rung
@@ -104,10 +104,10 @@ class Broker:
             about |= {"attached": self._client is not None, "leases": list(self._leases.values())}
             visitor.send(FrameKind.HELLO, frame.request, about)
         elif frame.fields["version"] != frames.VERSION:
-            message = f"the service uses version {frames.VERSION} of the protocol; end it: palaestra slots clean --all"
+            message = f"the service uses protocol version {frames.VERSION}; to end it, run: palaestra slots clean --all"
             visitor.send(FrameKind.ERROR, frame.request, {"error": "isolation", "message": message})
         elif self._client is not None:
-            message = "another process is attached to this service; wait for its end, or use another service"
+            message = "another process is attached to this service; wait until it ends, or use another service"
             visitor.send(FrameKind.ERROR, frame.request, {"error": "sandbox", "message": message})
         else:
             self._client, visitor.client = visitor, True
@@ -116,7 +116,7 @@ class Broker:
             visitor.send(FrameKind.HELLO, frame.request, about | {"leases": list(self._leases.values())})
 
     async def _renew(self, name: str) -> None:
-        """Give a lease a new epoch: its former holder is refused from now on."""
+        """Give a lease a new epoch, so that its former holder is refused from now on."""
         lease = self._leases[name]
         answer = await self._ask({"op": "renew", "slot": name, "epoch": lease["epoch"]})
         if answer.kind is FrameKind.RESULT:
@@ -147,7 +147,7 @@ class Broker:
         return await self._own[number]
 
     async def listen_below(self, reader: asyncio.StreamReader, decoder: FrameDecoder) -> None:
-        """Take frames until the slot server ends."""
+        """Handle the slot server's frames until the slot server ends."""
         while data := await reader.read(RECEIVE_BYTES):
             for frame in decoder.feed(data):
                 self._on_below(frame)
@@ -190,7 +190,7 @@ class Broker:
                 self._drop(made)
 
     async def watch_idleness(self) -> None:
-        """End after a while without client and slots."""
+        """End the service after `IDLE_S` seconds without a client and slots."""
         idle_s = 0.0
         while idle_s < IDLE_S:
             await asyncio.sleep(1.0)
@@ -199,7 +199,7 @@ class Broker:
 
 
 def _is_same_user(writer: asyncio.StreamWriter) -> bool:
-    """Check the user on the other side, in addition to the permissions of the socket."""
+    """Return whether the user on the other side is this user or root. The socket's permissions are a first check."""
     credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return struct.unpack("3i", credentials)[1] in (0, os.geteuid())
 
@@ -240,7 +240,7 @@ def main() -> None:
     """Run `broker FD PATH RUNG SETTINGS`: serve the listening socket FD, whose name is PATH."""
     number, path, rung, settings = sys.argv[1:]
     if os.fork():
-        os._exit(0)  # so that no process has to wait for the end of this one
+        os._exit(0)  # so that no process has to wait for the service to end
     try:
         asyncio.run(_serve(socket.socket(fileno=int(number)), path, rung, json.loads(settings)))
     except BaseException:
@@ -249,7 +249,8 @@ def main() -> None:
 
 
 def _unlink(path: str) -> None:
-    """Remove the socket before its end is noticed: afterwards the name may belong to another service."""
+    """Remove the socket before others notice that the service has ended; after that, the name may belong to another
+    service."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 

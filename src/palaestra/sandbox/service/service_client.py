@@ -39,14 +39,14 @@ class Service:
 
 
 def default_directory() -> Path:
-    """Return the directory of this user's services. It is not on a disk, and slots cannot see it."""
+    """Return the directory of this user's services. If possible, it is not on a disk. Slots cannot see it."""
     run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
     return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
 
 
 def socket_path(name: str, directory: Path | None = None) -> Path:
-    """Return the socket of a service. Raises `ConfigError` for an invalid name, and if others have access to the
-    directory."""
+    """Return the path of a service's socket. Raises `ConfigError` if the name is invalid or other users have access to
+    the directory."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a service; use letters, digits, dots and dashes")
     folder = directory or default_directory()
@@ -61,7 +61,8 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
 
 
 async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
-    """Attach to a service, and start it if it does not run. Raises `SandboxError` while another process is attached."""
+    """Attach to a service, and start it if it is not running. Raises `SandboxError` while another process is
+    attached."""
     async with _turn(path):
         if not _listens(path):
             await _start(path, rung, settings)
@@ -74,7 +75,7 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
 
 
 async def look(path: Path) -> Service | None:
-    """Return the state of a service without attaching; None if the service does not run."""
+    """Return the state of a service without attaching; None if the service is not running."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
@@ -96,7 +97,7 @@ async def look(path: Path) -> Service | None:
 
 
 async def end(path: Path) -> None:
-    """End a service and every slot it holds, even if a client is attached. Does nothing if the service does not run."""
+    """End a service and every slot it holds, even if a client is attached. Does nothing if no service is running."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:
@@ -113,7 +114,7 @@ async def end(path: Path) -> None:
 
 
 async def sweep(directory: Path, *, only_list: bool = False) -> list[str]:
-    """Remove the sockets of services that were killed; returns their names."""
+    """Remove the sockets of services that were killed, unless `only_list` is set; returns the names of the services."""
     gone = []
     for path in sorted(directory.glob("*.sock")) if directory.is_dir() else ():
         async with _turn(path):
@@ -145,12 +146,12 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
     said = await process.stdout.readline()
     await process.wait()
     if said != b"{}\n":
-        why = json.loads(said or b"{}").get("message", "its process has ended")
+        why = json.loads(said or b"{}").get("message", "its process ended early")
         raise IsolationUnavailable(f"the service {path.stem} cannot be started: {why}")
 
 
 def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
-    """Serialise decisions on whether a service runs."""
+    """Return the lock for deciding whether a service is running."""
     return file_lock(path.with_suffix(".lock"), poll_s=_TURN_S)
 
 

@@ -1,8 +1,9 @@
 """Starts a server for the isolation levels with namespaces, and cleans up after its death.
 
-There are two processes. The first, in a session of its own, makes a process namespace and starts the server as its pid
-1, so that the kernel kills every process of every slot with the server. Then it waits for the server's end and removes
-the control groups. If the first dies, the server is killed with it, and the next start removes the groups.
+There are two processes. The first, in a session of its own, makes a process namespace and starts the server as pid 1 of
+that namespace, so that the kernel kills every process of every slot together with the server. The first process then
+waits for the server's end and removes the control groups. If the first process dies, the server is killed with it, and
+the next start removes the groups.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .rung import AnyDriver
 from .server import SlotServer
 
 _REMOVE_PATIENCE_S = 5.0
-_FEWEST_FILES = 256  # with fewer descriptors, commands would fail and lower the score
+_FEWEST_FILES = 256  # with fewer descriptors, commands would fail and agents would score lower
 
 
 def main(arguments: list[str]) -> int:
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _make_group() -> cgroups.ServerCgroup:
-    """Return the server's control groups. Removes the groups of dead servers first."""
+    """Make and return the server's control groups. Removes the groups of dead servers first."""
     if not namespaces.is_real_root():
         raise PermissionError(1, "needs root")
     hierarchies = cgroups.find()
@@ -79,7 +80,7 @@ def _make_group() -> cgroups.ServerCgroup:
 def _fork_server(
     stream: socket.socket, full: bool, group: cgroups.ServerCgroup | None, handover: socket.socket | None
 ) -> int:
-    """Return the server's pid. Never returns in the server."""
+    """Fork the server and return its pid. Never returns in the server."""
     if not privileges.supported():
         raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
     if not full and not namespaces.is_real_root():
@@ -103,12 +104,12 @@ def require_files() -> None:
     """Raise OSError if this process may not open as many files as slots need."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < _FEWEST_FILES:
-        few = f"only {hard} files may be open here, and slots take {_FEWEST_FILES}"
+        few = f"only {hard} files may be open here, but slots need {_FEWEST_FILES}"
         raise OSError(errno.EMFILE, f"{few}; raise the limit (ulimit -Hn)")
 
 
 def make_ready() -> None:
-    """Protect the server from accidental termination, and hide the host's paths in its name."""
+    """Protect the server from accidental termination, and remove the host's paths from its command line."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     syscalls.overwrite_command_line("slotd")
@@ -126,8 +127,8 @@ def run_server(
     watcher: int,
     handover: socket.socket | None = None,
 ) -> NoReturn:
-    """Run the server, in the child of a fork, until the client or the watching process is gone. An OSError before the
-    start reaches the client as a refusal, and a later error as the reason for the server's end."""
+    """Run the server, in the child of a fork, until the client or the watching process is gone. The client gets an
+    OSError before the start as a refusal, and a later error as the reason for the server's end."""
     status, started = 1, False
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -135,7 +136,7 @@ def run_server(
         prepare()
         server = SlotServer(stream, open_driver, handover)
         server.loop.watch(watcher, lambda: setattr(server.loop, "running", False))
-        # Forks of this process share its present objects as long as no process writes to them.
+        # Forks of this process share its current objects as long as no process writes to them.
         gc.collect()
         gc.freeze()
         started = True
@@ -152,5 +153,5 @@ def run_server(
 
 
 def refusal(error: OSError) -> Fields:
-    """Return the ERROR for a server that cannot be started."""
+    """Return the fields of the ERROR frame for a server that cannot be started."""
     return {"error": "isolation", "message": error.strerror or str(error)}

@@ -2,7 +2,7 @@
 threads is unsafe.
 
 A *job* is a generator that yields between pieces of work. Each round runs one piece of every job, so that no request
-waits for another one's large file.
+waits for another request's large file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 Callback = Callable[[], object]
 Job = Iterator[None]
 
-_MANY = 64  # how many cancelled timers may accumulate; how many descriptors one round handles
+_MANY = 64  # the least number of cancelled timers that are cleaned up, and the most descriptors that a round handles
 _LONGEST_S = 3600.0  # the longest wait: epoll counts milliseconds in 31 bits, and a command's time limit may be a year
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
@@ -54,7 +54,8 @@ class _Timer:
 
 
 class EpollLoop:
-    """Runs callbacks to their end, one at a time. An exception in one ends the loop: it is a bug of the server."""
+    """Runs callbacks to their end, one at a time. An exception in a callback is a bug of the server and ends the
+    loop."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
@@ -67,7 +68,7 @@ class EpollLoop:
         self.running = True
 
     def watch(self, fd: int, call: Callback) -> None:
-        """Call `call` whenever `fd` is readable or at its end, in place of its former callback."""
+        """Call `call` whenever `fd` is readable or at its end. Replaces the former callback of `fd`."""
         if fd not in self._watched:
             self._epoll.register(fd, READ)
         elif fd in self._special:
@@ -76,7 +77,7 @@ class EpollLoop:
         self._watched[fd] = call
 
     def watch_soon(self, fd: int, call: Callback) -> None:
-        """Do what `watch` does. A subclass may begin later, for output that is read at the command's end anyway."""
+        """Do what `watch` does. A subclass may begin a little later; the output is read at the command's end anyway."""
         self.watch(fd, call)
 
     def watches(self, fd: int) -> bool:
@@ -95,11 +96,12 @@ class EpollLoop:
         if self._watched.pop(fd, None) is not None:
             try:  # noqa: SIM105 - runs for every command, and the shorter form costs three calls
                 self._epoll.unregister(fd)
-            except OSError:  # it was closed already
+            except OSError:  # the descriptor was already closed
                 pass
 
     def close(self, fd: int) -> None:
-        """Stop watching a descriptor and close it. The kernel drops it from the epoll set, unless a fork has it."""
+        """Stop watching a descriptor and close it. The kernel then drops it from the epoll set, unless a fork has a
+        copy."""
         self._watched.pop(fd, None)
         self._special.discard(fd)
         os.close(fd)
@@ -157,7 +159,7 @@ class EpollLoop:
         return self._epoll.fileno()
 
     def patience(self) -> float | None:
-        """Return how many seconds a round may wait, which is until the next timer; None if there is no timer."""
+        """Return the number of seconds until the next timer, for which a round may wait; None if there is no timer."""
         if self._jobs:
             return 0
         timers = self._timers
@@ -167,7 +169,7 @@ class EpollLoop:
         return min(max(0.0, timers[0][0] - time.monotonic()), _LONGEST_S) if timers else None
 
     def run_timers(self) -> None:
-        """Make the calls that are due."""
+        """Run the timers that are due."""
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]

@@ -22,11 +22,11 @@ from . import syscalls
 
 WORKSPACE = "/workspace"
 MAX_ENTRIES = 200_000
-MAX_NESTED = 1000  # how deep a tree may be for `remove`
+MAX_NESTED = 1000  # the maximum depth of a tree that `remove` can remove
 _HANDLE = os.O_PATH | os.O_DIRECTORY
 _IN_ROOT = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 PROC = 0x9FA0  # the file system type of /proc
-UNFINISHED: set[str] = set()  # names (of random letters) of files that are being written from outside; lists omit them
+UNFINISHED: set[str] = set()  # random names of files that are being written from outside; listings omit these names
 
 _MAX_LINKS = 40
 _PAUSE_EVERY = 256
@@ -47,7 +47,7 @@ def absolute(path: str) -> str:
 
 
 def open_at(root: int, path: str, flags: int) -> int:
-    """Open a path inside the root; errors carry the slot's path."""
+    """Open a path inside the root. Errors name the path as the slot sees it."""
     try:
         return syscalls.openat2(root, path, flags, _IN_ROOT)
     except OSError as error:
@@ -72,7 +72,7 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
     finally:
         os.close(handle)
     try:
-        if offset and size:  # past the end there is nothing, however far
+        if offset and size:  # an offset past the end of the file may be too large for a seek
             os.lseek(fd, offset, os.SEEK_SET)
     except BaseException:
         os.close(fd)
@@ -94,7 +94,7 @@ class Writing:
         old_mode = 0o644 if self._status is None else stat.S_IMODE(self._status.st_mode)
         self._mode = old_mode if wanted is None else wanted
         self._owner = owner
-        self._temporary = f".{os.urandom(12).hex()}"  # not derived from the name, which may have the maximal length
+        self._temporary = f".{os.urandom(12).hex()}"  # does not contain the name, which may have the maximum length
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._fd = os.open(self._temporary, flags, 0o600, dir_fd=self._folder)
@@ -134,14 +134,15 @@ class Writing:
         try:
             os.unlink(self._temporary, dir_fd=self._folder)
         except OSError:
-            pass  # no error: the slot may be gone
+            pass  # the slot, and the file with it, may be gone
         finally:
             UNFINISHED.discard(self._temporary)
             self.close()
 
 
 def create(root: int, path: str, owner: int) -> int:
-    """Make a file and its parent directories; returns the file, open for writing. Raises OSError if the path exists."""
+    """Make a file and its parent directories; returns a descriptor for writing to the file. Raises OSError if the path
+    exists."""
     folder = _make_folders(root, posixpath.dirname(path), owner)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -158,7 +159,7 @@ def make_directory(root: int, path: str, owner: int) -> None:
 
 
 def make_link(root: int, path: str, target: str, owner: int) -> None:
-    """Make a symbolic link with its parents, replacing a file or link. It may lead anywhere."""
+    """Make a symbolic link and its parent directories, replacing a file or link. The target may be any path."""
     folder, name = posixpath.split(_plain(absolute(path)))
     parent = _make_folders(root, folder, owner)
     try:
@@ -186,7 +187,7 @@ def describe(root: int, path: str) -> dict[str, Any] | None:
 
 
 def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str, Any]]]:
-    """Yield the entries of a directory, as a job."""
+    """Return the entries of a directory, as a job."""
     path = absolute(path)
     fd = open_at(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
     found: list[dict[str, Any]] = []
@@ -237,8 +238,8 @@ def unlink(root: int, path: str) -> None:
 
 
 def _remove(parent: int, name: str) -> Iterator[None]:
-    """Remove depth first without recursion; the open descriptors are those of one chain of directories. Ignores entries
-    that another process removes meanwhile."""
+    """Remove a tree depth first, without recursion; only the directories from the top to the current one are open.
+    Ignores entries that another process removes meanwhile."""
     try:
         os.unlink(name, dir_fd=parent)
         return
@@ -251,7 +252,7 @@ def _remove(parent: int, name: str) -> Iterator[None]:
         while trail:
             own, fd, folders = trail[-1]
             if folders:
-                if len(trail) == MAX_NESTED:  # each holds one of the server's descriptors
+                if len(trail) == MAX_NESTED:  # each open directory takes one of the server's descriptors
                     raise OSError(errno.ENAMETOOLONG, f"directories are nested more than {MAX_NESTED} deep")
                 yield from _enter(fd, folders.pop(), trail)
             else:
@@ -287,8 +288,8 @@ def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> I
 
 
 def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tuple[int, os.stat_result | None, str]:
-    """Follow links in the last component of a path to write, inside the root. Returns the opened directory (made if
-    `make_folders`), the status of the entry, and its path."""
+    """Follow links in the last component of a path that is to be written, inside the root. Returns a descriptor of the
+    directory (made if `make_folders`), the status of the entry, and its path."""
     for _ in range(_MAX_LINKS):
         folder, _, name = path.rpartition("/")
         if name in ("", ".", ".."):
@@ -326,7 +327,8 @@ def _make_folders(root: int, path: str, owner: int) -> int:
 
 
 def _open_folder(root: int, path: str) -> int:
-    """Return a handle of a directory. One directly below the root, like the workspace, needs no path resolution."""
+    """Return a handle of a directory. A directory directly below the root, like the workspace, is opened without path
+    resolution."""
     name = path[1:]
     if "/" not in name and name != "..":
         try:
@@ -344,7 +346,7 @@ def _not_regular(status: os.stat_result, path: str) -> OSError:
 
 def _refuse_proc(fd: int, path: str) -> None:
     if syscalls.filesystem_type(fd) == PROC:
-        raise PermissionError(errno.EPERM, "files of /proc are read by a command in the slot", path)
+        raise PermissionError(errno.EPERM, "files of /proc can be read only by a command in the slot", path)
 
 
 def _status(folder: int, name: str) -> os.stat_result | None:

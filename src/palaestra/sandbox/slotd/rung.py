@@ -1,6 +1,6 @@
-"""The interface of an isolation level for the server: slots, their files, their layers.
+"""The interface through which the server uses an isolation level: slots, their files, their layers.
 
-`namespaced/` makes slots of namespaces and overlays, `unprivileged/` of users and plain directories.
+`namespaced/` makes slots from namespaces and overlays, `unprivileged/` from users and plain directories.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Counted:
 class SealedLayer(Counted):
     """The files of a sealed slot, which never change. Their users are slots and the layers above them."""
 
-    below: tuple[SealedLayer, ...]  # the layers it lies on, topmost first; it is a user of each
+    below: tuple[SealedLayer, ...]  # the layers below it, topmost first; this layer is a user of each
 
     def __init__(self, name: str, below: Sequence[SealedLayer]) -> None:
         self.name, self.below = name, tuple(below)
@@ -70,7 +70,7 @@ class SlotInit(Protocol):
 
     @property
     def takes_lines(self) -> bool:
-        """Whether the init takes a second socket for orders."""
+        """Whether the init accepts a second socket for orders."""
 
     def fork(self, control: socket.socket) -> int:
         """Start the init, which serves the other end of `control`; returns its pid. Never returns in the init."""
@@ -91,7 +91,8 @@ class NewSlot:
 
 
 class Place(NamedTuple):
-    """A path of a slot for the server: `path` below the open directory `root`, which the slot knows as `prefix`.
+    """Where the server finds a path of a slot: at `path` below the open directory `root`. The slot knows that directory
+    as `prefix`.
 
     New files belong to `owner`.
     """
@@ -118,7 +119,7 @@ class Checkpoints(Protocol[F, L]):
     """Layers that outlive their source: checkpoints of running slots, snapshots on the host's disk."""
 
     def checkpoint(self, files: F, mapped: bool, begun_ns: int) -> Generator[None, None, tuple[L, int]]:
-        """Copy a stopped slot's changes, as a job; returns the layer and the number of bytes. Raises OSError.
+        """Copy a stopped slot's changes, as a job; returns the layer and the number of bytes copied. Raises OSError.
 
         `mapped` is true if a process of the slot can write to its files through memory.
         """
@@ -130,8 +131,8 @@ class Checkpoints(Protocol[F, L]):
         """Drop the data for the slot's next checkpoint."""
 
     def save(self, layer: L, folder: str) -> Generator[None, None, int]:
-        """Copy a layer and all layers below it to the host's empty `folder`, as a job; returns the bytes of the
-        files."""
+        """Copy a layer and all layers below it to the host's empty `folder`, as a job; returns the number of bytes
+        copied."""
 
     def load(self, folder: str, image: str | None) -> tuple[L, ...]:
         """Return the layers that were saved in a folder, topmost first. Raises OSError if they are gone."""
@@ -151,16 +152,16 @@ class RungDriver(Protocol[F, L]):
         """Turn a dead slot's files into a layer."""
 
     def duplicate(self, layer: L) -> L:
-        """Return a second layer of the same files, to be cut; slots may use the first one."""
+        """Return a second layer of the same files, which can be cut while slots use the first layer."""
 
     def cut(self, layer: L, view: Fields) -> None:
         """Reduce a layer that is not in use yet to a view of itself."""
 
     def slot_changes(self, files: F) -> Iterator[Fields | None]:
-        """Return the changes of a slot so far; None is a pause."""
+        """Yield the changes of a slot so far; None stands for a pause."""
 
     def layer_changes(self, layer: L) -> Iterator[Fields | None]:
-        """Return the changes in a layer; None is a pause."""
+        """Yield the changes in a layer; None stands for a pause."""
 
     def locate(self, files: F, root: int, path: str, writing: bool = False) -> Place:
         """Return the place of an absolute path of a slot. Raises OSError if the slot may not read (or write) it."""

@@ -1,12 +1,12 @@
-"""The slot server: takes requests from one client and owns all slots and layers of a run. In addition to the requests
-of `server_slot.OPERATIONS` it serves:
+"""The slot server: serves one client's requests, and owns all slots and layers of a run. In addition to the requests of
+`server_slot.OPERATIONS`, it serves:
 
     op                  fields                                      RESULT
     create              image, layers, network, allow, limits,      slot, epoch, exposed: why it shares the
                         mounts, env, continued: the topmost layer   host's network
-                        is copied into the slot's own change
+                        is copied into the slot's own changes
     renew, destroy      the lease                                   epoch; nothing
-    oom, hung           the lease                                   oom; nothing. From a client that starts commands
+    oom, hung           the lease                                   oom; nothing. For a client that starts commands
     read                path, offset, max_bytes, holes              the file's bytes
     write               path, mode, follows, and the bytes
     stat, list          path                                        entry; a list of entries
@@ -22,9 +22,10 @@ of `server_slot.OPERATIONS` it serves:
     save, load          layers, folder; folder, image               bytes; layers. The folder is the host's
     forget, stats       layers; nothing                             nothing; counts
 
-Quick requests run in the order of their frames, long ones (a command, a listing) concurrently. A request that fails is
-answered with an ERROR and affects no other. During a checkpoint, requests wait if they start or stop processes of the
-slot, or end the slot. The checkpoint may or may not contain files that are written meanwhile.
+Quick requests run in the order of their frames, and long requests (a command, a listing) run concurrently. A request
+that fails is answered with an ERROR and does not affect other requests. During a checkpoint, requests wait if they
+start or stop processes of the slot, or end the slot. The checkpoint may or may not contain files that are written
+meanwhile.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from .streams import Download, Listing, Upload
 
 _log = logging.getLogger("slotd")
 
-_KEPT_DESCRIPTORS = 4  # one in so many descriptors is reserved for the commands of the slots that exist
+_KEPT_DESCRIPTORS = 4  # one descriptor in this many is reserved for the commands of the slots that exist
 _GROUP_RETRY_S = 0.02
 
 _WAIT_FOR_CHECKPOINT = ("exec", "spawn", "run", "shell", "checkpoint", "freeze", "seal", "destroy")
@@ -70,7 +71,7 @@ class RequestError(Exception):
 
 
 class SlotServer:
-    """There is one server per run. `open_driver` starts the isolation level with the settings in the client's HELLO.
+    """The only server of a run. `open_driver` starts the isolation level with the settings in the client's HELLO.
 
     Over `handover`, a SOCK_SEQPACKET, a client that is also root gets descriptors of its slots.
     """
@@ -104,8 +105,7 @@ class SlotServer:
         }  # fmt: skip
 
     def _stop(self) -> None:
-        """End the loop: the client is gone. Everything ends with this process, which is pid 1 of all processes that it
-        started."""
+        """End the loop, because the client is gone. Every slot ends with this process."""
         self.loop.running = False
 
     # Frames
@@ -164,11 +164,11 @@ class SlotServer:
     def _create(self, frame: Frame) -> Job | None:
         _require_descriptors()
         names = frame.fields["layers"]
-        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # including forgotten ones
+        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # even forgotten layers
         try:
             variables = env_block(frame.fields["env"])
         except ValueError as error:
-            raise OSError(errno.EINVAL, f"a slot's environment: {error}") from None
+            raise OSError(errno.EINVAL, f"invalid environment of a slot: {error}") from None
         change = layers[0] if frame.fields.get("continued") else None
         epoch = next(self._epochs)
         new = self._driver.make(f"{epoch}", frame.fields, layers if change is None else layers[1:])
@@ -184,13 +184,13 @@ class SlotServer:
         return self._continue(slot, change, variables)
 
     def _continue(self, slot: ServerSlot, change: Any, variables: EnvBlock) -> Job:
-        """Start a slot whose own change begins as a copy of a layer."""
+        """Start a slot whose own changes begin as a copy of a layer."""
         change.keep()
         try:
             yield from self._checkpoints("continue").restore(slot.files, change)
         except OSError as error:
             self._clean(slot)
-            raise CannotMake(f"cannot make a slot: a change cannot be copied into it: {error}") from None
+            raise CannotMake(f"cannot make a slot: the changes cannot be copied into it: {error}") from None
         except BaseException:
             self._clean(slot)
             raise
@@ -212,7 +212,7 @@ class SlotServer:
             try:
                 self._gates.open(slot, allow)
             except OSError as error:
-                self._fail(frame, CannotMake(f"cannot make a slot: its network: {error}"))
+                self._fail(frame, CannotMake(f"cannot make a slot: its network cannot be set up: {error}"))
                 slot.kill(then=lambda: self._clean(slot))
                 return
         if self._handover is not None:
@@ -220,15 +220,15 @@ class SlotServer:
         self._reply(frame, {"slot": slot.name, "epoch": slot.epoch, "exposed": exposed})
 
     def _hand_over(self, slot: ServerSlot, client: socket.socket) -> None:
-        """Send the client descriptors of the slot's root, of a line to its init (if that takes one) and of the init.
-        Sends nothing if too many messages wait for the client."""
+        """Send the client descriptors of the slot's root and, if the init accepts a second socket for orders, of that
+        socket and of the init. Sends nothing if too many messages wait for the client."""
         place, line = self._locate(slot, "/"), slot.open_line()
         with contextlib.suppress(OSError), line or contextlib.nullcontext():
             fds = [place.root] if line is None else [place.root, line.fileno(), slot.process]
             socket.send_fds(client, [frames.HANDOVER.pack(slot.epoch, place.owner)], fds)
 
     def _on_lost(self, frame: Frame, slot: ServerSlot) -> None:
-        """Handle the death of a slot that no request has ended, while it was made or later."""
+        """Handle the death of a slot that no request has ended, either while the slot was being made or later."""
         if slot.was_made:
             self._connection.send(FrameKind.LOST, 0, {"slot": slot.name, "epoch": slot.epoch})
         else:
@@ -236,7 +236,7 @@ class SlotServer:
             self._clean(slot)
 
     def _renew(self, frame: Frame) -> None:
-        """Give a lease a new epoch; requests of the former holder are refused."""
+        """Give a lease a new epoch, so that requests of the former holder are refused."""
         slot = self._leased(frame)
         slot.epoch = next(self._epochs)
         self._reply(frame, {"epoch": slot.epoch})
@@ -351,13 +351,13 @@ class SlotServer:
         with self._at(slot, frame.fields["path"], writing=True) as place:
             for _ in files.remove(place.root, place.path):
                 yield
-                if slot.state is not SlotState.LIVE:  # its files may be a snapshot's now
-                    raise RequestError("lost", f"{slot.name} ended while files of it were removed")
+                if slot.state is not SlotState.LIVE:  # its files may belong to a snapshot now
+                    raise RequestError("lost", f"{slot.name} ended while its files were being removed")
         self._reply(frame)
 
     @contextlib.contextmanager
     def _at(self, slot: ServerSlot, path: str, writing: bool = False) -> Iterator[Place]:
-        """Yield the place of a path in a slot. Errors name the path as the slot sees it."""
+        """Yield the place of a path in a slot. Errors in the block name the path as the slot sees it."""
         place = self._locate(slot, path, writing)
         try:
             yield place
@@ -381,7 +381,7 @@ class SlotServer:
         return False
 
     def _freeze(self, frame: Frame) -> Job:
-        if self._hold(frame):  # a request of the same moment has begun first
+        if self._hold(frame):  # another freeze or checkpoint has begun since this request arrived
             return
         slot = self._leased(frame)
         with self._exclusively(slot):
@@ -405,7 +405,7 @@ class SlotServer:
 
     @contextlib.contextmanager
     def _exclusively(self, slot: ServerSlot) -> Iterator[None]:
-        """Have the requests of `_WAIT_FOR_CHECKPOINT` wait until the end of the block."""
+        """Make the requests in `_WAIT_FOR_CHECKPOINT` wait until the end of the block."""
         held = self._held[slot.name] = []
         try:
             yield
@@ -443,7 +443,7 @@ class SlotServer:
         yield from self._send_list(frame, self._driver.layer_changes(self._layer(frame.fields["layers"][0])))
 
     def _send_list(self, frame: Frame, entries: Iterable[Fields | None]) -> Job:
-        """Answer with a list of any length; None among the entries is a pause."""
+        """Answer with a list of any length; None among the entries stands for a pause."""
         listing = Listing()
         try:
             yield from listing.fill(entries)
@@ -497,7 +497,8 @@ class SlotServer:
     # Look-ups
 
     def _leased(self, frame: Frame, alive: bool = True) -> ServerSlot:
-        """Return the slot a request names, if its lease is the current one."""
+        """Return the slot that a request names. Raises `RequestError` if the request's lease is not the current one, or
+        the slot is dead."""
         name, epoch = frame.fields["slot"], frame.fields["epoch"]
         slot = self._slots.get(name)
         if slot is None or slot.epoch != epoch or slot.ending is not None:
@@ -508,15 +509,15 @@ class SlotServer:
 
     def _layer(self, name: str) -> Any:
         if name not in self._layers:
-            raise RequestError("sandbox", f"the snapshot's layer {name} does not exist any more")
+            raise RequestError("sandbox", f"the snapshot's layer {name} no longer exists")
         return self._layers[name]
 
 
 def _require_descriptors() -> None:
-    """Raise `CannotMake` if a further slot would take descriptors that running commands need."""
+    """Raise `CannotMake` if another slot would take descriptors that running commands need."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)  # all below are taken
+    lowest = os.dup(0)  # all lower numbers are in use
     os.close(lowest)
     if lowest > most - most // _KEPT_DESCRIPTORS:
-        what = f"the slot server has {lowest} files open and may have {most}"
+        what = f"the slot server has {lowest} files open, out of at most {most}"
         raise CannotMake(f"cannot make a slot: {what}; raise the limit (ulimit -Hn) before the run, or use fewer slots")

@@ -44,8 +44,8 @@ class SlotState(Enum):
 
 
 class ServerSlot:
-    """Owned by the server. `on_ready` or `on_end` follows `start`; `on_end` is called once, when the slot is dead.
-    Implements `SlotOwner`."""
+    """One slot of the server. After `start`, either `on_ready` or `on_end` is called; `on_end` is called once, when the
+    slot is dead. Implements `SlotOwner`."""
 
     def __init__(
         self, name: str, epoch: int, new: NewSlot, loop: EpollLoop,
@@ -57,7 +57,7 @@ class ServerSlot:
         self.root = self.process = -1  # descriptors of its root directory and of its init's process
         self.was_made = False  # whether its init has reported that it is ready
         self.pid = -1  # its init, as the server numbers processes
-        self.ending: Callable[[], None] | None = None  # set for an end on purpose; called instead of `on_end`
+        self.ending: Callable[[], None] | None = None  # set by `kill`; called instead of `on_end`
         self.uploads: set[Upload] = set()  # files that are being written
         self.supervisor: Supervisor
         self.shells: ShellProcesses
@@ -70,7 +70,7 @@ class ServerSlot:
         self, environment: EnvBlock, shelf: Shelf, send: SendFrame, open_requests: dict[int, OpenRequest],
         numbers: Iterator[int],
     ) -> None:  # fmt: skip
-        """Fork the init. If this raises OSError, nothing was started."""
+        """Start the init. If this raises OSError, nothing was started."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.pid = self._init.fork(theirs)
@@ -83,10 +83,10 @@ class ServerSlot:
         self._loop.watch(self.process, self._on_death)
 
     def kill(self, then: Callable[[], None]) -> None:
-        """End every process of the slot; `then` is called when they are dead, instead of `on_end`.
+        """End every process of the slot; when they are dead, `then` is called instead of `on_end`.
 
-        The root is closed first, so that the dying init unmounts it and not this process. An unmount waits for the
-        kernel. Many slots can wait at the same time, but if this process waited, all slots would.
+        The root is closed first, so that the dying init unmounts it and not this process: an unmount waits for the
+        kernel, and if this process waited, all slots would wait with it.
         """
         self.ending = then
         self._close_root()
@@ -105,7 +105,7 @@ class ServerSlot:
         then(self.ran_out_of_memory())
 
     def open_line(self) -> socket.socket | None:
-        """Return a second socket for orders to the init; None if it takes none, or no descriptors are left."""
+        """Return a second socket for orders to the init; None if the init accepts none, or no descriptors are left."""
         return self.supervisor.open_line() if self._init.takes_lines else None
 
     def end_hung(self) -> None:
@@ -113,7 +113,8 @@ class ServerSlot:
             self._kill_init()
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
-        """Call `make` for a socket in the slot's network. Raises OSError if there is none, or if `make` does."""
+        """Call `make` for a socket in the slot's network. Raises OSError if the slot has no network, or if `make`
+        does."""
         if self._init.network is NetworkScope.NONE:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the slot has no network")
         if self._init.network is NetworkScope.SHARED:
@@ -138,11 +139,11 @@ class ServerSlot:
         self.root = -1
 
     def _kill_init(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # only processes that it has left still live
+        with contextlib.suppress(ProcessLookupError):  # the init is dead, and only processes that it left still live
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
 
     def _on_begin(self) -> None:
-        """Take the init's first message: READY, or the reason of its failure."""
+        """Handle the init's first message: READY, or the reason for its failure."""
         try:
             data, fds = pipes.receive(self._channel, init_messages.MAX_REPORT, 1)
         except BlockingIOError:
@@ -172,9 +173,9 @@ class ServerSlot:
             self._loop.later(_GONE_EVERY_S, self._bury)
             return
         if self.state is SlotState.STARTING:
-            self._on_begin()  # its failure may still be in the socket
+            self._on_begin()  # the report of its failure may still be in the socket
         while self.state is SlotState.LIVE and self.supervisor.receive():
-            pass  # and so may the reports of commands
+            pass  # reports on commands may also still be in the socket
         self._close_root()
         self.state = SlotState.DEAD
         self.supervisor.slot_died()
@@ -187,7 +188,7 @@ class ServerSlot:
             self._on_end(self)
 
 
-# Requests that a slot's own parts serve, by name.
+# The requests that parts of a slot serve, by name.
 OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
     "exec": lambda slot, frame: slot.supervisor.exec(frame),
     "shell": lambda slot, frame: slot.shells.open(frame),
@@ -198,7 +199,8 @@ OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
 
 
 def arguments(root: int, pid: int) -> list[str] | None:
-    """Return the arguments of a live process by its number in the slot, read from the kernel; otherwise None."""
+    """Return the arguments of the live process with this number in the slot, read from the kernel; None if there is no
+    such process."""
     try:
         fd = files.open_at(root, f"/proc/{pid}/cmdline", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -216,8 +218,9 @@ def arguments(root: int, pid: int) -> list[str] | None:
 
 
 class ServiceQuery:
-    """One connection to a service at 127.0.0.1 of a slot: sends a request and passes the answer to `answered`. The
-    answer ends with the connection, at the time limit, or at the size limit. Raises OSError."""
+    """One connection to a service at 127.0.0.1 in a slot: sends a request and passes the answer to `answered`. The
+    answer ends with the connection or at the size limit; at the time limit, `answered` gets an error. Raises
+    OSError."""
 
     def __init__(
         self, loop: EpollLoop, slot: ServerSlot, fields: Fields, request: bytes,

@@ -1,7 +1,7 @@
 """Transfers contents that do not fit into one frame: files, and lists whose length a slot controls.
 
-A list's JSON is written to a file in memory, some entries at a time, and sent like a file: at the client's pace, so
-that no list exceeds a message or delays others.
+A list's JSON is written to a file in memory, some entries at a time, and sent like a file at the client's pace, so that
+no list exceeds the size of a message or delays other answers.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from collections.abc import Iterable, Iterator
 from .files import Writing
 from .protocol.frames import CHUNK, WINDOW, Fields, Frame, FrameConnection, FrameKind, OpenRequest
 
-# The limit of one list. Without it a slot could fill the machine's memory: paths may have thousands of characters.
+# The size limit of one list. Without it, a slot could fill the machine's memory with paths of thousands of characters.
 MAX_LIST_BYTES = 512 << 20
 _ENTRIES_PER_STEP = 256
 
 
 class Listing:
-    """One list: filled, sent, closed."""
+    """One list: call `fill`, `send` and `close` in this order."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("listing", os.MFD_CLOEXEC)
         self._size = 0
 
     def fill(self, entries: Iterable[Fields | None]) -> Iterator[None]:
-        """Collect all entries, as a job; None among them is a pause. Raises OSError (EFBIG) for too many entries."""
+        """Collect all entries, as a job; None among them stands for a pause. Raises OSError (EFBIG) for too many
+        entries."""
         self._write(b"[")
         piece: list[str] = []
         comma = ""
@@ -63,8 +64,8 @@ class Listing:
 
 
 class Download:
-    """Sends a file as DATA, the last piece with the RESULT, as fast as the client takes it. With `holes`, a hole is a
-    DATA frame with its length: a sparse file may claim terabytes."""
+    """Sends a file as DATA frames, with the last piece in the RESULT, as fast as the client reads it. With `holes`, a
+    hole is sent as a DATA frame with its length, because a sparse file may claim terabytes."""
 
     def __init__(
         self, number: int, fd: int, size: int, connection: FrameConnection, open_requests: dict[int, OpenRequest],
@@ -76,7 +77,7 @@ class Download:
         open_requests[number] = self
 
     def on_frame(self, frame: Frame) -> None:
-        """Handle a frame of the client, which has taken some bytes or cancels."""
+        """Handle a frame of the client, which has read some bytes or cancels the request."""
         if frame.kind is FrameKind.CREDIT:
             self._credit += frame.fields["bytes"]
             self.pump()
@@ -104,12 +105,12 @@ class Download:
         self._end(self._next())
 
     def _extent(self) -> tuple[int, int]:
-        """Return the length of a hole here, which is skipped, and otherwise the number of bytes in a piece before the
-        next one."""
+        """Return the length of the hole at the current position, which is skipped, and 0; without a hole, 0 and the
+        number of bytes to send before the next hole."""
         here = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
             data = os.lseek(self._fd, here, os.SEEK_DATA)
-        except OSError:  # only a hole is left
+        except OSError:  # the rest is a hole
             data = here + self._left
         if data > here:
             return os.lseek(self._fd, min(data, here + self._left), os.SEEK_SET) - here, 0
@@ -132,7 +133,8 @@ class Download:
 
 
 class Upload:
-    """Takes DATA into a new file; END puts it in place, CANCEL drops it. `uploads` are the uploads of its slot."""
+    """Writes DATA frames to a new file; END puts the file in place, CANCEL drops it. `uploads` are the slot's
+    uploads."""
 
     def __init__(
         self, number: int, writing: Writing, connection: FrameConnection, open_requests: dict[int, OpenRequest],
@@ -162,10 +164,10 @@ class Upload:
             self._connection.send(FrameKind.RESULT, self._number)
 
     def lose(self, slot: str) -> None:
-        """Drop the file because the slot has ended: its files may belong to a snapshot now."""
+        """Drop the file because the slot has ended and its files may belong to a snapshot now."""
         self._forget()
         self._writing.discard()
-        lost = {"error": "lost", "message": f"{slot} ended while a file was written to it"}
+        lost = {"error": "lost", "message": f"{slot} ended while a file was being written to it"}
         self._connection.send(FrameKind.ERROR, self._number, lost)
 
     def _forget(self) -> None:

@@ -63,7 +63,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """Call umount2(2), by default lazily: current users of the mount keep it."""
+    """Call umount2(2), by default lazily, so that current users of the mount keep it."""
     check(_libc.umount2(target.encode(), flags), f"umount {target}")
 
 
@@ -119,7 +119,7 @@ def close_from(first: int, last: int = 0xFFFFFFFF) -> None:
 
 
 def openat2(directory: int, path: str | bytes, flags: int, resolve: int, mode: int = 0) -> int:
-    """Call openat2(2); the descriptor is close-on-exec. Repeats races that the kernel reports (EAGAIN)."""
+    """Call openat2(2); the descriptor is close-on-exec. Tries again if the kernel reports a race (EAGAIN)."""
     name = path if isinstance(path, bytes) else path.encode("utf-8", "surrogateescape")
     how = _HOW.pack(flags | os.O_CLOEXEC, mode, resolve)
     for _ in range(128):
@@ -139,7 +139,8 @@ def open_tree(path: str, recursive: bool = False) -> int:
 
 
 def set_mount_attributes(tree: int, add: int, idmap: int | None = None, recursive: bool = False) -> None:
-    """Call mount_setattr(2) on a detached mount: flags to add, and the user namespace through which owners are seen."""
+    """Call mount_setattr(2) on a detached mount. `add` are the flags to add, and `idmap` is the user namespace that
+    maps the owners of files."""
     attributes = struct.pack("=QQQQ", add | (_MOUNT_ATTR_IDMAP if idmap is not None else 0), 0, 0, idmap or 0)
     flags = _AT_EMPTY_PATH | (_AT_RECURSIVE if recursive else 0)
     check(_libc.syscall(_MOUNT_SETATTR, tree, b"", flags, attributes, len(attributes)), "mount_setattr")
@@ -182,7 +183,7 @@ def _configure(context: int, options: str) -> None:
 
 def filesystem_type(fd: int) -> int:
     """Return the magic number of the file system of `fd` (statfs(2))."""
-    found = _StatFs()  # per call, since several threads may have a client
+    found = _StatFs()  # one per call, since several threads may each have a client
     if _libc.fstatfs(fd, found) < 0:
         check(-1, "fstatfs")
     return int(_LONG.unpack_from(found)[0])

@@ -1,11 +1,10 @@
-"""Keeps prepared workspaces on disk, so that later runs reuse them: recipes with a cache key, and the snapshots made
-from recipes.
+"""Keeps prepared workspaces on disk, so that later runs reuse them.
 
 A `Recipe` describes the preparation (image, files, commands); its cache key names the result. `Prepared` returns the
-snapshot of a recipe from disk, or makes and keeps a new one. Lost entries (evicted, damaged, their server died) are
-made again. If two runs prepare the same recipe concurrently, the second waits for the first.
+snapshot of a recipe from disk, or makes a new snapshot and keeps it. A snapshot that is lost (evicted, damaged, or gone
+with its server) is made again. If two runs prepare the same recipe concurrently, the second waits for the first.
 
-Not in a snapshot: processes, `/tmp` and `/dev/shm`.
+Processes, `/tmp` and `/dev/shm` are not part of a snapshot.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a workspace is prepared. Change `version` when something else that the steps depend on changes. `name` is for
-    people, and is not part of the key."""
+    """Describes how a workspace is prepared. Change `version` when anything else changes on which the steps depend.
+    `name` is for people, and is not part of the cache key."""
 
     spec: SlotSpec = SlotSpec()
     steps: tuple[Put | Run, ...] = ()
@@ -57,7 +56,7 @@ class Recipe:
 
     def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprints.of_image) -> str:
         """Return the cache key for one isolation level: a hash of everything that affects the result, including this
-        package.
+        package's code.
 
         The timeouts of steps are not part of the key. Blocks while it reads the image's metadata.
         """
@@ -76,7 +75,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The snapshot of a recipe, and whether it was found on disk."""
+    """The snapshot of a recipe; `found` is true if the snapshot was found on disk."""
 
     snapshot: Snapshot
     found: bool
@@ -88,7 +87,7 @@ def _raise(trouble: ConfigError) -> None:
 
 @dataclass
 class Prepared:
-    """Snapshots by recipe, for one backend. `store` opens the store on first use: `SnapshotStore(folder).open`.
+    """Prepares workspaces for one backend. `store` opens the store on first use: `SnapshotStore(folder).open`.
 
     Without a store, or on `confined`, snapshots last as long as the server. `trouble` is called with the reason if a
     snapshot cannot be kept; by default it raises.
@@ -124,7 +123,7 @@ class Prepared:
         The caller owns the snapshot and calls `forget`. Waits while another run makes the same snapshot. Raises the
         errors of `make`.
         """
-        if self.store is None or self.backend.rung < Rung.USERNS:  # without layers nothing can be used in place
+        if self.store is None or self.backend.rung < Rung.USERNS:  # without layers, no snapshot can be used in place
             return Taken(await make(), False)
         try:
             store = self.store()
@@ -155,7 +154,7 @@ class Prepared:
         return await asyncio.to_thread(recipe.key, self.backend.rung, self._of_image)
 
     def _of_image(self, image: str | None) -> JSON:
-        """Return the fingerprint of an image, computed once: an image must not change during a run."""
+        """Return the fingerprint of an image. It is computed once, because an image must not change during a run."""
         with self._looking:
             if image not in self._images:
                 self._images[image] = fingerprints.of_image(image)
@@ -167,7 +166,7 @@ class Prepared:
         if self.store is None or not store.has(key):
             return None
         snapshot = None
-        with contextlib.suppress(OSError):  # it was just evicted, or is damaged
+        with contextlib.suppress(OSError):  # the entry was just evicted, or is damaged
             snapshot = await self.backend.load(str(store.files(key)), recipe.spec)
         try:
             whole = await asyncio.to_thread(store.is_whole, key)
@@ -185,8 +184,8 @@ class Prepared:
         return None
 
     async def _starts_a_slot(self, snapshot: Snapshot, recipe: Recipe, store: SnapshotStore) -> bool:
-        """Return whether slots can be made from the store's disk, because overlays do not support every file system.
-        Tried once."""
+        """Return whether slots can start from the store's disk, because overlays do not support every file system. A
+        slot is made once to find out."""
         if not self._proved:
             try:
                 await self.backend.destroy(await self.backend.create(recipe.spec, "proof", snapshot))
@@ -194,17 +193,17 @@ class Prepared:
                 raise
             except SandboxError as error:
                 self.store = None
-                self.trouble(_cannot(store, f"be used from that disk ({error}); name a folder on another"))
+                self.trouble(_cannot(store, f"be used from that disk ({error}); name a folder on another disk"))
                 return False
             self._proved = True
         return True
 
     async def _forget(self, snapshot: Snapshot) -> None:
-        with contextlib.suppress(SandboxError):  # a server that died has dropped it
+        with contextlib.suppress(SandboxError):  # if the server has died, the snapshot is gone with it
             await self.backend.forget(snapshot)
 
     async def _keep(self, snapshot: Snapshot, recipe: Recipe, key: str, store: SnapshotStore) -> None:
-        if self.store is None:  # that disk turned out to be unusable
+        if self.store is None:  # the store's disk turned out to be unusable
             return
         try:
             await asyncio.to_thread(store.sweep)

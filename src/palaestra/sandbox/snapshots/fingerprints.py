@@ -1,8 +1,8 @@
 """Computes fingerprints of images, directories, the host and this package for cache keys.
 
-File contents are not read, because that would cost more than preparing the workspace again. Invariant: a change through
-the file system changes the fingerprint. A copy at another place may change it too, which only costs another
-preparation.
+File contents are not read, because that would cost more than preparing the workspace again. Invariant: a change that is
+made through the file system changes the fingerprint. A copy at another path may have a different fingerprint, which
+only costs another preparation.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def of_tree(folder: str) -> tuple[str, int]:
 
 
 def _names(folder: str) -> list[str]:
-    """Return the sorted entries; empty if the folder is gone or unreadable, because the folder's own time of change
-    shows that."""
+    """Return the sorted names in a folder. If the folder is gone or unreadable, the list is empty: the folder's own
+    time of change, which is part of the digest, shows that."""
     with contextlib.suppress(OSError):
         return sorted(os.listdir(folder))
     return []
 
 
 def of_image(image: str | None) -> JSON:
-    """Return the fingerprint of an image: for a directory from everything in it, for a file from its inode, size and
-    times. Without an image, it covers the host's release and times of package changes, not manual edits of system
+    """Return the fingerprint of an image. It covers everything in a directory, or the inode, size and times of a file.
+    Without an image, it covers the host's release and the times of package changes, but not manual edits of system
     files."""
     if image is None:
         release = Path("/etc/os-release")

@@ -1,9 +1,9 @@
 """Manages the folder of prepared workspaces, which all runs of one user on one machine share.
 
-An entry gets its name when it is complete (written next to it, synced, renamed), so a crash leaves no incomplete entry.
-An unfinished entry is locked while its maker lives, and removed afterwards. The slot server that uses an entry locks it
-against eviction (`LocalBackend.load`). `is_whole` notices changes to the files of an entry (by a program that cleans
-caches, or an editor), but not a disk that returns other bytes.
+An entry is written under a temporary name, synced, and renamed once it is complete, so a crash leaves no incomplete
+entry. An unfinished entry is locked while its maker lives, and removed afterwards. The slot server that uses an entry
+locks it against eviction (`LocalBackend.load`). `is_whole` notices changes to an entry's files (by an editor, or by a
+program that cleans caches), but not a disk that returns wrong bytes.
 
     STORE/KEY/layers/N/TREE   one folder per layer, topmost first     STORE/KEY/about.json   its recipe and last use
     STORE/new-*               an unfinished entry, or a removed one   STORE/turn-*           locks of preparations
@@ -47,8 +47,8 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StoredSnapshot:
-    """One kept snapshot: `size_bytes` on disk, `used_at` its last use in seconds since the epoch, `name` its first
-    purpose."""
+    """One kept snapshot. `size_bytes` is its size on disk, `used_at` its last use in seconds since the epoch, and
+    `name` the name of the recipe for which it was made."""
 
     key: str
     size_bytes: int
@@ -57,14 +57,14 @@ class StoredSnapshot:
 
 
 class SnapshotStore:
-    """The folder. Every method is safe while other runs use it. Nothing is made or read before `open`."""
+    """The store's folder. Every method is safe while other runs use the folder, which exists once `open` has run."""
 
     def __init__(self, folder: Path, *, max_bytes: int = DEFAULT_STORE_BYTES) -> None:
         self.folder, self.max_bytes = folder, max_bytes
 
     def open(self) -> SnapshotStore:
-        """Make the folder if it does not exist. Idempotent. Raises `ConfigError` if it belongs to another user or
-        others may write to it: its contents are executed."""
+        """Make the folder if it does not exist. Idempotent. Raises `ConfigError` if the folder belongs to another user
+        or other users may write to it, because its contents are executed."""
         folder = self.folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class SnapshotStore:
         except OSError as error:
             raise ConfigError(f"the snapshot store {str(folder)!r} cannot be used: {error.strerror}") from None
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise ConfigError(f"the snapshot store {str(folder)!r} must be yours and writable by you alone (chmod 700)")
+            raise ConfigError(f"the snapshot store {str(folder)!r} must be yours and writable only by you (chmod 700)")
         return self
 
     def files(self, key: str) -> Path:
@@ -110,7 +110,7 @@ class SnapshotStore:
 
     @contextlib.asynccontextmanager
     async def new(self) -> AsyncIterator[Path]:
-        """Yield a locked folder to fill, and remove it at the end of the block unless `keep` has taken it."""
+        """Yield a locked folder to fill, and remove it at the end of the block unless `keep` has renamed it."""
         path, lock = self._held_folder()
         try:
             (path / "layers").mkdir(mode=0o755)
@@ -133,14 +133,14 @@ class SnapshotStore:
                 os.close(lock)
 
     def keep(self, path: Path, key: str, recipe: JSON) -> None:
-        """Give a complete entry its name, and evict others to make room. If a faster run has made the same entry, that
-        one stays. Blocks while the disk syncs. Raises OSError (EFBIG) for an entry that is larger than the store may
-        be."""
+        """Give a complete entry its name, and evict other entries to make room. If another run has already made the
+        same entry, that entry stays. Blocks while the disk syncs. Raises OSError (EFBIG) for an entry that is larger
+        than the store may be."""
         _sync(path)
         digest, size_bytes = fingerprints.of_tree(str(path / "layers"))
         if size_bytes > self.max_bytes:
             raise OSError(
-                errno.EFBIG, f"it takes {size_bytes} bytes, more than the {self.max_bytes} of the whole store"
+                errno.EFBIG, f"it takes {size_bytes} bytes, but the whole store may take only {self.max_bytes}"
             )
         self.evict(size_bytes)
         about = {"schema": SCHEMA, "key": key, "size_bytes": size_bytes, "digest": digest, "recipe": recipe}
@@ -153,8 +153,8 @@ class SnapshotStore:
                 raise
 
     def evict(self, room: int = 0) -> list[str]:
-        """Remove the least recently used entries that are not in use, until the rest leaves `room` bytes free; returns
-        the keys of removed entries."""
+        """Remove entries that are not in use, least recently used first, until the rest leaves `room` bytes free;
+        returns the keys of the removed entries."""
         entries, gone = self.entries(), []
         excess = sum(entry.size_bytes for entry in entries) + room - self.max_bytes
         for entry in entries:
@@ -164,11 +164,11 @@ class SnapshotStore:
         return gone
 
     def remove(self, key: str) -> bool:
-        """Remove one entry; False while it is in use."""
+        """Remove one entry. Returns False, and removes nothing, if the entry is in use or does not exist."""
         return self._take_away(self.folder / key, self.files(key))
 
     def sweep(self) -> int:
-        """Remove unfinished entries of dead runs; returns how many."""
+        """Remove the unfinished entries of dead runs; returns the number of removed entries."""
         return sum(self._take_away(path, path) for path in self.halves())
 
     def halves(self) -> list[Path]:
@@ -183,7 +183,7 @@ class SnapshotStore:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             trash = self.folder / f"new-{os.urandom(8).hex()}"
-            path.rename(trash)  # under its name it is complete or absent
+            path.rename(trash)  # so that an entry is always complete or absent under its own name
             _remove(trash)
         except OSError:
             return False
@@ -197,7 +197,8 @@ class SnapshotStore:
 
 
 async def to_the_end(work: Callable[[], None]) -> None:
-    """Work in a thread and wait for its end even if cancelled, since the caller may remove the files afterwards."""
+    """Run `work` in a thread and wait for its end even if the caller is cancelled, since the caller may remove the
+    files afterwards."""
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)
@@ -208,7 +209,7 @@ async def to_the_end(work: Callable[[], None]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write the whole file system to its disk: a workspace has too many files to sync each."""
+    """Sync the whole file system, because a workspace has too many files to sync each of them."""
     libc, folder = ctypes.CDLL(None, use_errno=True), os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if libc.syncfs(folder) != 0:
@@ -218,7 +219,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a tree that another user has made. Its directories may deny access to their owner, and links are not
+    """Remove a tree that another user may have made. Its directories may deny access to their owner. Links are not
     followed."""
     for folder, below, _ in os.walk(path):
         for name in below:  # before the walk enters it

@@ -1,7 +1,7 @@
 """Types into a terminal of a slot and reads its screen, as a person (or tmux) would.
 
-The program runs as a background process with a terminal of its own. The screen is emulated here, from the program's
-output, whenever it is captured; the program's questions (where is the cursor?) are answered then.
+The program runs as a background process with a terminal of its own. Whenever the screen is captured, it is emulated
+here from the program's output, and the program's queries, such as the cursor's position, are answered.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _PIECE_BYTES = 128 << 10
 _LONGEST_WAIT_S = 30.0
 
 PROMPTED = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
-"""The environment of a shell whose commands `command_ended` waits for. Before every prompt the shell writes a sequence
-that no screen shows, with the exit code of the last command.
+"""The environment of a shell whose commands `command_ended` waits for. Before every prompt, such a shell writes an
+invisible sequence with the exit code of the last command.
 
-The sequence is that of semantic prompts:
+The sequence is the one proposed for semantic prompts:
 https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
 """
 _MARK = re.compile(rb"\x1b\]133;D;(\d+)\x07")
 _LONGEST_MARK = 16
 
-# Names of keys as tmux has them, and the codes of xterm with its defaults:
+# The names of keys are tmux's, and the codes are those that xterm sends by default:
 # https://invisible-island.net/xterm/ctlseqs/ctlseqs.html
 _PLAIN = {
     "Enter": "\r", "Tab": "\t", "Space": " ", "BSpace": "\x7f", "Escape": "\x1b", "BTab": "\x1b[Z",
@@ -44,9 +44,9 @@ _CONTROL = {"Space": 0, "@": 0, "[": 27, "\\": 28, "]": 29, "^": 30, "_": 31, "?
 
 @dataclass(frozen=True, slots=True)
 class ScreenShot:
-    """The state of a terminal at one moment. `cursor` is row and column from 0. Without an emulator, `emulated` is
-    False and `text` contains the last lines without control sequences. `lost` counts bytes dropped before a capture;
-    the screen was cleared after them.
+    """The state of a terminal at one moment. `cursor` is row and column, counted from 0. Without an emulator,
+    `emulated` is False and `text` contains the last lines without control sequences. `lost` counts the bytes that were
+    dropped before they could be read; the screen is cleared after each gap.
     """
 
     text: str
@@ -77,7 +77,7 @@ class Terminal:
         env: Mapping[str, str] | None = None,
         emulator: str = "best",
     ) -> Terminal:
-        """Start a program in a terminal of the slot; `emulator` as for `open_screen`."""
+        """Start a program in a terminal of the slot; `emulator` has the meaning it has for `open_screen`."""
         window = size or TerminalSize()
         screen = open_screen(window, emulator)
         process = await slot.spawn(command, cwd=cwd, env=env, terminal=window)
@@ -111,15 +111,15 @@ class Terminal:
         self._size = size
 
     async def capture(self, *, quiet_s: float = 0.05, timeout_s: float = 1.0) -> ScreenShot:
-        """Return the screen, once nothing has been written for `quiet_s`, or after `timeout_s` in any case."""
+        """Return the screen once the program has written nothing for `quiet_s`, or at the latest after `timeout_s`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while await self._take(quiet_s) and asyncio.get_running_loop().time() < deadline:
             pass
         return await self._shot()
 
     async def wait_for(self, pattern: str | re.Pattern[str], *, timeout_s: float = 10.0) -> ScreenShot:
-        """Return the screen when its text matches. Raises TimeoutError, with the screen, if it does not match in
-        time."""
+        """Return the screen as soon as its text matches `pattern`. Raises TimeoutError, with the screen, if it does not
+        match in time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             shot = await self._shot()
@@ -127,7 +127,7 @@ class Terminal:
                 return shot
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0 or (not await self._take(left) and not shot.running):
-                raise TimeoutError(f"the terminal does not show {pattern!r} within {timeout_s:g}s:\n{shot.text}")
+                raise TimeoutError(f"the terminal did not show {pattern!r} within {timeout_s:g}s:\n{shot.text}")
 
     async def command_ended(self, cursor: int, patience_s: float) -> int | None:
         """Wait for the end of a command after the output at `cursor`, in a shell with `PROMPTED`. Returns its exit
@@ -167,10 +167,10 @@ class Terminal:
 
 
 def key_code(key: str, *, application_cursor: bool = False) -> bytes | None:
-    """Return the bytes that a key sends: `Enter`, `Up`, `F5`, `C-c`, `M-x`, `M-Up`. None if the name is not that of a
-    key.
+    """Return the bytes that a key such as `Enter`, `Up`, `F5`, `C-c`, `M-x` or `M-Up` sends; None if no key has this
+    name.
 
-    `application_cursor` is the mode that full-screen programs request, in which cursor keys send other codes.
+    `application_cursor` is the mode that full-screen programs request, in which cursor keys send different codes.
     """
     if key in _CURSOR:
         return ("\x1bO" if application_cursor else "\x1b[").encode() + _CURSOR[key].encode()

@@ -1,7 +1,7 @@
 """Serves the contract's `tmux` calls in one slot: types into a shell's terminal and reads its screen.
 
-`palaestra.tools.builtin.tmux` is the model's tool. This module answers existing clients of a slot server's port, and
-works without an emulator of screens if none is installed there.
+`palaestra.tools.builtin.tmux` is the tool for models. This module answers existing clients of a slot server's port, and
+works without a terminal emulator if none is installed there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pane:
 
     async def _start(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
         if self._terminal is not None and not args.get("reset"):
-            raise ValueError("a terminal is open: use it, or start with reset")
+            raise ValueError("a terminal is already open: use it, or start with reset")
         rows = _within(args.get("pane_height"), 40, 10, 200)
         columns = _within(args.get("pane_width"), 160, 20, 500)
         await self._stop(slot, args)
@@ -60,14 +60,14 @@ class Pane:
     async def _send_keys(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
         terminal, keys = self._open(), args.get("keys")
         if not isinstance(keys, str | list) or not keys:
-            raise ValueError("keys is a text or a list of texts and keys")
+            raise ValueError("keys must be a string or a list of strings")
         quiet_s = _within(args.get("min_wait_s"), _QUIET_S, 0.0, _MOST_PATIENCE_S)
         patience_s = _within(args.get("max_wait_s"), _PATIENCE_S, 0.0, _MOST_PATIENCE_S)
         before = (await terminal.process.status()).output_total_bytes
         try:
             await terminal.send_keys(*([keys] if isinstance(keys, str) else map(str, keys)))
         except BrokenPipeError:
-            raise ValueError("what ran in the terminal has ended: start with reset") from None
+            raise ValueError("the program in the terminal has ended: start with reset") from None
         if args.get("block"):
             await terminal.command_ended(before, patience_s)
             patience_s = 1.0

@@ -1,11 +1,11 @@
 """Derives the screen of a terminal from the bytes that a program has sent to it.
 
 `GhosttyScreen` is a real emulator (libghostty, in the extra `screen`): full-screen programs, the alternate screen, wide
-characters, answers to a program's questions. `PlainScreen` drops control sequences and keeps the last lines, which is
+characters, answers to a program's queries. `PlainScreen` drops control sequences and keeps the last lines, which is
 right for scrolling output and wrong for editors; its `emulated` is False.
 
-`cursor` is row and column from 0; `application_cursor` is whether the program has requested the other codes of the
-cursor keys. `feed` takes output of the program and returns the terminal's answers.
+`cursor` is row and column, counted from 0. `application_cursor` is true if the program has requested the alternative
+codes of the cursor keys. `feed` adds output of the program and returns the terminal's answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _CURSOR_KEYS = 1
 
 
 def open_screen(size: TerminalSize, emulator: str = "best") -> Screen:
-    """Return `ghostty`, `plain`, or the best that is installed. Raises `ConfigError`, which names the extra."""
+    """Return a screen with the emulator `ghostty` or `plain`, or the best one that is installed. Raises `ConfigError`,
+    naming the extra, if `ghostty` is not installed."""
     if emulator not in ("best", "ghostty", "plain"):
         raise ConfigError(f"{emulator!r} is not a terminal emulator; use best, ghostty or plain")
     if emulator != "plain":
@@ -126,7 +127,7 @@ Screen: TypeAlias = GhosttyScreen | PlainScreen
 
 
 def plain(data: bytes) -> tuple[str, bytes]:
-    """Return the output of a program without control sequences, and its incomplete end: a sequence or a character.
+    """Return the output of a program without control sequences, and the incomplete sequence or character at its end.
     Bytes that are not UTF-8 become surrogates (`errors="surrogateescape"`)."""
     text = data.decode(errors="surrogateescape")
     unfinished = _UNFINISHED.search(text[-_MAX_UNFINISHED:])

@@ -28,12 +28,12 @@ from palaestra.suites.endless_terminals.triple_check import prove
 from palaestra.suites.out_option import out_option
 
 _PROGRESS = 100
-"""Report progress after this many tasks."""
+"""The number of tasks between two reports of progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class TerminalBuild:
-    """The tasks in order, and the reasons why others were dropped."""
+    """The tasks in order, and the reasons why other tasks were dropped."""
 
     tasks: tuple[GeneratedTask, ...]
     problems: tuple[str, ...]
@@ -53,7 +53,7 @@ async def build(
     image: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> TerminalBuild:
-    """Generate `count` tasks and keep those that pass their check, with `parallel` checks at a time.
+    """Generate `count` tasks and keep those that pass their check, with at most `parallel` concurrent checks.
 
     `image` is the root file system of the slots; None means the host's system directories. Raises `ConfigError` for a
     bad selection, and `InfraError` if slots fail.
@@ -105,9 +105,9 @@ def write_tasks(out: Path, tasks: Iterable[GeneratedTask]) -> None:
 
 @click.command("terminal", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--tasks", "--n", "count", type=click.IntRange(min=1), default=100, show_default=True, help="Tasks to generate."
+    "--tasks", "--n", "count", type=click.IntRange(min=1), default=100, show_default=True, help="Number of tasks."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal tasks.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same tasks.")
 @click.option("--level", "levels", type=int, multiple=True, help="Only this level, 1 to 5; repeatable. [default: all]")
 @click.option("--area", "areas", multiple=True, metavar="NAME", help="Only this area of work; repeatable.")
 @click.option("--family", "families", multiple=True, metavar="NAME", help="Only this kind of work; repeatable.")
@@ -118,7 +118,7 @@ def write_tasks(out: Path, tasks: Iterable[GeneratedTask]) -> None:
     "--parallel",
     "parallel",
     type=click.IntRange(min=1),
-    help="Tasks to check at a time. [default: two per processor]",
+    help="Number of concurrent checks. [default: two per processor]",
 )
 @click.option("--check/--no-check", default=True, show_default=True, help="Whether to check each task in slots.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -142,8 +142,8 @@ def command(
 
     Areas: files, text, logs, tables, formats, archives, permissions, processes, git, databases and scripts. A task of
     level k combines k kinds of work. The same options and seed give the same file. Each task is checked in slots
-    before it is written: its initial state is right, an oracle gets the full score, and doing nothing or merely
-    creating the files gets none. No network is used.
+    before it is written: its initial state must be right, the oracle must get the full score, and doing nothing or
+    merely creating the files must get none. No network is used.
     """
     selection = TaskSelection(seed, levels, families, areas)
 

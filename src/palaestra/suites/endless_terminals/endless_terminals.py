@@ -57,7 +57,7 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
         description="A JSONL file of `tasks build terminal`, or a folder of task folders; None: generate tasks.",
     )
     local_tasks_dir: str | None = Field(default=None, description="A folder of task folders; same as dataset_name.")
-    n: int = Field(default=100, ge=1, description="Tasks to generate if there is no dataset.")
+    n: int = Field(default=100, ge=1, description="Number of tasks to generate if there is no dataset.")
     level: int | None = Field(default=None, ge=1, le=5, description="Generate only this level; None: a mixture.")
     areas: list[str] = Field(default=[], description="Generate only these areas; empty: all.")
     families: list[str] = Field(default=[], description="Generate only these families; empty: all.")
@@ -70,9 +70,9 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
     )
     test_timeout_s: float = Field(default=120, gt=0, description="Time limit in seconds of a task folder's tests.")
     cache_dir: str = Field(default=CACHE_DIR, description="The folder of test tools for task folders.")
-    max_agent_turns: int = Field(default=32, ge=1, description="Model calls per rollout, at most.")
+    max_agent_turns: int = Field(default=32, ge=1, description="Maximum number of model calls per rollout.")
     enabled_toolsets: list[str] | None = Field(default=["default"], description="The agent's toolsets.")
-    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
+    total_steps: int = Field(default=-1, ge=-1, description="Maximum number of groups; -1 means one for every task.")
     allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
 
     builder: str = Field(default="", description="The command that builds images; empty: docker, podman or buildah.")

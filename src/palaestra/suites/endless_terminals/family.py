@@ -77,5 +77,5 @@ class Family:
 
 
 def python(code: str) -> str:
-    """Return a shell command that runs this Python code, without site packages to start faster."""
+    """Return a shell command that runs this Python code, without site packages so that it starts faster."""
     return f"python3 -S - <<'END'\n{code.strip()}\nEND\n"

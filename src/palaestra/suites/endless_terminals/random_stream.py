@@ -1,7 +1,7 @@
 """Random streams that are the same on every machine. Their bytes are SHA-256 digests of a name and a counter.
 
 `random.Random` is not suitable, because `choice` and `sample` may change with the Python version. A stream is named by
-its purpose, so that a new choice in one place changes no other.
+its purpose, so that a new choice in one place does not change the choices elsewhere.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Table:
         return [row[place] for row in self.rows]
 
     def with_rows(self, rows: list[TableRow]) -> Table:
-        """Return the same columns with other rows."""
+        """Return a table with the same columns and these rows."""
         return Table(self.columns, tuple(rows))
 
     def records(self) -> list[dict[str, JSON]]:
@@ -59,7 +59,7 @@ class Table:
         return [dict(zip(self.names, row, strict=True)) for row in self.rows]
 
     def cells(self) -> list[list[str]]:
-        """Return header and rows as text."""
+        """Return the header and the rows as text."""
         return [self.names, *([str(value) for value in row] for row in self.rows)]
 
 

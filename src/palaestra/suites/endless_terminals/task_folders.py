@@ -135,7 +135,7 @@ def post_script(definition: str, name: str) -> str:
     sections = re.split(r"^%(\w+).*$", definition, flags=re.MULTILINE)
     named = dict(zip(sections[1::2], sections[2::2], strict=True))
     if "files" in named and named["files"].strip():
-        raise TaskError(f"{name}: its container definition copies files of another machine (%files)")
+        raise TaskError(f"{name}: its container definition copies files from the machine that builds it (%files)")
     body = re.sub(r"\\\n\s*", "", named.get("post", ""))
     lines = (_without_installers(line) for line in body.splitlines())
     return "".join(f"{line}\n" for line in lines if line is not None)

@@ -1,6 +1,6 @@
 """Create small files with the terminal: a smoke test of model, tools, slots and grading that takes seconds.
 
-The oracle scores 1.0 on every task and doing nothing 0.0. No dataset and no network are needed.
+The oracle scores 1.0 on every task; doing nothing scores 0.0. No dataset and no network are needed.
 """
 
 from __future__ import annotations

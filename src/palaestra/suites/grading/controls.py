@@ -41,7 +41,7 @@ The function may leave out parametrized tests whose ending (`[...]`) is not in t
 class Places:
     """Where the tests of a task can run: over the work, a reference solution, and a broken solution.
 
-    `briefly` runs over the reference solution with a shorter time limit, for changes that may never end.
+    `briefly` runs over the reference solution with a shorter time limit, for falsified tests that may never end.
     """
 
     work: RunTexts
@@ -193,7 +193,7 @@ class Controls:
             if self._learn(copy, run):
                 return
         if run.timed_out:
-            raise ControlsTimedOut("the reference solution did not end its rewritten tests in time")
+            raise ControlsTimedOut("the reference solution did not finish its rewritten tests in time")
 
     def _trial(self, certain: bool) -> RewrittenTests:
         """Return one unchanged copy of every test, and one for each sampled site that is falsified only there.
@@ -296,7 +296,7 @@ class Controls:
         if reference is None:
             raise TestsTimedOut("rewritten tests timed out over work that passes the original ones")
         if (await reference(copy.texts, self._parameters)).timed_out:
-            raise ControlsTimedOut("the reference solution did not end its rewritten tests in time")
+            raise ControlsTimedOut("the reference solution did not finish its rewritten tests in time")
         return await work(copy.texts, self._parameters)
 
     def _round(self, number: int) -> RewrittenTests:
@@ -371,7 +371,7 @@ class Controls:
             if failure.exception == TAMPERED:
                 return f"{node_id.partition('::')[0]} compares an object that equals everything: {failure.message}"
         right = sorted(each.name for each in odd)
-        return f"{right[0]} passes only as it was written, not rewritten with the same meaning ({len(right)} tests do)"
+        return f"{right[0]} passes as written, but not when rewritten with the same meaning ({len(right)} tests do)"
 
 
 class TaskControls:

@@ -1,6 +1,6 @@
 """Run a test harness in a slot and read its records from the verdict channel.
 
-Until the `start` record no code of the workspace has run, so a missing `start` is the grader's fault, not the agent's.
+No workspace code runs before the `start` record, so a missing `start` is the grader's fault, not the agent's.
 
 Invariant: the harness holds no secret. It gets the files to run, but neither test names nor a key; this module
 interprets its records. Its memory contains bait that looks like a key: a record with the bait proves that code searched
@@ -82,7 +82,8 @@ def read_records(data: bytes) -> list[Mapping[str, JSON]]:
 
 
 def alarms_in(records: Sequence[Mapping[str, JSON]]) -> frozenset[Alarm]:
-    """Return the signs of tampering in the records: alarms of the audit hook, and records of another writer."""
+    """Return the signs of tampering in the records: alarms of the audit hook, and records that the harness did not
+    write."""
     found = {
         Alarm(str(record.get("event")), str(record.get("path", ""))) for record in records if record["kind"] == "alarm"
     }

@@ -165,7 +165,8 @@ def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
-    """Return other values of a constant. The right value has a random rank among them, so its rank does not show it."""
+    """Return changes of a constant to other values. The right value has a random rank among them, so its rank does not
+    reveal it."""
     value, found = node.value, list[object]()
     if isinstance(value, bool):
         found.append(not value)
@@ -188,7 +189,8 @@ def _other_integers(value: int, random: Random) -> list[int]:
 
 
 def _other_floats(value: float, random: Random) -> list[float]:
-    """Return floats with as many digits, two to three times apart; the value has a random rank among them."""
+    """Return floats with the same number of digits, spaced by factors of two to three; the value has a random rank
+    among them."""
     digits = len(repr(value).partition("e")[0].replace(".", "").strip("-0")) or 1
     found: list[float] = []
     below = random.randrange(MOST_ALTERNATIVES + 1)
@@ -209,7 +211,8 @@ def _shifted(value: str, random: Random) -> list[str]:
 
 
 def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
-    """Return changes that invert an assertion, compare with a container of the value, or expect another exception."""
+    """Return changes that invert an assertion, compare with a container of the value, or expect a different
+    exception."""
     if isinstance(node, ast.Call):
         if _called(node) in _RAISES and node.args:
             unlikely = random.sample(_UNLIKELY, MOST_ALTERNATIVES)

@@ -2,8 +2,8 @@
 
 A variant means the same as its test, except where it is falsified (`negate_test.py`). Variants stand in random order at
 the end of their module or class. Their constants come from an encoded table, their local variables have random names,
-and their assertions are written in another form. Neither a hash nor a name therefore shows which test a variant comes
-from, and a falsified variant looks like any other. Does no I/O.
+and their assertions are written in a different form. Neither a hash nor a name therefore shows which test a variant
+comes from, and a falsified variant looks like any other. Does no I/O.
 
 Not covered: code that runs the variants and compares their meaning with tests that it knows.
 """
@@ -66,7 +66,8 @@ as the test."""
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A copy of a test. `sites` are the numbers of the falsified sites; a copy without any means the same."""
+    """A copy of a test. `sites` are the numbers of the falsified sites; a copy without falsified sites has the test's
+    meaning."""
 
     place: TestPlace
     sites: tuple[int, ...]
@@ -156,7 +157,7 @@ def rewrite(
 
 
 class _File:
-    """The rewriting of one file."""
+    """Rewrites one file."""
 
     def __init__(
         self,
@@ -288,7 +289,7 @@ class _Constants(ast.NodeTransformer):
 
 
 class _Restyle(ast.NodeTransformer):
-    """Writes assertions in another form at random."""
+    """Rewrites randomly chosen assertions in a different form."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -309,7 +310,7 @@ class _Restyle(ast.NodeTransformer):
 
 
 def _rename_locals(function: Function, fresh: Callable[[str], str]) -> None:
-    """Give local variables other names, where only plain names refer to them."""
+    """Rename the local variables that only plain names refer to."""
     fixed: set[str | None] = set()
     stored: set[str] = set()
     for node in ast.walk(function):

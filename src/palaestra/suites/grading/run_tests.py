@@ -45,7 +45,7 @@ _CANARY = "def test_canary():\n    assert 1 + 1 == 2\n"
 
 
 class TestsTimedOut(GraderError):
-    """A test session did not end in time. Another session shows whether the work or a slow machine is the cause."""
+    """A test session did not end in time. A second session can show whether the work or a slow machine is the cause."""
 
     __test__: ClassVar[bool] = False  # pytest: not a test class
 
@@ -193,7 +193,7 @@ async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
     canary = await _pytest(slot, toolchain, root, ["test_canary.py"], CANARY_TIMEOUT_S)
     if not canary.complete or list(canary.statuses.values()) != [Status.PASSED]:
         raise GraderError(
-            f"the tests did not finish in {slot.slot_id}, and neither does a canary test: the slot is broken.\n"
+            f"the tests did not finish in {slot.slot_id}, and neither did a canary test, so the slot is broken.\n"
             f"{canary.output[-2000:]}"
         )
 

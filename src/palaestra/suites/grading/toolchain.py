@@ -57,7 +57,7 @@ class Install:
         if raw is None:
             return cls(editable=True)
         if not isinstance(raw, Mapping) or set(raw) - {"requirements", "python_path", "pytest_args", "editable"}:
-            raise TaskError("install must be an object with requirements, python_path, pytest_args, editable")
+            raise TaskError("install must be an object with the keys requirements, python_path, pytest_args, editable")
         fields = RowFields(raw)
         return cls(
             fields.texts("requirements"),
@@ -76,7 +76,7 @@ class Install:
         }
 
     def digest(self) -> str:
-        """Return a short name of this installation."""
+        """Return a short name for this installation."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -96,7 +96,8 @@ class Toolchain:
     bin_dir: str = ""
 
     def environment(self, repo_dir: str) -> dict[str, str]:
-        """Return variables for an agent's commands, so that its `python` and `pytest` are the ones that grade."""
+        """Return variables for an agent's commands, so that the agent uses the `python` and `pytest` that grade its
+        work."""
         path = [f"{repo_dir}/{part}".removesuffix("/.") for part in self.python_path] + list(self.dependencies)
         found = {"PATH": f"{self.bin_dir}:{DEFAULT_PATH}" if self.bin_dir else DEFAULT_PATH}
         return {**found, "PYTHONPATH": ":".join(path)} if path else found
@@ -119,7 +120,7 @@ class DependencyCache:
         self._timeout_s = timeout_s
 
     async def toolchain(self, install: Install, *, closed: bool = True) -> Toolchain:
-        """Install once, then reuse. `closed` installs the requirements without their dependencies.
+        """Return the toolchain; its requirements are installed only once. `closed` leaves out their dependencies.
 
         Raises `PrepareError` with the end of the installer's output.
         """

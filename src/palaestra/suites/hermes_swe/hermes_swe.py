@@ -52,10 +52,10 @@ class HermesSweEnvConfig(ListedEnvConfig):
 
     dataset_name: str | None = Field(
         default=BUILT_IN,
-        description=f"A JSONL, CSV or Parquet file, a folder of them, a hub name, or {BUILT_IN}.",
+        description=f"A JSONL, CSV or Parquet file, a folder of them, a Hub dataset, or {BUILT_IN}.",
     )
-    dataset_split: str = Field(default="test", description="The split of a hub dataset.")
-    max_items: int = Field(default=0, ge=0, description="Tasks to take from the dataset, at most; 0 means all.")
+    dataset_split: str = Field(default="test", description="The split of a Hub dataset.")
+    max_items: int = Field(default=0, ge=0, description="Maximum number of tasks from the dataset; 0 means all.")
     test_timeout_s: float = Field(default=60, gt=0, description="Time limit in seconds of a task's tests.")
     controls: bool = Field(
         default=True,
@@ -63,7 +63,7 @@ class HermesSweEnvConfig(ListedEnvConfig):
     )
     enabled_toolsets: list[str] | None = Field(default=["terminal", "file"], description="The agent's toolsets.")
     system_prompt: str | None = Field(default=SYSTEM_PROMPT, description="The system message.")
-    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
+    total_steps: int = Field(default=-1, ge=-1, description="Maximum number of groups; -1 means one for every task.")
     allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
 
 
@@ -88,7 +88,7 @@ class HermesSweEnvironment(ContractEnvironment):
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         """Check the task in a fork: its tests must fail at first and pass on the reference solution.
 
-        Grading needs forks, too, so an isolation level without forks fails here, before any model call.
+        Grading also needs forks, so an isolation level without forks fails here, before any model call.
         """
         item: ProgrammingTask = task.data
         async with sandbox.fork() as fork:
@@ -246,7 +246,7 @@ def _exception(error: str) -> str:
 
 
 def errors_of(run: TestRun, names: Sequence[str]) -> dict[str, str]:
-    """Return the traceback of each named test that did not pass in a run that ended."""
+    """Return the traceback of each named test that did not pass, or the reason why there is none."""
     missing = "the test run timed out" if run.timed_out else "the test run ended before this test"
     return {
         name: run.failures[name].message if name in run.failures else run.collect_errors.get("", missing)

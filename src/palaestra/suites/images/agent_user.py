@@ -1,4 +1,4 @@
-"""Start an agent's commands in the directory and as the user of its image."""
+"""Start an agent's commands in its image's directory and as its image's user."""
 
 from __future__ import annotations
 

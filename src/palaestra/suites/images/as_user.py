@@ -34,7 +34,8 @@ def is_root(user: str | None) -> bool:
 
 
 def as_user(argv: Sequence[str], user: str | None) -> list[str]:
-    """Return the command as that user, through `setpriv` (util-linux) of the slot, with the user's own groups."""
+    """Return a command that runs `argv` as the user, through the slot's `setpriv` (util-linux), with the user's own
+    groups."""
     if is_root(user):
         return list(argv)
     name, _, group = (user or "").partition(":")
@@ -190,4 +191,4 @@ class UserSlot(Slot):
     async def _do(self, argv: Sequence[str], path: str, data: bytes = b"") -> None:
         done = await self.execute(argv, stdin=data, timeout_s=_FILE_S)
         if not done.success:
-            raise PermissionError(13, done.output.strip()[-200:] or f"the user {self._user} may not", path)
+            raise PermissionError(13, done.output.strip()[-200:] or f"the user {self._user} may not change it", path)

@@ -2,7 +2,7 @@
 
 `mmdebstrap` (any user with user namespaces) or `debootstrap` (root) downloads the packages and verifies their
 signatures. A root is `NAME.tar` in the folder of roots, next to `NAME.json`; the settings `base_image`, `image_dir` and
-`images` of the terminal environments take it.
+`images` of the terminal environments accept it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def make_root(
     Raises `ConfigError` for an unknown release, `ImageError` if no tool is installed or the tool fails.
     """
     if name not in RELEASES:
-        raise ConfigError(f"unknown release {name!r}; known are {', '.join(RELEASES)}.{nearest(name, RELEASES)}")
+        raise ConfigError(f"unknown release {name!r}; the releases are {', '.join(RELEASES)}.{nearest(name, RELEASES)}")
     release = RELEASES[name]
     target = folder / f"{'-'.join([name.replace(':', '-'), *sorted(include)])}.tar"
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ async def make_root(
         key = keyring or f"/usr/share/keyrings/{release.keyring}.gpg"
         if verify and not os.path.isfile(key):
             raise ImageError(
-                f"verifying {name} needs the keyring {key}: install {release.keyring}, name the file of another "
-                "machine with --keyring FILE, or give --insecure"
+                f"verifying {name} needs the keyring {key}: install {release.keyring}, copy the file from another "
+                "machine and name it with --keyring FILE, or use --insecure"
             )
         for command in _commands(release, fresh, include, mirror or release.mirror, key if verify else None):
             problem = f"making {name} failed: {command[0]}"
@@ -138,8 +138,10 @@ _folder = click.option("--dir", "folder", default=ROOTS, show_default=True, help
 @click.command("make", context_settings=_CONTEXT)
 @_folder
 @click.option("--include", multiple=True, metavar="PACKAGE", help="A further package. May be given again.")
-@click.option("--mirror", default="", metavar="URL", help="Where the packages come from. Default: the release's own.")
-@click.option("--keyring", default="", metavar="FILE", help="The keyring. Default: from the release's package.")
+@click.option("--mirror", default="", metavar="URL", help="The mirror of the packages. Default: the release's own.")
+@click.option(
+    "--keyring", default="", metavar="FILE", help="The keyring for the signatures. Default: the distribution's."
+)
 @click.option("--insecure", is_flag=True, help="Do not verify signatures.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("release", metavar="RELEASE")
@@ -182,4 +184,6 @@ def list_command(folder: str, as_json: bool) -> None:
     for root in found:
         click.echo(f"{root.name:<32} {root.bytes / (1 << 20):7.0f} MiB  {root.source}  {root.path}")
     if not found:
-        click.echo(f"there are none in {folder}; palaestra images make debian:12 makes one", err=True)
+        click.echo(
+            f"there are no root file systems in {folder}; to make one: palaestra images make debian:12", err=True
+        )

@@ -1,8 +1,8 @@
 """Parse a Dockerfile into instructions, and compute the variables, directory and user that it sets. Does no I/O.
 
-For builds in a slot without a container runtime (`slot_build.py`), and for ready root file systems that come without
-a configuration. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with heredocs and continuation
-lines; Dockerfiles of several stages are refused.
+Used for builds in a slot without a container runtime (`slot_build.py`), and for ready root file systems that come
+without a configuration. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with heredocs and
+continuation lines. Dockerfiles with several stages are refused.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def image_config(instructions: tuple[Instruction, ...]) -> ImageConfig:
 def follow(
     config: ImageConfig, arguments: dict[str, str], instruction: Instruction
 ) -> tuple[ImageConfig, dict[str, str]]:
-    """Return configuration and build arguments after an instruction; most instructions change neither."""
+    """Return the configuration and the build arguments after an instruction; most instructions change neither."""
     known = {**arguments, **config.env}
     if instruction.name == "ENV":
         config = replace(config, env={**config.env, **_assignments(instruction, known)})
@@ -182,7 +182,7 @@ def _document(lines: list[str], number: int, word: str, strip_tabs: bool) -> tup
         if line == word:
             return "".join(f"{each}\n" for each in found), index + 1
         found.append(line)
-    raise TaskError(f"Dockerfile, line {number}: the document {word} does not end")
+    raise TaskError(f"Dockerfile, line {number}: the here-document {word} is not closed")
 
 
 def _flags(arguments: str) -> tuple[dict[str, str], str]:

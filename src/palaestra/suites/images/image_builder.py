@@ -61,8 +61,8 @@ class ImageBuilder:
         return archive, read_config(archive)
 
     async def _found(self) -> list[str]:
-        """Return the command of the tool. Raises `TaskError` that quotes every tool that is installed and does not
-        answer."""
+        """Return the command of the tool. Raises a `TaskError` that quotes the error of every installed tool that does
+        not answer."""
         if self._tool is not None:
             return self._tool
         silent = []
@@ -76,7 +76,7 @@ class ImageBuilder:
             silent.append(f"{shlex.join(command)} does not answer: {_reason(answer.text)}")
         reason = "; ".join(silent) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
         raise TaskError(
-            f"{reason.rstrip('.')}. Its image needs it: start one, build its Dockerfile in a slot with "
+            f"{reason.rstrip('.')}. Its image needs a container tool: start one, build its Dockerfile in a slot with "
             f"--env.base_image host, or give a ready root file system with --env.image_dir"
         )
 
@@ -186,8 +186,8 @@ def _write_config(image: Path, config: ImageConfig, recipe: ImageRecipe) -> None
 
 
 def read_config(image: Path) -> ImageConfig:
-    """Return the configuration of a root file system from the JSON file next to it, `NAME.json`; the default without
-    one."""
+    """Return the configuration of a root file system from the JSON file next to it, `NAME.json`, or the default
+    configuration if there is no such file."""
     path = _config_path(image)
     if not path.is_file():
         return ImageConfig()

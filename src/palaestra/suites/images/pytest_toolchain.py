@@ -116,8 +116,8 @@ print(json.dumps([os.path.realpath(sys.executable), own]))
 
 
 async def image_command(slot: Slot, tools: TestTools) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return how the image's own interpreter starts, and the directories of its packages; None if it cannot run the
-    tests.
+    """Return the command that starts the image's own interpreter, and the directories of its packages; None if it
+    cannot run the tests.
 
     No agent may have used the slot before.
     """
@@ -144,8 +144,8 @@ async def image_modules(slot: Slot) -> frozenset[str]:
 
 
 async def _libraries(cache: Path) -> Path:
-    """Return a folder with the libraries that this interpreter loads. It may be empty: images may have the libraries,
-    too."""
+    """Return a folder with the libraries that this interpreter loads. The folder is empty if they cannot be listed; an
+    image may have the libraries itself."""
     key = hashlib.sha256(f"{sys.executable}\0{sys.version}".encode()).hexdigest()[:20]
 
     async def gather(fresh: Path) -> None:

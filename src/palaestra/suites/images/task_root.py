@@ -24,7 +24,7 @@ _ENDINGS = ("", ".tar", ".tar.gz", ".tar.xz")
 
 @dataclass(frozen=True, slots=True)
 class TaskRoot:
-    """The root of a task's slots. `image` None means the allow-listed directories of the host.
+    """The root of a task's slots. If `image` is None, it consists of the host's allow-listed system directories.
 
     `build_key` is the cache key of a Dockerfile that must still be built over `image`.
     """
@@ -44,14 +44,14 @@ class TaskRoots:
     base_image: str | None = None
 
     def check(self) -> None:
-        """Raise `ImageError` for a path of the settings that does not exist."""
+        """Raise `ImageError` if a path in the settings does not exist."""
         for path in (*self.images.values(), *([] if self.base_image in (None, HOST) else [self.base_image])):
             self._existing(local_path(path))
         if self.image_dir is not None and not self.image_dir.is_dir():
             raise ImageError(f"the folder of root file systems {self.image_dir} does not exist")
 
     async def of(self, name: str, recipe: ImageRecipe) -> TaskRoot:
-        """Return the root of the task of that name. Raises `TaskError` or `ImageError`."""
+        """Return the root for the task of that name. Raises `TaskError` or `ImageError`."""
         ready = self.ready(name)
         if ready is not None:
             return TaskRoot(str(ready), _described(ready, recipe))

@@ -1,4 +1,4 @@
-"""Apply a diff to texts, make one, or turn one into the tool calls of a reference solution.
+"""Apply a diff to texts, make a diff, or convert one to the tool calls of a reference solution.
 
 Diffs are applied exactly: a hunk whose old lines differ from the file is a `DiffError`.
 """
@@ -15,7 +15,7 @@ from palaestra.core.types import ToolStep
 from palaestra.suites.swe.unified_diff import DiffError, DiffHunk, FileDiff, parse, render, split_lines
 
 _PIECE = 60_000
-"""Characters of a file per command, a multiple of 4; the kernel allows 128 KiB per argument."""
+"""The maximum number of base64 characters per command, a multiple of 4; the kernel allows 128 KiB per argument."""
 
 
 def apply_to_text(file: FileDiff, before: str) -> str:
@@ -28,7 +28,7 @@ def apply_to_text(file: FileDiff, before: str) -> str:
     for hunk in file.hunks:
         start = hunk.old_start - 1 if hunk.old else hunk.old_start
         if start < position or tuple(lines[start : start + len(hunk.old)]) != hunk.old:
-            raise DiffError(f"{file.path}: the hunk at line {hunk.old_start} does not fit")
+            raise DiffError(f"{file.path}: the hunk at line {hunk.old_start} does not match the file")
         result += [*lines[position:start], *hunk.new]
         position = start + len(hunk.old)
     return "".join([*result, *lines[position:]])
@@ -86,7 +86,7 @@ def replacements(file: FileDiff, before: str) -> tuple[TextReplacement, ...]:
         start = hunk.old_start - 1 if hunk.old else hunk.old_start
         end = start + len(hunk.old)
         if tuple(lines[start:end]) != hunk.old:
-            raise DiffError(f"{file.path}: the hunk at line {hunk.old_start} does not fit")
+            raise DiffError(f"{file.path}: the hunk at line {hunk.old_start} does not match the file")
         low, high = start, end
         while _occurrences(text, "".join(lines[low:high])) != 1:
             low, high = max(0, low - 1), min(len(lines), high + 1)

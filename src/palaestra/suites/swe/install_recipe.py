@@ -27,7 +27,8 @@ _FILE = re.compile(r"[A-Za-z0-9_][\w./-]*\.(?:txt|in|pip)")
 
 
 def install_of(row: RowFields) -> Install:
-    """Return the installation of a row; the default of public rows if no column has one. Raises `TaskError`."""
+    """Return the installation of a row, or the default for public rows if no column specifies one. Raises
+    `TaskError`."""
     given = row.values.get("install")
     if isinstance(given, Mapping) or (isinstance(given, str) and given.lstrip().startswith("{")):
         return Install.parse(row.decoded("install"))
@@ -74,7 +75,7 @@ def _of_recipe(recipe: Mapping[str, JSON]) -> list[str]:
 
 
 def _requirement(line: str) -> str:
-    """Return the requirement of a line of a requirements file; empty for a comment, an option or an address."""
+    """Return the requirement in a line of a requirements file; empty for a comment, an option or a URL."""
     text = line.partition("#")[0].strip()
     return text if text and is_requirement(text) else ""
 

@@ -1,7 +1,7 @@
 """Cache bare repositories on the host. Slots get the files of one commit and never see the repositories.
 
-Objects, refs and history stay on the host, because they contain later commits, including the fix. Submodules and large
-files are exported as git archives them: empty directories and pointer files.
+Objects, refs and history stay on the host, because they contain later commits, including the fix. As in the output of
+`git archive`, submodules are empty directories, and files in Git LFS are pointer files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RepositoryCache:
         return path
 
     async def commit(self, row: SweRow) -> str:
-        """Return the full name of the row's commit."""
+        """Return the full hash of the row's commit."""
         path = await self.ensure(row)
         commit = await self._resolve(path, row.base_commit)
         if commit is None:
@@ -96,8 +96,8 @@ class RepositoryCache:
         return result.stdout
 
     async def newest_tag(self, row: SweRow) -> str | None:
-        """Return the tag of the newest release before the row's commit, or of the source if the cache has no
-        history."""
+        """Return the tag of the newest release before the row's commit. If the cache has no history, return the tag of
+        the source's newest release."""
         path, commit = await self.ensure(row), await self.commit(row)
         tags = ("refs/tags", "refs/fetched/tags")
         listed = await self._git(path, "for-each-ref", f"--merged={commit}", "--sort=-creatordate", *tags)

@@ -48,7 +48,7 @@ class RowImages:
         self._roots = TaskRoots(ImageBuilder(Path()), images, folder)
 
     def check(self) -> None:
-        """Raise `ImageError` for a path of the settings that does not exist."""
+        """Raise `ImageError` if a path in the settings does not exist."""
         self._roots.check()
 
     def of(self, row: SweRow) -> str | None:

@@ -43,8 +43,8 @@ async def run_row(
 
 
 def is_loose(name: str) -> bool:
-    """Return whether a name is not a whole node id: a function without its file, or a node id that was cut at a
-    blank."""
+    """Return whether a name is not a whole node id, but a function without its file or a node id that was cut at a
+    space."""
     return "::" not in name or ("[" in name and not name.endswith("]"))
 
 
@@ -88,7 +88,7 @@ def needs_comparison(run: TestRun, names: Collection[str]) -> bool:
 
 
 def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]) -> TestRun:
-    """Correct the agent's run by the same session on the prepared workspace, whose files are `files`.
+    """Correct the agent's run with the same session on the prepared workspace, whose files are `files`.
 
     A test that must keep passing and calls `pytest.xfail` in both sessions counts as expected to fail. Raises
     `GraderError` if tests could not run in either.

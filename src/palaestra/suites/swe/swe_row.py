@@ -46,7 +46,7 @@ class TestNames(StrEnum):
     __test__ = False
 
     PYTEST = "pytest"
-    """Node ids. A node id that was cut at a blank (`path::test[a`) stands for all node ids that begin with it."""
+    """Node ids. A node id that was cut at a space (`path::test[a`) stands for all node ids that begin with it."""
     FUNCTIONS = "functions"
     """Functions (`test_a`) in the files of `test_patch`, as sympy's runner prints them."""
     UNITTEST = "unittest"
@@ -54,7 +54,8 @@ class TestNames(StrEnum):
 
 
 _PARSERS = {"django": TestNames.UNITTEST, "sympy": TestNames.FUNCTIONS, "pytest": TestNames.PYTEST}
-"""Words in the names of log parsers. Parsers of SWE-bench's pytest repositories have their names."""
+"""Words in the names of log parsers. SWE-bench names some parsers after the repository; those repositories use
+pytest."""
 for _repository in ("astroid", "flask", "marshmallow", "matplotlib", "pvlib", "pydicom", "pylint", "requests", "scikit",
                     "seaborn", "sphinx", "sqlfluff", "xarray", "astropy"):  # fmt: skip
     _PARSERS[_repository] = TestNames.PYTEST
@@ -227,7 +228,7 @@ def _names(row: RowFields) -> TestNames:
         for word, found in _PARSERS.items():
             if word in parser:
                 return found
-        raise TaskError(f"log_parser {parser!r} reads no Python tests; known are those of {', '.join(_PARSERS)}")
+        raise TaskError(f"log_parser {parser!r} does not read Python tests; known parsers: {', '.join(_PARSERS)}")
     tests = (*row.texts("FAIL_TO_PASS"), *row.texts("PASS_TO_PASS"))
     if any("::" in test for test in tests) or not row.optional("test_patch"):
         return TestNames.PYTEST

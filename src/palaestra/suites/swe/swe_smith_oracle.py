@@ -90,12 +90,12 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
 
     dataset_name: str | None = Field(
         default=BUILT_IN,
-        description=f"A JSONL, CSV or Parquet file, a folder of them, a hub name, or {BUILT_IN}: real packages.",
+        description=f"A JSONL, CSV or Parquet file, a folder of them, a Hub dataset, or {BUILT_IN} (real packages).",
     )
-    max_items: int = Field(default=0, ge=0, description="Tasks to take from the dataset, at most; 0 means all.")
-    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
-    shuffle: bool = Field(default=True, description="Shuffle the tasks by the seed.")
-    python_only: bool = Field(default=True, description="Skip rows whose tests are not pytest tests.")
+    max_items: int = Field(default=0, ge=0, description="Maximum number of tasks from the dataset; 0 means all.")
+    total_steps: int = Field(default=-1, ge=-1, description="Maximum number of groups; -1 means one for every task.")
+    shuffle: bool = Field(default=True, description="Shuffle the tasks, using `seed`.")
+    python_only: bool = Field(default=True, description="Skip rows whose test files are not Python files.")
     score_include_fail_to_pass: bool = Field(
         default=True, description="Require the failing tests to pass, not only the passing tests to keep passing."
     )
@@ -103,12 +103,12 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
         default="problem_statement", description="The columns of a row that the prompt contains."
     )
     repo_base_url: str = Field(
-        default="https://github.com", description="The address of repositories for rows without a repo_path."
+        default="https://github.com", description="The base address of repositories, for rows without a repo_path."
     )
     install_timeout_s: float = Field(default=600, gt=0, description="Seconds that installing a repository may take.")
     requirements: list[str] = Field(
         default=[],
-        description="Further packages for the tests of public rows, as pip takes them; .[test] is an extra.",
+        description="Further packages for the tests of public rows, in pip's syntax; .[test] is an extra.",
     )
     repo_requirements: dict[str, list[str]] = Field(
         default={}, description='The same for single repositories: {"owner/name": ["responses", ".[test]"]}.'
@@ -117,7 +117,7 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
         default=None,
         description="A folder of ready root file systems: rows run in NAME or NAME.tar of their image_name.",
     )
-    images: dict[str, str] = Field(default={}, description="Ready root file systems of images or rows, NAME=PATH.")
+    images: dict[str, str] = Field(default={}, description="Ready root file systems for images or rows, NAME=PATH.")
     install_env: dict[str, str] = Field(
         default={}, description="Environment variables for installing a repository, for example PIP_INDEX_URL=https://…"
     )
@@ -261,7 +261,8 @@ class SweEnvironment(ContractEnvironment):
         await self._baseline(work, sandbox)
 
     def recipe(self, task: Task) -> JSON:
-        """Return the row, if it has a full commit name and needs no network to install."""
+        """Return the cache key of the preparation; None if the row's commit is not a full hash, or if the preparation
+        depends on the network, an image or an overridden method."""
         row = task.data.row
         if (
             type(self).prepare is not SweEnvironment.prepare
@@ -292,7 +293,7 @@ class SweEnvironment(ContractEnvironment):
             bad = [f"{name}: {verdict.not_passed[name]}" for name in row.pass_to_pass if name in verdict.not_passed]
             reason = name_missing_packages(run, row) or "the environment differs from the one the row was made in"
             raise PrepareError(
-                f"{row.instance_id}: only {passing} of {total} tests that must pass before and after pass now; "
+                f"{row.instance_id}: only {passing} of {total} tests that must pass before and after the fix pass now; "
                 f"{reason} ({', '.join(bad[:3])}):\n{run.output[-1500:]}"
             )
         if not set(row.fail_to_pass) & set(verdict.not_passed):
@@ -333,8 +334,8 @@ class SweEnvironment(ContractEnvironment):
         return Score(1.0 if passed else 0.0, numbers(detail), detail)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
-        """Run the tests on the prepared workspace. Gives the grading slot back first, because no holder of a slot may
-        wait for another."""
+        """Run the tests on the prepared workspace. Releases the grading slot first, because a holder of a slot must not
+        wait for another slot."""
         task = rollout.task
         if task.id in self._prepared_runs:
             return self._prepared_runs[task.id]
@@ -398,7 +399,7 @@ class SweEnvironment(ContractEnvironment):
             ) from error
 
     async def _find_tampering(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
-        """Run the controls of the task, which its first passing work makes.
+        """Run the controls of the task, which are created for its first passing work.
 
         Names that are not node ids need a reference solution: only its run shows which node ids they stand for. Without
         one, only the audit hook's alarms count.

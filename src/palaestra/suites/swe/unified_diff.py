@@ -63,9 +63,9 @@ class BinaryChange:
             data = zlib.decompress(b"".join(map(_line_bytes, self.lines[1:])))
             after = data if method == "literal" else _with_delta(before, data)
         except (zlib.error, ValueError, IndexError) as error:
-            raise DiffError(f"{path}: its binary change cannot be read or does not fit: {error}") from None
+            raise DiffError(f"{path}: its binary change cannot be read or does not match the file: {error}") from None
         if method == "literal" and len(after) != int(size):
-            raise DiffError(f"{path}: its binary change is torn")
+            raise DiffError(f"{path}: its binary change is incomplete")
         return after
 
 
@@ -102,7 +102,8 @@ class FileDiff:
 
 
 def parse(text: str) -> tuple[FileDiff, ...]:
-    """Parse a diff. Raises `DiffError` if the diff has no file header, is incomplete, or is binary."""
+    """Parse a diff. Raises `DiffError` if the diff has no file header, is incomplete, or changes a binary file without
+    its data."""
     files = tuple(_files(split_lines(text)))
     if not files:
         raise DiffError("not a unified diff: no file header found")
@@ -215,7 +216,7 @@ def _with_delta(before: bytes, delta: bytes) -> bytes:
                 break
         sizes.append(size)
     if sizes[0] != len(before):
-        raise ValueError(f"the old file has {len(before)} bytes and not {sizes[0]}")
+        raise ValueError(f"the old file has {len(before)} bytes, not {sizes[0]}")
     after = bytearray()
     while position < len(delta):
         command, position = delta[position], position + 1
@@ -233,7 +234,7 @@ def _with_delta(before: bytes, delta: bytes) -> bytes:
         start, size = numbers[0], numbers[1] or 0x10000
         after += before[start : start + size]
     if len(after) != sizes[1]:
-        raise ValueError(f"it makes {len(after)} bytes and not {sizes[1]}")
+        raise ValueError(f"the delta makes {len(after)} bytes, not {sizes[1]}")
     return bytes(after)
 
 
@@ -245,7 +246,7 @@ def _hunks(lines: list[str], index: int) -> tuple[tuple[DiffHunk, ...], int]:
         index += 1
         while old_left or new_left:
             if index >= len(lines):
-                raise DiffError(f"torn hunk: {old_left} old and {new_left} new lines are missing at the end")
+                raise DiffError(f"incomplete hunk: {old_left} old and {new_left} new lines are missing at the end")
             sign, text = _body_line(lines[index])
             if sign == _NO_NEWLINE:
                 _strip_newline(body)

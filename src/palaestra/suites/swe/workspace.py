@@ -38,13 +38,13 @@ _IDENTITY = {
 async def prepare_repository(
     slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, *, keep_tests: bool = False
 ) -> None:
-    """Put the row's commit with its bug into the slot at `repo_dir`, without the tests that decide.
+    """Put the row's commit with its bug into the slot at `repo_dir`, without the tests that must start to pass.
 
     `keep_tests` keeps those tests. Raises `TaskError` or `PrepareError`.
     """
     await unpack(slot, await cache.export_tree(row), repo_dir)
     await write_texts(slot, repo_dir, await _changed_by(row.bug_patch, cache, row))
-    if not keep_tests and row.kind is not RowKind.BENCH:  # the tests of a BENCH row are in no commit yet
+    if not keep_tests and row.kind is not RowKind.BENCH:  # a BENCH row's commit does not have its tests
         await write_texts(slot, repo_dir, await _agent_tests(cache, row))
     await start_history(slot, repo_dir)
 
@@ -89,7 +89,7 @@ async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
 
 
 async def inherited_texts(cache: RepositoryCache, row: SweRow, tests: Mapping[str, str]) -> dict[str, str]:
-    """Return files next to the test files that define the named tests which test classes inherit from them."""
+    """Return the files next to the test files that define named tests which the test files only inherit."""
     missing = {name.partition("[")[0].rpartition("::")[2] for name in row.node_ids}
     missing = {name for name in missing if not any(f"def {name}(" in text for text in tests.values())}
     folders = {path.rpartition("/")[0] for path in tests}
@@ -114,7 +114,8 @@ async def add_tests(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: s
 
 
 async def write_texts(slot: Slot, repo_dir: str, texts: Mapping[str, str | None]) -> None:
-    """Write files by path below the repository, None to remove one; surrogate escapes stand for other bytes."""
+    """Write texts to paths in the repository; a path whose text is None is removed. Surrogate escapes stand for bytes
+    that are not UTF-8."""
     for path, text in texts.items():
         await _write(slot, f"{repo_dir}/{path}", text)
 

@@ -12,7 +12,7 @@ from palaestra.suites.task_files import Unsupported, read_yaml_file
 def single_service(path: Path) -> dict[str, JSON]:
     """Return the only service of a compose file; empty if the file does not exist.
 
-    Raises `Unsupported` for several services or for privileges, `TaskError` for a file of another shape.
+    Raises `Unsupported` for several services or for privileges, `TaskError` for a file that is not a compose file.
     """
     if not path.is_file():
         return {}
@@ -22,12 +22,12 @@ def single_service(path: Path) -> dict[str, JSON]:
         raise TaskError(f"{path.name} names no services")
     if len(services) > 1:
         raise Unsupported(
-            f"it needs {len(services)} containers ({', '.join(map(str, services))}), and a slot is one container"
+            f"it needs {len(services)} containers ({', '.join(map(str, services))}), but a slot is one container"
         )
     service = next(iter(services.values()))
     if not isinstance(service, dict):
         raise TaskError(f"{path.name}: its service must be a mapping")
     for key in ("privileged", "devices", "gpus"):
         if service.get(key):
-            raise Unsupported(f"it needs {key} of the container, which slots do not have")
+            raise Unsupported(f"its service sets {key}, which slots do not support")
     return service

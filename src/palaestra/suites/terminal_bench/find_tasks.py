@@ -2,7 +2,8 @@
 
 A row (JSONL or Parquet) has either an archive of the whole task (`task_binary`, a `.tar.gz`) or its parts (`task_name,
 instruction, category, docker_image, environment_tar, tests_tar, test_sh`, archives in base64). Rows are unpacked into
-cache folders named by their content, and then read as folders. `grading` is `live` for a task about a running service.
+cache folders named by their content, and then read as folders. In a row for a task about a running service, `grading`
+is `live`.
 
 Invariant: a bad task never hides the others; it is returned with its error.
 """
@@ -115,7 +116,7 @@ def _is_task(folder: Path) -> bool:
 def _unpacked_rows(
     source: str, cache: Path, split: str, fields: Mapping[str, str] | None
 ) -> Iterator[tuple[str, Path | TaskError, bool]]:
-    """Yield the folder of each row, and whether the row requests live grading."""
+    """Yield the name and the folder (or the error) of each row, and whether the row requests live grading."""
     for number, row in read_rows(source, split=split, fields=fields):
         if isinstance(row, TaskError):
             yield f"row {number}", row, False

@@ -2,11 +2,11 @@
 
     task.toml  instruction.md  environment/Dockerfile  solution/solve.sh  tests/test.sh
 
-A task of several steps has `[[steps]]` in task.toml and a folder for each step:
+A task with several steps has `[[steps]]` in task.toml and a folder for each step:
 
     steps/NAME/instruction.md  tests/test.sh  solution/solve.sh  workdir/  workdir/setup.sh
 
-A step's tests are copied over the tests of the task. A step without a `test.sh` or a solution uses that of the task.
+A step's tests are copied over the task's tests. A step without its own `test.sh` or solution uses the task's.
 
 Format: `TaskConfig`, `StepConfig`, `MultiStepTrial` and the path rules of Harbor 0.25, with the older spellings of
 published tasks (`version`, `memory = "2G"`, `allow_internet`). Unknown keys are ignored, as Harbor does.

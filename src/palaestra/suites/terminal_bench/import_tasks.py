@@ -179,8 +179,8 @@ def command(context: click.Context, as_json: bool, source: str, settings: tuple[
       palaestra env import tasks.parquet --env.base_image debian-root/ --env.allow_network true
 
     A task is good if doing nothing fails and its reference solution passes. DIR contains task directories of Harbor or
-    Terminal-Bench 1; a JSONL or Parquet file of packed tasks works, too. Settings of the environment terminalbench_2
-    follow DIR. The exit code is 1 if a task is not good; each of them is listed with the reason.
+    Terminal-Bench 1; a JSONL or Parquet file of packed tasks also works. Settings of the environment terminalbench_2
+    follow DIR. The exit code is 1 if a task is not good; each such task is listed with the reason.
     """
     report = import_tasks(
         source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)
@@ -201,4 +201,6 @@ def _show_report(report: ImportReport) -> None:
         click.echo(f"{line.name}: {line.finding.value}{': ' + reason[:400] if reason else ''}")
     click.echo(f"{len(report.lines) - len(report.bad)} of {len(report.lines)} tasks are good")
     if report.bad:
-        click.echo(f"to skip the others: --env.skip_tasks {','.join(line.name for line in report.bad)}")
+        click.echo(
+            f"to skip the tasks that are not good: --env.skip_tasks {','.join(line.name for line in report.bad)}"
+        )

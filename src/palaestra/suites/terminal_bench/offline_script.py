@@ -1,4 +1,4 @@
-"""Rewrite test scripts to run without network.
+"""Rewrite test scripts so that they run without a network.
 
 Published test scripts install curl, uv and pytest before they test anything. Without a network these installations
 fail, and a script that continues writes a reward of 0 for work that it never tested. So lines that only install are
@@ -6,8 +6,8 @@ removed, and `pytest`, `uv` and `uvx` are replaced by our commands (`grading/in_
 script runs.
 
 Invariant: only lines that are recognised as a whole are changed, and `OfflineScript.replaced` lists them. Other Python
-packages that a script installs are in `requirements`; for other system packages, the script checks at the place where
-it would install them.
+packages that a script installs are in `requirements`. Other system packages are not installed; instead, the script
+checks whether they are there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CANNOT_REACH = re.compile(
 )
 
 STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash\s+-\w*[il]|\.local/bin")
-"""Signs that a script loads start-up files of a shell, or runs programs of the user's own folder."""
+"""Signs that a script loads start-up files of a shell, or runs programs from the user's own folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ def _read_script(task: TerminalTask) -> OfflineScript:
 def offline(text: str) -> OfflineScript:
     """Return the script without its bootstrap.
 
-    Packages of a script that does not start pytest are meant for the image's own Python; they are checked for, not
-    provided.
+    If a script does not start pytest, the packages that it installs are meant for the image's own Python. They are not
+    provided; the script checks whether they are there.
     """
     lines = _whole_lines(text)
     provided = [_replaced(line, "") for line in lines]
@@ -164,7 +164,7 @@ def _commands(line: str) -> list[str]:
 
 
 def _instead(command: str, python_check: str) -> str | None:
-    """Return the replacement of a command that installs; None for any other command."""
+    """Return the replacement for a command that installs packages; None for any other command."""
     if command in ("true", ":"):  # as in `pip install pytest || true`
         return ""
     if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP):
@@ -187,7 +187,7 @@ def _instead(command: str, python_check: str) -> str | None:
 
 
 def _asked_for(line: str) -> list[str]:
-    """Return the Python packages that the line installs, without provided ones."""
+    """Return the Python packages that the line installs, except those that are provided."""
     flat = " ".join(line.replace("\\\n", " ").split())
     if flat.startswith("#"):
         return []

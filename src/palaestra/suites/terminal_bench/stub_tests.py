@@ -1,7 +1,7 @@
 """Stubs of a verifier's tests show, without the work, which tests its script selects and rewards. Does no I/O.
 
 Code under test can skip a test, drop it from the collection, or write a reward. Stubs have the names of the tests and
-import nothing of the work. A run of the same script over stubs therefore shows which tests must report (`empty_tests`),
+import nothing from the work. A run of the script over stubs therefore shows which tests must report (`empty_tests`),
 and which reward the reported outcomes earn (`same_outcomes`).
 
 Not covered: tests that a file defines in a condition, inherits or generates.

@@ -5,7 +5,7 @@ access to the tests or the verdict, and paths that could influence the verifier 
 (`verifier_files.py`). A task about a running service is graded in the agent's own slot. Files in `/tmp` are carried
 over.
 
-A task of several steps is one conversation in one workspace, with a verdict after every step. The order is that of
+A task with several steps is one conversation in one workspace, with a verdict after every step. The order is that of
 Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
 agent gets the instruction, then the verifier runs. A reward below `min_reward` ends the rollout. Each step is sealed
 and graded separately, and the agent continues in a fork of the workspace that the grader saw. A task that is graded
@@ -80,10 +80,10 @@ _MOST_TEXT_BYTES = 1 << 20
 _SETUP_S = 600.0
 
 LONGEST_COMMAND_S = 600
-"""The time limit of the terminal tool."""
+"""The longest time limit, in seconds, of a command in the terminal tool."""
 
 _PIECE = 60_000
-"""Characters of a file per command; the kernel allows 128 KiB per argument."""
+"""The maximum number of base64 characters per command; the kernel allows 128 KiB per argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return await self.verified(rollout, grading, work.parts[0])
 
     async def verified(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Score:
-        """Yield the score that the verifier of a part gives, 0 if tampering is detected."""
+        """Return the score from a part's verifier, or 0 if tampering is detected."""
         slot, hidden, made = await self._graded(rollout, grading, part)
         setup = self._setup(rollout.task, part)
 
@@ -279,8 +279,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
     async def _graded(
         self, rollout: Rollout, grading: Grading, part: GradedPart
     ) -> tuple[Slot, Sequence[str], Sequence[str]]:
-        """Return the slot to verify in, the agent's changes that it hides, and the files that the agent made or
-        changed."""
+        """Return the slot to verify in, the agent's changes that are hidden in it, and the files that the agent created
+        or changed."""
         work: ResolvedTask = rollout.task.data
         if grading.live:
             return await grading.slot(), (), ()
@@ -373,7 +373,7 @@ async def _save_tmp(slot: Slot) -> None:
 
 
 class _Steps:
-    """One rollout through the steps of its task. `scores` are those of the steps that were verified."""
+    """Runs one rollout through the steps of its task. `scores` are the scores of the verified steps."""
 
     def __init__(self, environment: TerminalBenchEnvironment, rollout: Rollout) -> None:
         self._environment = environment

@@ -45,7 +45,7 @@ def read_task(folder: Path) -> TerminalTask:
     config = TypedFields(read_yaml_file(folder / CONFIG_NAME))
     parser = config.text("parser_name") or "pytest"
     if parser != "pytest":
-        raise Unsupported(f"parser_name {parser!r}: only the results of pytest are read")
+        raise Unsupported(f"parser_name {parser!r} is not supported; only pytest's results are read")
     service = single_service(folder / "docker-compose.yaml")
     if not (folder / "Dockerfile").is_file():
         raise TaskError("Dockerfile is missing")

@@ -51,7 +51,7 @@ class TerminalBench2EvalEnv(ListedEnv):
         if loaded.tasks and not chosen:
             names = ", ".join(task.name for task in loaded.tasks[:5]) + (", …" if len(loaded.tasks) > 5 else "")
             raise ConfigError(
-                f"task_filter {config.task_filter!r} and skip_tasks {config.skip_tasks!r} choose none of the "
+                f"task_filter {config.task_filter!r} and skip_tasks {config.skip_tasks!r} select none of the "
                 f"{len(loaded.tasks)} tasks of {source}: {names}"
             )
         return [*chosen, *loaded.left_out]
@@ -77,7 +77,7 @@ class TerminalBench2EvalEnv(ListedEnv):
         raise NotImplementedError("rollouts of this environment are graded by TerminalBenchEnvironment.score")
 
     def sample(self, trajectory: Trajectory) -> Mapping[str, JSON]:
-        """Return one attempt, with the field names of the established samples of this environment."""
+        """Return one attempt, with the field names that this environment's samples usually have."""
         categories = {task.name: task.category for task in self.items}
         return pass_at_k.sample(trajectory) | {
             "task_name": trajectory.task_id,

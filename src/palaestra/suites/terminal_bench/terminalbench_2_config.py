@@ -14,17 +14,19 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
 
     dataset_name: str | None = Field(
         default="NousResearch/terminal-bench-2",
-        description="Harbor or Terminal-Bench 1 tasks: a folder, a file of packed tasks, a hub name, or built-in.",
+        description="Harbor or Terminal-Bench 1 tasks: a folder, a file of packed tasks, a Hub dataset, or built-in.",
     )
     task_filter: str | None = Field(
         default=None, description="Tasks to include: names, patterns (`git-*`) and category:NAME, separated by commas."
     )
     skip_tasks: str | None = Field(default=None, description="Tasks to exclude, as in task_filter.")
-    max_items: int = Field(default=0, ge=0, description="Tasks to take, at most; 0 means all.")
-    shuffle: bool = Field(default=False, description="Shuffle the tasks by the seed.")
+    max_items: int = Field(default=0, ge=0, description="Maximum number of tasks; 0 means all.")
+    shuffle: bool = Field(default=False, description="Shuffle the tasks, using `seed`.")
     task_timeout: float = Field(default=1800, gt=0, description="Seconds for the agent, unless the task sets them.")
     test_timeout: float = Field(default=180, gt=0, description="Seconds for the verifier, unless the task sets them.")
-    controls: bool = Field(default=True, description="Check a positive verdict against the same tests, negated.")
+    controls: bool = Field(
+        default=True, description="Check a positive verdict with rewritten tests, some of them falsified."
+    )
     eval_concurrency: int = later(0, "Tasks evaluated concurrently; use max_num_workers.")
     keep_programs: list[str] = Field(
         default=[], description="System programs that an agent may replace, for tasks about them."
@@ -36,7 +38,7 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
     image_dir: str | None = Field(
         default=None, description="A folder of ready root file systems: NAME or NAME.tar, each with a NAME.json."
     )
-    images: dict[str, str] = Field(default={}, description="Ready root file systems of single tasks, NAME=PATH.")
+    images: dict[str, str] = Field(default={}, description="Ready root file systems for single tasks, NAME=PATH.")
     base_image: str | None = Field(
         default=None,
         description="A root file system over which slots build every Dockerfile; `host`: this machine's programs.",
@@ -46,14 +48,14 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
         description="The command that builds images; empty: the first of docker, podman and buildah that answers.",
     )
     build_network: bool = Field(default=True, description="Whether building an image reaches the network.")
-    force_build: bool = Field(default=False, description="Build images again that are in the cache.")
+    force_build: bool = Field(default=False, description="Rebuild images that are in the cache.")
     cache_dir: str = Field(
         default=CACHE_DIR,
         description="The folder of root file systems, test tools and unpacked rows, on the host only.",
     )
     enabled_toolsets: list[str] | None = Field(default=["default"], description="The agent's toolsets.")
     group_size: int = Field(default=1, ge=1, description="Attempts at each task.")
-    total_steps: int = Field(default=-1, ge=-1, description="Groups to process, at most; -1 means every task once.")
+    total_steps: int = Field(default=-1, ge=-1, description="Maximum number of groups; -1 means one for every task.")
     allow_network: bool = Field(
         default=False,
         description="Let agents reach the network if their task allows it; solutions are published there.",

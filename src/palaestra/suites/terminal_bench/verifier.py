@@ -183,11 +183,12 @@ class _Again:
         async with self._look() as fork:
             again = await _once(fork, self.task, self.script, self.setup, alone=False, made=())
         if again is None or again.reward < verdict.reward:
-            return "the verifier gives less when it runs the same tests again"
+            return "the verifier gives a lower reward when it runs the same tests again"
         return again.doubt
 
     async def with_tests(self, texts: Mapping[str, str], *, all_tests: bool = False) -> TestRun:
-        """Run other tests. Only their outcomes count: a script may write no reward when a test fails."""
+        """Run the script with these texts in place of its tests. Only the outcomes of the tests count, because a script
+        may write no reward when a test fails."""
         async with self._look(ends_well=True, all_tests=all_tests) as fork:
             session = await _session(fork, self.task, self.script, self.setup, texts, alone=False, made=())
             if session.run is not None:
@@ -208,7 +209,7 @@ class _Again:
             paid = await _once(fork, self.task, self.script, self.setup, alone=True, made=(), instead=stubs)
             if paid.reward >= verdict.reward:
                 return None
-        return "the verifier gives less for the same outcomes of tests that do not use the work"
+        return "the verifier gives a lower reward for the same outcomes of tests that do not use the work"
 
     async def _left_out(self, run: TestRun, texts: Mapping[str, str]) -> str | None:
         """Return a message about a test that the work, not the verifier, left out; None if there is none."""
@@ -336,7 +337,7 @@ async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool)
     """Return why the reward is not the verifier's: tests failed, or another process writes rewards."""
     failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
     if reward > 0 and run is not None and not run.complete:
-        return "the tests gave a reward but did not all report, or their session did not end"
+        return "there is a reward, but not every test reported, or the test session did not end"
     if run is not None and (alarm := hard_alarm(run.alarms, None)):
         return alarm
     if reward >= 1 and failed:

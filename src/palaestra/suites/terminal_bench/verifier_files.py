@@ -7,7 +7,7 @@ changes that every environment hides from its grader (`rollouts/grading/tamperin
 `find_shadows` finds files that the verifier's programs would load in place of files of the image.
 
 Not covered: programs that a task installed and a verifier trusts, and tests that import the work into their process;
-`verifier.py` checks a passing verdict with negated tests.
+`verifier.py` checks a passing verdict with falsified tests.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"
 async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> tuple[str, ...]:
     """Remove the agent's links that lead to the verifier's files or into `/proc`, before those files exist.
 
-    Returns their paths. Links are resolved as if the files of `/tmp` were at their place; they are now in `carried`.
+    Returns their paths. The files of `/tmp` are now in `carried`, but links are resolved as if they were in place.
     """
     removed = []
     for change in changes:
@@ -180,7 +180,7 @@ async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> t
 
 
 async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
-    """Return whether a link ends below a hidden path. A chain of too many links counts as one."""
+    """Return whether a link ends below a hidden path. A chain of too many links counts as such a link."""
     path = f"/tmp{path.removeprefix(carried)}" if is_below(path, (carried,)) else path  # noqa: S108  in the slot
     parts = [part for part in path.split("/") if part]
     at, followed = "", 0
@@ -298,7 +298,7 @@ def _entries_of(value: str) -> list[str]:
 async def _shadowing(
     changes: Sequence[Change], folders: Collection[str], scope: ShadowScope, prepared: Prepared
 ) -> set[str]:
-    """Return the agent's new files below these directories that are at the place of a module of the image.
+    """Return the agent's new files below these directories that take the place of a module of the image.
 
     Interpreters search for modules in different places. This function uses the rule that they share: a module is
     found by its path below a directory of the search path. A file is a shadow if a directory of the image has a file
@@ -359,7 +359,7 @@ def _is_module(inside: str, had: Collection[str]) -> bool:
 
 
 async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str]:
-    """Return the paths of these modules that the prepared workspace lacks, and that its packages have elsewhere."""
+    """Return the paths of the new files among the changes that are named like a module of the image's packages."""
     async with prepared() as before:
         names = names_in(before)
         modules = await image_modules(before)
@@ -421,7 +421,7 @@ def _module(change: Change, folders: Collection[str], scope: ShadowScope) -> str
 
 
 def _entries(env: Mapping[str, str], name: str, workdir: str) -> set[str]:
-    """Return the directories of a search path; an empty or relative one is below the working directory."""
+    """Return the directories of a search path; empty and relative entries refer to the working directory."""
     value = env.get(name, "")
     return {normpath(join(workdir, each)) for each in value.split(":")} if value else set()
 

@@ -66,7 +66,7 @@ class Known:
 
 
 class Numbers:
-    """The references of one rollout, from `@e1`. An element of a document keeps its reference."""
+    """The references of one rollout, from `@e1`. An element keeps its reference within its document."""
 
     def __init__(self) -> None:
         self._numbers: dict[Known, int] = {}
@@ -80,7 +80,7 @@ class Numbers:
         return f"@e{number}"
 
     def find(self, reference: str) -> Known | None:
-        """Return the element of a model's `@e5` (or `e5`), or None."""
+        """Return the element that a model's reference (`@e5` or `e5`) names, or None."""
         match = _REFERENCE.match(reference)
         return self._known.get(match[1]) if match else None
 

@@ -1,9 +1,9 @@
 """One rollout's browser: its context, its current page, element references, and events of its pages.
 
-It is an object of `ToolRun.state`, so it closes when the rollout ends. The tools are in `builtin/browser.py`.
+The session is kept in `ToolRun.state`, so it closes when the rollout ends. The tools are in `builtin/browser.py`.
 
-Invariants: an error of a page or a model is a `ToolMistake` that the model reads; a browser that died is a
-`ToolUnavailable`, and the next call of any rollout gets a new one. Memory is bounded whatever a page writes.
+Invariants: an error in a page or by the model is a `ToolMistake` that the model reads; a browser that died is a
+`ToolUnavailable`, and the next call of any rollout gets a new browser. Memory is bounded whatever a page writes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 MAX_TABS = 8
 NEW_TAB_S = 0.15
-"""Seconds to wait for a click or key to open a new tab. The next reply reports a later tab."""
+"""Seconds to wait for a click or key to open a new tab. A tab that opens later is reported by the next reply."""
 SETTLE_S = 5.0
-"""Seconds that a page may load before the reply shows it as it is."""
+"""The maximum seconds that a page may load before the reply shows its current state."""
 ANSWER_S = 3.0
-"""Seconds that a page may take to answer a trivial script before it is replaced."""
+"""The maximum seconds for a page to answer a trivial script. A page that takes longer is replaced."""
 HANG_S = 10.0
-"""Seconds after its own time limit at which a missing answer makes the page count as hung."""
+"""Seconds beyond a call's own time limit after which a page that has not answered counts as hung."""
 
 MOST_ENTRIES, MOST_NOTES = 200, 20
 LONGEST_ENTRY = 2000
@@ -79,15 +79,15 @@ class PageEvents:
         """Return the notes for a reply and forget them."""
         notes, self._notes = self._notes, []
         if self._unsaid:
-            notes.append(f"{self._unsaid} more things happened")
+            notes.append(f"{self._unsaid} more events are not listed")
         if self._new_errors:
             many = "a script of the page failed" if self._new_errors == 1 else f"{self._new_errors} script errors"
-            notes.append(f"{many}: browser_console tells how")
+            notes.append(f"{many}: see browser_console")
         self._unsaid = self._new_errors = 0
         return notes
 
     def read(self, *, clear: bool) -> dict[str, JSON]:
-        """Return all kept entries, in the contract's shape."""
+        """Return all kept entries, in the contract's format."""
         reply: dict[str, JSON] = {
             "console_messages": list(self._console),
             "js_errors": list(self._errors),
@@ -205,7 +205,7 @@ class BrowserSession:
         """Return the element of a reference. Raises `ToolMistake` for an unknown or outdated reference."""
         page, known = self.page, self._numbers.find(reference)
         if known is None:
-            raise ToolMistake(f"There is no reference {reference!r}. browser_snapshot gives references such as @e5")
+            raise ToolMistake(f"There is no reference {reference!r}. browser_snapshot shows references such as @e5")
         stale = ToolMistake(
             f"{reference} ({known.role} {known.name!r}) is out of date: the page has changed since. Take a new "
             "browser_snapshot and use its references"
@@ -226,7 +226,7 @@ class BrowserSession:
         self._tab_came.clear()
 
     async def ask(self, answer: Awaitable[T], limit_s: float = 0.0) -> T:
-        """Await an answer of the browser; `limit_s` is the time limit of the Playwright call.
+        """Await an answer from the browser; `limit_s` is the time limit of the Playwright call.
 
         Raises `ToolMistake`, or `ToolUnavailable` if the browser has died.
         """
@@ -237,13 +237,13 @@ class BrowserSession:
                 return await answer
         except TimeoutError:
             self._broken.update(self._tabs[-1:])
-            raise ToolMistake("The page hangs, perhaps in a script of its own. browser_navigate leaves it") from None
+            raise ToolMistake("The page hangs, perhaps in one of its scripts. Leave it with browser_navigate") from None
         except Error as error:
             await self.check()
             raise ToolMistake(_explained(error.message)) from None
 
     async def settle(self, *, new_tab: bool = False) -> None:
-        """Give a loading page a moment to continue; with `new_tab`, wait for a new tab to come to the front."""
+        """Give the page up to `SETTLE_S` seconds to load; with `new_tab`, first wait for a new tab."""
         from playwright.async_api import Error
 
         if new_tab:
@@ -318,7 +318,7 @@ class BrowserSession:
 
     def _opened(self, page: Page) -> None:
         if self._tabs:
-            self.events.note(f"a new tab was opened and is looked at now: {page.url}")
+            self.events.note(f"a new tab was opened and is now the current page: {page.url}")
         self._tabs.append(page)
         self._tab_came.set()
         page.on("close", self._closed)
@@ -356,7 +356,7 @@ def _address(url: str) -> tuple[str, str, int]:
     """Return the complete address, its host and port. Raises `ToolMistake` for an address that must not be opened."""
     url = url.strip()
     if not url:
-        raise ToolMistake("url is empty: say which page to open")
+        raise ToolMistake("url is empty: specify the page to open")
     if url == "about:blank":
         return url, "", 0
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:(?!\d+([/?#]|$))", url):
@@ -365,11 +365,11 @@ def _address(url: str) -> tuple[str, str, int]:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or _PORTS.get(parts.scheme.lower(), 0)
     except ValueError as error:
-        raise ToolMistake(f"{url!r} is no address: {error}") from None
+        raise ToolMistake(f"{url!r} is not an address: {error}") from None
     if parts.scheme.lower() not in _SCHEMES:
-        raise ToolMistake(f"{url} is not opened: only http, https and data addresses are")
+        raise ToolMistake(f"{url} is not opened: only http, https and data addresses can be opened")
     if parts.scheme.lower() != "data" and not host:
-        raise ToolMistake(f"{url!r} is no address: it names no host")
+        raise ToolMistake(f"{url!r} is not an address: it has no host")
     return url, host, port
 
 
@@ -380,7 +380,7 @@ def _led(asked: str, got: str) -> str:
 def _explained(message: str) -> str:
     """Return Playwright's message in one line, with the obstacle from its log."""
     lines = message.strip().splitlines()
-    what = re.sub(r"^\w+\.\w+: ", "", lines[0]) if lines else "the browser could not do it"
+    what = re.sub(r"^\w+\.\w+: ", "", lines[0]) if lines else "the browser could not perform the action"
     hindrance = [line.strip(" -") for line in lines[1:] if _HINDRANCE.search(line)]
     return f"{what} ({hindrance[-1]})" if hindrance else what
 

@@ -126,7 +126,7 @@ def _tried(path: str) -> str | None:
     if chromium.returncode == 0 and b"<html" in page:
         return None
     words = errors.decode(errors="replace").strip().splitlines()
-    return f"exit code {chromium.returncode}, {words[-1][:200] if words else 'without a word'}"
+    return f"exit code {chromium.returncode}, {words[-1][:200] if words else 'no error output'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first, and restarts it if it dies.
+"""One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first rollout, and restarts it if
+it dies.
 
-It is an object of `ToolRun.shared`. Each rollout has its own context: cookies, storage and pages that no other rollout
-sees. `BrowserProxy` is the browser's only way to the network: Chromium uses it for everything, including
+The object is kept in `ToolRun.shared`. Each rollout has its own context: cookies, storage and pages that no other
+rollout sees. `BrowserProxy` is the browser's only way to the network: Chromium uses it for everything, including
 loopback addresses, and resolves no names itself.
 
 Invariants: every connection was allowed by the `HostPolicy`, by name and by address. A closed browser's processes are
@@ -49,7 +50,8 @@ WIDTH, HEIGHT = 1280, 800
 
 
 class BrowserProxy:
-    """A proxy on the loopback interface. It needs a password: programs in slots with a network could reach its port."""
+    """A proxy on the loopback interface. It needs a password, because programs in slots with a network could reach its
+    port."""
 
     def __init__(self, reach: HostPolicy) -> None:
         self._refused: OrderedDict[tuple[str, int], str] = OrderedDict()
@@ -78,7 +80,7 @@ class BrowserProxy:
         return {"server": self.address, "username": self.user, "password": self.password}
 
     def why(self, host: str, port: int) -> str | None:
-        """Return why the last connection to the host failed, or None."""
+        """Return the reason why the last connection to the host failed, or None."""
         return self._refused.get((host, port))
 
     def _note(self, host: str, port: int, why: str) -> None:
@@ -109,12 +111,13 @@ class RunningBrowser:
     lock: int
 
     async def aclose(self) -> None:
-        """End everything. A browser that does not answer is killed with all processes of its user."""
+        """End the browser, its driver and its proxy, and remove its files. A browser that does not answer is killed
+        with all processes of its user."""
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.browser.close(), CLOSE_S)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.playwright.stop(), CLOSE_S)
-        # Not asyncio.to_thread: the process's own session closes at its exit, when executors take no more work.
+        # Not asyncio.to_thread: the process's own session closes at its exit, when executors accept no more work.
         if users.can_become() and self.way.uid != 0:
             await in_own_thread(partial(users.kill, self.way.uid))
         await self.proxy.aclose()
@@ -138,7 +141,7 @@ class SharedBrowser:
             await asyncio.wait_for(self._turns.acquire(), settings.browser_wait_s)
         except TimeoutError:
             raise ToolUnavailable(
-                f"all {settings.browser_max_contexts} browser contexts were taken for {settings.browser_wait_s:g} s; "
+                f"all {settings.browser_max_contexts} browser contexts were in use for {settings.browser_wait_s:g} s; "
                 "raise browser_max_contexts"
             ) from None
         try:
@@ -148,7 +151,7 @@ class SharedBrowser:
             raise
 
     async def give_back(self, lease: BrowserLease) -> None:
-        """Close the context with its pages. One that does not close in time ends with the browser."""
+        """Close the context with its pages. A context that does not close in time ends with the browser."""
         assert self._turns is not None
         try:
             await asyncio.wait_for(lease.context.close(), CLOSE_S)
@@ -170,7 +173,7 @@ class SharedBrowser:
 
         async with self._starting:
             if self.running is not None and not self.running.browser.is_connected():
-                logger.warning("the browser has died; starting another")
+                logger.warning("the browser has died; starting a new one")
                 dead, self.running = self.running, None
                 await dead.aclose()
             if self.running is None:
@@ -192,7 +195,7 @@ class SharedBrowser:
             making.add_done_callback(_unwanted)
             raise
         except Error as error:
-            raise ToolUnavailable(f"the browser gives no context: {error.message}") from None
+            raise ToolUnavailable(f"the browser cannot create a context: {error.message}") from None
         context.set_default_timeout(settings.browser_action_timeout_s * 1000)
         context.set_default_navigation_timeout(settings.browser_navigation_timeout_s * 1000)
         return BrowserLease(context, running)
@@ -243,7 +246,7 @@ def new_home() -> tuple[Path, int]:
     fcntl.flock(lock, fcntl.LOCK_EX)
     return made.rename(
         made.with_name(_HOME + made.name.rpartition("-")[2])
-    ), lock  # others see it only once it is locked
+    ), lock  # other processes see it only once it is locked
 
 
 def _remove_if_left(home: Path) -> None:

@@ -1,1 +1,1 @@
-"""The tools that come with the package, one file each. Importing this registers nothing."""
+"""The tools that come with the package, one module each. Importing this package registers nothing."""

@@ -1,6 +1,6 @@
 """The `browser_*` tools: a real browser, shown as text (`tools/browser`).
 
-Names, parameters and keys of the replies are the contract's; a reply also has `notes` if something else happened (a
+The contract fixes the names, parameters and reply keys; a reply also has `notes` if something else happened (a
 dialog, a refused download, a new tab). Invariant: the calls of one rollout run one after the other, and each lets the
 page react for a moment.
 """
@@ -163,7 +163,7 @@ def _view(shown: PageView, skipped: int) -> dict[str, JSON]:
     """Return a snapshot; its text ends with a note on omissions, so that a model cannot miss it."""
     lacks = []
     if shown.cut:
-        lacks.append(f"{shown.cut} more lines: browser_snapshot with offset={shown.lines - shown.cut} goes on")
+        lacks.append(f"{shown.cut} more lines: browser_snapshot with offset={shown.lines - shown.cut} shows them")
     if shown.left_out:
         lacks.append(f"{shown.left_out} lines of text and structure left out: browser_snapshot with full=true has them")
     text = "\n".join([shown.text or "(nothing)", *(f"[{each}]" for each in lacks)])

@@ -51,11 +51,11 @@ async def run_clarify(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     """Ask `question`; the reply repeats it and adds `user_response`."""
     ask = run.state(User).ask
     if ask is None:
-        raise ToolMistake("There is nobody to ask here. Decide yourself, and say what you took for granted")
+        raise ToolMistake("There is nobody to ask here. Decide yourself, and state your assumptions")
     choices = arguments.get("choices") or []
     answer = await ask(arguments["question"], choices)
     if answer is None:
-        raise ToolMistake("The user did not answer. Decide yourself, and say what you took for granted")
+        raise ToolMistake("The user did not answer. Decide yourself, and state your assumptions")
     return {"question": arguments["question"], "choices_offered": choices, "user_response": answer}
 
 

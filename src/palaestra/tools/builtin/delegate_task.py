@@ -40,7 +40,7 @@ class SubagentReport:
 
 
 Work: TypeAlias = Callable[[Sequence[Assignment]], Awaitable[list[SubagentReport]]]
-"""Does all assignments concurrently, and reports in their order. Raises `ToolMistake` for an assignment that
+"""Runs all assignments concurrently, and reports in their order. Raises `ToolMistake` for an assignment that
 cannot be carried out as requested, and `PalaestraError`."""
 
 
@@ -49,7 +49,7 @@ class Delegation:
     """The work function of one rollout; without one, `missing` has the reason."""
 
     work: Work | None = None
-    missing: str = "no agent is at work here whose model sub-agents could ask"
+    missing: str = "there is no agent here whose model sub-agents could use"
 
 
 _PART: Mapping[str, JSON] = {
@@ -95,14 +95,14 @@ async def run_delegate_task(arguments: Mapping[str, JSON], run: ToolRun) -> Tool
     if delegation.work is None:
         raise ToolMistake(f"delegate_task cannot be used here: {delegation.missing}. Do the work yourself")
     if arguments.get("model"):
-        raise ToolMistake("Sub-agents use the model of this conversation; leave model out. Nothing was started")
+        raise ToolMistake("Sub-agents use the model of this conversation; omit model. Nothing was started")
     reports = await delegation.work(_assignments(arguments))
     return {"results": [_result(index, report) for index, report in enumerate(reports)]}
 
 
 def _assignments(arguments: Mapping[str, JSON]) -> Sequence[Assignment]:
     if ("goal" in arguments) == ("tasks" in arguments):
-        raise ToolMistake("Give one goal, or tasks, and not both. Nothing was started")
+        raise ToolMistake("Give either goal or tasks, not both. Nothing was started")
     parts = arguments.get("tasks") or [arguments]
     return [
         Assignment(

@@ -36,12 +36,12 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolRep
 MAX_CALLS = 50
 """The maximum number of calls that one program may make."""
 
-FOLDER = "/tmp/execute_code"  # noqa: S108 - a path inside the slot, which nobody else shares
+FOLDER = "/tmp/execute_code"  # noqa: S108 - a path inside the slot, which is not shared
 NOT_FROM_PROGRAMS = frozenset({"execute_code", "delegate_task", "clarify"})
 """Tools that a program cannot call: they start work of their own, or wait for a person."""
 
 _CLEAN_UP_S = 10.0
-_CUT_OFF = "The program was ended together with what carries its calls."
+_CUT_OFF = "The program was ended together with its call channel."
 _NOT_FOUND = 127
 _START = """\
 folder="$TMPDIR/{name}"
@@ -74,7 +74,7 @@ SCHEMA = ToolSchema(
 
 @dataclass(slots=True)
 class Programs:
-    """Numbers the folders of a conversation's programs, so that equal rollouts see equal paths.
+    """Numbers the folders of a conversation's programs, so that identical rollouts see identical paths.
 
     `prefix` separates conversations that share a slot.
     """
@@ -97,14 +97,14 @@ class _Calls:
     async def answer(self, request: bytes | None) -> bytes:
         """Run one call and return the payload of the answer. Raises `PalaestraError` as the tool does."""
         if request is None:
-            return _refused(f"the arguments of a call may have {MAX_REQUEST_BYTES} bytes at most")
+            return _refused(f"the arguments of a call may have at most {MAX_REQUEST_BYTES} bytes")
         try:
             asked = json.loads(request)
             name, arguments = str(asked["tool"]), asked["arguments"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            return _refused("this is no call")
+            return _refused("this is not a call")
         if self.made >= MAX_CALLS:
-            return _refused(f"a program may make {MAX_CALLS} calls at most; nothing was run")
+            return _refused(f"a program may make at most {MAX_CALLS} calls; nothing was run")
         self.made += 1
         outcome = await self._outcome(name, arguments)
         self.run.state(InnerCalls).called(name, arguments, outcome.text)
@@ -136,9 +136,9 @@ async def run_execute_code(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     except TimeoutError:
         if not limit.expired():
             raise
-        code, error = 124, f"The program took longer than {timeout_s:g}s and was killed with all it had started."
+        code, error = 124, f"The program took longer than {timeout_s:g}s and was killed with everything it had started."
     except BrokenChannel as problem:
-        code, error = -1, f"The program was ended: its channel for calls carried {problem}."
+        code, error = -1, f"The program was ended: its call channel received {problem}."
     finally:
         await _clean_up(slot, folder, process)
     output, kept = _output(channel)
@@ -162,7 +162,8 @@ async def _start(slot: Slot, folder: str) -> Process:
 
 
 async def _own_end(process: Process) -> int:
-    """Return the exit code of a supervisor that reported none for its program. Raises `ToolMistake` without Python."""
+    """Return the exit code of a supervisor that reported none for its program. Raises `ToolMistake` if the slot has no
+    Python."""
     status = await process.wait()
     if status.exit_code == _NOT_FOUND and not status.output_total_bytes:
         raise ToolMistake("There is no python3 in this sandbox; nothing was run. Use the terminal")
@@ -181,7 +182,8 @@ def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None
 
 
 async def _clean_up(slot: Slot, folder: str, process: Process | None) -> None:
-    """Kill the program and remove it, also when the call is cancelled. Errors of a slot that is gone are ignored.
+    """Kill the program and remove its files, even when the call is cancelled. Errors of a slot that is gone are
+    ignored.
 
     A background process that the program left on purpose stays, as with a shell command.
     """

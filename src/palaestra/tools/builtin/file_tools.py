@@ -77,13 +77,13 @@ async def run_read_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolRepl
     reply: dict[str, JSON] = {"content": content, "total_lines": len(lines), "truncated": last < len(lines)}
     hints = []
     if last < len(lines):
-        hints.append(f"Lines {offset} to {last} of {len(lines)} are shown; go on with offset={last + 1}")
+        hints.append(f"Lines {offset} to {last} of {len(lines)} are shown; continue with offset={last + 1}")
     elif not lines:
         hints.append("The file is empty")
     if any(len(line) > MAX_LINE_CHARS for line in lines[offset - 1 : last]):
         hints.append(f"Lines of more than {MAX_LINE_CHARS} characters are cut; the terminal shows the rest (cut -c)")
     if _UNREADABLE.search(content):
-        hints.append("The file is not UTF-8: ? also stands for bytes that are no letters; patch keeps them")
+        hints.append("The file is not UTF-8: ? also stands for bytes that are not characters; patch keeps them")
     return {**reply, "hint": ". ".join(hints)} if hints else reply
 
 
@@ -108,18 +108,19 @@ def _cut(line: str) -> str:
 
 
 async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Write the whole file; replies `bytes_written`, `created`, and `syntax_check` for kinds of files with a check."""
+    """Write the whole file; the reply has `bytes_written`, `created`, and `syntax_check` for kinds of files with a
+    check."""
     slot, content = await run.slot(), arguments["content"]
     path = await in_full(slot, arguments["path"])
     try:
         data = content.encode()
     except UnicodeEncodeError:
         raise ToolMistake(
-            "content holds half of a surrogate pair, which no file can hold; nothing was written"
+            "content contains half of a surrogate pair, which cannot be written to a file; nothing was written"
         ) from None
     present = await file_info(slot, path)
     if present is not None and present.kind not in ("file", "symlink"):
-        raise ToolMistake(f"{path} is there already, and is {KINDS[present.kind]}; nothing was written")
+        raise ToolMistake(f"{path} already exists and is {KINDS[present.kind]}; nothing was written")
     await write_file_bytes(slot, path, data)
     reply: dict[str, JSON] = {"path": path, "bytes_written": len(data), "created": present is None}
     checked = check_syntax(path, content)

@@ -85,7 +85,7 @@ class FileMaker(Tool):
 
 def image_tool(settings: ToolSettings) -> Tool:
     """Return the `image_generate` tool with these settings."""
-    missing = partial(_missing, settings.image_base_url, "no model that makes images is", "image")
+    missing = partial(_missing, settings.image_base_url, "no image model is", "image")
     request = FunctionTool(
         IMAGE, partial(_image, settings), toolset="image_gen", missing=missing, touches_world=True, parallel_safe=True
     )
@@ -94,7 +94,7 @@ def image_tool(settings: ToolSettings) -> Tool:
 
 def speech_tool(settings: ToolSettings) -> Tool:
     """Return the `text_to_speech` tool with these settings."""
-    missing = partial(_missing, settings.speech_base_url, "no model that speaks is", "speech")
+    missing = partial(_missing, settings.speech_base_url, "no speech model is", "speech")
     request = FunctionTool(
         SPEECH, partial(_speech, settings), toolset="tts", missing=missing, touches_world=True, parallel_safe=True
     )
@@ -108,7 +108,7 @@ def _missing(base_url: str | None, what: str, prefix: str) -> str | None:
 
 async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     server = model_server(
-        "the model that makes images",
+        "the image model",
         "image",
         settings.image_base_url or "",
         settings.image_api_key,
@@ -117,7 +117,7 @@ async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: Too
     )
     size = settings.image_sizes[arguments.get("aspect_ratio") or "landscape"]
     request: dict[str, JSON] = {"model": settings.image_model, "prompt": arguments["prompt"], "n": 1, "size": size}
-    if not settings.image_model.startswith("gpt-image"):  # gpt-image always replies in this form
+    if not settings.image_model.startswith("gpt-image"):  # gpt-image always replies in this format
         request["response_format"] = "b64_json"
     reply = await server.post("images/generations", request)
     try:
@@ -133,7 +133,7 @@ async def _image(settings: ToolSettings, arguments: Mapping[str, JSON], run: Too
 
 async def _speech(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     server = model_server(
-        "the model that speaks",
+        "the speech model",
         "speech",
         settings.speech_base_url or "",
         settings.speech_api_key,

@@ -63,7 +63,7 @@ def simple_names(glob: str | None) -> list[str]:
 def _compiled(glob: str) -> list[list[re.Pattern[str] | None]]:
     """Return, for each alternative, one pattern per path component; None stands for any number of directories."""
     if len(glob) > _MAX_CHARS:
-        raise ToolMistake(f"The glob has {len(glob)} characters; {_MAX_CHARS} are the most")
+        raise ToolMistake(f"The glob has {len(glob)} characters; the maximum is {_MAX_CHARS}")
     try:
         return [_parts(one) for one in _spread([_STARS.sub("**", one) for one in _expanded(glob)])]
     except re.error as error:

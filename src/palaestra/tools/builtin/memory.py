@@ -3,8 +3,8 @@
 Rollouts must not learn from each other, so nothing is kept unless the environment sets a folder (`Notes`); without one,
 the agent loop answers the call itself. Files are plain text that a person may edit: notes with a line `§` between them.
 
-Invariants: a file never exceeds its limit and is replaced atomically; a lock orders concurrent changes of several
-processes, and none is lost.
+Invariants: a file never exceeds its limit and is replaced atomically; a lock orders the changes of concurrent
+processes, and no change is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
-"""The maximum number of characters of each file: both are read in full at the start of every session."""
+"""The maximum number of characters of each file, because both are read in full at the start of every session."""
 _BETWEEN = "\n§\n"
 
 SCHEMA = ToolSchema(
@@ -113,13 +113,13 @@ class Notes:
 
 
 async def run_memory(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Do `action`; the reply has the notes afterwards."""
+    """Perform `action`; the reply has the notes after it."""
     action, target = arguments["action"], arguments["target"]
     for name in _NEEDED[action]:
         if not str(arguments.get(name, "")).strip():
             raise ToolMistake(f"{name} is needed for {action}; nothing was changed")
     if "§" in str(arguments.get("content", "")):
-        raise ToolMistake("A note cannot contain the sign §, which stands between notes; nothing was changed")
+        raise ToolMistake("A note cannot contain the sign §, which separates notes; nothing was changed")
     given = (str(arguments[name]).strip() for name in _NEEDED[action])
     values = [text.replace("\r\n", "\n").replace("\r", "\n") for text in given]  # as `read` returns them
     notes = await asyncio.to_thread(getattr(run.state(Notes), action), target, *values)
@@ -131,7 +131,7 @@ def _place(notes: list[str], old_text: str) -> int:
     found = [place for place, note in enumerate(notes) if old_text in note]
     if len(found) != 1:
         how_many = f"{len(found)} notes contain" if found else "No note contains"
-        raise ToolMistake(f"{how_many} that old_text; it must name exactly one. Nothing was changed", notes=notes)
+        raise ToolMistake(f"{how_many} that old_text; exactly one must contain it. Nothing was changed", notes=notes)
     return found[0]
 
 

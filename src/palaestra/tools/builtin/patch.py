@@ -88,10 +88,10 @@ def _require(arguments: Mapping[str, JSON], needed: tuple[str, ...], foreign: tu
     missing = [name for name in needed if name not in arguments]
     if missing:
         raise ToolMistake(f"mode {mode} needs {' and '.join(missing)}; nothing was changed")
-    # models leave out a parameter by giving an empty value
+    # models omit a parameter by giving an empty value
     mixed = [name for name in foreign if arguments.get(name)]
     if mixed:
-        raise ToolMistake(f"mode {mode} does not take {' and '.join(mixed)}; nothing was changed")
+        raise ToolMistake(f"mode {mode} does not accept {' and '.join(mixed)}; nothing was changed")
 
 
 async def _replace(slot: Slot, path: str, old: str, new: str, replace_all: bool) -> dict[str, JSON]:
@@ -108,7 +108,7 @@ async def _replace(slot: Slot, path: str, old: str, new: str, replace_all: bool)
     except (NoMatch, Ambiguous) as mistake:
         raise ToolMistake(f"{path}: {mistake}") from None
     if done.text == before.text:
-        raise ToolMistake(f"{path}: the replacement leaves the file as it is (match: {done.strategy})")
+        raise ToolMistake(f"{path}: the replacement does not change the file (match: {done.strategy})")
     edit = FileEdit(path, before, before.with_text(done.text))
     await _write_all(slot, [edit])
     return {**await _computed(size, lambda: _report([edit])), "match": done.strategy, "replacements": done.count}
@@ -144,14 +144,14 @@ async def _patch(slot: Slot, patch: str) -> dict[str, JSON]:
 
 
 async def _computed(size: int, function: Callable[[], T]) -> T:
-    """Compute a function on texts of `size` characters. For long texts it runs in a thread, so that other rollouts do
-    not wait, and is abandoned when the call is cancelled."""
+    """Call a function that works on texts of `size` characters. For long texts, the function runs in a thread, so
+    that other rollouts do not wait, and is abandoned when the call is cancelled."""
     return function() if size <= _SHORT_CHARS else await in_own_thread(function)
 
 
 def _paths(changes: list[FileChange]) -> list[str]:
-    """Return all paths of a patch. Raises `PatchError` for two spellings of one file, whose result would depend on
-    order."""
+    """Return all paths of a patch. Raises `PatchError` for two spellings of one file, because the result would depend
+    on their order."""
     paths = [path for change in changes for path in (change.path, change.target) if path is not None]
     if len({in_slot(path) for path in paths}) < len(set(paths)):
         raise PatchError("The patch names one file by two different paths")
@@ -173,14 +173,14 @@ async def _write_all(slot: Slot, edits: list[FileEdit]) -> None:
             # the path may be a link to a file that was just written
             if begun and await _content(slot, edit.path) != edit.before:
                 raise ToolMistake(
-                    f"{edit.path} is one file with another of the patch. Name it once; nothing was changed"
+                    f"{edit.path} is the same file as another in the patch. Name it once; nothing was changed"
                 )
             begun.append(edit)
             await _put(slot, edit.path, edit.after)
     except ToolMistake as mistake:
         unrestored = await _put_back(slot, begun[:-1] if begun and edit is begun[-1] else begun)
         if unrestored:
-            raise ToolMistake(f"{mistake}. These were written before and could not be put back: {unrestored}") from None
+            raise ToolMistake(f"{mistake}. These files were changed and could not be restored: {unrestored}") from None
         raise
     except asyncio.CancelledError:
         await _put_back(slot, begun)

@@ -1,6 +1,6 @@
 """The `process` tool: inspect, wait for, write to and end commands that `terminal` started with `background=true`.
 
-Processes that an agent started in a shell (`cmd &`) are not listed. Replies are those of `ProcessSession`.
+Processes that an agent started in a shell (`cmd &`) are not listed. The replies come from `ProcessSession`.
 Invariant: an agent reaches only the sessions of its own task.
 """
 
@@ -52,13 +52,13 @@ SCHEMA = ToolSchema(
 
 
 async def run_process(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Do `action` with `session_id`."""
+    """Perform `action` on the process `session_id`."""
     action, registry, task_id = arguments["action"], run.state(ProcessRegistry), run.task_id
     if action == "list":
         return {"processes": await registry.list_sessions(task_id)}
     session_id = arguments.get("session_id")
     if not session_id:
-        raise ToolMistake(f"session_id is needed for {action}; list shows those there are")
+        raise ToolMistake(f"session_id is needed for {action}; list shows all of them")
     data, end = str(arguments.get("data", "")), bool(arguments.get("eof"))
     match action:
         case "poll":

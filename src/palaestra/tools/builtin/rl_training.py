@@ -1,6 +1,6 @@
 """The ten `rl_*` tools: an agent chooses an environment, then configures, starts, watches and stops a training run.
 
-Names, arguments and reply keys are the contract's. A training run is a separate process, `palaestra train`
+The contract fixes names, arguments and reply keys. A training run is a separate process, `palaestra train`
 (`tools/training/`), with the trainers of this package. The settings, not the agent, choose model, trainer and folder.
 
 Invariant: a training run is identified by its conversation, environment and settings. So a resumed rollout that repeats
@@ -39,11 +39,11 @@ from palaestra.tools.training.training_process import (
 )
 
 COMMAND_S = 120.0
-"""Seconds that a command which lists or shows environments may take."""
+"""The maximum seconds for a command that lists or shows environments."""
 TEST_S = 600.0
-"""Seconds that the test of one model may take."""
+"""The maximum seconds for the test of one model."""
 HISTORY = 10
-"""The number of steps in the results of a training run."""
+"""The maximum number of steps in the results of a training run."""
 
 _RUN = {"run_id": parameters.text("The ID of the training run, from rl_start_training or rl_list_runs.")}
 
@@ -82,7 +82,7 @@ _SCHEMAS = {schema.name: schema for schema in (
 # fmt: on
 
 _SELECTION = "rl_selection"
-"""The session of the tools whose replies depend on earlier choices: they run again in a resumed rollout."""
+"""The session of the tools whose replies depend on earlier choices. In a resumed rollout, these tools run again."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,8 @@ class Setup:
     environment: str = ""
     reference: str = ""
     rows: dict[str, dict[str, JSON]] = field(default_factory=dict)
-    """The settings of a training run by name: `value`, `about`, and `training` unless they are the environment's."""
+    """Maps each setting of a training run to its `value` and `about`; `training` marks settings that are not the
+    environment's."""
     edits: dict[str, JSON] = field(default_factory=dict)
     looked: dict[str, float] = field(default_factory=dict)
     started: list[TrainingProcess] = field(default_factory=list)
@@ -134,7 +135,7 @@ def rl_tools(settings: ToolSettings, command: Sequence[str] = TRAIN) -> tuple[To
 
 def _lack(settings: ToolSettings) -> str | None:
     if settings.rl_dir is None:
-        return "no folder of trainings is set: set rl_dir (--env.rl_dir FOLDER)"
+        return "no folder for training runs is set: set rl_dir (--env.rl_dir FOLDER)"
     if settings.rl_model is None:
         return "no model to train is set: set rl_model (--env.rl_model FOLDER)"
     return None
@@ -162,7 +163,7 @@ async def _list_environments(settings: ToolSettings, arguments: Mapping[str, JSO
         "count": len(found),
         "tips": [
             "Choose one with rl_select_environment(name).",
-            "Its file_path shows how it makes tasks and scores them.",
+            "The file at its file_path shows how it makes tasks and scores them.",
         ],
     }
 
@@ -214,7 +215,7 @@ async def _edit(settings: ToolSettings, arguments: Mapping[str, JSON], run: Tool
         )
     default = setup.rows[name]["value"]
     if not _fits(value, default):
-        raise ToolMistake(f"Field '{name}' takes a value of type {_type(default)}, not {value!r:.100}")
+        raise ToolMistake(f"Field '{name}' needs a value of type {_type(default)}, not {value!r:.100}")
     setup.edits[name] = value
     return {"message": f"Updated {name} = {value}", "field": name, "value": value, "config": dict(setup.edits)}
 
@@ -233,7 +234,7 @@ async def _start(
             busy = [each.id for each in trainings(folder) if each.alive()]
             if len(busy) >= settings.rl_max_running:
                 raise ToolMistake(
-                    f"{len(busy)} of at most {settings.rl_max_running} trainings are running; nothing was started. "
+                    f"{len(busy)} of at most {settings.rl_max_running} training runs are active; nothing was started. "
                     "Wait for one to end, or stop it with rl_stop_training",
                     active_runs=busy,
                 )
@@ -252,7 +253,7 @@ async def _start(
     if not settings.rl_outlive and training not in setup.started:
         setup.started.append(training)
     if known == FAILED:
-        raise ToolMistake(f"The training did not start: {training.error()}", run_id=training.id, **_files(training))
+        raise ToolMistake(f"The training run did not start: {training.error()}", run_id=training.id, **_files(training))
     return {
         "run_id": training.id,
         "status": "started",
@@ -260,7 +261,7 @@ async def _start(
         "config": config,
         "config_path": str(training.config),
         **_files(training),
-        "message": "The training has been started. Look at it with rl_check_status(run_id), every 30 minutes at most.",
+        "message": "The training run was started. Monitor it with rl_check_status(run_id), at most every 30 minutes.",
     }
 
 
@@ -277,7 +278,7 @@ async def _check_status(settings: ToolSettings, arguments: Mapping[str, JSON], r
             "rate_limited": True,
             "run_id": training.id,
             "status": status,
-            "message": f"The training has not ended. Look again in {left / 60:.0f} minutes.",
+            "message": f"The training run has not ended. Check again in {left / 60:.0f} minutes.",
             "next_check_in_seconds": round(left),
         }
     setup.looked[training.id] = now
@@ -292,9 +293,9 @@ async def _check_status(settings: ToolSettings, arguments: Mapping[str, JSON], r
         **_files(training),
     }
     if status == FAILED:
-        reply["message"] = f"The training failed: {training.error()}"
+        reply["message"] = f"The training run failed: {training.error()}"
     elif status == INTERRUPTED:
-        reply["message"] = "It was stopped with the agent that had started it. The same settings again continue it."
+        reply["message"] = "The run was stopped with the agent that started it. Start it again with the same settings."
     return reply
 
 
@@ -346,9 +347,9 @@ async def _test_inference(settings: ToolSettings, arguments: Mapping[str, JSON],
     allowed = settings.rl_test_models if settings.rl_test_url is not None else [str(settings.rl_model)]
     models = list(arguments.get("models") or allowed)
     if not models:
-        raise ToolMistake("There is no model to ask: rl_test_models is empty")
+        raise ToolMistake("There is no model to test: rl_test_models is empty")
     if unknown := [each for each in models if each not in allowed]:
-        raise ToolMistake(f"The model {unknown[0]} may not be asked; nothing was run", available=allowed)
+        raise ToolMistake(f"The model {unknown[0]} may not be tested; nothing was run", available=allowed)
     config = {**setup.edits, **_locked(settings, setup)}
     of_env = {
         name: value for name, value in config.items() if value is not None and not setup.rows[name].get("training")
@@ -467,8 +468,8 @@ def _fits(value: JSON, default: JSON) -> bool:
 
 
 async def _palaestra(*words: str, timeout_s: float = COMMAND_S) -> JSON:
-    """Return the JSON output of a `palaestra` command. Raises `ToolMistake` with its error, `ToolUnavailable` on a
-    timeout."""
+    """Return the JSON output of a `palaestra` command. Raises `ToolMistake` with the command's error, and
+    `ToolUnavailable` on a timeout."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "palaestra", *words),
         stdin=asyncio.subprocess.DEVNULL,

@@ -75,7 +75,7 @@ async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolR
     slot = await run.slot()
     path = await in_full(slot, arguments.get("path", ".") or ".")
     if any("\0" in text for text in (path, arguments["pattern"], arguments.get("file_glob", ""))):
-        raise ToolMistake("path, pattern and file_glob cannot hold NUL characters")
+        raise ToolMistake("path, pattern and file_glob cannot contain NUL characters")
     root = await file_info(slot, path)
     if root is None:
         raise await not_found(slot, path)
@@ -113,7 +113,7 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
 
 
 async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
-    """Return the page of matching lines. Only the files on it are searched again."""
+    """Return the page of matching lines. Only the files on that page are searched again."""
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
     before, files, reached = 0, [], 0
     for name, count in counts.items():
@@ -137,7 +137,7 @@ def _reply(key: str, page: list[JSON], total: int, offset: int) -> dict[str, JSO
     after = offset + len(page)
     reply: dict[str, JSON] = {key: page, "total_count": total, "truncated": after < total}
     if page and after < total:
-        reply["hint"] = f"Results {offset + 1} to {after} of {total} are shown; go on with offset={after}"
+        reply["hint"] = f"Results {offset + 1} to {after} of {total} are shown; continue with offset={after}"
     return reply
 
 
@@ -156,8 +156,8 @@ class SearchQuery:
 
 
 async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
-    """Return matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a bad
-    pattern."""
+    """Return the number of matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a
+    bad pattern."""
     _check_pattern(query.pattern)
     engine = await _ripgrep(slot)
     names = simple_names(query.file_glob)
@@ -166,10 +166,10 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
     else:
         argv = [*_grep(query), "--recursive", "--count", "--exclude-dir=.git", *(f"--include={name}" for name in names)]
     result = await _run(slot, [*argv, "--regexp", query.pattern, "--", _safe(query.root)], query)
-    if given_up := _GIVEN_UP.search(result.output):  # the files after this one are missing too
+    if given_up := _GIVEN_UP.search(result.output):  # later files are missing, too
         raise ToolMistake(
-            f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was given up. Use a simpler "
-            "one: a repeated group that holds a repetition, such as (a+)+, is what takes them."
+            f"The pattern takes too many steps in {_shown(given_up[1])}, so the search was stopped. Use a simpler "
+            "pattern: a repeated group that contains a repetition, such as (a+)+, takes many steps."
         )
     counts = {}
     for path, text in _records(result.output):
@@ -218,9 +218,9 @@ def _matches(path: str, lines: dict[int, tuple[bool, str]], context: int) -> Ite
 
 
 def _records(output: str) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a file name and the line printed for it. Names end at a NUL byte, so they may hold line ends.
+    """Yield pairs of a file name and the line printed for it. Names end at a NUL byte, so they may contain line ends.
 
-    Takes linear time whatever is printed: an agent may replace the programs of its slot.
+    Takes linear time whatever is printed, because an agent may replace the programs in its slot.
     """
     path, *rest = output.split("\0")
     for part in rest:
@@ -263,20 +263,18 @@ def _check_pattern(pattern: str) -> None:
     try:
         pattern.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
-        raise ToolMistake("The pattern holds half of a surrogate pair, which no text holds.") from None
+        raise ToolMistake("The pattern contains half of a surrogate pair, which no text contains.") from None
     if len(pattern) > _MAX_PATTERN_CHARS:
-        raise ToolMistake(f"The pattern has {len(pattern)} characters; {_MAX_PATTERN_CHARS} are the most.")
+        raise ToolMistake(f"The pattern has {len(pattern)} characters; the maximum is {_MAX_PATTERN_CHARS}.")
     if "\n" in pattern or _NEWLINE_ESCAPE.search(pattern):
-        raise ToolMistake("The search goes line by line, so a pattern cannot match a line end; search for one line.")
+        raise ToolMistake("The search works line by line, so a pattern cannot match a line end; search for one line.")
 
 
 def _engine_error(result: ExecutionResult, query: SearchQuery) -> str:
     said = result.output.strip().rpartition("\n")[2][:300]  # both programs print the error last
     if not said:  # messages about files are suppressed
         return f"{query.root} cannot be read"
-    return (
-        f"The pattern cannot be used: {said}. To mean characters such as ( [ * + ? literally, put a backslash before."
-    )
+    return f"The pattern cannot be used: {said}. To match characters such as ( [ * + ? literally, escape them with \\."
 
 
 async def _ripgrep(slot: Slot) -> str | None:

@@ -4,7 +4,7 @@
 It shows excerpts and does not summarise. Without a folder (`Sessions`), the agent loop answers the call itself.
 
 Invariants: a file is replaced atomically; a search reads at most the newest `MAX_SESSIONS` files of the folder, up to
-`MAX_SESSION_BYTES` each; equal folders and queries give equal answers.
+`MAX_SESSION_BYTES` each; the same folder and query give the same answer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SessionSource(Protocol):
     """Earlier conversations in a store other than a folder."""
 
     def search(self, query: str, roles: Collection[str], limit: int, *, current: str) -> list[SessionMatch]:
-        """Search like `Sessions.search`. May be called in any thread."""
+        """Search as `Sessions.search` does. May be called in any thread."""
         ...
 
 
@@ -94,11 +94,13 @@ class Sessions:
     source: SessionSource | None = None
 
     def save(self, session: Session) -> Path:
-        """Write a conversation. Raises `OSError`, and `ConfigError` for an id that is not a file name."""
+        """Write a conversation. Raises `OSError`, and `ConfigError` for an id that cannot be a file's name."""
         if self.folder is None:
             raise ConfigError("there is no folder for sessions")
         if _NAME.fullmatch(session.session_id) is None or session.session_id.startswith("."):
-            raise ConfigError(f"session id {session.session_id!r}: use letters, digits, - and _ (128 at most)")
+            raise ConfigError(
+                f"session id {session.session_id!r} cannot be used: use at most 128 letters, digits, - and _"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{session.session_id}.json"
         with replaced(path) as file:
@@ -149,7 +151,7 @@ async def run_session_search(arguments: Mapping[str, JSON], run: ToolRun) -> Too
     if sessions.folder is None and sessions.source is None:
         raise ToolMistake("No earlier conversations are kept here: no folder is set")
     if not arguments["query"].strip():
-        raise ToolMistake("query is empty; give words that were said")
+        raise ToolMistake("query is empty; give words to search for")
     roles = {role.strip() for role in arguments.get("role_filter", "").split(",") if role.strip()}
     found = await asyncio.to_thread(sessions.search, arguments["query"], roles, arguments.get("limit", 3))
     return {"query": arguments["query"], "results": [_shown(each) for each in found], "count": len(found)}

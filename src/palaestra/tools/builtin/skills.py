@@ -5,7 +5,7 @@ A skill is a folder with a `SKILL.md`: YAML between two `---` lines with `name` 
 must not learn from each other, so there are no skills unless `skills_dir` is set.
 
 Invariants: no path leaves the folder of its skill, and no link is followed; a file is replaced atomically; a lock
-orders changes of several processes.
+orders the changes of concurrent processes.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Skills:
         self.folder = folder
 
     def all(self) -> list[Skill]:
-        """Return the skills with a valid header, by category and name. Of two skills with one name, the first
-        counts."""
+        """Return the skills with a valid header, by category and name. Of two skills with the same name, the
+        first counts."""
         found: dict[str, Skill] = {}
         for document in sorted([*self.folder.glob(f"*/{DOCUMENT}"), *self.folder.glob(f"*/*/{DOCUMENT}")]):
             folder = document.parent
@@ -126,15 +126,18 @@ class Skills:
         """Write a new skill."""
         for what, value in (("name", name), ("category", category)):
             if (value or what == "name") and not (_NAME.fullmatch(value) and len(value) <= _MAX_NAME):
-                raise ToolMistake(f"The {what} {value!r} must be small letters, digits and single hyphens, at most 64")
+                raise ToolMistake(
+                    f"The {what} {value!r} must consist of at most 64 characters: lowercase letters, digits and single "
+                    "hyphens"
+                )
         _check(name, content)
         with self._changing():
             if any(skill.name == name for skill in self.all()):
-                raise ToolMistake(f"There is a skill {name!r} already; change it with edit or patch")
+                raise ToolMistake(f"The skill {name!r} already exists; change it with edit or patch")
             _write(self.folder / category / name, DOCUMENT, content)
 
     def edit(self, name: str, content: str) -> None:
-        """Replace the document."""
+        """Replace the skill's document."""
         _check(name, content)
         with self._changing():
             _write(self.find(name).folder, DOCUMENT, content)
@@ -147,7 +150,7 @@ class Skills:
             count = text.count(old)
             if count == 0 or (count > 1 and not everywhere):
                 raise ToolMistake(
-                    f"old_string occurs {count} times in {file_path}, and must occur once; nothing was changed"
+                    f"old_string occurs {count} times in {file_path}, but must occur once; nothing was changed"
                 )
             text = text.replace(old, new)
             if file_path == DOCUMENT:
@@ -162,7 +165,7 @@ class Skills:
     def write_file(self, name: str, file_path: str, content: str) -> None:
         """Write a file next to the document."""
         if file_path == DOCUMENT:
-            raise ToolMistake(f"{DOCUMENT} is changed with edit or patch")
+            raise ToolMistake(f"Change {DOCUMENT} with edit or patch")
         with self._changing():
             _write(self.find(name).folder, file_path, content)
 
@@ -216,7 +219,7 @@ def skills_tools(settings: ToolSettings) -> tuple[Tool, ...]:
 
 def _lack(settings: ToolSettings) -> str | None:
     if settings.skills_dir is None:
-        return "no folder of skills is set: set skills_dir (--env.skills_dir FOLDER)"
+        return "no folder for skills is set: set skills_dir (--env.skills_dir FOLDER)"
     return None
 
 
@@ -265,19 +268,19 @@ async def _manage(settings: ToolSettings, arguments: Mapping[str, JSON], run: To
 
 def _check(name: str, content: str) -> None:
     if read_header(content)[0] != name:
-        raise ToolMistake(f"The header's name must be {name!r}, as the skill is called")
+        raise ToolMistake(f"The header's name must be {name!r}, the name of the skill")
 
 
 def _inside(folder: Path, file_path: str) -> Path:
     """Return the path of a file of the skill. Raises `ToolMistake` for a path that could lead outside."""
     parts = PurePosixPath(file_path).parts
     if not parts or file_path.startswith("/") or "\0" in file_path or any(part.startswith(".") for part in parts):
-        raise ToolMistake(f"{file_path!r} is not a file of the skill: give a path relative to it, without hidden names")
+        raise ToolMistake(f"{file_path!r} is not a file of the skill: use a relative path without hidden names")
     path = folder
     for part in parts:
         path = path / part
         if path.is_symlink():
-            raise ToolMistake(f"{file_path!r} leads over a link, which is not followed")
+            raise ToolMistake(f"{file_path!r} leads through a link, which is not followed")
     return path
 
 

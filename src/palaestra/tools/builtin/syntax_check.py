@@ -26,7 +26,7 @@ parse."""
 
 
 def check_syntax(path: str, text: str) -> str | None:
-    """ "ok", or the first error with its place; None if files of this kind are not checked."""
+    """Return "ok", or the first error with its place; None if files of this kind are not checked."""
     kind = posixpath.splitext(path)[1].lower()
     check = _CHECKS.get(kind)
     if check is None:
@@ -42,7 +42,7 @@ def check_syntax(path: str, text: str) -> str | None:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else "?"
         return f"YAML: line {line}: {error.problem}"
-    except (ValueError, yaml.YAMLError) as error:  # JSON and TOML name the place themselves
+    except (ValueError, yaml.YAMLError) as error:  # errors in JSON and TOML name their place
         return f"{kind[1:].upper()}: {error}"
     return "ok"
 

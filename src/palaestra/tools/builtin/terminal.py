@@ -1,5 +1,5 @@
-"""The `terminal` tool: runs one shell command in the rollout's slot to its end or time limit, or starts it in the
-background for the `process` tool.
+"""The `terminal` tool: runs one shell command in the rollout's slot until it ends or reaches its time limit, or starts
+it in the background for the `process` tool.
 
 Invariant (S5): the reply is bounded whatever a command prints, and reports the full size. If the middle was cut out, a
 file in the slot has all output, or its first megabytes (`full_output_bytes`). A command is never run twice.
@@ -27,14 +27,14 @@ HEAD_CHARS = 20_000
 MAX_KEPT_BYTES = 2 << 20
 """The maximum number of bytes of output that are captured; output beyond the reply is written to a file in the slot."""
 MAX_COMMAND_BYTES = (128 << 10) - 1
-"""The longest argument of a program on Linux."""
-SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which nobody else shares
+"""The maximum length of one program argument on Linux, in bytes."""
+SPILL_DIR = "/tmp/terminal-output"  # noqa: S108 - a path inside the slot, which is not shared
 
 MIN_CHECK_INTERVAL_S = 30.0
 
 
 class ContractReplies:
-    """Shared with a task's tools, it makes terminals reply like the contract's sandbox server: standard error follows
+    """If shared with a task's tools, makes terminals reply like the contract's sandbox server: standard error follows
     standard output and a line `[stderr]`; both streams are also separate keys, next to facts about the sandbox."""
 
 
@@ -84,7 +84,7 @@ SCHEMA = ToolSchema(
 
 
 def clamp_timeout(timeout_s: float) -> float:
-    """Return the time limit in seconds, within the bounds of any call."""
+    """Return the time limit in seconds, clamped to the limits of a call."""
     return float(min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S))
 
 
@@ -94,18 +94,18 @@ def check_command(command: str, most_bytes: int | None = None) -> None:
         size = len(command.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError:
         raise ToolMistake(
-            "The command holds half of a surrogate pair; nothing was run", output="", exit_code=-1
+            "The command contains half of a surrogate pair; nothing was run", output="", exit_code=-1
         ) from None
     if "\0" in command:
         raise ToolMistake(
-            "The command holds a NUL character; nothing was run. Write such bytes with printf '\\0'",
+            "The command contains a NUL character; nothing was run. Write such bytes with printf '\\0'",
             output="",
             exit_code=-1,
         )
     if most_bytes is not None and size > most_bytes:
         raise ToolMistake(
-            f"The command has {size} bytes, and {most_bytes} can be run at most; nothing was run. Write what is long "
-            "to a file with write_file, and use that",
+            f"The command has {size} bytes, but at most {most_bytes} can be run; nothing was run. Write the long part "
+            "to a file with write_file, and use the file",
             output="",
             exit_code=-1,
         )
@@ -133,7 +133,7 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
             arguments["command"], cwd=workdir, timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES, stderr=apart
         )
     except (FileNotFoundError, NotADirectoryError):
-        return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run. Name one that is, such as /")
+        return _reply("", 1, f"workdir {workdir} is not a directory; nothing was run. Use a directory such as /")
     except InfraError:
         raise
     except OSError as error:
@@ -143,7 +143,8 @@ async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply
 
 
 async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Start `command` as a session of the task. Replies its `session_id`, or why it was not started."""
+    """Start `command` as a session of the task. The reply has its `session_id`, or the reason why it was not
+    started."""
     slot = await run.slot()
     workdir = await in_full(slot, arguments.get("workdir") or WORKSPACE)
     interval_s = arguments.get("check_interval")
@@ -167,7 +168,7 @@ async def _start(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     except BlockingIOError as error:
         return _reply("", -1, f"Nothing was started: {error.strerror}.")
     except (FileNotFoundError, NotADirectoryError):
-        return _reply("", 1, f"workdir {workdir} is not a directory; nothing was started. Name one that is, such as /")
+        return _reply("", 1, f"workdir {workdir} is not a directory; nothing was started. Use a directory such as /")
     except OSError as error:
         return _reply("", 1, f"Nothing was started in {workdir}: {reason(error)}")
     extra: dict[str, JSON] = {"session_id": session.id, "pid": session.status.pid}
@@ -220,7 +221,8 @@ def cut(text: str, total: str) -> str:
 
 
 async def _spill(slot: Slot, text: str) -> str | None:
-    """Write the whole output into the slot, under a name derived from its content (D2). Returns None if that fails."""
+    """Write the whole output into the slot, under a name derived from its content (D2). Returns its path, or None if
+    that fails."""
     data = text.encode("utf-8", "replace")
     path = f"{SPILL_DIR}/{hashlib.sha256(data).hexdigest()[:12]}.txt"
     try:

@@ -59,7 +59,7 @@ class StatefulShell:
 
 
 async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Run `command`; the reply is that of `terminal`, with `shell_restarted` if the shell was restarted."""
+    """Run `command`; the reply is like that of `terminal`, with `shell_restarted` if the shell was restarted."""
     check_command(arguments["command"])
     timeout_s = clamp_timeout(arguments.get("timeout", run.timeout_s))
     approvals = run.found_state(Approvals)
@@ -71,8 +71,8 @@ async def run_terminal_stateful(arguments: Mapping[str, JSON], run: ToolRun) -> 
         result = await shell.run(arguments["command"], timeout_s=timeout_s, max_output_bytes=MAX_KEPT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise ToolMistake(
-            f"The shell has ended, and another cannot start: {WORKSPACE} is no directory any more; nothing was run. "
-            "Make it again, by writing a file into it or in another kind of terminal"
+            f"The shell has ended, and a new one cannot start: {WORKSPACE} is not a directory; nothing was run. "
+            "Create it again, by writing a file into it or with a different terminal tool"
         ) from None
     restarted = {"shell_restarted": True} if result.metadata.get("shell_restarted") else {}
     facts = contract_facts(result) if run.found_state(ContractReplies) is not None else {}

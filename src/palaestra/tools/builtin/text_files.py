@@ -22,14 +22,14 @@ from palaestra.tools.call_text import shortened
 from palaestra.tools.tool import ToolMistake
 
 MAX_TEXT_BYTES = 16 << 20
-"""The largest file that the file tools open."""
+"""The maximum size in bytes of a file that the file tools open."""
 KINDS = {"dir": "a directory", "other": "a device, pipe or socket", "file": "a file", "symlink": "a link"}
 PATH_PARAMETER: Mapping[str, JSON] = parameters.text(f"Path of the file, absolute or relative to {WORKSPACE}.")
 _SNIFFED_BYTES = 8192
 _SHOWN_CHARS = 100
 _MOST_COMPARED = 500
-"""The maximum number of names of a directory that are compared with a missing one, because that blocks the event
-loop."""
+"""The maximum number of names in a directory that are compared with a missing name, because the comparison blocks the
+event loop."""
 _BOM = "\ufeff"
 
 
@@ -88,7 +88,8 @@ async def read_text_file(slot: Slot, path: str) -> DecodedFile:
 
 
 async def in_full(slot: Slot, path: str) -> str:
-    """Return the path with a leading `~` expanded as a shell in the slot does: models write paths as in commands."""
+    """Return the path with a leading `~` expanded as a shell in the slot does, because models write paths as in
+    commands."""
     if path != "~" and not path.startswith("~/"):
         return path
     home = await slot.execute('printf %s "$HOME"')
@@ -97,7 +98,8 @@ async def in_full(slot: Slot, path: str) -> str:
 
 @contextlib.contextmanager
 def as_mistake(problem: str) -> Iterator[None]:
-    """Turn an `OSError` of a slot's call into a `ToolMistake` that begins with `problem`; let an `InfraError` pass."""
+    """Turn an `OSError` from a call of the slot into a `ToolMistake` that begins with `problem`. An `InfraError` is
+    raised unchanged."""
     try:
         yield
     except InfraError:

@@ -23,7 +23,7 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 ROWS, COLUMNS = 40, 160
 DEFAULT_MAX_WAIT_S, MIN_QUIET_S = 10.0, 0.1
 MIN_TYPING_S = 1.0
-"""The shortest time in seconds that a program gets to read typed keys."""
+"""The minimum seconds that a program gets to read typed keys."""
 DEFAULT_STREAM_BYTES = 20_000
 
 SCHEMA = ToolSchema(
@@ -85,7 +85,7 @@ class RolloutPane:
     def open(self) -> Terminal:
         """Return the terminal. Raises `ToolMistake` if none is open."""
         if self.terminal is None:
-            raise ToolMistake("No terminal is open; start opens one")
+            raise ToolMistake("No terminal is open; open one with start")
         return self.terminal
 
 
@@ -93,7 +93,7 @@ _Action = Callable[[RolloutPane, Mapping[str, JSON], ToolRun], Awaitable[ToolRep
 
 
 async def run_tmux(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Do `action` with the rollout's terminal."""
+    """Perform `action` on the rollout's terminal."""
     pane = run.state(RolloutPane)
     async with pane.turn:
         return await _ACTIONS[arguments["action"]](pane, arguments, run)
@@ -101,7 +101,7 @@ async def run_tmux(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
 
 async def _start(pane: RolloutPane, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     if pane.terminal is not None and not arguments.get("reset"):
-        raise ToolMistake("A terminal is open already; use it, or start with reset")
+        raise ToolMistake("A terminal is already open; use it, or start with reset")
     slot = await run.slot()
     await _stop(pane, arguments, run)
     size = TerminalSize(arguments.get("pane_height", ROWS), arguments.get("pane_width", COLUMNS))
@@ -123,11 +123,11 @@ async def _send_keys(pane: RolloutPane, arguments: Mapping[str, JSON], run: Tool
             await terminal.send_keys(*([keys] if isinstance(keys, str) else keys))
     except TimeoutError:
         raise ToolMistake(
-            f"What runs in the terminal has not read all of the keys in {typing_s:g}s; a part may have arrived. "
-            "See with capture what it does, or end it with stop"
+            f"The program in the terminal did not read all keys within {typing_s:g}s; some may have arrived. "
+            "Check its screen with capture, or end it with stop"
         ) from None
     except BrokenPipeError:
-        raise ToolMistake("What ran in the terminal has ended; start with reset opens another") from None
+        raise ToolMistake("The program in the terminal has ended; open a new terminal with start and reset") from None
     if not arguments.get("block"):
         return _shown(await terminal.capture(quiet_s=quiet_s, timeout_s=patience_s))
     code = await terminal.command_ended(before, patience_s)

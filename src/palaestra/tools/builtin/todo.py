@@ -1,6 +1,6 @@
 """The `todo` tool: a list of a task's steps. Each rollout has its own, which needs no slot.
 
-Parameters and reply are the contract's. Invariant: every reply is the whole list after the call; a refused call changes
+The contract fixes parameters and reply. Invariant: every reply is the whole list after the call; a refused call changes
 nothing.
 """
 
@@ -55,9 +55,7 @@ class TodoList:
         given = {str(step["id"]): {name: step[name] for name in ("id", "content", "status")} for step in steps}
         if len(given) != len(steps):
             twice, _ = Counter(str(step["id"]) for step in steps).most_common(1)[0]
-            raise ToolMistake(
-                f"Two of the todos have the id '{twice}'; nothing was written. Give each an id of its own"
-            )
+            raise ToolMistake(f"Two of the todos have the id '{twice}'; nothing was written. Give each its own id")
         self._steps = {**self._steps, **given} if merge else given
 
     def read(self) -> dict[str, JSON]:

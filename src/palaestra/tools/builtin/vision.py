@@ -1,11 +1,12 @@
-"""The `vision_analyze` tool: a question about an image, answered by a model that accepts images.
+"""The `vision_analyze` tool: a vision model answers a question about an image.
 
-The image is a file in the slot, a data URL, or an http(s) address. Parameters and reply are the contract's. The model
+The image is a file in the slot, a data URL, or an http(s) address. The contract fixes parameters and reply. The model
 is any server with chat completions: one user message with a text part and an `image_url` part that holds a data URL
 (https://platform.openai.com/docs/guides/images-vision), so the server fetches nothing itself.
 
 Invariant: only bytes that are recognised as an image, and no more than the settings allow, are sent. Addresses are
-fetched like web pages, so private networks are out of reach. The settings choose the model, never the calling model.
+fetched like web pages, so private networks are out of reach. The settings, not the calling model, choose the
+vision model.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def vision_tool(settings: ToolSettings) -> Tool:
 def vision_problem(settings: ToolSettings) -> str | None:
     """Return the reason why no image can be analysed, and the remedy, or None."""
     if settings.vision_base_url is None:
-        return missing_model("no model that looks at images is", "vision")
+        return missing_model("no vision model is", "vision")
     return None
 
 
@@ -86,7 +87,7 @@ async def look(settings: ToolSettings, image: Image, question: str) -> dict[str,
     if (reason := vision_problem(settings)) is not None:
         raise ToolMistake(reason)
     server = model_server(
-        "the model that looks at images",
+        "the vision model",
         "vision",
         settings.vision_base_url or "",
         settings.vision_api_key,
@@ -101,7 +102,7 @@ async def look(settings: ToolSettings, image: Image, question: str) -> dict[str,
     said = await chat_answer(server, settings.vision_model, messages, settings.vision_max_tokens)
     answer: dict[str, JSON] = {"analysis": said.text}
     if said.finish_reason == "length":
-        answer["cut"] = "the answer ended at its limit of tokens"
+        answer["cut"] = "the answer ended at its token limit"
     if isinstance(usage := said.reply.get("usage"), dict):
         answer["usage"] = {name: value for name, value in usage.items() if isinstance(value, int)}
     return answer
@@ -113,7 +114,7 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 
 async def _key(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
-    """Return the arguments, and for a path the file's hash too, because the reply depends on its content."""
+    """Return the arguments, for a path with the file's hash, because the reply depends on the file's content."""
     where = arguments["image_url"]
     if where.startswith(("http://", "https://", "data:")):
         return arguments
@@ -148,9 +149,9 @@ def _from_data_url(url: str, most_bytes: int) -> Image:
     """Return the image in a data URL. Raises `ToolMistake`."""
     head, comma, body = url.partition(",")
     if not comma:
-        raise ToolMistake("This data URL has no comma, so it holds no data")
+        raise ToolMistake("This data URL has no comma, so it contains no data")
     if len(body) > 4 * most_bytes:
-        raise ToolMistake(f"This data URL holds more than the {most_bytes} bytes that an image may have")
+        raise ToolMistake(f"This data URL contains more than the {most_bytes} bytes that an image may have")
     try:
         data = unquote_to_bytes(body)
         if head.lower().endswith(";base64"):

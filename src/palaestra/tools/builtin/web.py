@@ -1,4 +1,4 @@
-"""The `web_search` and `web_extract` tools. Names and parameters are the contract's.
+"""The `web_search` and `web_extract` tools. The contract fixes their names and parameters.
 
 Invariant: a reply is bounded, reports how to get the rest of a cut page, and is never a summary.
 """
@@ -80,8 +80,8 @@ def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
 
 
 def page_reader(name: str, settings: ToolSettings) -> PageReader:
-    """Return a reader on this machine, or a provider. A user's own server only gets pages that this machine may
-    read."""
+    """Return a reader on this machine, or a provider. A user's own server is asked only for pages that this
+    machine may read."""
     policy = AddressPolicy(settings.web_allow)
     if name == "fetch":
         return Fetcher(policy, settings.lane())
@@ -92,7 +92,7 @@ async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolR
     """Search; the reply has `success`, and `data.web` with `position`, `title`, `url` and `description` of each."""
     query, limit = str(arguments["query"]).strip(), int(arguments.get("limit", 5))
     if not query:
-        raise ToolMistake("The query is empty; say what to search for")
+        raise ToolMistake("The query is empty; specify what to search for")
     found = (await provider.search(query, limit))[:limit]
     results = [
         {
@@ -108,9 +108,9 @@ async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolR
 
 async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolReply:
     """Read pages; the reply has `results`: for each address its `title` and `content` or its `error`, with
-    `total_chars` and a `hint` if it is cut. It has an `error` if no page could be read."""
+    `total_chars` and a `hint` if it is cut. The reply has an `error` if no page could be read."""
     urls, offset = [str(url) for url in arguments["urls"]], int(arguments.get("offset", 0))
     results = [shown(page, offset) for page in await pages.read(urls)]
     if all("error" in each for each in results):
-        return {"results": results, "error": "No page could be read; each result says why"}
+        return {"results": results, "error": "No page could be read; each result has the reason"}
     return {"results": results}

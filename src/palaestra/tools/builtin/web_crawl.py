@@ -1,12 +1,12 @@
-"""The `web_crawl` tool: reads pages of a site, starting at one. Name and parameters are the contract's, with bounds.
+"""The `web_crawl` tool: reads pages of a site, starting at one page. The contract fixes the name and the parameters.
 
 It is available on request only, because `web_search` and `web_extract` find more with fewer pages. `instructions` only
 decide which links are followed first. Links are followed within the host. Pages are read by `page_text.py`, each from
 an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
 
-Invariants: a reply is bounded, and reports cuts and omissions. Equal sites give equal pages in the same order
-unless time runs out, which is reported. Pages that are fewer links away from the first page come first; among equally
-distant pages, those whose links contain the most wanted words come first.
+Invariants: a reply is bounded, and reports cuts and omissions. The same site gives the same pages in the same
+order unless time runs out, which is reported. Pages that are fewer links away from the first page come first; among
+equally distant pages, those whose links contain the most wanted words come first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGE_CHARS = 3_000
 TIME_S = 60.0
 AGENT = "Palaestra"
 AT_ONCE = 4
-"""The number of pages of one site that are read concurrently."""
+"""The maximum number of pages of one site that are read concurrently."""
 MAX_LINKS = 1000
 """The maximum number of links of one page that are considered."""
 MAX_ROBOTS_BYTES = 500 << 10
@@ -84,12 +84,12 @@ def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTo
 def _reply(crawl: _Crawl, over_s: float | None) -> dict[str, JSON]:
     """Return the reply: `results` as in `web_extract`, the number `links_left`, and a `note` if the time `over_s` ran
     out."""
-    results = [shown(page, 0, PAGE_CHARS, "read it whole with web_extract") for page in crawl.pages]
+    results = [shown(page, 0, PAGE_CHARS, "read the whole page with web_extract") for page in crawl.pages]
     reply: dict[str, JSON] = {"results": results, "links_left": crawl.left}
     if over_s is not None:
-        reply["note"] = f"Not all that was asked for was read: {over_s:g} s were over"
+        reply["note"] = f"The crawl stopped after {over_s:g} s, before it had read all pages"
     if all("error" in each for each in results):
-        reply["error"] = "No page could be read; each result says why" if results else str(reply.get("note"))
+        reply["error"] = "No page could be read; each result has the reason" if results else str(reply.get("note"))
     return reply
 
 
@@ -116,7 +116,7 @@ class _Visit:
 class _Crawl:
     """One crawl: at most `limit` pages, unreadable ones included, up to `depth` links away from the first.
 
-    `pages` holds each page once, in reading order, also if links lead to several of its addresses; `left` links were
+    `pages` holds each page once, in reading order, even if links lead to several of its addresses; `left` links were
     not followed.
     """
 
@@ -181,7 +181,7 @@ class _Crawl:
             raise PageUnreadable(f"it leads to another site, {url.origin()}")
 
     def _note(self, links: Sequence[tuple[str, str]], depth: int) -> None:
-        """Queue the links of a page that should be read."""
+        """Queue those links of a page that should be followed."""
         for url, text in links if depth <= self._depth else ():
             if self._site is None or URL(url).origin() != self._site.origin() or url in self._seen | self._read:
                 continue

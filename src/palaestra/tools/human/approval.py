@@ -30,7 +30,7 @@ class ApprovalAnswer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApprovalRequest:
-    """A command to approve. `dangers` lists its kinds of danger, for a person to read."""
+    """A command to approve. `dangers` lists the command's kinds of danger, for a person to read."""
 
     command: str
     dangers: Sequence[str]
@@ -65,7 +65,8 @@ _DANGERS: Sequence[tuple[str, str]] = (
     ("starts processes without end", r":\s*\(\s*\)\s*\{\s*:\s*\|\s*:"),
     ("drops scheduled work", _START + r"crontab\s+(?:\S+\s+){0,20}?-r\b"),
 )
-"""Kinds of danger, each with a pattern of its usual form. Keep the table in docs/tools.md in step."""
+"""Kinds of danger, each with a pattern of its usual form. If you change them, also change the table in
+docs/tools.md."""
 
 _COMPILED = [(danger, re.compile(pattern)) for danger, pattern in _DANGERS]
 _MOST_CHARS = 20_000
@@ -79,7 +80,8 @@ def dangers(command: str) -> list[str]:
 
 @dataclass(slots=True)
 class Approvals:
-    """Asks the user to approve dangerous commands of one agent; `allowed` holds those allowed for the session."""
+    """Asks the user to approve dangerous commands of one agent; `allowed` has the kinds of danger that are
+    allowed for the session."""
 
     ask: Ask | None = None
     allowed: set[str] = field(default_factory=set)

@@ -46,18 +46,19 @@ class TerminalPerson:
                 termios.tcgetattr(opened)
         except (OSError, termios.error) as error:
             raise ConfigError(
-                f"there is nobody to ask: {self._path} is no terminal here ({error.args[-1]}). Start this in one, or "
-                "answer by code: Approvals(ask), User(ask)"
+                f"there is nobody to ask: {self._path} is not a terminal ({error.args[-1]}). "
+                "Start the program in a terminal, or answer from code: Approvals(ask), User(ask)"
             ) from None
 
     async def approve(self, request: ApprovalRequest) -> ApprovalAnswer:
-        """Return whether a command may run: the `ask` of `Approvals`."""
+        """Ask whether a command may run, and return the answer: the `ask` of `Approvals`."""
         what = f"A command of task {_plain(request.task_id)} {', '.join(request.dangers)}:\n{_quoted(request.command)}"
         prompt = "Run it? y: this time, s: this kind from now on, n: no [n] "
         return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:
-        """Return the answer to a question, which need not be one of the choices, or None: the `ask` of a `User`."""
+        """Ask a question, and return the answer, which need not be one of the choices, or None: the `ask` of a
+        `User`."""
         offered = "".join(f"\n  {number}: {_plain(choice)}" for number, choice in enumerate(choices, 1))
 
         def understood(line: str) -> str | None:

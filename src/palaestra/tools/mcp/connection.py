@@ -1,4 +1,4 @@
-"""One session with an MCP server, which concurrent calls use. Only this module uses the package `mcp`.
+"""One session with an MCP server, which concurrent calls share. Only this module uses the package `mcp`.
 
 A server that is a command runs on this machine, outside every slot, with the rights of this process;
 `core/io/supervised_command.py` ends it with this process, and `StderrTail` keeps the end of its stderr.
@@ -36,7 +36,8 @@ _TAIL_BYTES = 4096
 
 
 class StderrTail:
-    """The last kilobytes of a server's stderr, read without blocking; `ended` once no process can write to it."""
+    """The last kilobytes of a server's stderr, read without blocking. `ended` is true once no process can write
+    to it."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -101,7 +102,7 @@ _SESSION_GONE = "Session terminated"
 
 
 class NotCarriedOut(ToolServerUnavailable):
-    """Raised if the session had ended before the server took the call, so that the call may be sent again."""
+    """Raised if the session had ended before the server accepted the call, so that the call may be sent again."""
 
 
 class Connection:
@@ -143,7 +144,7 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether the session is open as far as is known."""
+        """Whether the session is open, as far as this process knows."""
         return self._task is not None and not self._task.done() and not self._stderr.ended and not self._stop.is_set()
 
     async def list_tools(self) -> list[Tool]:
@@ -161,15 +162,15 @@ class Connection:
                     if cursor is None:
                         return tools
         except TimeoutError:
-            problem = f"did not list its tools in {self._config.connect_timeout:g} s"
+            problem = f"did not list its tools within {self._config.connect_timeout:g} s"
             raise ToolServerUnavailable(f"MCP server '{self.name}' {problem}{self._said()}") from None
         except MCPError as error:
             raise ToolServerUnavailable(
                 f"MCP server '{self.name}' could not list its tools: {error}{self._said()}"
             ) from None
         except ValueError as error:
-            raise ToolServerReplyError(f"MCP server '{self.name}' listed what are no tools: {error}") from None
-        raise ToolServerReplyError(f"MCP server '{self.name}' lists its tools without end")
+            raise ToolServerReplyError(f"MCP server '{self.name}' sent an invalid list of tools: {error}") from None
+        raise ToolServerReplyError(f"MCP server '{self.name}' sends an endless list of tools")
 
     async def call(self, tool: str, arguments: Mapping[str, JSON]) -> CallToolResult:
         """Make one call. Cancelling it notifies the server.
@@ -189,19 +190,17 @@ class Connection:
             if error.code == CONNECTION_CLOSED or not self.alive:
                 self._stop.set()
                 raise ToolServerUnavailable(
-                    f"MCP server '{self.name}' went away during a call of {tool}, which it may have carried out or "
-                    f"not: {error}{self._said()}"
+                    f"MCP server '{self.name}' ended during a call of {tool}, which may or may not have taken "
+                    f"effect: {error}{self._said()}"
                 ) from None
             raise ServerSaid(error.message) from None
         except RuntimeError as error:  # structured content that does not fit the tool's output schema
             raise ServerSaid(str(error)) from None
-        except ValueError as error:  # the package's validation refuses the reply
-            raise ToolServerReplyError(
-                f"MCP server '{self.name}' answered {tool} with what is no result: {error}"
-            ) from None
+        except ValueError as error:  # the package's validation rejects the reply
+            raise ToolServerReplyError(f"MCP server '{self.name}' sent an invalid result of {tool}: {error}") from None
 
     async def aclose(self) -> None:
-        """End the session, and a server that is a command with all processes that it started."""
+        """End the session. If the server is a command, also end it and all processes that it started."""
         self._stop.set()
         task = self._task
         if task is None or task is asyncio.current_task():
@@ -212,7 +211,7 @@ class Connection:
             await asyncio.wait([task], timeout=_CLOSE_S)
             if not task.done():
                 task.cancel()
-                logger.warning("MCP server '%s' did not end in %g s", self.name, _CLOSE_S)
+                logger.warning("MCP server '%s' did not end within %g s", self.name, _CLOSE_S)
         finally:  # even if cancelled: the session then ends by itself
             self._stderr.close()
 
@@ -250,7 +249,7 @@ class Connection:
         where = self._config.url or self._config.command
         if self._status in (401, 403):
             return ToolServerRefused(
-                f"MCP server '{self.name}' ({where}) refused us with status {self._status}: look at its headers"
+                f"MCP server '{self.name}' ({where}) denied access with status {self._status}: check its headers"
             )
         status = f" (status {self._status})" if self._status >= 400 else ""
         problem = f"MCP server '{self.name}' ({where}) could not be opened: {error or type(error).__name__}{status}"
@@ -278,7 +277,7 @@ class Connection:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        # The session applies a call's time limit; the HTTP client's only must not be shorter.
+        # The session applies a call's time limit; the HTTP client's limit only needs to be longer.
         timeout = httpx2.Timeout(self._config.connect_timeout, read=self._config.timeout + _CLOSE_S)
         client = httpx2.AsyncClient(
             headers=dict(self._config.headers), timeout=timeout, event_hooks={"response": [self._note_status]}
@@ -294,13 +293,13 @@ class Connection:
         method = getattr(message, "method", "")
         if method == "notifications/tools/list_changed" and not self._told_of_change:
             self._told_of_change = True
-            logger.warning("MCP server '%s' has other tools now; this run keeps those it began with", self.name)
+            logger.warning("MCP server '%s' has changed its tools; this run keeps those that it began with", self.name)
         await asyncio.sleep(0)
 
     def _said(self) -> str:
         """Return the end of the server's stderr, for a message."""
         text = self._stderr.text()
-        return f"; its last words:\n{text}" if text else ""
+        return f"; its last output:\n{text}" if text else ""
 
 
 class ServerSaid(ValueError):

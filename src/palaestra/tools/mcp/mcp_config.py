@@ -31,8 +31,8 @@ _HEADINGS = ("mcpServers", "mcp_servers")
 class MCPToolChoice(Settings):
     """The choice of a server's tools for an agent; names are the server's own."""
 
-    include: list[str] | None = Field(default=None, description="Offer only these; default: all.")
-    exclude: list[str] = Field(default_factory=list, description="Do not offer these.")
+    include: list[str] | None = Field(default=None, description="Offer only these tools. Default: all.")
+    exclude: list[str] = Field(default_factory=list, description="Do not offer these tools.")
 
     def has(self, name: str) -> bool:
         """Return whether the tool is chosen."""
@@ -42,43 +42,49 @@ class MCPToolChoice(Settings):
 class MCPServerConfig(Settings):
     """One server: a `command` to run on this machine (stdio), or the `url` of a running server (streamable HTTP)."""
 
-    command: str | None = Field(default=None, description="The program to run; it speaks over stdin and stdout.")
-    args: list[str] = Field(default_factory=list, description="Its arguments.")
+    command: str | None = Field(default=None, description="The program to run. It talks over stdin and stdout.")
+    args: list[str] = Field(default_factory=list, description="The program's arguments.")
     env: dict[str, str] = Field(
-        default_factory=dict, description="Its variables, in addition to HOME, LOGNAME, PATH, SHELL, TERM and USER."
+        default_factory=dict,
+        description="The program's variables, in addition to HOME, LOGNAME, PATH, SHELL, TERM and USER.",
     )
-    cwd: str | None = Field(default=None, description="Where it starts; left out: where palaestra was started.")
-    url: str | None = Field(default=None, description="The address of a server that runs already.")
-    headers: dict[str, str] = Field(default_factory=dict, description="Headers of every request to that address.")
+    cwd: str | None = Field(
+        default=None, description="The program's working directory. Default: the directory where palaestra was started."
+    )
+    url: str | None = Field(default=None, description="The address of a running server.")
+    headers: dict[str, str] = Field(default_factory=dict, description="Headers of every request to the url.")
     type: Literal["stdio", "http", "streamable-http", "streamable_http"] | None = Field(
-        default=None, description="As other programs write it; command or url decides."
+        default=None, description="The transport, as other programs write it. It must agree with command or url."
     )
     description: str = Field(default="", description="What the toolset is for; not shown to models.")
     enabled: bool = Field(default=True, description="Whether the server is used at all.")
-    disabled: bool = Field(default=False, description="The same, as other programs write it.")
+    disabled: bool = Field(default=False, description="The opposite of enabled, as other programs write it.")
     required: bool = Field(
-        default=True, description="Whether a run without the server ends at its start, instead of going on without it."
+        default=True,
+        description="Whether a run fails if the server cannot be opened. If not, the run continues without the server.",
     )
-    connect_timeout: float = Field(default=60, gt=0, description="Seconds to start and to list its tools.")
-    timeout: float = Field(default=120, gt=0, description="Seconds that one call may take.")
-    max_reply_chars: int = Field(default=50_000, ge=100, description="Of one reply that a model gets.")
+    connect_timeout: float = Field(
+        default=60, gt=0, description="Maximum seconds for the server to start, and to list its tools."
+    )
+    timeout: float = Field(default=120, gt=0, description="Maximum seconds of one call.")
+    max_reply_chars: int = Field(default=50_000, ge=100, description="Maximum characters of a reply.")
     parallel: bool = Field(
-        default=False, description="Whether calls of one turn may run at once that do not say they only read."
+        default=False, description="Whether calls in one turn may run concurrently even if they are not read-only."
     )
-    tools: MCPToolChoice = Field(default_factory=MCPToolChoice, description="Which of its tools there are.")
+    tools: MCPToolChoice = Field(default_factory=MCPToolChoice, description="Which of the server's tools are offered.")
 
     _variables: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_way_to_reach_it(self) -> Self:
         if (self.command is None) == (self.url is None):
-            raise ConfigError("set either command (a program to run) or url (a server that runs)")
+            raise ConfigError("set either command (a program to run) or url (a running server)")
         if self.type is not None and (self.type == "stdio") != (self.command is not None):
-            raise ConfigError(f"type {self.type} does not go with {'command' if self.command else 'url'}")
+            raise ConfigError(f"type {self.type} cannot be used with {'command' if self.command else 'url'}")
         unused = ("headers",) if self.command else ("args", "env", "cwd")
         for name in unused:
             if getattr(self, name):
-                raise ConfigError(f"{name} means nothing for a server with {'command' if self.command else 'url'}")
+                raise ConfigError(f"{name} has no effect for a server with {'command' if self.command else 'url'}")
         named = self.env | self.headers
         remember_named({name: value for name, value in named.items() if not _VARIABLE.search(value)})
         return self
@@ -94,7 +100,7 @@ class MCPServerConfig(Settings):
 
     @field_serializer("env", "headers")
     def _without_values(self, values: dict[str, str]) -> dict[str, str]:
-        """Return the mapping for records: values that name no variable are hidden."""
+        """Return the mapping for the record, with every value hidden that contains no `${NAME}`."""
         return {name: value if _VARIABLE.search(value) else HIDDEN for name, value in values.items()}
 
     def __repr_args__(self) -> Iterable[tuple[str | None, JSON]]:
@@ -144,7 +150,7 @@ class MCPServerConfig(Settings):
             if name in self._variables:
                 return self._variables[name]
             if default is None:
-                raise ConfigError(f"${{{name}}} has no value here: no variables were handed over")
+                raise ConfigError(f"${{{name}}} has no value here: no variables were passed")
             return default
 
         return _VARIABLE.sub(value, text)
@@ -153,9 +159,9 @@ class MCPServerConfig(Settings):
 def read_servers(path: Path) -> dict[str, JSON]:
     """Return the servers of a JSON or YAML file by name, unchecked. Raises `ConfigError`."""
     try:
-        content = read_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML too
+        content = read_yaml(path.read_text(encoding="utf-8"))  # JSON is also YAML
     except OSError as error:
-        raise ConfigError(f"cannot read the file of MCP servers {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read the MCP servers in {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is neither JSON nor YAML: {error}") from None
     return _by_name(content, str(path))
@@ -164,8 +170,8 @@ def read_servers(path: Path) -> dict[str, JSON]:
 def servers_of(
     told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
 ) -> dict[str, MCPServerConfig]:
-    """Return the servers in a file, or in its content, with their variables. Raises `ConfigError`, also if a variable
-    is not set."""
+    """Return the servers in a file, or in its content, with their variables. Raises `ConfigError`, for example if a
+    variable is not set."""
     written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
     servers = configured(written)
     checked_names(servers)
@@ -206,4 +212,4 @@ def checked_names(servers: Mapping[str, MCPServerConfig]) -> None:
     """Raise `ConfigError` for a server name that a tool's name could not contain."""
     for name in servers:
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} cannot be a server's name: letters, digits, - _ . and 40 of them at most")
+            raise ConfigError(f"{name!r} cannot be a server's name: use at most 40 letters, digits, -, _ and .")

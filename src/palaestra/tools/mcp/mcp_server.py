@@ -1,7 +1,7 @@
 """One MCP server of a run and its tools, which are listed once, so that all rollouts of the run have the same tools.
 
-Calls run concurrently over one session; if it has ended, a call opens a new one once. A result becomes bounded text,
-with the type and size of images, sound and files in their place.
+Calls run concurrently over one session; if it has ended, a call opens a new session once. A result becomes bounded
+text, with the type and size of images, sound and files in their place.
 
 Invariant: a call that the server may have carried out is not sent again, unless the server declares it idempotent.
 """
@@ -146,14 +146,14 @@ def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
     """Return a tool of a server with a recorded schema, for runs that replay that recording."""
 
     async def run(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        raise ToolServerUnavailable(f"MCP server '{server}' is not open: {schema.name} is known from a record alone")
+        raise ToolServerUnavailable(f"MCP server '{server}' is not open: {schema.name} is known only from a recording")
 
     toolset = toolset_of(server)
     return FunctionTool(schema, run, toolset, touches_world=True, world_session=toolset)
 
 
 def owner_of(tool: str, servers: Iterable[str]) -> str | None:
-    """Return the server of a tool with a name made by `tool_names`."""
+    """Return the server of a tool whose name `tool_names` made, or None."""
     found = [server for server in servers if tool.startswith(f"mcp_{_plain(server)}_")]
     return max(found, key=len, default=None)
 
@@ -205,7 +205,7 @@ def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
     """
     text = "\n".join(_shown(block) for block in result.content)
     if result.is_error:
-        raise ToolMistake(_bounded(text, most_chars) or "The tool reported an error without saying which.")
+        raise ToolMistake(_bounded(text, most_chars) or "The tool reported an error without a message.")
     reply: dict[str, JSON] = {"output": _bounded(text, most_chars)}
     if len(text) > most_chars:
         reply["output_total_chars"] = len(text)

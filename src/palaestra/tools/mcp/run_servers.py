@@ -101,7 +101,7 @@ class MCPServers:
         return [toolset_of(name) for name in self._configs]
 
     def installed(self) -> tuple[Installed, ...]:
-        """Return the servers' tools, in the form of installed packages."""
+        """Return the servers' tools, with one `Installed` per server."""
         return self._installed
 
 

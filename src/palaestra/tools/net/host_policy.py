@@ -60,7 +60,7 @@ class AddressPolicy:
             try:
                 self._allowed.append(ipaddress.ip_network(each, strict=False))
             except ValueError:
-                raise ConfigError(f"web_allow: {each!r} is no address and no network such as 10.1.0.0/16") from None
+                raise ConfigError(f"web_allow: {each!r} is not an address or a network such as 10.1.0.0/16") from None
 
     def covers(self, address: IPAddress) -> bool:
         """Return whether tools may connect to the address. Cloud metadata is refused, whatever `allowed` has."""
@@ -112,14 +112,14 @@ class HostPolicy:
         except ValueError as error:
             return str(error)
         if allowlist.is_metadata_name(host):
-            return f"{host} answers questions about the machine and is never reached"
+            return f"{host} serves cloud metadata and is never reached"
         if any(_covers(rule, host, port) for rule in self._blocked):
             return f"{host}:{port} is on the list of blocked hosts"
         address = allowlist.literal(host)
         if address is not None:
             return self.address_refusal(host, port, address)
         if _is_localhost(host) and not self._names(host, port):
-            return f"{host} is this machine, which is not open"
+            return f"{host} is this machine, which is not on the list of allowed hosts"
         if not any(_covers(rule, host, port) for rule in self._allowed):
             return f"{host}:{port} is not on the list of allowed hosts"
         return None
@@ -127,13 +127,13 @@ class HostPolicy:
     def address_refusal(self, host: str, port: int, address: Address) -> str | None:
         """Return the reason not to connect to `address` for `host`, which may be the address itself, or None."""
         if allowlist.is_metadata(address):
-            return f"{_as(host, address)} answers questions about the machine and is never reached"
+            return f"{_as(host, address)} serves cloud metadata and is never reached"
         if any(_covers(rule, str(address), port) for rule in self._blocked):
             return f"{_as(host, address)} is on the list of blocked hosts"
         if self._names(str(address), port) or (address.is_loopback and _is_localhost(host) and self._names(host, port)):
             return None
         if not AddressPolicy().covers(address):
-            return f"{_as(host, address)} belongs to this machine or to a private network, and is not open"
+            return f"{_as(host, address)} belongs to this machine or to a private network, and is not allowed"
         if allowlist.literal(host) is not None and not any(
             rule.name == "*" and rule.covers("x", port) for rule in self._allowed
         ):

@@ -37,7 +37,8 @@ _HEADERS = {"Accept": "application/json"}
 
 @dataclass(slots=True)
 class JsonServer:
-    """A provider's server. `key` names the setting to check if it refuses access; `headers` carry the key itself.
+    """A provider's server. `key` names the setting to check if the server refuses access; `headers` carry the key
+    itself.
 
     `lane` bounds concurrent requests.
     """
@@ -69,7 +70,7 @@ class JsonServer:
         try:
             return msgspec.json.decode(told)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._down(f"answers with no JSON: {_said(told)}") from None
+            raise self._down(f"does not answer with JSON: {_said(told)}") from None
 
     async def _ask_for_bytes(self, method: str, url: URL, body: bytes | None) -> bytes:
         clock = self.clock or SystemClock()
@@ -112,19 +113,19 @@ class JsonServer:
 
     def _accepted(self, status: int, told: bytes) -> bytes:
         if status in (401, 402, 403):
-            raise self._down(f"refuses the caller (HTTP {status}); look at {self.key}: {_said(told)}")
+            raise self._down(f"denies access (HTTP {status}); check {self.key}: {_said(told)}")
         if status in (400, 413, 414, 422):
-            raise ToolMistake(f"{self.name} refuses this request (HTTP {status}): {_said(told)}")
+            raise ToolMistake(f"{self.name} rejects this request (HTTP {status}): {_said(told)}")
         if not 200 <= status < 300:
-            raise self._down(f"answers HTTP {status}; look at its address: {_said(told)}")
+            raise self._down(f"answers HTTP {status}; check its address: {_said(told)}")
         return told
 
     def _down(self, what: str) -> ToolUnavailable:
         return ToolUnavailable(f"{self.name} at {URL(self.base_url).origin()} {what}")
 
     def malformed(self, told: JSON) -> ToolUnavailable:
-        """Return the error for a reply of an unexpected shape."""
-        return self._down(f"answers in another shape than it promises: {_said(msgspec.json.encode(told))}")
+        """Return the error for a reply in an unexpected format."""
+        return self._down(f"answers in an unexpected format: {_said(msgspec.json.encode(told))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ async def chat_answer(server: JsonServer, model: str | None, messages: JSON, max
     except (LookupError, TypeError, AttributeError):
         raise server.malformed(reply) from None
     if not isinstance(answer, str) or not answer.strip():
-        raise ToolUnavailable(f"{server.name} said nothing (finish_reason {reason!r})")
+        raise ToolUnavailable(f"{server.name} gave no answer (finish_reason {reason!r})")
     return ChatAnswer(answer, reason, reply)
 
 
@@ -190,7 +191,7 @@ def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
 
 
 def text(row: Mapping[str, JSON], *names: str) -> str:
-    """Return the first of these fields that holds text, or the empty string."""
+    """Return the first of these fields that contains text, or the empty string."""
     return next((str(row[name]) for name in names if isinstance(row.get(name), str) and row[name]), "")
 
 

@@ -12,7 +12,8 @@ Opcode: TypeAlias = tuple[Literal["replace", "delete", "insert", "equal"], int, 
 MAX_DIFF_CHARS = 20_000
 """The maximum number of characters of a diff in a reply."""
 _MAX_EXACT_LINES, _MAX_COMPARED_LINES = 1_000, 50_000
-"""The maximum number of lines (of both texts) of a changed part for an exact comparison, and for any comparison."""
+"""The maximum number of lines (of both texts) in a changed part that is compared exactly, and in one that is compared
+at all."""
 _MAX_LOOKED_AT = 5_000_000
 """The maximum number of pairs of equal lines that the comparison examines; the rest counts as replaced."""
 _MOSTLY_SAME = 0.75

@@ -19,9 +19,9 @@ from typing import TypeAlias
 from palaestra.tools.patching.lines import Reindent, carriage_return, nearest, places
 
 BLOCK_SIMILARITY = 0.8
-"""The least similarity of the inner lines of a block if only its first and last line match exactly."""
+"""The minimum similarity of the inner lines of a block if only its first and last line match exactly."""
 _MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
-"""The maximum number of lines, and of pairs of characters, of such blocks that are compared."""
+"""The maximum number of lines in such blocks, and of character pairs in them, that are compared."""
 _MAX_LINES_LOOKED_AT = 2_000_000
 """The maximum number of lines, in all places together, whose indentation is compared."""
 _MOST_NAMED = 10
@@ -91,7 +91,8 @@ def _found(text: str, wanted: str, step: int) -> Iterator[int]:
 
 
 def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
-    """Find whole lines that are equal after `same`. With `reindent`, the new text gets the file's indentation."""
+    """Return a strategy that finds whole lines which are equal after `same`. With `reindent`, the new text gets the
+    file's indentation."""
 
     def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
         wanted, ends_line = _split(old)
@@ -104,7 +105,7 @@ def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
 
 
 def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
-    """Find the same lines at another depth: equal without their common indentation."""
+    """Find the same lines at a different depth: equal without their common indentation."""
     wanted, ends_line = _split(old)
     dedented = _dedent(wanted)
     keys = [line.strip() for line in wanted]
@@ -139,7 +140,7 @@ def _of_lines(
 
 
 def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Find text that was escaped once too often, as `\n` for a line end. Unescapes both texts."""
+    """Find text that was escaped once too often, as `\\n` for a line end. Unescapes both texts."""
     bare = _unescape(old)
     return _exact(text, bare, _unescape(new), apart) if bare != old and bare.strip() else ()
 
@@ -281,8 +282,8 @@ def _ambiguous(text: str, spans: list[EditSpan], strategy: str) -> str:
     numbers = [str(text.count("\n", 0, span.start) + 1) for span in spans[:_MOST_NAMED]]
     count, more = (f"more than {_MOST_NAMED}", ", …") if len(spans) > _MOST_NAMED else (str(len(spans)), "")
     return (
-        f"old_string is there {count} times (at lines {', '.join(numbers)}{more}; match: {strategy}). "
-        "Add surrounding lines until it is unique, or set replace_all to replace every one."
+        f"old_string occurs {count} times (at lines {', '.join(numbers)}{more}; match: {strategy}). "
+        "Add surrounding lines until it is unique, or set replace_all to replace all of them."
     )
 
 

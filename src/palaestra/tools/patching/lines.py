@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _WORD = re.compile(r"\w+")
 _COMPARED_LINES, _COMPARED_CHARS = 50, 200
-"""The most lines, and characters of each, that are compared by character, because the comparison is costly."""
+"""The maximum number of lines, and of characters of each, that are compared by character, because that is costly."""
 _MAX_LINES = 20_000
 
 
@@ -50,7 +50,7 @@ def nearest(text: str, old: str) -> str:
     likely = _sharing_words(wanted[0][:_COMPARED_CHARS], set(stripped))
     close = difflib.get_close_matches(wanted[0][:_COMPARED_CHARS], likely, n=1, cutoff=0.6)
     if not close:
-        return "Nothing similar is in the file: read it again and copy the text exactly."
+        return "The file contains nothing similar: read it again and copy the text exactly."
     at = stripped.index(close[0])
     shown = "\n".join(
         f"{n + 1}|{lines[n][:_COMPARED_CHARS]}" for n in range(at, min(len(lines), at + min(len(wanted), 5)))

@@ -14,7 +14,7 @@
 
 Places are found by their text; line numbers are ignored. The caller writes the files.
 
-Invariant: a patch is read and applied completely or raises `PatchError`, also if it was cut off before its end. A
+Invariant: a patch is read and applied completely or raises `PatchError`, even if it was cut off before its end. A
 change with an uncertain place is an error; context lines stay exactly as the file has them.
 Source: the apply_patch format of OpenAI's published prompting guide for GPT-4.1; `Move File` is a common dialect.
 """
@@ -104,7 +104,7 @@ def _take_line(changes: list[FileChange], line: str) -> None:
     elif changes[-1].action == "update":
         _take_hunk_line(changes[-1].hunks, line)
     elif line.strip():
-        raise PatchError(f"nothing may follow '{changes[-1].action}' but another file, got {line[:80]!r}")
+        raise PatchError(f"only the next file may follow '{changes[-1].action}', got {line[:80]!r}")
 
 
 def _take_header(changes: list[FileChange], line: str) -> None:
@@ -170,7 +170,7 @@ def _check(changes: Sequence[FileChange]) -> None:
 
 
 _MAX_LINES_LOOKED_AT = 20_000_000
-"""The largest product of lines and changes of one file that is searched."""
+"""The maximum product of the lines and the changes of one file that is searched."""
 
 
 def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -198,14 +198,14 @@ def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None
 
 def _refuse_existing(path: str, contents: Mapping[str, str | None]) -> None:
     if contents.get(path) is not None:
-        raise PatchError(f"{path} exists already; update it instead, or delete it first")
+        raise PatchError(f"{path} already exists; update it instead, or delete it first")
 
 
 def _updated(change: FileChange, before: str) -> str:
     ends_line = before.endswith("\n") or not before
     lines = before.removesuffix("\n").split("\n") if before else []
     if len(lines) * len(change.hunks) > _MAX_LINES_LOOKED_AT:
-        raise PatchError(f"{len(change.hunks)} changes of {change.path}, of {len(lines)} lines, are too many at once")
+        raise PatchError(f"{len(change.hunks)} changes are too many for {change.path}, which has {len(lines)} lines")
     done: list[str] = []
     at = 0
     for number, hunk in enumerate(change.hunks, start=1):
@@ -242,7 +242,7 @@ def _insertion(lines: list[str], below: list[int], hunk: PatchHunk) -> int:
     if hunk.at_end or not lines:
         return len(lines)
     if not hunk.anchors:
-        raise PatchError("added lines need context lines or an @@ line that says where they go")
+        raise PatchError("added lines need context lines or an @@ line that shows where they go")
     if len(below) > 1:
         raise PatchError(f"the @@ line occurs more than once ({_at([start - 1 for start in below])}); add context")
     return below[0]
@@ -259,7 +259,7 @@ def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[in
             nexts = {_first(found, start) for start in starts}
         starts = sorted(place + 1 for place in nexts if place is not None)
         if not starts:
-            raise PatchError(f"the @@ line {anchor!r} is not in the file, or not below what comes before it")
+            raise PatchError(f"the @@ line {anchor!r} is not in the file below the previous change or @@ line")
     return [at] if starts is None else starts
 
 
@@ -270,8 +270,8 @@ def _first(found: Sequence[int], start: int) -> int | None:
 
 
 def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
-    """Return the indices of the lines that equal the anchor. If there are none, return those of lines that equal it
-    except for white space, and otherwise those of lines that begin with it."""
+    """Return the indices of the lines that equal the anchor; if there are none, of the lines that equal it except for
+    white space; and if there are none of these either, of the lines that begin with it."""
     bare = anchor.strip()
     tests: tuple[Callable[[str], bool], ...] = (
         lambda line: line == anchor,

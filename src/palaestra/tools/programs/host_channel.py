@@ -1,9 +1,9 @@
 """Serves the tool calls of `execute_code`'s programs: the module that they import, and the host's end of the channel.
 
-`module_text` writes the module `palaestra_tools` into the slot, with one function for each tool of the agent, with
-the tool's name and parameters, for Python 3.7 or newer. `ProgramChannel` reads the program's frames from the output
-of a background process and writes answers to its input; `program_supervisor.py`, which runs in the slot, describes
-them.
+`module_text` writes the module `palaestra_tools` into the slot, with one function for each tool of the agent. The
+function has the tool's name and parameters. The module needs Python 3.7 or newer. `ProgramChannel` reads the program's
+frames from the output of a background process and writes answers to its input; `program_supervisor.py`, which runs in
+the slot, describes them.
 
 Invariant: all data from the slot is bounded and checked here, because the program can write anything to the channel;
 anything that is not a frame ends the program. The tool runtime checks the calls.
@@ -20,7 +20,7 @@ from palaestra.tools.tool import ToolSchema
 
 MODULE = "palaestra_tools"
 MAX_REQUEST_BYTES = 8 << 20
-"""The longest call in bytes; a longer call is read to its end and refused."""
+"""The maximum size of a call in bytes; a longer call is read to its end and refused."""
 
 _FRAME_BYTES = 32768
 _HEADER_BYTES = 16
@@ -30,10 +30,10 @@ AnswerCall = Callable[[bytes | None], Awaitable[bytes]]
 """Answers one request; None stands for a request that is too long."""
 
 _HEAD = '''\
-"""The tools of this agent as functions. A call gives what the tool replies: a dict, or text.
+"""The tools of this agent as functions. A call returns the tool's reply: a dict, or text.
 
-What a tool refuses or fails at is in its reply under "error", as when it is called directly. RuntimeError is raised
-where no call can be made any more.
+If a tool refuses or fails, its reply has the reason under "error", as in a direct call. RuntimeError is raised if no
+more calls can be made.
 """
 
 import json as _json
@@ -54,14 +54,14 @@ def _exactly(count):
     while len(data) < count:
         more = _channel.recv(min(count - len(data), 1 << 16))
         if not more:
-            raise RuntimeError("the tools cannot be reached any more")
+            raise RuntimeError("the tools can no longer be reached")
         data += more
     return bytes(data)
 
 
 def _call(name, arguments):
     if _os.getpid() != _owner:
-        raise RuntimeError("tools can be called by the program itself, not by processes that it has started")
+        raise RuntimeError("only the program itself can call tools, not the processes that it has started")
     given = {key: value for key, value in arguments.items() if value is not _LEFT_OUT}
     request = _json.dumps({"tool": name, "arguments": given}).encode()
     with _turn:
@@ -82,7 +82,7 @@ def module_text(schemas: Iterable[ToolSchema]) -> str:
 
 
 def _function(schema: ToolSchema) -> str:
-    """Return one function: required parameters, then the others; `**others` takes names that are not valid for a
+    """Return one function: required parameters, then the others; `**others` accepts names that are not valid for a
     parameter."""
     names = [name for name in schema.parameters if _usable(name)]
     required = [name for name in names if name in schema.required]
@@ -150,7 +150,7 @@ class ProgramChannel:
         buffer, cursor = bytearray(), 0
         async for piece in self._process.output():
             if piece.lost or piece.start != cursor:
-                raise BrokenChannel(f"{piece.lost} bytes that nobody had asked for")
+                raise BrokenChannel(f"{piece.lost} bytes that were not requested")
             cursor = piece.end
             buffer += piece.data
             while (frame := _first(buffer)) is not None:

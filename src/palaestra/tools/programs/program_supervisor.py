@@ -2,13 +2,13 @@
 
     python3 -I -S supervisor.py FOLDER
 
-This file is not imported: its text is written into the slot and runs on the slot's own Python, 3.7 or newer. The
-program is `FOLDER/program.py`. It reaches this process by an inherited socket pair, and this process reaches the host
-by its standard input and output, so there is no address that others could connect to.
+This file is not imported: its text is written into the slot and run by the slot's own Python, 3.7 or newer. The
+program is `FOLDER/program.py`. It reaches this process through an inherited socket pair, and this process reaches the
+host through its standard input and output, so there is no address that other processes could connect to.
 
 Frames to the host: a letter (`o` output, `c` a part of a request, `C` its last part, `e` the end), the length of the
-payload, a newline, the payload. The host answers each but the last with a length, a newline and that many bytes before
-the next one is sent: `C` with the reply, the others with nothing. So a program that prints waits for its reader.
+payload, a newline, the payload. The host answers each frame but the last with a length, a newline and that many bytes
+before the next one is sent: `C` with the reply, the others with nothing. So a program that prints waits for its reader.
 
 Invariant: the program's output is sent before a request that follows it, and before the end.
 """
@@ -24,7 +24,7 @@ import struct
 import sys
 
 FRAME_BYTES = 32768
-"""The longest payload of a frame."""
+"""The maximum length of a frame's payload in bytes."""
 
 
 class Host:
@@ -97,7 +97,7 @@ class ChildProgram:
                 sources.remove(asking)
 
     def _print(self, host: Host) -> bool:
-        """Send the content of the pipe, up to its capacity. Returns False at its end."""
+        """Send the content of the pipe, up to its capacity. Returns False at the end of the output."""
         for _ in range(64):
             try:
                 data = os.read(self.output, FRAME_BYTES)

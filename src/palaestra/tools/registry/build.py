@@ -78,7 +78,7 @@ class Installed:
 
 
 def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str] | None = None) -> tuple[Tool, ...]:
-    """Return the tools of the package, or of some of its `toolsets`, in a fixed order; includes tools that cannot be
+    """Return the package's tools, or those of some of its `toolsets`, in a fixed order, including tools that cannot be
     used."""
     settings = settings or ToolSettings()
     wanted = _BUILTIN if toolsets is None else [toolset for toolset in _BUILTIN if toolset in toolsets]
@@ -120,14 +120,14 @@ def _tools(offered: object) -> tuple[Tool, ...]:
 
 
 def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
-    """Return every tool of the package, then those of others (`usable_packages`); includes tools that cannot be
-    used."""
+    """Return every tool of the package, then those of other packages (`usable_packages`), including tools that cannot
+    be used."""
     return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
-    """Return the tools of other packages, by default of entry points. A package with a taken name has a `problem`
-    instead."""
+    """Return the tools of other packages, by default of entry points. A package that uses a taken name has a
+    `problem` instead of tools."""
     taken = set(BUILTIN_NAMES)
     kept: list[Installed] = []
     for each in installed_tools() if others is None else others:
@@ -135,7 +135,7 @@ def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed
         if each.toolset in TOOLSETS or each.toolset in ALIASES:
             clashes = [f"toolset '{each.toolset}'"]
         if clashes:
-            problem = f"{each.origin} brings the {clashes[0]}, which there is already"
+            problem = f"{each.origin} provides the {clashes[0]}, which already exists"
             each = Installed(each.toolset, each.origin, problem=problem)
         taken.update(tool.name for tool in each.tools)
         kept.append(each)
@@ -173,12 +173,10 @@ def build_tool_registry(
     of the same name, such as built-in ones that need a provider. `installed` are tools of other packages, by default
     from entry points. External tools run at `tool_server_url` (an address, `inprocess`, or a link) if given. The
     registry leaves out tools that cannot be used, and lists them in `missing`; with `strict` they are an error, and the
-    toolsets must be named. Raises `ConfigError` also for unknown toolsets and for two tools of one name.
+    toolsets must be named. Raises `ConfigError` also for unknown toolsets and for two tools of the same name.
     """
     if strict and enabled_toolsets is None:
-        raise ConfigError(
-            "strict needs the toolsets by name, or a distribution: `all that work here` differs between machines"
-        )
+        raise ConfigError("strict needs named toolsets, or a distribution: the tools that work differ between machines")
     enabled = enabled_toolsets if enabled_toolsets is None or isinstance(enabled_toolsets, str) else [*enabled_toolsets]
     brought, disabled = list(extra), list(disabled_toolsets or ())
     others = usable_packages(installed)
@@ -199,7 +197,7 @@ def build_tool_registry(
     missing |= {each.toolset: each.problem for each in others if each.problem and each.toolset in (enabled or ())}
     if strict and missing:
         text = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-        raise ConfigError(f"Tools that were asked for are missing: {text}")
+        raise ConfigError(f"Requested tools are missing: {text}")
     usable = (tool for tool in (*chosen, *own) if reasons[tool.name] is None)
     return ToolRegistry(usable, missing, settings, conditions.shared, conditions.replayed)
 
@@ -224,8 +222,9 @@ def get_tool_definitions(
 def unrestricted(
     registry: ToolRegistry | None = None, settings: ToolSettings | None = None, *, replayed: bool = False
 ) -> ToolRegistry:
-    """Return every known tool, also those that cannot be used, for calls from code; models never see it. Tools of
-    `registry` replace others of the same name; the other tools get `settings`, or the registry's."""
+    """Return every known tool, including those that cannot be used, for calls from code; models never see this
+    registry. Tools of `registry` replace known tools of the same name; the other tools get `settings`, or the
+    registry's settings."""
     registry = ToolRegistry(replayed=replayed) if registry is None else registry
     settings = settings or registry.settings
     others = (tool for tool in all_tools(settings) if registry.get(tool.name) is None)

@@ -1,4 +1,4 @@
-"""Names, toolsets and availability of all known tools, in the contract's shapes. `build.py` has the tools."""
+"""Names, toolsets and availability of all known tools, in the contract's formats. `build.py` has the tools."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def check_toolset_requirements() -> dict[str, bool]:
 
 
 def check_tool_availability(quiet: bool = False) -> tuple[list[str], list[dict[str, JSON]]]:
-    """Return the available toolsets, and `name`, `env_vars`, `tools` and `missing` of the others, logged unless
-    `quiet`."""
+    """Return the available toolsets, and `name`, `env_vars`, `tools` and `missing` of the others, which are
+    logged unless `quiet`."""
     toolsets = get_available_toolsets()
     unavailable = [
         {"name": name, "env_vars": [], "tools": each["tools"], "missing": each["missing"]}

@@ -1,8 +1,8 @@
 """Draws toolsets at random: the named distributions, as data, and a function for one draw.
 
-Names and numbers are the contract's: for each toolset the chance, in percent, that a draw includes it. The chances are
-independent of each other. Invariant: a draw depends only on the distribution and the generator. A run gives each group
-a generator of its own, so the rollouts of a group share one draw, and a resumed run makes the same draws.
+The contract fixes the names and the numbers: for each toolset the chance, in percent, that a draw includes it. The
+chances are independent of each other. Invariant: a draw depends only on the distribution and the generator. A run gives
+each group a generator of its own, so the rollouts of a group share one draw, and a resumed run makes the same draws.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
     "safe": Distribution(
         "No terminal and no files", {"web": 80, "browser": 70, "vision": 60, "image_gen": 60, "moa": 50}),
     "balanced": Distribution(
-        "Each toolset every other time",
+        "Each toolset in half of the draws",
         {"web": 50, "vision": 50, "image_gen": 50, "terminal": 50, "file": 50, "moa": 50, "browser": 50}),
     "minimal": Distribution("The web alone", {"web": 100}),
     "terminal_only": Distribution("Terminal and files", {"terminal": 100, "file": 100}),

@@ -1,7 +1,8 @@
-"""The named groups of tools, as data, and the tool names of selected groups. Names and members are the contract's.
+"""The named groups of tools, as data, and the tool names of selected groups. The contract fixes names and members.
 
 Invariant: `enabled` is applied first, then `disabled`. Disabling a toolset removes the tools that it lists itself;
-it removes included tools only from a pure bundle. So disabling one toolset never removes a tool that another one owns.
+it removes included tools only if it lists none itself. So disabling one toolset never removes a tool that another
+toolset lists.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Toolset:
     tools: tuple[str, ...] = ()
     includes: tuple[str, ...] = ()
     on_request: bool = False
-    """Only enabled by name, because it duplicates another tool or needs setup (a user, a folder for notes)."""
+    """The toolset is enabled only by name, because it duplicates another tool or needs setup (a user, a folder for
+    notes)."""
 
 
 # fmt: off
@@ -41,18 +43,18 @@ _CORE = (
 TOOLSETS: Mapping[str, Toolset] = {
     "terminal": Toolset("Run shell commands in the workspace and manage processes", ("terminal", "process")),
     "file": Toolset("Read, write, edit and search files", ("read_file", "write_file", "patch", "search_files")),
-    "terminal_stateful": Toolset("A shell that goes on between calls", ("terminal_stateful",), on_request=True),
+    "terminal_stateful": Toolset("A shell that keeps its state between calls", ("terminal_stateful",), on_request=True),
     "tmux": Toolset("A terminal with a screen, and keys to press", ("tmux",), on_request=True),
     "todo": Toolset("Keep a list of the steps of a task", ("todo",)),
     "web": Toolset("Search the web and read pages", ("web_search", "web_extract")),
-    "web_crawl": Toolset("Read a web site from one page on", ("web_crawl",), on_request=True),
+    "web_crawl": Toolset("Crawl a web site from one page", ("web_crawl",), on_request=True),
     "search": Toolset("Search the web without reading pages", ("web_search",)),
     "browser": Toolset("Drive a browser, and search for pages to open", _BROWSER, includes=("search",)),
     "vision": Toolset("Look at images", ("vision_analyze",)),
     "image_gen": Toolset("Make images", ("image_generate",)),
     "tts": Toolset("Turn text into speech", ("text_to_speech",)),
     "moa": Toolset("Ask several models and merge their answers", ("mixture_of_agents",)),
-    "skills": Toolset("Read and keep documents on how things are done", ("skills_list", "skill_view", "skill_manage")),
+    "skills": Toolset("Read and keep documents on how to do tasks", ("skills_list", "skill_view", "skill_manage")),
     "memory": Toolset("Keep notes from one session to the next", ("memory",), on_request=True),
     "session_search": Toolset("Search earlier conversations", ("session_search",), on_request=True),
     "clarify": Toolset("Ask the user a question", ("clarify",), on_request=True),
@@ -66,9 +68,9 @@ TOOLSETS: Mapping[str, Toolset] = {
     "rl": Toolset("Set up, start and watch training runs", _TRAINING, on_request=True),
     "default": Toolset("Terminal and files: what most tasks need", includes=("terminal", "file")),
     "debugging": Toolset("Terminal, files and the web", includes=("terminal", "file", "web")),
-    "safe": Toolset("What needs no terminal", includes=("web", "vision", "image_gen", "moa")),
+    "safe": Toolset("Tools that need no terminal", includes=("web", "vision", "image_gen", "moa")),
     **{
-        f"hermes-{where}": Toolset(f"What an assistant has {how}", includes=_CORE)
+        f"hermes-{where}": Toolset(f"An assistant's tools {how}", includes=_CORE)
         for where, how in {
             "cli": "at the command line",
             "telegram": "in Telegram",
@@ -129,7 +131,7 @@ def _known(names: Iterable[str], toolsets: Mapping[str, Toolset]) -> list[str]:
 
 def _canonical(name: str, toolsets: Mapping[str, Toolset]) -> str:
     if not isinstance(name, str):
-        raise ConfigError(f"a toolset is named by a text, not by {name!r:.100}")
+        raise ConfigError(f"a toolset's name must be a string, not {name!r:.100}")
     found = ALIASES.get(name, name)
     if found in toolsets:
         return found

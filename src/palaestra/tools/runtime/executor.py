@@ -49,7 +49,7 @@ _CONTRACT_REPLIES = ContractReplies()
 
 
 class ToolExecutorConfig(BaseModel):
-    """The permissions of an executor's calls. Field names and defaults are the contract's."""
+    """The permissions of an executor's calls. The contract fixes field names and defaults."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ class ToolExecutorConfig(BaseModel):
     """The address of the `palaestra serve tools` server for external tools. With None or `inprocess`, this process runs
     them."""
     tool_server_token: str | None = None
-    """The bearer token of that server."""
+    """The bearer token for the tool server."""
 
 
 class DelegationSource(Protocol):
@@ -153,8 +153,8 @@ class ToolExecutor:
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
         """Run one call in the trajectory's slot. Cancelling it kills the command. Raises `InfraError`.
 
-        The time limit is `timeout_s`, or otherwise the call's own `timeout`, limited to 1 to 600 seconds. Commands and
-        external tools end with it; other tools read it (`run.timeout_s`).
+        The time limit is `timeout_s`, or otherwise the call's own `timeout`, limited to 1 to 600 seconds. It
+        ends commands and external tools; other tools read it (`run.timeout_s`).
         """
         started = time.monotonic()
         self.stats.total_requests += 1
@@ -224,7 +224,7 @@ class ToolExecutor:
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
         """Return the trajectory's slot. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
 
-        `reset_workspace` is the contract's and has no effect, because no returned slot is reused without a reset.
+        `reset_workspace` is part of the contract and has no effect, because no returned slot is reused without a reset.
         """
         known = self.trajectories.pop(trajectory_id, None)
         if known is not None:
@@ -247,7 +247,7 @@ class ToolExecutor:
         if (self.config.require_sandbox or self.config.require_stateful_sandbox) and slot.rung < Rung.USERNS:
             await self.source.release(slot)
             raise IsolationUnavailable(
-                f"require_sandbox asks for the level userns or better, but this slot has {slot.rung.label}"
+                f"require_sandbox requires the level userns or better, but this slot has {slot.rung.label}"
             )
         return slot
 
@@ -255,7 +255,7 @@ class ToolExecutor:
 class TrajectoryTools:
     """One trajectory: its `tools`, its `slot` once it has one, and the order of its calls.
 
-    Direct calls of `tools` do not wait for the trajectory's others and are not counted in the statistics.
+    Direct calls of `tools` do not wait for the trajectory's other calls and are not counted in the statistics.
     """
 
     def __init__(self, executor: ToolExecutor, trajectory_id: str, middleware: Sequence[ToolMiddleware]) -> None:
@@ -314,7 +314,8 @@ class TrajectoryTools:
                 await self._executor.source.release(slot)
 
     def _ending(self, done: Work) -> Work:
-        """Return the same work, ended with the trajectory, because it may wait long for a model."""
+        """Return a function that does the same work but ends with the trajectory, because it may wait long for a
+        model."""
 
         async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
             released = StaleLease(f"Trajectory {self._trajectory_id} was released while sub-agents worked for it")

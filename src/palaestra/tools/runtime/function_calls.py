@@ -50,7 +50,7 @@ from palaestra.tools.tool import ToolOutcome
 T = TypeVar("T")
 
 IMAGES = ("docker_image", "singularity_image", "modal_image", "daytona_image")
-"""Overrides that name a task's image for different backends; the first one given counts."""
+"""Overrides that name a task's image for different backends. If several are given, the first counts."""
 OVERRIDES = (*IMAGES, "cwd")
 DEFAULT_TASK = "default"
 _CLOSE_S = 30.0
@@ -63,7 +63,7 @@ class ToolSessionConfig(ToolExecutorConfig):
     """Seconds from a task's last call to the end of its slot, unless a background process of the task still runs. Later
     calls raise `StaleLease` until the task is released. With None, slots stay."""
     checkpoint_path: Path | None = None
-    """A file with which the next session finds the background processes, if the backend keeps slots."""
+    """The file in which the next session finds the background processes, if the backend keeps slots."""
     mcp: str | Path | dict[str, JSON] | None = None
     """MCP servers: a file, or its content. A server starts with the first call of one of its tools."""
     variables: dict[str, str] = Field(default_factory=dict, repr=False, exclude=True)
@@ -150,7 +150,8 @@ class ToolSession:
         return self._wait(self._spawn(task_id, command, options))
 
     def recover(self) -> int:
-        """Take over the slots of an earlier session; the first call does it too. Returns the number of processes found.
+        """Take over the slots of an earlier session, as the first call also does. Returns the number of processes
+        found.
 
         Raises `ConfigError` for an unreadable checkpoint, `SandboxError` while another process has the slots.
         """
@@ -190,7 +191,8 @@ class ToolSession:
         return self._wait(self._holders()) if self._thread.is_alive() or self._lasting is not None else []
 
     def close(self) -> None:
-        """End the loop, and every slot that the backend does not keep. Idempotent; a closed session takes no calls."""
+        """End the loop, and every slot that the backend does not keep. Idempotent; a closed session accepts no
+        calls."""
         with self._starting:
             already, self._closed = self._closed, True
         if not already and self._thread.is_alive():

@@ -1,6 +1,6 @@
 """Records of the calls that programs make inside tool calls. No I/O.
 
-The model sees only a program's output. The rollout takes the calls into its record after each turn
+The model sees only a program's output. The rollout adds the calls to its record after each turn
 (`InnerCalls.taken`). Invariant: recorded texts are bounded, with a mark where they are cut.
 """
 

@@ -29,8 +29,8 @@ from palaestra.tools.tool import States, Tool, ToolMistake, ToolOutcome, ToolRun
 class CheckedCall:
     """A call that may run: the tool exists and `arguments` fit its schema.
 
-    `conversation` is the runtime's. `by_agent` is false for a call from code: a program, a hook, another tool.
-    `call_id` is the model's id of the agent's call.
+    `conversation` is copied from the runtime. `by_agent` is false for a call from code: a program, a hook, another
+    tool. `call_id` is the model's id of the agent's call.
     """
 
     tool: Tool
@@ -71,8 +71,9 @@ class ToolRuntime(ToolRun):
     """The tools of a registry, for one rollout or one of its conversations.
 
     `slot_source` hands out the sandbox; without one, tools that need a sandbox fail. `middleware` wraps every call,
-    also of sub-agents and programs; the first one is the outermost. `shared` defaults to the registry's. `conversation`
-    names a sub-agent or another part of the rollout, and is empty for its own agent. `aclose` does not end the slot.
+    including those of sub-agents and programs; the first one is the outermost. `shared` defaults to the registry's.
+    `conversation` names a sub-agent or another part of the rollout, and is empty for its own agent. `aclose` does not
+    end the slot.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class ToolRuntime(ToolRun):
         return (await self.call(name, args)).text
 
     def _limited(self, timeout_s: float) -> ToolRun:
-        """Return this runtime with another time limit. It shares the slot and all state."""
+        """Return a copy of this runtime with a different time limit. It shares the slot and all state."""
         limited = copy.copy(self)
         limited.timeout_s = timeout_s
         return limited

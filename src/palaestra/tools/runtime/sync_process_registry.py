@@ -3,7 +3,7 @@
     session = process_registry.spawn_local("python -m http.server", task_id="t1")
     process_registry.poll(session.id)
 
-It serves reward functions and scripts. Each rollout, and the session of `handle_function_call`, has its own registry in
+It is for reward functions and scripts. Each rollout, and the session of `handle_function_call`, has its own registry in
 this process; a call goes to the registry that has the session.
 
 Invariant: a call runs on the loop of its registry. It works in threads, in code without a loop, and in reward functions
@@ -47,7 +47,7 @@ def _of_session(
         try:
             return _wait(registry, functools.partial(method, registry, session_id, *args, **options), method.__name__)
         except (SlotLost, StaleLease) as error:
-            return {"session_id": session_id, "status": "lost", "error": f"It ended with its slot: {error}."}
+            return {"session_id": session_id, "status": "lost", "error": f"The process ended with its slot: {error}."}
 
     return call
 
@@ -103,7 +103,7 @@ class SharedProcesses:
 
         loop = getattr(env, "loop", None) or running_loop()
         if loop is None:
-            raise RuntimeError(f"{env!r} does not name its loop: await ProcessRegistry.spawn there instead")
+            raise RuntimeError(f"{env!r} does not name its loop: await ProcessRegistry.spawn on that loop instead")
         return wait_on(loop, spawn, "ProcessRegistry.spawn")
 
     def recover_from_checkpoint(self) -> int:
@@ -152,7 +152,8 @@ class SharedProcesses:
         return any(self._each(ProcessRegistry.has_active_for_session, session_key, max_age_s))
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:
-        """End only the waits for processes of that task and that conversation. Returns how many."""
+        """End the waits for processes of that task and that conversation, not the processes. Returns the number of
+        waits."""
 
         async def interrupt(registry: ProcessRegistry) -> int:
             return registry.interrupt(task_id=task_id, session_key=session_key)
@@ -160,7 +161,7 @@ class SharedProcesses:
         return sum(self._each(interrupt))
 
     def kill_all(self, task_id: str | None = None) -> int:
-        """End every process of the task, or of all tasks. Returns how many ran."""
+        """End every process of the task, or of all tasks. Returns how many were running."""
         return sum(self._each(ProcessRegistry.kill_all, task_id))
 
     def _each(
@@ -178,7 +179,7 @@ class SharedProcesses:
 
 
 process_registry = SharedProcesses()
-"""The global object of the contract."""
+"""The contract's global object."""
 
 
 def _wait(registry: ProcessRegistry, work: Callable[[], Coroutine[object, object, T]], method: str) -> T:

@@ -1,8 +1,8 @@
 """Expires trajectories whose client has gone away, so that their owner can free their resources.
 
-Invariant: a trajectory in use never expires, and an expired one is refused until a caller ends it by name, so that no
-client mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to lose; it is dropped
-and not refused later.
+Invariant: a trajectory in use never expires, and calls of an expired trajectory are refused until a caller ends it by
+name, so that no client mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to
+lose; it is dropped, and its later calls are not refused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from palaestra.core.errors import StaleLease
 logger = logging.getLogger(__name__)
 
 Busy: TypeAlias = Callable[[str], Awaitable[bool]]
-"""Whether a trajectory is active without a call, because it has a background process."""
+"""Returns whether a trajectory is active without a call, because it has a background process."""
 
 _MOST_EXPIRED = 10_000
-"""The most expired trajectories that are remembered."""
+"""The maximum number of expired trajectories that are remembered."""
 
 
 class Leases:
@@ -44,8 +44,8 @@ class Leases:
         """Mark a trajectory as in use during the block. Raises `StaleLease` if it has expired."""
         if trajectory_id in self._expired:
             raise StaleLease(
-                f"trajectory {trajectory_id} made no call for {self.ttl_s:g} s, so what it had was given to others: "
-                "release it, then call again to start over"
+                f"trajectory {trajectory_id} made no call for {self.ttl_s:g} s, so its resources were released. "
+                "Release it, then call again to start over"
             )
         self._calls[trajectory_id] = self._calls.get(trajectory_id, 0) + 1
         self._used[trajectory_id] = self._clock.monotonic()

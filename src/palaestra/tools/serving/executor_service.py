@@ -98,9 +98,10 @@ class ExecutorService:
 
     @contextlib.contextmanager
     def _call(self, trajectory_id: str) -> Iterator[None]:
-        """Raise `RequestRefused` while draining, `StaleLease` for an expired trajectory."""
+        """Count a call while the block runs. Raises `RequestRefused` while draining, and `StaleLease` for an expired
+        trajectory."""
         if self._draining:
-            raise RequestRefused(503, "the service is ending and takes no more calls", "Draining")
+            raise RequestRefused(503, "the service is ending and accepts no more calls", "Draining")
         with self.leases.in_use(trajectory_id):
             self._in_flight += 1
             self._idle.clear()

@@ -2,8 +2,9 @@
 
     status, reply = await McpTools(definitions, call).answer(body)
 
-Format: the protocol's transport "Streamable HTTP" (modelcontextprotocol.io, 2025-06-18), of which this is the part
-for a server without sessions and messages of its own: requests are answered with JSON, notifications with status 202.
+Format: the protocol's transport "Streamable HTTP" (modelcontextprotocol.io, 2025-06-18), the part for a
+server that has no sessions and sends no messages of its own: it answers requests with JSON and notifications with
+status 202.
 
 Invariant: every message of a client is answered; only errors of `call` are raised.
 """
@@ -21,7 +22,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.tool import ToolOutcome
 
 VERSIONS = ("2025-06-18", "2025-11-25", "2025-03-26", "2024-11-05")
-"""The protocol versions in which these messages are the same. A request for another version gets the first."""
+"""The protocol versions in which these messages are the same. A request for any other version gets the first."""
 
 _PARSE_ERROR, _INVALID_REQUEST, _METHOD_NOT_FOUND, _INVALID_PARAMS = -32700, -32600, -32601, -32602
 
@@ -44,12 +45,12 @@ class McpTools:
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             return 400, _error(None, _PARSE_ERROR, f"The body is not JSON: {error}.")
         if not isinstance(message, dict):
-            return 400, _error(None, _INVALID_REQUEST, "The body is not one message.")
+            return 400, _error(None, _INVALID_REQUEST, "The body is not a single message.")
         method, number = message.get("method"), message.get("id")
         if not isinstance(method, str) or number is None:
             return 202, None  # a notification, or the reply to a request that was never sent
         if isinstance(number, bool) or not isinstance(number, str | int):
-            return 400, _error(None, _INVALID_REQUEST, "The id of a request is a text or a whole number.")
+            return 400, _error(None, _INVALID_REQUEST, "The id of a request must be a string or an integer.")
         params = message.get("params")
         params = params if isinstance(params, dict) else {}
         match method:

@@ -1,4 +1,4 @@
-"""Request and reply bodies of the tool server and the executor service. Names, fields and defaults are the contract's.
+"""Request and reply bodies of the tool server and the executor service. The contract fixes names, fields and defaults.
 
 Unknown fields are ignored, because clients of other versions send more. Sizes are in bytes, times in seconds.
 """
@@ -62,7 +62,8 @@ class ToolExecutorReleaseRequest(BaseModel):
 
 
 class ToolServerExecuteRequest(BaseModel):
-    """A call of an external tool. `slot_id` and `container_addr` are the contract's and have no effect."""
+    """A call of an external tool. `slot_id` and `container_addr` are part of the contract and have no
+    effect."""
 
     trajectory_id: str | None = None
     tool: ToolCallPayload
@@ -78,7 +79,7 @@ class ToolServerResultPayload(ToolResultPayload):
 
 
 def encoded(value: JSON) -> bytes:
-    """Return a body as bytes. Characters that UTF-8 cannot encode, such as in odd file names, are replaced as in
-    replies."""
+    """Return a body as bytes. Characters that UTF-8 cannot encode, for example in unusual file names, are
+    replaced as in replies."""
     plain = value.model_dump() if isinstance(value, BaseModel) else value
     return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""`palaestra serve tools`: a server that runs external tools for executors elsewhere.
+"""`palaestra serve tools`: a server that runs external tools for executors on other machines.
 
 It serves the tools of its registry that need no slot: those marked `external`, such as a search with a key that only
 this machine has or the tools of MCP servers, and subclasses of `Tool` that only define `execute`. Each trajectory has

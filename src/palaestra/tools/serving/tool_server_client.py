@@ -1,4 +1,4 @@
-"""The client of a tool server: `ToolServerLink`, which makes external tools run there.
+"""The client of a tool server: `ToolServerLink`, which makes external tools run at the server.
 
 Invariants: no request is sent twice; mistakes of the model come back as the tool's own reply, and every other failure
 is a `ToolServerError` that names the server and the remedy.
@@ -120,13 +120,13 @@ class ToolServerLink:
     def _refused(self, status: int, body: bytes, name: str) -> ToolServerError:
         text = f"tool server {self.url} refused {name} with status {status}: {_detail(body)}"
         if status in (401, 403):
-            return ToolServerRefused(f"{text}; set tool_server_token to the token that it was started with")
+            return ToolServerRefused(f"{text}; set tool_server_token to the server's token")
         if status == 404:
-            return ToolServerRefused(f"{text}; start it with that tool, or disable the tool's toolset here")
+            return ToolServerRefused(f"{text}; start the server with that tool, or disable the tool's toolset here")
         return ToolServerUnavailable(text) if status >= 500 else ToolServerRefused(text)
 
     async def _send(self, method: str, path: str, body: bytes | None, timeout_s: float, name: str) -> bytes:
-        """Return the body of the reply with status 200. For another status it raises an error that names `name`."""
+        """Return the body of the reply with status 200. For any other status, raises an error that names `name`."""
         import aiohttp  # imported here because most runs have no tool server
 
         assert self._address is not None
@@ -145,7 +145,7 @@ class ToolServerLink:
                 status, content = reply.status, await reply.read()
         except TimeoutError:
             raise ToolServerUnavailable(
-                f"tool server {self._address} did not answer within {timeout_s + _SLACK_S:g} s; look whether it is "
+                f"tool server {self._address} did not answer within {timeout_s + _SLACK_S:g} s; check whether it is "
                 "overloaded"
             ) from None
         except (aiohttp.ClientError, OSError) as error:

@@ -35,15 +35,16 @@ REQUEST_SCHEMA = "palaestra.rl-run/1"
 TRAIN = (sys.executable, "-m", "palaestra", "train")
 
 READY_S = 60.0
-"""Seconds that `start` waits until training is ready. Loading a large model or checking an environment takes longer."""
+"""The maximum seconds that `start` waits until training is ready. Loading a large model or checking an environment
+takes longer."""
 STOP_S = 60.0
-"""Seconds that training may take to finish its rollouts after SIGTERM before it is killed."""
+"""The maximum seconds for training to finish its rollouts after SIGTERM. Then it is killed."""
 _KILL_S = 10.0
 _POLL_S = 0.1
 _LOCK_FD = 3
 """The descriptor that holds the lock in the training's process."""
 _LOG_BYTES = 2000
-"""The maximum number of bytes of the log's end in an error."""
+"""The maximum number of bytes from the log's end that an error shows."""
 
 STARTING, RUNNING, COMPLETED, FAILED = "starting", "running", "completed", "failed"
 STOPPED, INTERRUPTED = "stopped", "interrupted"
@@ -94,7 +95,7 @@ class TrainingProcess:
         try:
             return msgspec.json.decode((self.path / "request.json").read_bytes(), type=TrainingRequest)
         except (OSError, msgspec.MsgspecError) as error:
-            raise ToolUnavailable(f"the training {self.id} cannot be read: {error}") from None
+            raise ToolUnavailable(f"the training run {self.id} cannot be read: {error}") from None
 
     def alive(self) -> bool:
         """Return whether a training process runs in this folder."""
@@ -150,8 +151,8 @@ class TrainingProcess:
 
     async def start(self, request: TrainingRequest, command: Sequence[str] = TRAIN) -> str:
         """Start the training, or continue it from its last checkpoint, and wait until it is ready, has ended, or
-        `READY_S` are over. Returns its status. The caller must have checked that no training runs here. `command` takes
-        the arguments of `palaestra train`."""
+        `READY_S` have passed. Returns its status. The caller must have checked that no training runs here. `command`
+        takes the arguments of `palaestra train`."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         begun = (self.run / "training" / "settings.json").is_file()
         for left in (self.path / "ended", self.path / "result.json"):

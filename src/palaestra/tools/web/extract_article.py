@@ -5,7 +5,7 @@ separate process with limits on time and memory reads large pages; if it reaches
 
     python -m palaestra.tools.web.extract_article URL < page.html      # that process: JSON to stdout
 
-Invariant: equal pages give equal text unless `note` reports that a limit was reached.
+Invariant: the same page gives the same text unless `note` reports that a limit was reached.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Ar
     found = await _apart(source, url, limit_s)
     if found is not None:
         return found
-    note = "the page is too much to find its main text in; this is all of its text"
+    note = "the page is too large to find its main text; this is all of its text"
     return Article(*await asyncio.to_thread(all_text, source), note)
 
 

@@ -112,11 +112,11 @@ def _checked(url: str) -> URL:
     try:
         parsed = URL(url.strip())
     except ValueError:
-        raise PageUnreadable("it is no address of a page") from None
+        raise PageUnreadable("it is not the address of a page") from None
     if parsed.scheme not in ("http", "https"):
-        raise PageUnreadable(f"only http and https addresses are read, not {parsed.scheme or 'one without a scheme'}")
+        raise PageUnreadable(f"only http and https addresses are read, not {parsed.scheme or 'those without a scheme'}")
     if not parsed.host:
-        raise PageUnreadable("it names no host")
+        raise PageUnreadable("it has no host")
     if parsed.user is not None or parsed.password is not None:
         raise PageUnreadable("addresses with a user or a password are not read")
     return parsed

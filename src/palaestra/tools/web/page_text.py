@@ -1,6 +1,6 @@
 """Turns a fetched document into text: HTML into its article, plain text as it is; other types are refused.
 
-`shown` bounds the text for a reply. Invariant: nothing is summarised or guessed; equal bytes give equal text.
+`shown` bounds the text for a reply. Invariant: nothing is summarised or guessed; the same bytes give the same text.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ async def as_text(url: str, fetched: Fetched) -> WebPage:
         return WebPage(url, article.title, article.text, note="; ".join(filter(None, (note, article.note))))
     if kind.startswith("text/") or kind in _TEXT or kind.endswith(("+json", "+xml")):
         return WebPage(url, content=_pretty(kind, decoded(fetched)), note=note)
-    raise PageUnreadable(f"it is {kind or 'of no known kind'}, which has no text")
+    raise PageUnreadable(f"it has no text (its type is {kind or 'unknown'})")
 
 
 def decoded(fetched: Fetched) -> str:
@@ -113,7 +113,7 @@ def _declared(body: bytes) -> str | None:
 
 
 def _pretty(kind: str, text: str) -> str:
-    """Indent JSON of one line, because it is hard to read and to cut."""
+    """Indent JSON that is on one line, because such JSON is hard to read and to cut."""
     if not kind.endswith("json") or "\n" in text.strip():
         return text
     try:
@@ -133,6 +133,6 @@ def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "")
     reply: dict[str, JSON] = {"url": page.url, "title": shortened(page.title, MAX_TITLE_CHARS), "content": content}
     end = offset + len(content)
     if end < total:
-        hint = f"Characters {offset} to {end} are shown; {way or f'go on with offset={end}'}"
+        hint = f"Characters {offset} to {end} are shown; {way or f'continue with offset={end}'}"
         reply |= {"total_chars": total, "hint": hint}
     return {**reply, "note": page.note} if page.note else reply

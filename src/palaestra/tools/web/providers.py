@@ -1,4 +1,4 @@
-"""Providers of web searches and pages: their protocol, the APIs of seven of them, and the choice by configuration.
+"""Providers of web searches and pages: their protocol, the APIs of seven providers, and the choice by configuration.
 
 A provider's key is `web_api_keys.NAME`; its address is `web_urls.NAME`, or the public one. No request is sent before
 `search` or `read`.
@@ -113,7 +113,7 @@ class Exa(_Provider):
 class Brave(_Provider):
     """`GET /res/v1/web/search`. API: https://api-dashboard.search.brave.com/documentation.
 
-    It marks the found words with HTML, which is removed. One request has at most 20 results and a query of 400
+    Brave marks matching words with HTML, which is removed. A request is limited to 20 results and a query of 400
     characters.
     """
 
@@ -177,8 +177,8 @@ class Searxng(_Provider):
 class Ddgs:
     """Public search engines without a key, through the library `ddgs` (extra `web`).
 
-    It reads pages made for people, so it is slower than an API and the engines refuse it sooner. `lane` bounds
-    concurrent searches.
+    The library reads pages made for people, so it is slower than an API, and the engines block it sooner. `lane`
+    bounds concurrent searches.
     """
 
     lane: asyncio.Semaphore
@@ -233,7 +233,7 @@ def choose_searcher(settings: ToolSettings) -> ProviderChoice:
             return ProviderChoice(candidate)
     return ProviderChoice(
         missing="no search provider: set a key (TAVILY_API_KEY, EXA_API_KEY, BRAVE_API_KEY, SERPER_API_KEY, "
-        "FIRECRAWL_API_KEY or web_api_keys), the address of a SearXNG (SEARXNG_URL), or web_provider ddgs, which needs "
+        "FIRECRAWL_API_KEY or web_api_keys), the address of SearXNG (SEARXNG_URL), or web_provider ddgs, which needs "
         "no key"
     )
 

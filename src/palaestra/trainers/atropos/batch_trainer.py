@@ -38,8 +38,8 @@ PATIENCE_S = 600.0
 
 
 class BatchTrainer:
-    """Trains with the open `trainer`. `folder` holds its files, `sequences` the size of a batch. `run` returns after
-    the last step."""
+    """Trains with the open `trainer`. `folder` holds its files; `sequences` is the number of sequences in a batch.
+    `run` returns after the last step."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class BatchTrainer:
         self._clock = clock or SystemClock()
 
     async def run(self) -> TrainingState:
-        """Train to the last step. Raises `ConfigError`, `DiskError`, or `TrainerError` if the API is gone."""
+        """Train up to the last step. Raises `ConfigError`, `DiskError`, and `TrainerError` if the API is gone."""
         self._files = TrainingFiles(self._folder)
         self._batches = self._folder / "batches"
         with writing(self._batches):
@@ -115,15 +115,15 @@ class BatchTrainer:
             groups = [checked(each) for each in msgspec.convert(answer["batch"], list[ScoredData], strict=False)]
             self._check_ids(groups)
         except (msgspec.ValidationError, RequestRefusal) as error:
-            raise TrainerRefused(f"{self._client.url} gave a batch that cannot be trained: {error}") from None
+            raise TrainerRefused(f"{self._client.url} sent a batch that cannot be trained on: {error}") from None
         path = self._path(step)
         with writing(path), replaced(path) as file:
             file.write(msgspec.json.encode(groups))
         return groups
 
     def _check_ids(self, groups: Sequence[ScoredData]) -> None:
-        """Raise `RequestRefusal` for a token id that the model does not have, which means that the environment uses
-        another tokenizer."""
+        """Raise `RequestRefusal` for a token id that the model does not have, which means that the environment uses a
+        different tokenizer."""
         tokenizer = getattr(self.trainer.engine, "tokenizer", None)
         if not isinstance(tokenizer, Sized):
             return
@@ -133,7 +133,7 @@ class BatchTrainer:
             wrong = [each for each in wrong if not 0 <= each < count]
             if wrong:
                 field = f"batch[{number}].tokens"
-                message = f"{field} contain the id {wrong[0]}, but model '{self.trainer.model}' has only {count} tokens"
+                message = f"{field} contains the id {wrong[0]}, but model '{self.trainer.model}' has only {count} ids"
                 raise RequestRefusal(422, message, field=field)
 
     def _received(self, step: int) -> list[ScoredData] | None:
@@ -164,9 +164,9 @@ class BatchTrainer:
         if batch.rows:
             numbers = await self.trainer.step(batch.rows, version)
         else:
-            self._note(f"step {version}: no row of the batch can be trained: {dict(batch.refused)}")
+            self._note(f"step {version}: no row of the batch can be trained on ({dict(batch.refused)})")
         if not math.isfinite(numbers["loss"]):
-            raise TrainerError(f"step {version}: the loss is {numbers['loss']}: resume with a lower learning_rate")
+            raise TrainerError(f"step {version}: the loss is {numbers['loss']}; resume with a lower learning_rate")
         state.step += 1
         reward = statistics.fmean(batch.rewards)
         self._files.log(
@@ -226,14 +226,14 @@ def _only(values: Sequence[float]) -> float:
     """Return the advantage of a row, which must be the same for all its tokens."""
     found = {value for value in values if value}
     if len(found) > 1:
-        raise ConfigError("the environment gives each token another advantage; this trainer takes one per sequence")
+        raise ConfigError("tokens of one sequence have different advantages, but this trainer accepts one per sequence")
     return found.pop() if found else 0.0
 
 
 def _row(
     tokens: list[int], masks: Sequence[int], logprobs: Sequence[float], score: float, name: str
 ) -> ExportedRow | None:
-    """Return a sequence as a row; None if no token of it is trained."""
+    """Return a sequence as a row, or None if none of its tokens is trained."""
     start = next((place for place, mask in enumerate(masks) if mask != UNTRAINED), None)
     if not start:  # without a prompt, no token predicts the first one
         return None

@@ -60,7 +60,7 @@ class ServerAnswer:
             return msgspec.convert(self.body, shape, strict=False)
         except msgspec.ValidationError as error:
             raise TrainerRefused(
-                f"{self.asked} does not answer as a trajectory server does ({error}): {str(self.body)[:200]!r}. Set "
+                f"{self.asked} does not answer like a trajectory server ({error}): {str(self.body)[:200]!r}. Set "
                 "--env.rollout_server_url to the address of the trainer's server"
             ) from None
 
@@ -141,9 +141,9 @@ class FeedSettings:
 class Standing:
     """The server's last report. Queue sizes count groups of our size, `batch_size` counts sequences.
 
-    `keeps` is true if the server recognizes repeated deliveries and stores groups. `alone` is true if it has no groups
-    of another environment. `starving` is true if no choice of the waiting groups fills a batch, although there are
-    enough sequences for one.
+    `keeps` is true if the server recognizes repeated deliveries and stores groups. `alone` is true if the server has no
+    groups of other environments. `starving` is true if no choice of the waiting groups fills a batch, although there
+    are enough sequences for one.
     """
 
     env_id: int
@@ -232,20 +232,20 @@ class TrainerConnection:
         answer = await client.ask("POST", "/register-env", registration)
         if answer.status == 422:
             raise TrainerRefused(f"{client.url} does not accept this environment: {answer.detail}")
-        if answer.status in _OTHER_PROGRAM and self._before is None:  # once registered, a proxy may answer
+        if answer.status in _OTHER_PROGRAM and self._before is None:  # later, a proxy may answer for the server
             raise TrainerRefused(
-                f"{client.url} is not a trajectory server, or a proxy in front of it rejects us: {answer.detail}. Set "
+                f"{client.url} is not a trajectory server, or a proxy rejects the request: {answer.detail}. Set "
                 "--env.rollout_server_url to the address of the trainer's server"
             )
         if answer.status != 200:
-            return f"waiting: {answer.asked} says {answer.detail}"
+            return f"waiting: {answer.asked} answers {answer.detail}"
         registered = answer.read(Registered)
         if registered.status != "success":
             return "waiting for the trainer to start"
         info, root = await client.ask("GET", "/info"), await client.ask("GET", "/")
         for each in (info, root):
             if each.status != 200:
-                return f"waiting: {each.asked} says {each.detail}"
+                return f"waiting: {each.asked} answers {each.detail}"
         batches = info.read(BatchInfo)
         standing = Standing(
             env_id=registered.env_id,
@@ -283,7 +283,7 @@ class TrainerConnection:
             await self._clock.sleep(self._settings.heartbeat_s)
 
     async def watch(self) -> None:
-        """Ask an original server, which stores no groups, how many groups wait, as long as there are any.
+        """Ask an original server, which stores no groups, how many groups wait, for as long as any of them wait.
 
         The newer the groups are, the more often it asks, because an idle trainer takes a batch immediately.
         """
@@ -329,17 +329,17 @@ class TrainerConnection:
                 self._reported_starving = True
                 self._note(
                     f"no choice of the waiting groups makes up a batch of {standing.batch_size} sequences exactly, "
-                    "because some are short or have several rows per rollout: rolling out more, one group at a time"
+                    "because some are short or have several rows per rollout: more groups are rolled out, one at a time"
                 )
             standing.starving = status.starving
             standing.alone = standing.weight >= 1 and standing.queue == standing.own_queue
             if not self.finished and 0 < standing.num_steps <= standing.step:
                 self.finished = True
-                self._note(f"the trainer has taken its {standing.num_steps} steps")
+                self._note(f"the trainer has completed its {standing.num_steps} steps")
             self.changed.notify_all()
 
     async def leave(self) -> None:
-        """Disconnect if the server is reachable; its weights then no longer count this environment."""
+        """Disconnect if the server is reachable, so that its weights no longer include this environment."""
         if self.current is not None:
             try:
                 async with asyncio.timeout(LEAVE_S):

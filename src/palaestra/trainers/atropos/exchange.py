@@ -1,6 +1,6 @@
 """Keeps the state of a trajectory server: its trainer, its environments, and the groups that wait. No I/O.
 
-Every change is an event, and only `apply` changes the state: the same events in the same order give the same exchange.
+Every change is an event, and only `apply` changes the state, so the same events in the same order give the same state.
 The other methods make the decisions: they return an event, or raise `RequestRefusal`.
 
 Invariants: each group is in at most one batch, and the sequences of a batch's groups sum exactly to the registered
@@ -92,8 +92,8 @@ class WaitingGroup(msgspec.Struct):
 
 
 _EnvKind: TypeAlias = tuple[str, int]
-"""Requested name and group size. Short groups are combined by kind and not by id, because a restarted environment has a
-new id and its groups should join those of its former process."""
+"""The requested name and the group size. Short groups are combined by kind and not by id, because a restarted
+environment has a new id and its groups should join those of its former process."""
 
 
 class Exchange:
@@ -171,13 +171,14 @@ class Exchange:
         return kind if event.sequences < registration.group_size else None
 
     def buffered(self, event: GroupReceived) -> int | None:
-        """Return how many sequences wait in a short group's buffer to make up a whole group; None for a whole group."""
+        """Return how many sequences wait in a short group's buffer to make up a whole group, or None if this group is
+        whole."""
         kind = self._short_kind(event)
         return None if kind is None else sum(each.sequences for each in self.buffers[kind])
 
     def register(self, registration: Registration) -> TrainerRegistered:
         """Return the registration of a trainer, of another process of the same trainer, or of a restarted trainer. A
-        restarted trainer has another `starting_step` or `num_steps`, and steps are counted from there. Raises
+        restarted trainer has a different `starting_step` or `num_steps`, and steps are counted from there. Raises
         `RequestRefusal` (409) if its batches differ from the first one's.
         """
         if registration.batch_size < 1 or registration.max_token_len < 1:
@@ -191,9 +192,9 @@ class Exchange:
         return TrainerRegistered(registration=registration)
 
     def register_env(self, registration: EnvRegistration, now_s: float) -> EnvRegistered | None:
-        """Return the registration of an environment; None until a trainer has started. Raises `RequestRefusal` with
-        422, or with 503 while other environments hold the share of a batch that it needs. Its own former process holds
-        a share until it counts as silent."""
+        """Return the registration of an environment, or None until a trainer has started. Raises `RequestRefusal` with
+        422 for an invalid registration, and with 503 while other environments hold the share of a batch that it needs.
+        Its own former process holds a share until that process counts as silent."""
         share = registration.min_batch_allocation
         if registration.group_size < 1:
             raise RequestRefusal(422, "group_size: must be at least 1", field="group_size")
@@ -208,7 +209,7 @@ class Exchange:
         if share is not None and round(share + self._allocated(now_s), 6) > 1:
             holders = ", ".join(env.name for env in self._holders(now_s))
             left = f"{1 - self._allocated(now_s):.3f} is left while {holders} hold the rest"
-            detail = f"min_batch_allocation: {share} of a batch, of which {left}"
+            detail = f"min_batch_allocation: {share} of a batch is requested, but only {left}"
             raise RequestRefusal(503, detail, field="min_batch_allocation", retry_s=5.0)
         return EnvRegistered(registration=registration)
 
@@ -225,8 +226,8 @@ class Exchange:
         return self.envs[env_id]
 
     def receive(self, data: ScoredData) -> GroupReceived | None:
-        """Return the receipt of a group; None if its delivery was accepted before. Raises `RequestRefusal` (404, 422,
-        429 or 503)."""
+        """Return the receipt of a group, or None if its delivery was accepted before. Raises `RequestRefusal` (404,
+        422, 429 or 503)."""
         if self.trainer is None:
             raise RequestRefusal(503, "no trainer has registered, so no trainer would get this group", retry_s=5.0)
         if data.delivery_id is not None and data.delivery_id in self._deliveries:
@@ -237,7 +238,7 @@ class Exchange:
         count = len(self.queue) + sum(map(len, self.buffers.values()))
         if count >= self.most_groups or self.bytes_waiting >= self.most_bytes:
             bound = f"{self.most_groups} groups or {self.most_bytes >> 20} MiB"
-            detail = f"{count} groups ({self.bytes_waiting >> 20} MiB) wait for the trainer and the limit is {bound}"
+            detail = f"{count} groups ({self.bytes_waiting >> 20} MiB) wait for the trainer, but the limit is {bound}"
             raise RequestRefusal(429, detail, retry_s=2.0)
         fields = msgspec.structs.asdict(data)
         delivery_id = fields.pop("delivery_id")
@@ -251,12 +252,12 @@ class Exchange:
             raise RequestRefusal(422, detail, field="tokens")
         for number, tokens in enumerate(data.tokens):
             if len(tokens) > trainer.max_token_len:
-                detail = f"tokens[{number}]: {len(tokens)} tokens, and the trainer takes {trainer.max_token_len}"
+                detail = f"tokens[{number}]: {len(tokens)} tokens, but the trainer accepts {trainer.max_token_len}"
                 raise RequestRefusal(422, detail, field=f"tokens[{number}]")
 
     def batch(self, now_s: float) -> list[WaitingGroup] | None:
-        """Return the groups of the next batch; None while the waiting groups do not fill one. Raises `RequestRefusal`
-        (503)."""
+        """Return the groups of the next batch, or None while the waiting groups do not fill one. Raises
+        `RequestRefusal` (503)."""
         if self.trainer is None:
             raise RequestRefusal(503, "no trainer has registered: POST /register comes first", retry_s=5.0)
         chosen = self._promised(self.trainer.batch_size, now_s)
@@ -300,8 +301,8 @@ class Exchange:
         return chosen is not None and self._filled(chosen, self.trainer.batch_size) is None
 
     def _filled(self, chosen: Mapping[int, WaitingGroup], batch_size: int) -> list[WaitingGroup] | None:
-        """Return the chosen groups together with groups from the queue that fill the batch exactly; None if no choice
-        does."""
+        """Return the chosen groups together with groups from the queue that fill the batch exactly, or None if no
+        choice does."""
         left = batch_size - sum(each.sequences for each in chosen.values())
         others = [each for each in self.queue if each.serial not in chosen]
         places = exact([each.sequences for each in others], left)
@@ -310,7 +311,8 @@ class Exchange:
         return sorted([*chosen.values(), *(others[place] for place in places)], key=attrgetter("serial"))
 
     def _promised(self, room: int, now_s: float) -> dict[int, WaitingGroup] | None:
-        """Return the oldest groups that meet the environments' minima, by serial number; None while groups are missing.
+        """Return the oldest groups that meet the environments' minima, by serial number, or None while there are not
+        enough groups.
 
         Environments take turns, and groups that no longer fit stay in the queue. If groups do not fill the minima
         exactly, the minima may need more groups than fit into a batch.
@@ -351,11 +353,11 @@ def _counts_from(registration: Registration) -> tuple[int, int]:
 
 
 def exact(sizes: Sequence[int], target: int) -> list[int] | None:
-    """Return the indices of entries of `sizes` (each at least 1), in order, that sum to `target`; None if no choice
+    """Return the indices of entries of `sizes` (each at least 1), in order, that sum to `target`, or None if no choice
     does.
 
-    It considers as few entries as possible, and prefers the choice with the oldest entries. Bit `s` of `reached[n]` is
-    set if some of the first n sizes sum to s.
+    The search considers as few entries as possible, and prefers the choice with the oldest entries. Bit `s` of
+    `reached[n]` is set if some of the first n sizes sum to s.
     """
     if target <= 0:
         return [] if target == 0 else None
@@ -377,8 +379,8 @@ def _walk_back(sizes: Sequence[int], reached: Sequence[int], left: int) -> list[
 
 
 def combined(sizes: Sequence[int], unit: int) -> list[int] | None:
-    """Return the indices of entries of `sizes` that sum to `unit` or, if none do, to its smallest possible multiple;
-    None if no entries sum to a multiple.
+    """Return the indices of entries of `sizes` that sum to `unit` or, if none do, to its smallest possible multiple.
+    Returns None if no entries sum to a multiple.
 
     Among any `unit` sizes, some sum to a multiple of `unit`, so fewer than `unit` entries ever have to wait.
     """

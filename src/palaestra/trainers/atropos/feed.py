@@ -43,7 +43,7 @@ BACK_OFF = RetryPolicy(first_s=0.25, longest_s=5.0)
 
 class Feed:
     """Sends an environment's groups to a trainer; use it through `feeding`. `admit` allows a group to begin; `offer`
-    takes it when it is finished."""
+    accepts the finished group."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Feed:
     def _has_room(self) -> bool:
         """Return whether the off-policy limit leaves room, or the next batch still lacks groups from any environment.
 
-        If the waiting groups do not fill a batch, one more at a time may begin; otherwise the trainer would wait
+        If the waiting groups do not fill a batch, one more group at a time may begin; otherwise the trainer would wait
         forever.
         """
         standing, settings = self.connection.current, self.settings
@@ -101,9 +101,9 @@ class Feed:
         return room or (standing.starving and not self._out)
 
     def offer(self, delivery_id: str, line: dict[str, JSON] | None) -> None:
-        """Send a finished group in the background; None stands for a group that is not sent.
+        """Send a finished group in the background. `line` is None for a group that must not be sent.
 
-        A group that an earlier part of the run finished was never admitted, and counts from here on.
+        A group that was finished before the run was resumed has not been admitted, so it counts from here on.
         """
         if self._admitted:
             self._admitted -= 1
@@ -203,7 +203,7 @@ class Feed:
         return connection.current is standing and await connection.ask(standing)
 
     async def _arrived(self, line: dict[str, JSON]) -> bool:
-        """Return whether the server's last group is this one, after a lost answer."""
+        """After a lost answer, return whether the server's last group is this one."""
         try:
             answer = await self._client.ask("GET", "/latest_example")
         except TrainerUnavailable:
@@ -216,10 +216,10 @@ class Feed:
         if now.step > before.step:  # the trainer took a batch that the server could no longer report
             again, perhaps = [], [*again, *perhaps]
         if again:
-            self._note(f"sending {len(again)} groups again, which the trainer's server had and lost")
+            self._note(f"sending {len(again)} groups again, because the trainer's server lost them")
         if perhaps:
             ids = ", ".join(each.delivery_id for each in perhaps)
-            self._note(f"not sending again what the trainer may have from before the server's restart: {ids}")
+            self._note(f"not sending groups again that the trainer may have got before the server's restart: {ids}")
         for each in again:
             self._out += 1
             self._unsent += 1

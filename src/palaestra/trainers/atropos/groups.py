@@ -41,15 +41,15 @@ def scored_data(
 ) -> dict[str, JSON] | None:
     """Return the group in the shape of `/scored_data`, or None if nothing in it can be trained on.
 
-    If the number of rows is not `group_size`, `group_overrides` has it. Raises `ConfigError` for rows without sampled
-    tokens, unless `placeholders`.
+    If the number of rows is not `group_size`, `group_overrides` contains it. Raises `ConfigError` for rows without
+    sampled tokens, unless `placeholders` is true.
     """
     line = group_line(group, env="", model="", messages=messages)
     if line is None:
         return None
     if not placeholders and not all(_sampled(trajectory) for trajectory in group.scored):
         raise ConfigError(
-            f"group {group.group_id} has no sampled tokens, so it would train nothing: use a token-exact server "
+            f"group {group.group_id} has no sampled tokens, so it cannot be trained on: use a token-exact server "
             f"(--openai.server_type vllm, sglang or transformers), or set --env.allow_placeholder_tokens true"
         )
     count = len(line["tokens"])
@@ -66,7 +66,7 @@ class Deliveries:
     """The file of a run that lists the groups delivered to the trainer, so that a resumed run sends only the remaining
     groups.
 
-    Raises `DiskError` if it cannot be opened, and `ConfigError` for a damaged line or another schema.
+    Raises `DiskError` if it cannot be opened, and `ConfigError` for a damaged line or a different schema.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class Deliveries:
             except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
                 self._file.close()
                 raise ConfigError(
-                    f"{path}: line {number} is damaged: {error!r}. Fix or remove it; a group that is not listed is "
+                    f"{path}: line {number} is damaged ({error!r}). Fix or remove it; a group that is not listed is "
                     "sent again"
                 ) from None
 
@@ -101,7 +101,7 @@ class Deliveries:
 @dataclass(slots=True)
 class GivenGroup:
     """A group that the server has accepted and, as far as this process knows, not used yet. `number` is its place among
-    all accepted groups; `waited` is true once the server has reported that it waits."""
+    all accepted groups; `waited` is true once the server has reported that the group waits."""
 
     number: int
     delivery_id: str
@@ -155,7 +155,7 @@ class UnsavedGroups:
             self.given.append(GivenGroup(self._count, delivery_id, line))
 
     def asking(self) -> QuestionTime:
-        """Return the state at the time when a status request is sent. `heard` takes it together with the answer."""
+        """Return the state at the time when a status request is sent, to be passed to `heard` with the answer."""
         return QuestionTime(self._count, self._busy)
 
     def heard(self, waiting: int, asked: QuestionTime) -> None:

@@ -1,8 +1,9 @@
 """Runs a trajectory server: serves the routes of the Atropos API over one `Exchange`, and stores its events.
 
 Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
-It speaks plain HTTP. Callers are checked before their bodies are read: by the token if there is one, which a server
-that listens beyond the loopback must have. A request body must be JSON, so that a form on a web page cannot send one.
+The server speaks plain HTTP. Callers are checked before their bodies are read. A server that listens beyond the
+loopback must have a token, which its callers must send. A request body must be JSON, so that a form on a web page
+cannot send one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class EventStore:
     """A server's events on disk, one JSON object per line, read again at the next start.
 
     Invariants: once `commit` has returned, the events before it survive a power cut. Only one server at a time has the
-    file open. Raises `ConfigError` for a file that cannot be written, belongs to another server or has another schema.
+    file open. Raises `ConfigError` for a file that cannot be written, is open in another server or has a different
+    schema.
     """
 
     _events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
@@ -76,7 +78,7 @@ class EventStore:
                 raise ConfigError(f"{self.path}: line {number} is damaged: {error}") from None
 
     def append(self, event: AnyEvent) -> None:
-        """Hand one event to the kernel. Raises `DiskError`, and then leaves no part of it."""
+        """Hand one event to the kernel. Raises `DiskError`, and then leaves no part of the event in the file."""
         self._file.append(msgspec.json.encode(event) + b"\n")
 
     async def commit(self) -> None:
@@ -263,7 +265,7 @@ async def _refusing(request: web.Request, handler: Handler) -> web.StreamRespons
     except OSError as error:
         if request.transport is None:
             raise
-        answer = {"detail": f"cannot be recorded: {error.strerror or error}", "field": None}
+        answer = {"detail": f"the request cannot be recorded: {error.strerror or error}", "field": None}
         return web.json_response(answer, status=503, headers={"Retry-After": "5"})
 
 
@@ -278,7 +280,7 @@ async def serving(
     token: str | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[str]:
-    """Run a server; the context's value is its address. Port 0 takes a free port.
+    """Run a server; the context's value is its address. Port 0 selects a free port.
 
     Raises `ConfigError`, for example if the host is not the loopback and there is no token.
     """

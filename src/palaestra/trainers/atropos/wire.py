@@ -3,7 +3,7 @@
 Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-probability rows as token rows, each row
 is as long as its tokens, and all its numbers are finite.
 
-Source of the wire: the routes and models of atroposlib 0.4, which does not check lengths. `delivery_id` is our
+Wire source: the routes and models of atroposlib 0.4, which does not check lengths. `delivery_id` is our
 addition: deliveries with the same id contain the same group.
 """
 
@@ -36,7 +36,8 @@ class RequestRefusal(Exception):
 
 
 class Registration(msgspec.Struct, kw_only=True):
-    """A trainer. `batch_size` counts sequences, `max_token_len` tokens of one; a negative `num_steps` is no limit."""
+    """A trainer. `batch_size` counts sequences, `max_token_len` the tokens of one. A negative `num_steps` means no
+    limit."""
 
     wandb_group: str | None = None
     wandb_project: str | None = None
@@ -76,7 +77,7 @@ class Registered(msgspec.Struct):
 
 
 class BatchInfo(msgspec.Struct):
-    """The answer of `GET /info`: sequences of a batch and tokens of a sequence; -1 before a trainer has registered."""
+    """The answer of `GET /info`: sequences per batch and tokens per sequence. Both are -1 until a trainer registers."""
 
     batch_size: int
     max_token_len: int
@@ -103,7 +104,7 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 class ScoredData(msgspec.Struct, kw_only=True):
     """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and optional fields.
 
-    `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]` of T values or one. An empty list counts as
+    `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]`, each of T values or one. An empty list counts as
     absent.
     """
 

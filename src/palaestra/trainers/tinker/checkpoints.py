@@ -1,7 +1,7 @@
 """Stores the training server's checkpoints on disk: `FOLDER/RUN/KIND/NAME.json`, and the folder with tensors that it
 names.
 
-The weights' folder is one that peft (LoRA) or transformers (full weights) loads; AdamW's state is a file next to them.
+The folder can be loaded by peft (LoRA) or transformers (full weights); AdamW's state is a file next to the weights.
 Invariants: a checkpoint exists once its JSON file has its final name, which happens after all its content is on the
 disk, so a crash leaves either the former checkpoint or the new one. No file is pickled.
 """
@@ -102,7 +102,7 @@ class CheckpointFolder:
         file = self._file(place)
         former = self._read(file)
         if former is not None and not overwrite:
-            raise UserError(f"The checkpoint {former.path} exists: choose another name, or pass overwrite=True.")
+            raise UserError(f"The checkpoint {former.path} exists: choose a different name, or pass overwrite=True.")
         now_s, expires_s = time.time(), _expiry(ttl_s)
         data = file.with_name(f"{place.name}.{secrets.token_hex(4)}")
         with writing(file):
@@ -141,16 +141,16 @@ class CheckpointFolder:
         return found
 
     def load(self, checkpoint: Checkpoint, base: BaseModel, *, optimizer: bool) -> TrainedModel:
-        """Return a model in training as it was saved, with `optimizer` including AdamW's state. Raises `UserError` if
-        the checkpoint belongs to another base model or lacks the optimizer's state."""
+        """Return a saved model, ready to train; with `optimizer`, AdamW's state is loaded too. Raises `UserError` if
+        the checkpoint belongs to a different base model or lacks the optimizer's state."""
         if checkpoint.digest != base.digest:
             raise UserError(
-                f"The checkpoint {checkpoint.path} was trained from '{checkpoint.base_model}' with other weights than "
-                f"those of '{base.name}', which this server has."
+                f"The checkpoint {checkpoint.path} was trained from '{checkpoint.base_model}', whose weights differ "
+                f"from those of this server's model '{base.name}'."
             )
         folder = self._file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
         if optimizer and checkpoint.kind != "weights":
-            raise UserError(f"{checkpoint.path} has sampler weights only, without the state of the optimizer.")
+            raise UserError(f"{checkpoint.path} has only sampler weights, without the optimizer's state.")
         model = TrainedModel(base, checkpoint.lora)
         self.restore(model, folder, optimizer=optimizer, steps=checkpoint.steps)
         return model
@@ -255,7 +255,7 @@ def _weights_file(lora: LoraSettings | None) -> str:
 
 
 def _public_names(state: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> dict[str, torch.Tensor]:
-    """Return the names that peft gives adapters in files. The names of full weights stay the same."""
+    """Return the tensors under the names that peft gives adapters in files. Full weights keep their names."""
     if lora is None:
         return {name: tensor.contiguous() for name, tensor in state.items()}
     return {f"base_model.model.{name.replace('.default.', '.')}": value.contiguous() for name, value in state.items()}
@@ -284,7 +284,7 @@ def _sync(path: Path) -> None:
 
 
 def runs(checkpoints: list[Checkpoint]) -> Iterator[tuple[str, list[Checkpoint]]]:
-    """Yield the checkpoints of each run, in the order of its first one."""
+    """Yield each run with its checkpoints, in the order of the runs' first checkpoints."""
     found: dict[str, list[Checkpoint]] = {}
     for checkpoint in checkpoints:
         found.setdefault(checkpoint.run, []).append(checkpoint)

@@ -94,7 +94,7 @@ class Futures:
         return self._all.get(request_id)
 
     def add(self, request_id: str, session_id: str) -> PendingRequest:
-        """Add a request. Raises `Busy` beyond the bounds."""
+        """Add a request. Raises `Busy` if a limit is reached."""
         if self._waiting >= MOST_WAITING:
             raise Busy(f"{self._waiting} requests are waiting")
         if self._bytes >= MOST_BYTES:

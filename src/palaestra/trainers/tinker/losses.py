@@ -2,8 +2,8 @@
 
 All losses are sums over positions. p is the probability under the trained model, q the probability under the model that
 sampled, A the advantage; sg stops the gradient. Sources: the loss pages of the Tinker documentation
-(tinker-docs.thinkingmachines.ai/tinker/losses) and the papers that they cite. `stable_reinforce` is this server's own:
-Thinking Machines does not publish its formula.
+(tinker-docs.thinkingmachines.ai/tinker/losses) and the papers that they cite. The formula of `stable_reinforce` is this
+server's own, because Thinking Machines does not publish one.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Settings of one AdamW step, as in the API. `grad_clip_norm` 0 does not clip."""
+    """Settings of one AdamW step, as in the API. With `grad_clip_norm` 0, gradients are not clipped."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -160,8 +160,8 @@ class BaseModel:
         for number in ids:
             if not 0 <= number < self.vocabulary:
                 raise UserError(
-                    f"{what} contains the token id {number}; model '{self.name}' has 0 to {self.vocabulary - 1}. "
-                    "Is the tokenizer that of this model?"
+                    f"{what} contains the token id {number}; the ids of model '{self.name}' are 0 to "
+                    f"{self.vocabulary - 1}. Does the tokenizer belong to this model?"
                 )
 
 
@@ -198,7 +198,7 @@ class TrainedModel:
                 logprobs.update(zip(chosen, found, strict=True))
                 summed += part
             if not math.isfinite(summed):
-                raise UserError(f"The loss '{loss}' of this batch is {summed}; its gradient was not taken.")
+                raise UserError(f"The loss '{loss}' of this batch is {summed}; its gradient was dropped.")
         except BaseException:
             for tensor, gradient in zip(tensors, before, strict=True):
                 tensor.grad = gradient
@@ -280,7 +280,7 @@ class TrainedModel:
         return {name: tensor.detach() for name, tensor in self.trained().items()}
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """Return AdamW's tensors as `KIND.NAME`; empty before the first step."""
+        """Return AdamW's tensors, by names of the form `KIND.NAME`. There are none before the first step."""
         if self._optimizer is None:
             return {}
         return {
@@ -298,7 +298,7 @@ class TrainedModel:
         own = self.trained()
         odd = own.keys() ^ state.keys() or {name for name in own if own[name].shape != state[name].shape}
         if odd:
-            raise UserError(f"The checkpoint does not fit this model: '{min(odd)}' is missing or has another shape.")
+            raise UserError(f"The checkpoint does not fit this model: '{min(odd)}' is missing or has a wrong shape.")
         with self.base.turns.turn(), torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])
@@ -357,7 +357,7 @@ def passes(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
 
 
 def _sharing(module: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of `module` that shares the tensors that are not trained."""
+    """Return a copy of `module` that shares the module's untrained tensors."""
     frozen = [tensor for tensor in module.parameters() if not tensor.requires_grad]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in [*frozen, *module.buffers()]})
 
@@ -388,13 +388,13 @@ def adapter_targets(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
         if wanted:
             found.add(path.rpartition(".")[2])
     if not found:
-        raise UserError("No layer of this model would get an adapter: train_attn, train_mlp and train_unembed miss it.")
+        raise UserError("No layer of this model gets an adapter with these train_attn, train_mlp and train_unembed.")
     return sorted(found)
 
 
 def loadable_name(source: str) -> str:
-    """Return a folder's name for clients. The SDK takes `A/B/C` for a variant of the model `A/B` on the hub and would
-    load that model's tokenizer, so a path with two slashes gets a third one."""
+    """Return a folder's name for clients. The SDK interprets `A/B/C` as a variant of the model `A/B` on the hub and
+    would load that model's tokenizer, so a path with two slashes gets a third one."""
     return f"{source}/" if source.startswith("/") and source.count("/") == 2 else source
 
 

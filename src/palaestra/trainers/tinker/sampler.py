@@ -114,7 +114,7 @@ class Sampler:
                 answer.cancel()
 
     async def score(self, scoring: Scoring) -> ScoredTokens:
-        """Score given tokens, computed together with those of other callers."""
+        """Score given tokens, in one batch with the tokens of other callers."""
         answer: asyncio.Future[ScoredTokens] = asyncio.get_running_loop().create_future()
         self._waiting.append((scoring, answer))
         if self._scoring is None or self._scoring.done():

@@ -1,6 +1,6 @@
 """Serves the routes of the Tinker API (SDK 0.38) over one `TinkerService`.
 
-Source of the wire: the SDK itself (PyPI `tinker`), whose requests and responses are used as they are. Invariant: no
+Wire source: the SDK itself (PyPI `tinker`), whose request and response types are used unchanged. Invariant: no
 answer makes the SDK repeat a request forever. An invalid request gets a status for which the SDK raises immediately, or
 fails through its future. The SDK repeats a request only after 429, which the server sends while it is full.
 """
@@ -40,7 +40,8 @@ POLL_S = 25.0
 """Seconds that a request for a result waits; the SDK gives up after 45."""
 
 INLINE_BYTES = 1 << 20
-"""For a larger result, the server first sends only its size if the SDK requests that."""
+"""The maximum number of bytes of a result that is always sent whole. For a larger result, the server first sends only
+the size, if the SDK allows that."""
 
 KEY_PREFIX = "tml-"
 """The prefix that the SDK requires of a key."""
@@ -217,7 +218,7 @@ class TinkerServer:
     async def _save_external(self, request: web.Request) -> web.Response:
         """Refuse the request when its turn comes, so that the requests after it run."""
         asked = await _read(request, types.SaveWeightsExternalRequest)
-        reason = "This server exports no weights: save_state writes files that peft or transformers load."
+        reason = "This server does not export weights; save_state writes files that peft or transformers can load."
         return _accepted(self.service.refuse(asked.model_id, asked.seq_id or 0, reason))
 
     async def _queued(
@@ -346,7 +347,7 @@ class TinkerServer:
         return web.json_response({})
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        raise NotFound(f"This server does not have {request.method} {request.path}: docs/tinker.md lists its calls.")
+        raise NotFound(f"This server does not have {request.method} {request.path}; docs/tinker.md lists its calls.")
 
 
 @web.middleware
@@ -467,7 +468,7 @@ async def serving(
     seed: int | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[ServedModel]:
-    """Run a server of one base model. Port 0 takes a free port.
+    """Run a server of one base model. Port 0 selects a free port.
 
     Raises `ConfigError` if the model cannot be loaded, the folder cannot be written, the token lacks the prefix `tml-`
     (which the SDK requires), or the host is not the loopback and there is no token.

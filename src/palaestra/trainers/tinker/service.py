@@ -49,7 +49,7 @@ GAP_S = 60.0
 """Seconds that later requests of a model wait for a missing sequence number."""
 
 SESSION_S = 900.0
-"""Seconds without a heartbeat (the SDK sends one each 10 s) after which a session has ended."""
+"""Seconds without a heartbeat (the SDK sends one every 10 s) after which a session has ended."""
 
 SILENT_S = 30.0
 """Seconds without a heartbeat after which a session loses its models to a client that needs their place, because a
@@ -66,7 +66,7 @@ MOST_ROWS_WAITING = 16_384
 
 
 class NotFound(Exception):
-    """The session, model, sampler or request is not on this server, or no longer."""
+    """The session, model, sampler or request does not exist on this server, or no longer exists."""
 
 
 @dataclass(slots=True, eq=False)
@@ -292,8 +292,8 @@ class TinkerService:
             silent = [self.sessions[owner] for owner in owners if self.sessions[owner].heard_s <= began_s]
             if not silent:
                 raise UserError(
-                    f"The server has {self._most_models} models in training, its limit: close the session of one "
-                    "(ServiceClient.close), or start the server with a larger --max-models."
+                    f"The server already has {self._most_models} models in training, its limit. Close the session of "
+                    "one (ServiceClient.close), or start the server with a larger --max-models."
                 )
             longest = min(silent, key=lambda session: session.heard_s)
             if self._clock.monotonic() - longest.heard_s > SILENT_S:
@@ -333,7 +333,7 @@ class TinkerService:
         if repeated is not None:
             return repeated
         if number < training.expected:
-            raise UserError(f"Request {number} of model {model_id} has run; the next one is {training.expected}.")
+            raise UserError(f"Request {number} of model {model_id} has already run; the next is {training.expected}.")
         pending = self.futures.add(request_id, training.session_id)
         training.waiting[number] = _Job(pending, run)
         training.arrived.set()
@@ -402,7 +402,7 @@ class TinkerService:
         return self.submit(request.model_id, request.seq_id, run)
 
     def unload(self, model_id: str) -> PendingRequest:
-        """End the training of a model after the requests that have arrived."""
+        """End the training of a model once the requests that have already arrived are done."""
 
         def run(model: TrainedModel) -> FutureAnswer:
             self.trainings.pop(model_id, None)
@@ -426,7 +426,7 @@ class TinkerService:
         return self.submit(request.model_id, request.seq_id, run)
 
     def load(self, request: types.LoadWeightsRequest) -> PendingRequest:
-        """Load a checkpoint. For a request with a session instead of a model, create a model from it."""
+        """Load a checkpoint. For a request with a session instead of a model, create a model from the checkpoint."""
         if request.session_id is not None:
             return self.create_from_checkpoint(request)
         model_id = request.model_id or ""
@@ -435,10 +435,10 @@ class TinkerService:
             found = self.checkpoints.find(request.path)
             if _layers(found.lora) != _layers(model.lora):
                 raise UserError(
-                    f"The checkpoint {found.path} has other LoRA settings than this model: create one from it."
+                    f"The LoRA settings of {found.path} are not this model's: create a new model from the checkpoint."
                 )
             if found.digest != self.base.digest:
-                raise UserError(f"The checkpoint {found.path} belongs to another base model, '{found.base_model}'.")
+                raise UserError(f"The checkpoint {found.path} belongs to a different model, '{found.base_model}'.")
             self.checkpoints.restore(
                 model, self.checkpoints.folder_of(found), optimizer=request.optimizer, steps=found.steps
             )
@@ -502,7 +502,7 @@ class TinkerService:
     def _for_sampling(self, path: str) -> Checkpoint:
         found = self.checkpoints.find(path)
         if found.digest != self.base.digest:
-            raise UserError(f"The checkpoint {path} belongs to another base model, '{found.base_model}'.")
+            raise UserError(f"The checkpoint {path} belongs to a different base model, '{found.base_model}'.")
         return found
 
     def _add_sampling(self, sampling: SamplingSession) -> SamplingSession:
@@ -601,9 +601,9 @@ class TinkerService:
                 found = self._samplers.get(key) or Sampler(self.base, module)
             else:
                 raise UserError(
-                    f"The weights of sampler {sampling.sampler_id} were dropped: the server keeps those of "
-                    f"{self._most_samplers} samplers. Save them by name (save_weights_for_sampler), or start it with a "
-                    "larger --max-samplers."
+                    f"The weights of sampler {sampling.sampler_id} were dropped: the server keeps the weights of only "
+                    f"{self._most_samplers} samplers. Save them by name (save_weights_for_sampler), or start "
+                    "the server with a larger --max-samplers."
                 )
             await self._keep(key, found)
         self._samplers.move_to_end(key)
@@ -618,7 +618,7 @@ class TinkerService:
             await self._evict(self._most_samplers)
 
     async def _evict(self, most: int) -> None:
-        """Drop the least recently used weights beyond `most`; with 0, the weights that no session names."""
+        """Drop the least recently used weights beyond `most`. With 0, drop the weights that no session uses."""
         named = {sampling.key for sampling in self.sampling.values()}
         for key in list(self._samplers)[:-1] if most else list(self._samplers):
             sampler = self._samplers[key]
@@ -664,14 +664,14 @@ def _layers(lora: LoraSettings | None) -> LoraSettings | None:
 
 def _check_optimizer(config: Any) -> None:
     if config.type != "adamw":
-        raise UserError(f"This server has the optimizer 'adamw', not '{config.type}'.")
+        raise UserError(f"This server supports the optimizer 'adamw', not '{config.type}'.")
 
 
 def _adam(params: Any) -> Adam:
-    """Return the optimizer's settings. Raises `UserError` for another optimizer, or for settings that would ruin the
-    weights."""
+    """Return the optimizer's settings. Raises `UserError` for an optimizer other than AdamW, or for settings that would
+    ruin the weights."""
     if not isinstance(params, types.AdamParams):
-        raise UserError(f"This server has the optimizer 'adamw', not '{params.type}'.")
+        raise UserError(f"This server supports the optimizer 'adamw', not '{params.type}'.")
     adam = Adam(**params.model_dump())
     for name, value in asdict(adam).items():
         most = 1.0 if name.startswith("beta") else math.inf

@@ -1,6 +1,6 @@
 """Decodes and encodes the messages of the Tinker SDK 0.38: protobuf batches in, protobuf results out.
 
-The message classes are those of the SDK (`tinker.proto`, `tinker.types`), so both sides read a message alike. Tensors
+The message classes are the SDK's own (`tinker.proto`, `tinker.types`), so both sides read a message alike. Tensors
 are little-endian bytes. Position i of a datum holds the target for the token after `model_input[i]`.
 """
 
@@ -58,7 +58,7 @@ class DatumBatch:
 
 
 def read_batch(body: bytes) -> DatumBatch:
-    """Decode a batch. Raises `UserError` for bytes that are not the message."""
+    """Decode a batch. Raises `UserError` for bytes that are not such a message."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -74,13 +74,13 @@ def read_batch(body: bytes) -> DatumBatch:
 
 
 def rows(batch: DatumBatch, base: BaseModel, recorded: Callable[[str], Recorded]) -> list[Row]:
-    """Return the checked rows of a batch. `recorded` gives the sequence of an id, or raises `UserError`. Raises
+    """Return the checked rows of a batch. `recorded` returns the sequence with an id, or raises `UserError`. Raises
     `UserError`, which names the invalid datum and input."""
     kind = LOSSES.get(batch.loss)
     if batch.loss == "custom":
         raise UserError("This server does not store custom losses: let the SDK compute them (forward_backward_custom).")
     if kind is None:
-        raise UserError(f"There is no loss {batch.loss!r}; this server has {', '.join(LOSSES)}.")
+        raise UserError(f"There is no loss {batch.loss!r}; this server supports {', '.join(LOSSES)}.")
     for name, value in batch.config.items():
         if name not in kind.settings:
             known = ", ".join(kind.settings) or "no settings"
@@ -120,7 +120,7 @@ def _row(datum: Any, loss: str, base: BaseModel, recorded: Callable[[str], Recor
     base.check_ids((int(targets.min()), int(targets.max())), "target_tokens")
     for name, tensor in inputs.items():
         if tensor.shape != targets.shape:
-            raise UserError(f"'{name}' has the shape {list(tensor.shape)}, and target_tokens {list(targets.shape)}.")
+            raise UserError(f"'{name}' has the shape {list(tensor.shape)}, but target_tokens {list(targets.shape)}.")
         if name != "target_tokens":
             inputs[name] = tensor.float()
             if not bool(torch.isfinite(inputs[name]).all()):
@@ -132,7 +132,7 @@ def _row(datum: Any, loss: str, base: BaseModel, recorded: Callable[[str], Recor
 
 def _chunk(chunk: Any) -> list[int]:
     if chunk.WhichOneof("chunk") != "encoded_text":
-        raise UserError("model_input contains an image or audio; this server takes text tokens only.")
+        raise UserError("model_input contains an image or audio; this server accepts only text tokens.")
     if len(chunk.encoded_text.tokens) % 4:
         raise UserError("model_input has a chunk whose bytes are not int32 tokens.")
     tokens: list[int] = np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
@@ -255,7 +255,7 @@ def read_sampling(sent: types.SampleRequest, base: BaseModel, stop_ids: Sequence
     prompt: list[int] = []
     for chunk in sent.prompt.chunks:
         if not isinstance(chunk, types.EncodedTextChunk):
-            raise UserError("The prompt contains an image or audio; this server takes text tokens only.")
+            raise UserError("The prompt contains an image or audio; this server accepts only text tokens.")
         prompt += chunk.tokens
     if not prompt:
         raise UserError("The prompt has no tokens.")

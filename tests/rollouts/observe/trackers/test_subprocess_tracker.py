@@ -108,7 +108,7 @@ def test_a_service_that_is_not_installed_is_said_and_left_out(tmp_path: Path) ->
     notes: Notes = []
     assert asyncio.run(start_tracker("no_such_tracker", label(tmp_path), notes.append)) is None
     (note,) = notes
-    assert "no_such_tracker was asked for and is not installed (pip install 'palaestra[no_such_tracker]')" in note
+    assert "no_such_tracker was requested but is not installed (pip install 'palaestra[no_such_tracker]')" in note
     assert list(tmp_path.iterdir()) == []
 
 

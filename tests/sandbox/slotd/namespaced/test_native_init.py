@@ -83,7 +83,7 @@ def test_the_source_says_the_version_of_the_orders() -> None:
     [
         ("#!/bin/sh\nexit 250\n", SOURCES, "does not run here"),  # of another version
         ("not a program", SOURCES, "does not run here"),
-        (f"#!/bin/sh\nexit {100 + init_messages.VERSION}\n", [b"an older source"], "another version of its source"),
+        (f"#!/bin/sh\nexit {100 + init_messages.VERSION}\n", [b"an older source"], "a different version of its source"),
     ],
 )
 def test_one_that_does_not_fit_is_not_used(tmp_path: Path, script: str, sources: list[bytes], why: str) -> None:

@@ -29,7 +29,7 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 class GptOss(Grammar):
-    """Reads one message after the other."""
+    """Reads one message after another."""
 
     openers = (_START, _CHANNEL, *_ENDS)
     thinking: ClassVar[Sequence[tuple[str, str]]] = ()

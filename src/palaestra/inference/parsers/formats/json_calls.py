@@ -5,7 +5,8 @@
     </tool_call>
 
 Source: the chat templates of Hermes 2 Pro and 3, Qwen2.5, Qwen3, Granite 4 and LongCat-Flash. Line ends and spaces
-around the object do not matter. The last end tag may be missing unless the output was cut: stop strings remove it.
+around the object do not matter. The last end tag may be missing unless the output was cut, because stop strings remove
+it.
 
 Invariants: the end of a broken call is chosen so that a valid sibling after it survives and a call quoted inside it is
 ignored; in an output that was cut, the last call of a list counts only if a comma or bracket follows.
@@ -35,7 +36,7 @@ from palaestra.inference.parsers.scan import (
 )
 
 CUT_OFF = "the output was cut off before the end of the call"
-STRAY = "a bracket closes nothing"
+STRAY = "a closing bracket has no opening bracket"
 
 _PLAIN = {quotes: re.compile(rf"[^,\[\](){{}}{quotes}]*") for quotes in ('"', "'\"")}
 _STRAY = re.compile(r"[)} \t\r\n]*")
@@ -104,8 +105,9 @@ def _next_end(text: str, start: int, tags: Tags) -> int:
 def _end_of_broken(text: str, start: int, failed: int, tags: Tags) -> int:
     """Return the end of a call whose JSON begins at `start` and stops being JSON at `failed`.
 
-    That is after the first end tag from there on, because earlier ones are inside strings. But a string that was never
-    closed may have swallowed the true end: then the next call begins before the failure, and the first end tag counts.
+    The call ends after the first end tag that follows `failed`, because earlier ones are inside strings. But if a
+    string was never closed, the true end tag may be inside it: if another call begins before `failed`, the first end
+    tag after `start` counts.
     """
     if failed >= len(text):
         return len(text)
@@ -133,7 +135,7 @@ def why_not_json(output: OutputReader, begin: int, failed: int) -> Malformed:
 
 
 class NamedCall(NamedTuple):
-    """A call as an object names it; `id` is empty if it has none."""
+    """The call that a JSON object describes; `id` is empty if the object has none."""
 
     name: str
     arguments: dict[str, JSON]
@@ -142,14 +144,14 @@ class NamedCall(NamedTuple):
 
 
 def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
-    """Read name, arguments and their text from an object with `name` and one of `keys`. Raises `Malformed`."""
+    """Read the name, the arguments and their text from an object with `name` and one of `keys`. Raises `Malformed`."""
     members = decode_members(text)
     name = members.get("name")
     if name is None or not isinstance(name.value, str) or not name.value:
         raise Malformed(BrokenReason.NO_NAME, "the call has no name")
     found = [members[key] for key in keys if key in members]
     if len(found) != 1:
-        raise Malformed(BrokenReason.NO_ARGUMENTS, f"the call has none of {', '.join(keys)}")
+        raise Malformed(BrokenReason.NO_ARGUMENTS, f"the call must have exactly one of {', '.join(keys)}")
     if not isinstance(found[0].value, dict):
         raise Malformed(BrokenReason.NOT_AN_OBJECT, "the arguments are not a JSON object")
     given = members["id"].value if "id" in members else ""
@@ -157,7 +159,7 @@ def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
 
 
 def _name_in(text: str) -> str:
-    """Return the name in a broken object, or the empty string. It serves only to tell the model which call is meant."""
+    """Return the name in a broken object, or the empty string. It only shows the model which call is meant."""
     try:
         name = decode_members(text).get("name")
     except Malformed:
@@ -283,8 +285,8 @@ _INSIDE_LONG = {quote: re.compile(rf"[^\\{quote}]*") for quote in "'\""}
 
 
 def string_end(text: str, start: int, quote: str) -> int:
-    """Return the end of the string that one or three of `quote` begin at `start`. For a string that is never closed,
-    the position where it stops, negated."""
+    """Return the end of the string that begins at `start` with one or three of `quote`. For a string that is never
+    closed, return the negated position where it stops."""
     long = text.startswith(quote * 3, start)
     run = (_INSIDE_LONG if long else _INSIDE)[quote]
     ends = quote * 3 if long else quote

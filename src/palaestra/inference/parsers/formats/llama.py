@@ -51,7 +51,7 @@ class LlamaJson(Grammar):
         if mark.text == _TAG:
             begin = skip(text, mark.end)
             if begin >= output.end:
-                output.broken(Malformed(BrokenReason.UNCLOSED, "the output ends here"), "", mark.start, begin)
+                output.broken(Malformed(BrokenReason.UNCLOSED, "no call follows"), "", mark.start, begin)
                 return begin
             if not text.startswith("{", begin):
                 return None
@@ -106,7 +106,7 @@ _NO_NAME = frozenset("[](){}<>\"'0123456789-+.,:;")
 
 
 class Llama4Pythonic(Grammar):
-    """One list at a time, anywhere in the text."""
+    """Reads one list of calls at a time, anywhere in the text."""
 
     openers = (_START, "[")
 
@@ -191,14 +191,14 @@ def _name_end(text: str, begin: int) -> int:
 
 
 def _unfollowed(output: OutputReader, after: int) -> Malformed | None:
-    """Return the problem of a call that neither `,` nor `]` follows; None if an uncut output ends with it."""
+    """Return the problem of a call that neither `,` nor `]` follows, or None if an uncut output ends with the call."""
     if after < output.end:
         return Malformed(BrokenReason.MALFORMED_MARKUP, "the list does not continue after a call")
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if output.cut else None
 
 
-# Values are parsed as Python and never evaluated; only those that JSON can express are accepted. Names of arguments are
-# read here, because some are reserved words in Python (`from`, `class`).
+# Values are parsed as Python and never evaluated; only those that JSON can express are accepted. Argument names are
+# read without Python's parser, because some are reserved words in Python (`from`, `class`).
 
 _OUTSIDE = re.compile(r"[^'\"()\[\]{}]*")
 _VALUE = re.compile(r"[^'\"()\[\]{},]*")
@@ -229,7 +229,7 @@ def keyword_arguments(text: str) -> dict[str, JSON]:
     """Return the arguments between the parentheses that `text` begins and ends with. Raises `Malformed`."""
     arguments: dict[str, JSON] = {}
     if not text.endswith(")"):
-        raise Malformed(BrokenReason.MALFORMED_MARKUP, "another bracket closes the call")
+        raise Malformed(BrokenReason.MALFORMED_MARKUP, "the call does not end with a parenthesis")
     at = skip(text, 1, _SPACE)
     while at < len(text) - 1:
         key = _ARGUMENT.match(text, at)

@@ -20,9 +20,9 @@ guide of MiniMaxAI/MiniMax-M2; the encoding published with deepseek-ai/DeepSeek-
 `tool_calls`.
 
 Values are bare text without quoting, so a value ends at the first end tag after which the markup continues: an end tag
-inside code stays in the value. Invariants: a value that was never closed breaks its call, and never absorbs the next
-argument or the next call, which begins where the first end tag in the value could close it; a broken call ends after
-the place where it broke, so reading always makes progress.
+inside code stays in the value. Invariants: a value that was never closed breaks its call and never absorbs the next
+argument or call; the next call then begins after the first end tag that could have closed the value; a broken call ends
+after the place where it broke, so reading always makes progress.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from palaestra.inference.parsers.scan import (
 
 
 class Markup(Grammar):
-    """The tags of one family. Opening tags are given up to where the name begins."""
+    """The tags of one family. Each opening tag is cut before the name that it contains."""
 
     section: ClassVar[tuple[str, str]]
     call: ClassVar[tuple[str, str]]
@@ -158,7 +158,7 @@ class Markup(Grammar):
 
 
 def end_of_broken(text: str, broken: int, close: str, *begins: str) -> int:
-    """Return the position after the next end tag of a call; `broken` itself if one of `begins` is there."""
+    """Return the position after the next end tag of a call, or `broken` if one of `begins` is at that position."""
     if text.startswith(begins, broken):
         return broken
     found = find(text, broken, close)
@@ -187,7 +187,7 @@ def name_attribute(head: str) -> str:
 
 
 class Qwen3Coder(Markup):
-    """One call per section; if a section holds several, each is a call.
+    """The format has one call per section; if a model writes several, each counts as a call.
 
     One line end after a parameter's opening tag and one before its end tag belong to the format, all other white space
     to the value. `<function=…>` may appear without the tags around it; an opening tag requires its end tag after the
@@ -275,8 +275,9 @@ _PARAMETER = re.compile(r'([^"]+)"(?:\s+string="(true|false)")?\s*')
 class DeepSeekV32(Markup):
     """Several calls per section. White space belongs to the value.
 
-    `string="true"` is text, whatever the schema says, and `string="false"` is JSON; a call with anything else there is
-    malformed. An `invoke` may close itself, or hold one JSON object instead of parameters.
+    A value with `string="true"` is text, whatever the schema says; one with `string="false"` is JSON; anything else in
+    that attribute makes the call malformed. An `invoke` may close itself, or hold one JSON object instead of
+    parameters.
     """
 
     section = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
@@ -308,7 +309,7 @@ class DeepSeekV32(Markup):
 
 
 class DeepSeekV4(DeepSeekV32):
-    """The format of DeepSeek V3.2 with another section tag."""
+    """The format of DeepSeek V3.2 with a different section tag."""
 
     section = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
     openers = (*section, "<｜DSML｜invoke")
@@ -326,7 +327,7 @@ class Glm47(Grammar):
     newline: ClassVar[str] = ""
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
-        """Read one call. A tag without a pair or an end tag after it is only mentioned."""
+        """Read one call. A tag that neither a pair nor an end tag follows is only a mention."""
         found = find(output.text, mark.end, _KEY, _GLM_CLOSE, _GLM_OPEN)
         if found is None or found.text == _GLM_OPEN:
             return self._unfinished(output, mark, output.end if found is None else found.start)
@@ -380,7 +381,8 @@ class Glm47(Grammar):
         """Return where a value ends, and where the pairs continue. An end tag with nothing valid after it is part of
         the value.
 
-        `meant` is the likely end of an unclosed value, because another call or nothing follows. Raises `Malformed`.
+        `meant` is the likely end of an unclosed value: an end tag that another call, or nothing, follows. Raises
+        `Malformed`.
         """
         text, position, meant = output.text, start, -1
         tags = (_VALUE_END, _GLM_CLOSE, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}")

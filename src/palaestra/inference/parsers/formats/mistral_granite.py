@@ -5,7 +5,7 @@
     from v13             [TOOL_CALLS]f[ARGS]{...}, with an optional [CALL_ID]id before [ARGS]
     Granite              <|tool_call|>[{"name": "f", "arguments": {...}}, ...]
 
-Sources: mistral-common's instruct tokenizers and the templates of the models; the chat templates of
+Sources: mistral-common's instruct tokenizers and the models' templates; the chat templates of
 ibm-granite/granite-3.0 to 3.3, of which 3.1 to 3.3 also write `<tool_call>`. A list begins with a bracket, a name never
 does. Mistral's ids are nine letters and digits, as its templates require. Granite 4 writes the Hermes form.
 """
@@ -46,7 +46,7 @@ class Mistral(Grammar):
                 return None
             return read_array(output, mark.start, begin, with_ids=True)
         if begin >= output.end:
-            output.broken(Malformed(BrokenReason.UNCLOSED, "the output ends here"), "", mark.start, begin)
+            output.broken(Malformed(BrokenReason.UNCLOSED, "no call follows"), "", mark.start, begin)
             return begin
         return self._named(output, mark, begin)
 

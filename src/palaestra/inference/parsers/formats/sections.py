@@ -10,9 +10,9 @@
              <|tool_calls_section_end|>
 
 Sources: the chat templates of deepseek-ai/DeepSeek-V3, -R1 and -V3.1; the chat template and the tool-use guide of
-moonshotai/Kimi-K2-Instruct. Kimi's id is kept whole, because tool messages must repeat it; its `functions.` may be
-missing, its index may not. Invariant: a call needs only its own end tag, so a complete one survives an unclosed
-section.
+moonshotai/Kimi-K2-Instruct. Kimi's id is kept whole, because tool messages must repeat it; its prefix `functions.` may
+be missing, but its index may not. Invariant: a call needs only its own end tag, so a complete call in an unclosed
+section is still read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from palaestra.inference.parsers.scan import Mark, breaks_off, find, skip
 
 
 class Header(NamedTuple):
-    """The text before the arguments. `id` is empty if the format has none. A header that the output cuts off is
-    `UNCLOSED`."""
+    """The text before the arguments. `id` is empty if the format has no ids. If the output ends inside the header, the
+    problem is `UNCLOSED`."""
 
     name: str
     id: str
@@ -74,8 +74,8 @@ class Sections(Grammar):
         return add_json(output, start, header.name, body, header.id)
 
     def _no_call(self, output: OutputReader, mark: Mark) -> int | None:
-        """Read a section that does not begin with a call. Text may precede its first call; without one it is broken or
-        a mention."""
+        """Read a section that does not begin with a call. Text may precede its first call; without any call, the tag is
+        a mention or a broken call."""
         found = find(output.text, mark.end, *self.section, self.tags.open)
         if found is not None and found.text == self.tags.open:
             return None
@@ -83,7 +83,8 @@ class Sections(Grammar):
 
 
 def header_end(text: str, start: int, end_tag: str, tags: Tags) -> Mark | Header | None:
-    """Return the tag that ends a header; None if another tag comes first, an unclosed header if the output ends."""
+    """Return the tag that ends a header. Returns None if a different tag comes first, and an unclosed header if the
+    output ends before any tag."""
     found = find(text, start, end_tag, tags.open, tags.last)
     if found is None:
         return Header("", "", len(text), Malformed(BrokenReason.UNCLOSED, "the output ends in the header of a call"))
@@ -166,7 +167,7 @@ class KimiK2(Sections):
         return Header(found[1], call_id, mark.end)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """Write the calls. Calls without an id of this form get one from their place."""
+        """Write the calls. A call without an id of this form gets one from its position."""
         blocks = []
         for index, call in enumerate(calls):
             found = _ID.fullmatch(call.id)

@@ -179,18 +179,18 @@ def reasoning_text(message: AssistantMessage) -> str:
 
 
 def take_response_format(request: ModelRequest, wanted: JSON, features: Collection[str]) -> None:
-    """Pass a response format on to engines that support it. Raises `Refusal` for others."""
+    """Pass a response format on to an engine that supports it. Raises `Refusal` for any other engine."""
     if wanted in (None, _TEXT):
         return
     if not isinstance(wanted, dict):
         raise invalid("response_format", "response_format must be an object")
     if "response_format" not in features:
-        raise unsupported("response_format", "The model behind this endpoint cannot be held to an output format.")
+        raise unsupported("response_format", "The model behind this endpoint does not support an output format.")
     request.settings["response_format"] = wanted
 
 
 def image_part(part: Mapping[str, JSON], param: str) -> JSON:
-    """Return a part that is an image. Raises `Refusal` for any other."""
+    """Return a part that is an image. Raises `Refusal` for any other part."""
     kind = part.get("type")
     if kind == "image_url" and isinstance(part.get("image_url"), dict):
         return {"type": "image_url", "image_url": part["image_url"]}
@@ -233,7 +233,7 @@ def _tool(tool: Mapping[str, JSON], number: int) -> dict[str, JSON]:
     param = f"tools[{number}]"
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
-        raise unsupported(param, f"{param} is not a function, the only kind of tool here")
+        raise unsupported(param, f"{param} is not a function, the only kind of tool that this endpoint supports")
     return function_tool(function.get("name"), function.get("description"), function.get("parameters"), param)
 
 

@@ -41,7 +41,7 @@ class CompletionsDialect:
         if isinstance(prompt, list) and len(prompt) == 1:
             prompt = prompt[0]
         if not isinstance(prompt, str):
-            raise invalid("prompt", "prompt must be one text; this endpoint continues one at a time")
+            raise invalid("prompt", "prompt must be one string, because this endpoint continues one text at a time")
         n = choice_count(body)
         if body.get("best_of") not in (None, n):
             raise unsupported("best_of")

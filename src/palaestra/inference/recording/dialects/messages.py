@@ -53,7 +53,7 @@ _ERRORS = {
 
 
 class MessagesDialect:
-    """Translates messages: blocks of content to messages, and a reply to blocks."""
+    """Translates content blocks to messages, and a reply to blocks."""
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
         model = required(body, "model", str)

@@ -1,7 +1,7 @@
 """OpenAI's responses: `POST /v1/responses`.
 
 Source: the OpenAI API reference (`CreateResponse`, `Response`, `ResponseStreamEvent`). Functions are offered to the
-model as they are, free-form tools as functions with one text, `input`, and the functions of a namespace as
+model as they are, free-form tools as functions with one text parameter, `input`, and the functions of a namespace as
 `NAMESPACE__NAME`. Tools that OpenAI's servers run are reported as ignored, because nothing here runs them.
 """
 
@@ -42,7 +42,7 @@ _ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "t
 
 
 class ResponsesDialect:
-    """Translates responses: items of input to messages, and a reply to items of output."""
+    """Translates input items to messages, and a reply to output items."""
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
         model = required(body, "model", str)
@@ -123,7 +123,7 @@ class _InputReader:
 
     def __init__(self, messages: list[Message], features: Collection[str]) -> None:
         self._messages, self._features = messages, features
-        self._texts: dict[int, list[str]] = {}  # texts of assistant messages, by their places
+        self._texts: dict[int, list[str]] = {}  # texts of assistant messages, by position
         self.ignored: list[str] = []
 
     def take(self, item: Mapping[str, JSON], param: str) -> None:
@@ -142,8 +142,8 @@ class _InputReader:
             raise unsupported(param, f"Input items of type {kind!r} are not supported by this endpoint.")
 
     def finish(self) -> None:
-        """Write the texts of the assistant. Each message is joined only once, because an agent may send a million
-        pieces."""
+        """Write the assistant's texts into its messages. Each text is joined only once, because an agent may send a
+        million pieces."""
         for place, texts in self._texts.items():
             self._messages[place]["content"] = "".join(texts)
 
@@ -354,7 +354,7 @@ class ResponsesStream:
         )
 
     def _close(self) -> bytes:
-        """End the item of text or thinking that is open."""
+        """End the open item of text or thinking."""
         kind, self._open = self._open, ""
         if not kind:
             return b""

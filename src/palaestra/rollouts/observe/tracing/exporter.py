@@ -1,6 +1,6 @@
-"""Sends spans to a collector by OTLP over HTTP, in batches, from a thread of the SDK.
+"""Sends spans to a collector with OTLP over HTTP, in batches, from a thread of the SDK.
 
-If the collector is slow, absent or full, spans are lost, one warning is printed, and the run's end waits at most
+If the collector is slow, unreachable or full, spans are lost, one warning is printed, and the run's end waits at most
 `GRACE_S`.
 """
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from palaestra.rollouts.observe.tracing.otel import Spans
 
 EXPORT_S = 5.0
-"""How long sending one batch may take."""
+"""The time limit for sending one batch."""
 
 GRACE_S = 10.0
-"""How long the end of a run waits for the last batches."""
+"""The maximum time that the end of a run waits for the last batches."""
 
 Note = Callable[[str], None]
 
@@ -44,10 +44,10 @@ async def traced(
         from palaestra.rollouts.observe.tracing.otel import Spans
     except ImportError as error:
         missing = f"{error}; pip install 'palaestra[otel]'"
-        note(f"WARNING: tracing was asked for and is not installed ({missing}); continuing without spans")
+        note(f"WARNING: tracing was requested but is not installed ({missing}); the run continues without spans")
         yield None
         return
-    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it logs every batch; we report once
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # it logs every lost batch; we warn once
     loop = asyncio.get_running_loop()
 
     def lost(text: str) -> None:

@@ -40,7 +40,7 @@ from palaestra.tools.tool import ToolOutcome
 
 
 def messages_text(messages: Sequence[Message], finish_reason: str | None = None) -> str:
-    """Return the messages as JSON text. With a `finish_reason`, they are a reply of the model."""
+    """Return the messages as JSON text. With a `finish_reason`, they are the model's reply."""
     ended = {} if finish_reason is None else {"finish_reason": finish_reason}
     return json.dumps([{"role": said.role, "parts": _parts(said)} | ended for said in chat_messages(messages)])
 

@@ -19,7 +19,7 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.observe.trackers.tracker import RunLabel, Shown
 
 GRACE_S = 30.0
-"""How long the end of a run waits for a tracker."""
+"""The maximum time that the end of a run waits for a tracker."""
 
 WORKER = "palaestra.rollouts.observe.trackers.worker"
 
@@ -74,7 +74,7 @@ class ChildTracker:
                 if await self._child.wait() != 0:
                     self._trouble(f"has failed: {_last_line(self._log)}")
         except TimeoutError:
-            self._trouble(f"was not done {self._grace_s:g} s after the run and has been ended")
+            self._trouble(f"had not finished {self._grace_s:g} s after the run and was stopped")
         finally:
             if self._child.returncode is None:
                 self._child.kill()
@@ -92,20 +92,20 @@ def _last_line(log: Path) -> str:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    return f"{lines[-1]} ({log})" if lines else f"it said nothing ({log})"
+    return f"{lines[-1]} ({log})" if lines else f"it printed nothing ({log})"
 
 
 async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTracker | None:
-    """Start the tracker of a service. Returns None, with a warning, without its library or if it cannot start."""
+    """Start the tracker of a service. Returns None, with a warning, if its library is missing or it cannot start."""
     found = importlib.util.find_spec(service)
     if found is None or found.origin is None:  # without an origin it is only a folder that the service left
-        note(f"WARNING: {service} was asked for and is not installed (pip install 'palaestra[{service}]'); going on")
+        note(f"WARNING: {service} was requested but is not installed (pip install 'palaestra[{service}]')")
         return None
     log = label.folder / f"{service}.log"
     try:
         child = await _started(service, log)
     except OSError as error:
-        note(f"WARNING: {service} cannot be started ({error}); going on")
+        note(f"WARNING: {service} cannot be started ({error}); the run continues without it")
         return None
     assert child.stdin is not None
     child.stdin.write(json.dumps(label.to_json()).encode() + b"\n")
@@ -113,8 +113,8 @@ async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTrack
 
 
 async def _started(service: str, log: Path) -> asyncio.subprocess.Process:
-    """Start the worker in its own session, so that Ctrl-C in the run's terminal reaches only the run. Only their owner
-    can read the files of the client."""
+    """Start the worker in its own session, so that Ctrl-C in the run's terminal reaches only the run. The client's
+    files are readable only by their owner."""
     with open(log, "ab", opener=private) as output:  # noqa: ASYNC230 - a file of a few lines
         return await asyncio.create_subprocess_exec(
             sys.executable,

@@ -36,7 +36,7 @@ class RunLabel:
 
 
 class Tracker(Protocol):
-    """Takes a run's metrics. `step` is the number of finished groups and never decreases."""
+    """Receives a run's metrics. `step` is the number of finished groups and never decreases."""
 
     def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
         """Record metrics, which may be texts. Does not block. The first failure is reported; none is raised."""

@@ -27,7 +27,8 @@ SERVICES = {
     "trackio": "palaestra.rollouts.observe.trackers.trackio:TrackioClient",
     "wandb": "palaestra.rollouts.observe.trackers.wandb:WandbClient",
 }
-"""To add a service, write a module with a `Client` and add a line here. Its library and our extra share the name."""
+"""To add a service, write a module with a `Client` and add a line here. The key must be the name of
+both the service's library and our extra."""
 
 
 def main() -> None:

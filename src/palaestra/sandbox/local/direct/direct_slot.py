@@ -1,9 +1,10 @@
 """Serves a slot's commands, shells and small files without the slot server, which saves two process wake-ups.
 
 At the level `full`, the server and its client run as root on the same machine. For each slot the server hands over a
-descriptor of its root and a line to its init, and the client then acts like the server, with the same code
-(`slotd/exec`, `slotd/files.py`). The server makes, freezes and ends the slot. It also serves other requests and those
-that fail here (a missing file, no free descriptor in this process), so that errors read the same.
+descriptor of the slot's root and a line (a second socket) to its init, and the client then acts like the server, with
+the same code (`slotd/exec`, `slotd/files.py`). The server makes, freezes and ends the slot. It also serves all other
+requests, and requests that fail here (a missing file, no free descriptor in this process), so that the errors are the
+same.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from palaestra.sandbox.slotd.protocol.init_messages import EnvBlock, env_block
 from palaestra.sandbox.slotd.rung import Place
 
 _MOMENT_S = 0.01  # most commands have ended by then
-_FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's, so that a shell's name shows who has it
+_FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's numbers, so that a shell's number shows who runs the shell
 _IN_A_ROW = 16  # the number of file calls, none of which waits, that run before the event loop gets a turn
 _QUICK_BYTES = 1 << 20  # larger reads are done in a thread
 # requests that walk many files; in the meantime, the server does all writes
@@ -52,7 +53,7 @@ _file_calls = itertools.count(1)
 
 
 class DirectClient(SlotClient):
-    """A slot server that hands over its slots; `create` gives each a `DirectSlot`."""
+    """The client of a slot server that hands over its slots; `create` makes a `DirectSlot` for each slot."""
 
     def __init__(self, on_lost: OnLost) -> None:
         super().__init__(on_lost)
@@ -170,7 +171,8 @@ class DirectSlot(Requests):
             return await self._server.call(op, fields, data, on_data, on_hole)
 
     def _serves(self, op: str, fields: Fields) -> bool:
-        """Return whether a command's request is served here: for a shell, if this process may open its descriptors."""
+        """Return whether a command's request is served here. A new shell is served here only if this process has
+        descriptors left for it."""
         if self.root < 0 or op == "exec":
             return self.root >= 0
         if op != "shell":
@@ -243,7 +245,7 @@ class DirectSlot(Requests):
 
     @contextlib.contextmanager
     def _during(self, op: str) -> Iterator[None]:
-        """Note surveys and stops while the server serves a request."""
+        """Record a survey or a stop for as long as the server serves the request."""
         end = asyncio.get_running_loop().create_future()
         self._frozen |= op == "freeze"
         self._surveys += op in _SURVEYS
@@ -252,7 +254,7 @@ class DirectSlot(Requests):
         try:
             yield
         finally:
-            self._frozen |= op == "freeze"  # file calls meanwhile came before everything was stopped
+            self._frozen |= op == "freeze"  # again: a file call has cleared it, but came before everything was stopped
             self._surveys -= op in _SURVEYS
             self._stops.discard(end)
             end.set_result(None)
@@ -273,7 +275,7 @@ class DirectSlot(Requests):
             self._open[number].on_frame(received(kind, number, fields, data))
 
     def end_hung(self) -> None:
-        """Have the server end the slot, because a command cannot be killed or the init takes no orders."""
+        """Have the server end the slot, because a command cannot be killed or the init does not respond."""
         self._ask("hung", lambda _: None)
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
@@ -304,7 +306,7 @@ def _read(fd: int, size: int) -> bytes:
 
 
 def _is_low(fd: int) -> bool:
-    """Return whether a descriptor that was opened just now leaves enough for others."""
+    """Return whether the number of a descriptor that was just opened shows that enough descriptors are left."""
     return fd < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
@@ -323,12 +325,12 @@ def _pid_behind(descriptor: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _variables(env: tuple[tuple[str, str], ...]) -> EnvBlock:
-    """Return the variables of a slot, which most slots of a run have in common."""
+    """Return a slot's variables, encoded. They are cached, because most slots of a run have the same variables."""
     return env_block(dict(env))
 
 
 class AsyncioLoop(EpollLoop):
-    """The slot server's event loop inside asyncio's; one serves all slots of a server.
+    """The slot server's event loop inside asyncio's event loop; one instance serves all slots of a server.
 
     asyncio takes longer to add and remove a descriptor or a timer than a shell takes to run a short command. So asyncio
     watches only the epoll descriptor of this loop and has one timer for it.
@@ -379,7 +381,7 @@ class AsyncioLoop(EpollLoop):
         if self._alarm_at >= 0:
             self._asyncio.remove_reader(self.fileno())
         self._set_alarm(None)
-        self._alarm_at = -1.0  # so that no timer sets another one
+        self._alarm_at = -1.0  # so that no timer sets another alarm
         self._soon.clear()
         super().end()
 

@@ -7,14 +7,14 @@
     input       process, close, and the bytes                       written
     signal      process, signal
     resize      process, rows, columns
-    kill        process, grace_s                                    the same, swept: when its whole tree is dead
+    kill        process, grace_s                                    the same, and swept, once the whole tree is dead
     processes                                                       processes: one object each
     dismiss     process                                             the process is killed and forgotten
 
-A cancelled `output`, `wait` or `input` is answered with the present state.
+A cancelled `output`, `wait` or `input` is answered with the current state.
 
-Output goes to a ring that clients read by cursor, and to a spill file of the slot once the ring is full, so no reader
-can hold up the process or the server. Input is written as fast as the process reads it.
+Output goes to a ring that clients read by cursor, and also to a spill file of the slot once the ring is full, so no
+reader can hold up the process or the server. Input is written as fast as the process reads it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .supervisor import Supervisor, start_error
 MAX_PROCESSES = 64  # per slot, including ended processes; a new process replaces the oldest ended one
 RING_BYTES = 256 << 10
 END_OF_INPUT = b"\x04"  # ends the input of a terminal in its usual mode
-MAX_SIDE = 1000  # the maximum rows and columns of a terminal
+MAX_SIDE = 1000  # the maximum number of rows and of columns of a terminal
 _BREATH_EVERY_BYTES, _BREATH_S, _NOBODY_S = 4 << 20, 0.02, 0.02  # pauses let the server serve other processes
 
 _GET_PEER, _SET_LOCK = 0x5441, 0x40045431  # TIOCGPTPEER, TIOCSPTLCK: the same on x86-64 and aarch64
@@ -69,7 +69,7 @@ class BackgroundProcesses:
             else:
                 process = self._processes.get(fields["process"])
                 if process is None:
-                    raise OSError(errno.ESRCH, "no such process in this slot; the record of an ended one may be gone")
+                    raise OSError(errno.ESRCH, "no such process in this slot; an ended process may have been forgotten")
                 if op == "dismiss":
                     del self._processes[process.name]
                 _OPERATIONS[op](process, frame.request, fields, frame.data)
@@ -97,14 +97,14 @@ class BackgroundProcesses:
         if len(self._processes) >= MAX_PROCESSES:
             ended = next((process.name for process in self._processes.values() if process.over), None)
             if ended is None:
-                message = f"{MAX_PROCESSES} background processes run in the slot already; end one first"
+                message = f"{MAX_PROCESSES} background processes are already running in the slot; end one first"
                 raise OSError(errno.EAGAIN, message)
             del self._processes[ended]
 
 
 @dataclass
 class _Reader:
-    """A request that waits for output after a cursor, or (`cursor` None) for the end."""
+    """A request that waits for output after a cursor or, if `cursor` is None, for the end of the process."""
 
     number: int
     cursor: int | None
@@ -113,7 +113,7 @@ class _Reader:
 
 
 class BackgroundProcess:
-    """One process. Implements `Child` for it and `OpenRequest` for the requests that wait for it."""
+    """One process. Implements `Child` for the process and `OpenRequest` for the requests that wait for it."""
 
     def __init__(self, name: int, supervisor: Supervisor) -> None:
         self.name, self.pid, self.over = name, 0, False
@@ -138,7 +138,8 @@ class BackgroundProcess:
         self, argv: list[str], cwd: str, env: EnvBlock, size: tuple[int, int] | None, stdin: bool,
         on_start: Callable[[Fields | None], None],
     ) -> None:  # fmt: skip
-        """Start the process; `on_start` is called with None, or with the ERROR. Raises OSError and ValueError."""
+        """Start the process; `on_start` is then called with None, or with the fields of an ERROR. Raises OSError and
+        ValueError."""
         self._on_start, self._terminal, self._cwd = on_start, size is not None, cwd
         writer, mark = -1, b""
         if size is not None:
@@ -164,23 +165,24 @@ class BackgroundProcess:
     # Requests
 
     def read(self, number: int, cursor: int, max_bytes: int, wait_s: float) -> None:
-        """Answer with the output from `cursor`. If there is none, wait up to `wait_s` for some, or for the end."""
+        """Answer with the output from `cursor`. If there is none, wait up to `wait_s` for output or for the end of the
+        process."""
         if cursor < 0:
             cursor = max(0, self._ring.total + cursor)
         self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
 
     def wait(self, number: int, wait_s: float) -> None:
-        """Answer when the process has ended, or after the given time."""
+        """Answer when the process has ended, or after `wait_s`."""
         self._wait(_Reader(number, None, 0, None), wait_s)
 
     def write(self, number: int, data: bytes, close: bool) -> None:
-        """Answer when all of `data` is written; `close` ends the input after it. Raises BrokenPipeError."""
+        """Answer when all of `data` is written; `close` then ends the input. Raises BrokenPipeError."""
         if self._input is None or self.over:
             raise BrokenPipeError(errno.EPIPE, "the process has ended")
         self._input.write(number, data, close, self)
 
     def resize(self, number: int, rows: int, columns: int) -> None:
-        """Resize the process's terminal. Raises OSError without one."""
+        """Resize the process's terminal. Raises OSError if the process has no terminal."""
         if not self._terminal:
             raise OSError(errno.ENOTTY, "the process has no terminal")
         if self._output >= 0:
@@ -194,8 +196,8 @@ class BackgroundProcess:
         self._send(FrameKind.RESULT, number)
 
     def kill(self, number: int, grace_s: float = 0.0) -> None:
-        """Answer when its whole tree is dead. With `grace_s`, send SIGTERM first and SIGKILL after that time or the
-        main process's end."""
+        """Kill the process's whole tree, and answer when it is dead. With `grace_s`, send SIGTERM first, and SIGKILL
+        after that time or when the main process has ended."""
         if self.over and not self._killers:
             self._send(FrameKind.RESULT, number, self.fields())
             return
@@ -225,7 +227,7 @@ class BackgroundProcess:
     # Events
 
     def on_frame(self, frame: Frame) -> None:
-        """Answer a cancelled request with the present state."""
+        """Answer a cancelled request with the current state."""
         if frame.kind is not FrameKind.CANCEL:
             return
         if frame.request in self._readers:
@@ -365,8 +367,8 @@ OPERATIONS = ("spawn", "processes", *_OPERATIONS)
 
 
 class _Input:
-    """The writing end of a process's input. `mark` ends the input of a terminal, which stays open. Requests are written
-    in order; each is answered when all of it is written."""
+    """The writing end of a process's input. `mark` ends the input of a terminal, which stays open. The data of requests
+    is written in order; each request is answered when all its data is written."""
 
     def __init__(self, fd: int, mark: bytes, supervisor: Supervisor) -> None:
         self.fd, self._mark = fd, mark
@@ -375,7 +377,7 @@ class _Input:
         self._closing = self._listening = False
 
     def write(self, number: int, data: bytes, close: bool, owner: BackgroundProcess) -> None:
-        """Answer when all of `data` is written; `close` ends the input after it. Raises BrokenPipeError."""
+        """Answer when all of `data` is written; `close` then ends the input. Raises BrokenPipeError."""
         if self.fd < 0 or self._closing:
             raise BrokenPipeError(errno.EPIPE, "the input of the process is closed")
         if close:
@@ -425,7 +427,7 @@ class _Input:
         self._listen()
 
     def _listen(self) -> None:
-        """Watch for room only while data waits: without a reader a pipe is always ready."""
+        """Watch for room only while data is waiting, because a pipe without a reader is always ready."""
         wanted = bool(self._writing) and self.fd >= 0
         if wanted and not self._listening:
             self._loop.watch(self.fd, self._pump)
@@ -453,8 +455,8 @@ class _Input:
 
 
 def _open_terminal(root: int, rows: int, columns: int) -> tuple[int, int]:
-    """Return the master, which does not block, and the slave of a new pseudo terminal of the slot's devpts, so that
-    `tty` there names an existing file. Raises OSError without a devpts."""
+    """Return the master, which does not block, and the slave of a new pseudo terminal in the slot's devpts, so that
+    `tty` in the slot names an existing file. Raises OSError if the slot has no devpts."""
     master = files.open_at(root, "/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
     try:
         status = os.fstat(master)
@@ -472,6 +474,6 @@ def _open_terminal(root: int, rows: int, columns: int) -> tuple[int, int]:
 def _resize(master: int, rows: int, columns: int) -> None:
     """Set the window size; the foreground processes get SIGWINCH. Raises ValueError for a size out of range."""
     if not (1 <= rows <= MAX_SIDE and 1 <= columns <= MAX_SIDE):
-        raise ValueError(f"a terminal has 1 to {MAX_SIDE} rows and columns, not {rows} and {columns}")
+        raise ValueError(f"a terminal can have 1 to {MAX_SIDE} rows and columns, not {rows} and {columns}")
     with contextlib.suppress(FileNotFoundError):
         fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

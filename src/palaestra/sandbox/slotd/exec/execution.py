@@ -2,7 +2,7 @@
 
 A command ends with its main process. The output pipe is then read until it is empty, but not until its end: a daemon
 may hold it open, and then the pipe is drained slowly. This process keeps the pipe's writing end open until the command
-has ended: otherwise the end of the pipe, shortly before the report, would wake it a second time.
+has ended; otherwise the end of the pipe, shortly before the report, would wake this process one more time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SHELLS = {None: 0, "bash": frames.BASH, "sh": frames.SH}
 
 class CommandSpec(NamedTuple):
     """A command as the client requested it. `stream` also sends the output immediately; `spill` keeps output that
-    exceeds the bound in a file of the slot; `stderr` captures standard error in a pipe of its own, up to the same
-    bound."""
+    exceeds the limit in a file of the slot; `stderr` captures standard error in a separate pipe, up to the same
+    limit."""
 
     argv: list[str]
     shell: str | None
@@ -47,7 +47,7 @@ class CommandSpec(NamedTuple):
 
 
 def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env: EnvBlock) -> CommandSpec:
-    """Return the command of an `exec` or `run` request, with defaults for the bounds."""
+    """Return the command of an `exec` or `run` request, with default limits."""
     fields = frame.fields
     return CommandSpec(
         argv, shell, cwd, env, frame.data, fields.get("timeout_s", USUAL_TIMEOUT_S),
@@ -57,9 +57,10 @@ def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env
 
 
 class Execution:
-    """A command from the order to start it to its RESULT frame. `pipe` holds the two ends of its output; the writing
-    end is -1 if an earlier process (a stateful shell) has it. `errors` is the reading end of standard error, -1 if that
-    goes to the output. `kill` kills the command, `receive` takes all reports that have arrived.
+    """A command, from the order to start it to its RESULT frame. `pipe` holds the two ends of its output pipe; the
+    writing end is -1 if an earlier process (a stateful shell) has it. `errors` is the reading end of standard error, or
+    -1 if standard error goes to the output. `kill` kills the command, and `receive` handles all reports that have
+    arrived.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class Execution:
         self._exit: InitReport | None = None
         self.was_killed = False  # whether the command, or the last one that its shell ran, ended by SIGKILL
         self.over = self.awaiting_oom = False  # whether the RESULT was sent; whether `ask_oom` is still unanswered
-        # The pipes of output and standard error, still watched, if a daemon holds them after the end.
+        # The pipes of output and standard error, still watched, if a daemon holds them after the command's end.
         self.leftover: int | None = None
         self.errors_leftover: int | None = None
 
     def start(self) -> None:
-        """Start to watch the output and the time limit."""
+        """Start to watch the pipes and the time limit."""
         self._loop.watch_soon(self._output, self._read_output)
         if self._verdict >= 0:
             self._loop.watch_soon(self._verdict, self._read_verdict)
@@ -97,7 +98,7 @@ class Execution:
         self._timer = self._loop.later(self.spec.timeout_s, self._time_out)
 
     def cancel(self) -> None:
-        """Kill the command, because its caller gave up; the RESULT follows when everything is dead."""
+        """Kill the command, because its caller has cancelled it; the RESULT follows when the whole tree is dead."""
         self._cancelled = True
         self._begin_kill()
 
@@ -141,7 +142,7 @@ class Execution:
         held = self._drain()
         head, tail = self._capture.parts()
         end = self._exit or InitReport(ReportKind.EXIT, self.number, -signal.SIGKILL)
-        result = frames.encode_result(  # the exit code as a shell's `$?` has it: 128+n after signal n
+        result = frames.encode_result(  # the exit code in the form of a shell's `$?`: 128+n after signal n
             TIMEOUT_EXIT_CODE if self._timed_out else end.value if end.value >= 0 else 128 - end.value,
             shell_flags | _SHELLS[self.spec.shell] | (self._kill_flags(oom) if oom or self.killing else 0),
             len(head),
@@ -170,7 +171,7 @@ class Execution:
             self._close_output()
 
     def fail(self, fields: Fields) -> None:
-        """Send an ERROR: the command could not be started, or its slot is gone."""
+        """Send an ERROR, because the command could not be started or its slot is gone."""
         self.drop()
         self._send(FrameKind.ERROR, self.number, fields)
 
@@ -206,13 +207,13 @@ class Execution:
             self._kill()
 
     def _time_out(self) -> None:
-        self._receive()  # if the loop was blocked, the command may have ended in time unnoticed
+        self._receive()  # if the loop was blocked, the command may have ended in time without being noticed
         if not self.ended and not self.over:
             self._timed_out = True
             self._begin_kill()
 
     def _read_output(self) -> None:
-        """Read one piece per round of the loop, so that a flood does not delay others."""
+        """Read one piece per round of the loop, so that a flood does not delay other commands."""
         data = pipes.read(self._output)
         if data is None:
             return
@@ -225,7 +226,7 @@ class Execution:
         data = pipes.read(self._verdict)
         if data is None:
             return
-        # Output beyond the bound is read and dropped: the grader gets a verdict of the maximal length, not a hang.
+        # Bytes beyond the limit are read and dropped, so that a longer verdict is cut and does not hang the grader.
         self._verdict_data += data[: MAX_VERDICT_BYTES - len(self._verdict_data)]
         if not data:
             self._close_verdict()

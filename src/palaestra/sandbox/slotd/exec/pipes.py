@@ -1,12 +1,13 @@
 """Makes pipes and other descriptors for commands, receives descriptors over a unix socket, and captures output up to a
 limit.
 
-Received descriptors are never inheritable. `socket.recv_fds` ignores its flags, so every program would inherit a second
-copy of each pipe, including the verdict's pipe, which a grader closes before it runs untrusted code.
+Received descriptors are never inheritable. `socket.recv_fds` is not used, because it ignores its flags: every program
+would inherit a second copy of each pipe, including the verdict's pipe, which a grader closes before it runs untrusted
+code.
 
 Spill files hold the output that is not kept in memory. They are files of the slot below /tmp, so they are in no
-snapshot and count against the slot's disk limit. Each gets the output from the first byte up to a bound; a slot keeps
-the newest few.
+snapshot and count against the slot's disk limit. Each file gets the output from the first byte up to a size limit; a
+slot keeps only the newest few files.
 """
 
 from __future__ import annotations
@@ -27,31 +28,33 @@ from ..protocol.frames import Fields
 from ..rung import Place
 
 PIPE_BYTES = 256 << 10
-READ_BYTES = 64 << 10  # what a pipe holds unless its writer has changed that
-_NO_BYTES = bytes(4)  # zero as FIONREAD gives it
+READ_BYTES = 64 << 10  # the capacity of a pipe, unless its writer has changed it
+_NO_BYTES = bytes(4)  # zero in the form in which FIONREAD returns it
 
 
 def pipe() -> tuple[int, int]:
-    """Return a pipe whose reading end, ours, does not block. The writing end does, as programs expect."""
+    """Return a pipe whose reading end, which this process keeps, does not block. The writing end blocks, as programs
+    expect."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(reader, False)
     return reader, writer
 
 
 def input_pipe() -> tuple[int, int]:
-    """Return a pipe whose writing end, ours, does not block; the reading end does."""
+    """Return a pipe whose writing end, which this process keeps, does not block. The reading end blocks."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     return reader, writer
 
 
 def is_empty(fd: int) -> bool:
-    """Return whether a pipe is empty now; cheaper than a read that raises."""
+    """Return whether a pipe is empty now. This is cheaper than a read that raises."""
     return fcntl.ioctl(fd, termios.FIONREAD, _NO_BYTES) == _NO_BYTES
 
 
 def read(fd: int) -> bytes | None:
-    """Return the next piece; empty at the end, None if there is nothing now. A terminal reports its end as an error."""
+    """Return the next piece of data: empty at the end, None if there is no data now. A terminal reports its end as an
+    error."""
     try:
         return os.read(fd, READ_BYTES)
     except BlockingIOError:
@@ -64,12 +67,13 @@ def read(fd: int) -> bytes | None:
 
 @functools.cache
 def nothing() -> int:
-    """Return /dev/null for reading and writing, opened once, before the server has its own root."""
+    """Return a descriptor of /dev/null for reading and writing. It is opened once, before the server has its own
+    root."""
     return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
 
 class MemoryFile:
-    """A file in memory that a process of the slot reads by opening `/proc/self/fd/N` for each content."""
+    """A file in memory. A process of the slot opens `/proc/self/fd/N` each time it reads a new content."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -86,7 +90,7 @@ class MemoryFile:
         os.ftruncate(self.fd, position)  # after writing, so that the file's pages are reused
 
     def close(self) -> None:
-        """Close it. Idempotent."""
+        """Close the file. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -126,7 +130,7 @@ def receive(channel: socket.socket, size: int, count: int) -> tuple[bytes, list[
 
 
 class Capture:
-    """Keeps at most `limit` bytes of a stream of any length: half from its start, half from its end."""
+    """Keeps at most `limit` bytes of a stream of any length, half of them from its start and half from its end."""
 
     def __init__(self, limit: int) -> None:
         self.total = 0
@@ -192,14 +196,15 @@ class Ring:
             del self._kept[: len(self._kept) - self._limit]
 
     def read(self, cursor: int, max_bytes: int) -> tuple[int, bytes]:
-        """Return kept bytes from `cursor` (negative: before the end), and the cursor of the first of them."""
+        """Return the cursor of the first returned byte, and the kept bytes from `cursor`; a negative cursor counts back
+        from the end."""
         start = max(cursor if cursor >= 0 else self.total + cursor, self.start)
         offset = start - self.start
         return min(start, self.total), bytes(self._kept[offset : offset + max_bytes])
 
 
-DIRECTORY = "/tmp/full-output"  # noqa: S108 - of the slot
-MAX_SPILL_BYTES = 4 << 20  # per file. Its pages are charged to the server, not to the slot, so it stays small
+DIRECTORY = "/tmp/full-output"  # noqa: S108 - in the slot
+MAX_SPILL_BYTES = 4 << 20  # per file. The file's pages are charged to the server, not to the slot, so it stays small
 _MAX_FILES = 8
 
 
@@ -212,13 +217,14 @@ class Shelf:
         self._count = 0
 
     def open(self, name: str) -> tuple[int, str] | None:
-        """Return a new file, open for writing, and its path for commands. None if it cannot be made in the slot."""
+        """Return a descriptor of a new file, open for writing, and the path by which commands find the file; None if it
+        cannot be made in the slot."""
         self._count += 1
         path = f"{DIRECTORY}/{self._count}-{name}.txt"
         with contextlib.suppress(OSError):
             place = self._locate(path)
             fd = files.create(place.root, place.path, place.owner)
-            if place.prefix:  # commands see it at another path than the client
+            if place.prefix:  # commands and the client use different paths for the file
                 path = os.readlink(f"/proc/self/fd/{fd}")
             self._paths.append(path)
             if len(self._paths) > _MAX_FILES:
@@ -237,14 +243,14 @@ class Spill:
 
     def __init__(self, shelf: Shelf, name: str, limit: int) -> None:
         self._shelf, self._name, self._limit = shelf, name, limit
-        self.fd = -1  # its file, while that is open
+        self.fd = -1  # the file, while it is open
         self._over = False
         self.path: str | None = None
-        self.size = 0  # how much of the stream the file holds
+        self.size = 0  # the number of bytes in the file
 
     def add(self, data: bytes, before: Capture) -> None:
-        """Take the next piece of the stream. `before` does not have the piece yet; until the file is opened, it holds
-        all earlier pieces."""
+        """Take the next piece of the stream. `before` does not have this piece yet; until the file is opened, `before`
+        holds all earlier pieces."""
         if self._over or before.total + len(data) <= self._limit:
             return
         if self.path is None:
@@ -258,14 +264,14 @@ class Spill:
         self._write(data)
 
     def close(self) -> None:
-        """End the file. Idempotent."""
+        """Close the file; later pieces are ignored. Idempotent."""
         self._over = True
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def fields(self) -> Fields:
-        """Return its path and size for a result; empty if nothing was spilled."""
+        """Return the file's path and size for a result; empty if nothing was spilled."""
         return {"full_output_path": self.path, "full_output_bytes": self.size} if self.path is not None else {}
 
     def _write(self, data: bytes) -> None:

@@ -1,12 +1,12 @@
 """Finds the processes of a slot that belong to a command, and kills only them.
 
 A command's tree is its session, all descendants, and processes that have detached since the command started (a double
-fork with a session of its own ends as a child of init). Processes older than the command, and their descendants, are
-not its own. While several commands run, a detached process belongs to every command that is older than the process, so
+fork with a session of its own ends as a child of init). Processes older than the command, and their descendants, do not
+belong to it. While several commands run, a detached process belongs to every command that is older than the process, so
 the timeout of one command may kill a process of another.
 
-The process table is read again until the tree is dead. If a tree forks faster than that, everything in the slot but its
-init is killed. `native/init.c` follows the same rules.
+The process table is read repeatedly until the tree is dead. If a tree forks faster than it can be killed, everything in
+the slot but its init is killed. `native/init.c` follows the same rules.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..namespaced import freezer
 
 PATIENCE_S = 2.0
 
-Moment = tuple[int, int]  # a time in clock ticks since boot, and the last process id that had been given out by then
+Moment = tuple[int, int]  # a time in clock ticks since boot, and the last process id that had been assigned by then
 ALWAYS: Moment = (0, 0)
 
-Noted = tuple[float, bytes]  # the same, cheap to note: seconds since boot, and `/proc/loadavg` with the last pid
+Noted = tuple[float, bytes]  # a moment, quick to record: seconds since boot, and `/proc/loadavg`, with the last pid
 KillSlot = Callable[[], None]  # kills every process of a slot except its init
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The main process of a command, and when it started in clock ticks since boot."""
+    """The main process of a command, and its start time in clock ticks since boot."""
 
     pid: int
     started: int
@@ -51,7 +51,7 @@ class ProcessStat:
 
 
 def ticks(seconds_since_boot: float) -> int:
-    """Convert seconds to the unit in which the kernel gives a process's start."""
+    """Convert seconds to clock ticks, the kernel's unit for a process's start time."""
     return int(seconds_since_boot * _TICK)
 
 
@@ -62,7 +62,7 @@ def kill_everything() -> None:
 
 
 def note() -> Noted:
-    """Return the present moment, with process ids of this process's namespace."""
+    """Return the current moment, with process ids of this process's namespace."""
     return time.clock_gettime(time.CLOCK_BOOTTIME), os.pread(_load(), 128, 0)
 
 
@@ -78,9 +78,8 @@ def _load() -> int:
 
 
 def inside(init: int, noted: Noted) -> Moment:
-    """Convert a moment from this process's namespace to that of a slot's init, by the number of the youngest living
-    process that had started by then. Process ids only order processes that began in the same tick, so any process of
-    that tick is enough."""
+    """Convert a moment from this process's namespace to the namespace of a slot's init. Ids only order processes that
+    started in the same tick, so the result has the id of the youngest living process of that tick, or 0."""
     started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
     return started, max(before, default=0)
@@ -110,21 +109,21 @@ def kill_tree(
     *,
     kill_slot: KillSlot,
 ) -> bool:
-    """Kill until no process of the command lives. Returns True if `kill_slot` had to do it. Spares processes started up
-    to the moment `after` with their descendants; with `spare`, also the main process."""
+    """Kill until no process of the command lives. Returns True if `kill_slot` had to do it. Spares processes that
+    started up to the moment `after`, with their descendants; with `spare`, also the main process."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())
         if not victims:
             return False
         for pid in sorted(victims):  # parents first, so that no shell reports its child's death
-            # outside namespaces, a process may have become root
+            # without namespaces, a process may have become another user
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         reap()
         if not any(not process.zombie for process in processes() if process.pid in victims):
             continue
-        time.sleep(0.0005)  # the kernel still tears down the killed processes
+        time.sleep(0.0005)  # the kernel is still tearing down the killed processes
     kill_slot()
     return True
 
@@ -182,5 +181,5 @@ def descendants(pid: int, table: Sequence[ProcessStat]) -> list[ProcessStat]:
 def _read(pid: int) -> ProcessStat:
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b") ")[2].split()
-    ended = fields[0] in (b"Z", b"X") and int(fields[17]) < 2  # otherwise only its main thread has ended
+    ended = fields[0] in (b"Z", b"X") and int(fields[17]) < 2  # with more threads, only the main thread has ended
     return ProcessStat(pid, int(fields[1]), int(fields[3]), int(fields[19]), ended)

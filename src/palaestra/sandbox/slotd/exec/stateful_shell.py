@@ -3,21 +3,23 @@ requests:
 
     op          fields                                                      RESULT
     shell       cwd, env                                                    shell
-    run         shell, command, timeout_s, max_output_bytes, stream,        as of `exec`
+    run         shell, command, timeout_s, max_output_bytes, stream,        the same as for `exec`
                 no_spill, and the input's bytes
     close_shell shell
 
-A shell runs in interactive mode, but without a terminal. Its own input is a pipe from this process, so that it returns
-to the top after SIGINT, an error or a syntax error. For each command it gets two lines: the first sources a memory file
-with the command; the second reports the exit status and the command's number on a descriptor of its own. The lines are
-short, since each word costs every command; errors between commands go to a descriptor that is open already.
+A shell runs in interactive mode, but without a terminal. Its own input is a pipe from this process, so that the shell
+returns to its prompt after SIGINT, an error or a syntax error. For each command the shell gets two lines: the first
+sources a memory file with the command; the second reports the exit status and the command's number on a separate
+descriptor. The lines are short, since each word costs time for every command; errors between commands go to a
+descriptor that is already open.
 
-A command that exceeds its time is interrupted, and its processes are killed. If the shell returns to the top in time,
-it is kept; otherwise it is killed. If a shell has ended (for example by `exit`, `exec` or `set -e`), the next command
-starts a new one. `shell_restarted` is set in the result of the command that ended the shell or, if the shell died
-between two commands, in the result of the second.
+A command that exceeds its time limit is interrupted, and its processes are killed. If the shell returns to its prompt
+in time, it is kept; otherwise it is killed. If a shell has ended (for example by `exit`, `exec` or `set -e`), the next
+command starts a new shell. `shell_restarted` is set in the result of the command that ended the shell or, if the shell
+died between two commands, in the result of the second.
 
-Shells never carry a verdict: a command shares the shell with earlier ones and can write to the status descriptor.
+Commands of a shell never have a verdict channel: a command shares the shell with earlier commands, which could have
+changed it, and can write to the status descriptor.
 """
 
 from __future__ import annotations
@@ -39,12 +41,12 @@ from .pipes import Capture
 from .supervisor import Supervisor, start_error
 
 MAX_SHELLS = 16
-# How long a shell has to return after a SIGINT, and how many SIGINTs it gets. bash ignores a SIGINT that comes just
-# when a program of the command ends by itself, and continues with the next program.
+# The seconds that a shell has to return after a SIGINT, and the number of SIGINTs that it gets. bash ignores a SIGINT
+# that comes just when a program of the command ends by itself, and continues with the next program.
 INTERRUPT_EVERY_S, INTERRUPTS = 0.25, 4
 _MAX_PID = 1 << 22
-_BETWEEN_BYTES = 64 << 10  # bytes of background output between two commands that are kept for the second
-LOOK_EVERY_S = 0.005  # seconds that background output waits to be read while no command runs
+_BETWEEN_BYTES = 64 << 10  # the most bytes of background output between two commands that are kept for the second
+LOOK_EVERY_S = 0.005  # the seconds between reads of background output while no command runs
 
 
 class ShellProcesses:
@@ -57,7 +59,7 @@ class ShellProcesses:
     def open(self, frame: Frame) -> None:
         """Serve a `shell` request. Raises OSError."""
         if len(self._shells) >= MAX_SHELLS:
-            raise OSError(errno.EAGAIN, f"{MAX_SHELLS} shells are open in the slot already; close one first")
+            raise OSError(errno.EAGAIN, f"{MAX_SHELLS} shells are already open in the slot; close one first")
         try:
             cwd, env = files.absolute(frame.fields["cwd"]), self._supervisor.with_variables(frame.fields["env"])
         except ValueError as error:
@@ -89,8 +91,8 @@ class ShellProcesses:
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """How to start and address one kind of shell. The places are the descriptors for input, command, status and
-    errors."""
+    """Describes how one kind of shell is started and controlled. `places` are the descriptors for input, command,
+    status and errors."""
 
     argv: list[str]
     places: tuple[int, int, int, int]
@@ -109,7 +111,8 @@ _RUN = b". /proc/self/fd/%d <%b 2>&%d\n" + _TELL
 
 
 class ShellProcess:
-    """One shell, started with its first command. Implements `Child` for its process and `OpenRequest` for commands."""
+    """One shell, which is started for its first command. Implements `Child` for its process and `OpenRequest` for
+    commands."""
 
     def __init__(self, supervisor: Supervisor, numbers: Iterator[int], cwd: str, env: EnvBlock) -> None:
         self._supervisor, self._loop, self._numbers = supervisor, supervisor.loop, numbers
@@ -155,7 +158,7 @@ class ShellProcess:
         execution.start()
 
     def on_frame(self, frame: Frame) -> None:
-        """Give credit for more output, or cancel the command, as the client requests."""
+        """Handle the client's request to send more output or to cancel the command."""
         if self._execution is not None and frame.request == self._execution.number:
             if frame.kind is FrameKind.CANCEL:
                 self._execution.cancel()
@@ -163,7 +166,7 @@ class ShellProcess:
                 self._execution.give_credit(frame.fields["bytes"])
 
     def close(self) -> None:
-        """End the shell; its background jobs stay."""
+        """End the shell; its background jobs keep running."""
         if self._process is not None:
             now = process_tree.moment(process_tree.note())[0], _MAX_PID
             self._supervisor.kill_child(self._process, now)
@@ -261,23 +264,23 @@ class ShellProcess:
         self._patience = None
         if self._process is None:
             return
-        # many shells end by the signal: those just starting, or replaced by the command (`exec`)
+        # the signal ends some shells: those that are just starting, or that the command has replaced (`exec`)
         if times == INTERRUPTS:
             self._supervisor.kill_at_end(self._process, self._since())
         if not times:
             self._supervisor.kill_child(self._process, self._since())
             return
         self._supervisor.signal(self._process, signal.SIGINT)
-        self._say(_TELL % self._sequence)  # some shells forget the lines they have read ahead
+        self._say(_TELL % self._sequence)  # again, because some shells forget the lines that they have read ahead
         self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt_again(times - 1))
 
     def _interrupt_again(self, times: int) -> None:
         self._receive_all()
-        if self._patience is not None:  # it has not returned
+        if self._patience is not None:  # the shell has not returned
             self._interrupt(times)
 
     def _receive_all(self) -> None:
-        """Take all reports of the shell and the init."""
+        """Handle all reports of the shell and the init."""
         self._read_status()
         self._supervisor.receive_all()
 
@@ -306,8 +309,8 @@ class ShellProcess:
             execution.fail(fields)
 
     def _read_between(self) -> None:
-        """Keep output of background jobs between commands for the next command, as a terminal would. It is read at
-        intervals, so that a flood does not keep the loop busy."""
+        """Keep output of background jobs between commands for the next command, as a terminal would. The output is read
+        at intervals, so that a flood does not keep the loop busy."""
         data = pipes.read(self._output)
         if data is None:
             return
@@ -326,14 +329,14 @@ class ShellProcess:
             self._loop.watch_soon(self._output, self._read_between)
 
     def _stop_waiting(self) -> bool:
-        """Stop the timer of an interrupt; returns whether the shell still had time to return."""
+        """Stop the timer of an interrupt; returns whether the shell has returned in time."""
         patience, self._patience = self._patience, None
         if patience is not None:
             patience.cancel()
         return patience is not None
 
     def _discard(self) -> None:
-        """Forget the process; the next command starts another one."""
+        """Forget the process; the next command starts a new one."""
         self._input.close()
         self._command.close()
         for fd in (self._status, self._output):

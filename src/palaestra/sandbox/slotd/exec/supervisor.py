@@ -4,8 +4,9 @@
     exec    command | argv, cwd, env, timeout_s, max_output_bytes, stream, verdict,         see `frames.encode_result`
             no_spill, stderr, and the input's bytes
 
-The server has one supervisor per slot, over the init's control socket. At the level `full` the client has another one,
-over a line of its own (`sandbox/local/direct`). The init reports on each process to the side that started it.
+The server has one supervisor per slot, which uses the init's control socket. At the level `full`, the client also has
+one, which uses a second socket to the init (`sandbox/local/direct`). The init reports on each process to the side that
+started it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from . import pipes, process_tree
 from .execution import CommandSpec, Execution, command_spec
 from .pipes import Shelf
 
-FIRST_CHILD = 1 << 31  # names of shells and background processes; lower ones are numbers of `exec` requests
+FIRST_CHILD = 1 << 31  # the first name of a shell or background process; lower numbers are those of `exec` requests
 
 _KILL_PATIENCE_S = 10.0
 
@@ -49,7 +50,8 @@ class Child(Protocol):
 
 
 class SlotOwner(Protocol):
-    """Represents the slot: the server's `ServerSlot`, or the client's `DirectSlot`, which asks the server."""
+    """Represents the slot: the server's `ServerSlot`, or the client's `DirectSlot`, which sends requests to the
+    server."""
 
     root: int  # a descriptor of the slot's root directory
 
@@ -92,7 +94,8 @@ class Supervisor:
     # Commands
 
     def exec(self, frame: Frame) -> None:
-        """Start a command in a process of its own; its RESULT or ERROR is sent when it is over. Raises OSError."""
+        """Start a command in a process of its own; its RESULT or ERROR is sent when the command is over. Raises
+        OSError."""
         fields, argv, shell, env = frame.fields, frame.fields.get("argv"), None, self.environment
         if argv is None:
             shell = "bash" if self._has_bash else self.shell()
@@ -135,13 +138,13 @@ class Supervisor:
         execution.start()
 
     def refuse(self, number: int) -> None:
-        """Answer a command with words that no system call accepts: a NUL, a lone surrogate, a variable without a
-        name."""
+        """Answer a command whose words no system call accepts, because of a NUL, a lone surrogate or a variable without
+        a name."""
         report = InitReport(ReportKind.NOT_STARTED, number, errno.EINVAL)
         self.send(FrameKind.ERROR, number, start_error(report))
 
     def on_frame(self, frame: Frame) -> None:
-        """Give credit for more output, or cancel a command, as the client requests."""
+        """Handle the client's request to send more output or to cancel a command."""
         execution = self._executions.get(frame.request)
         if execution is None:
             return
@@ -151,7 +154,7 @@ class Supervisor:
             execution.give_credit(frame.fields["bytes"])
 
     def finish(self, execution: Execution, shell_flags: int, then: Callable[[Execution], None]) -> None:
-        """Send a command's RESULT once; if it was killed, ask first whether memory had run out."""
+        """Send a command's RESULT, only once. If the command was killed, first ask whether memory had run out."""
         if not execution.was_killed:
             if not execution.over:
                 execution.finish(False, shell_flags)
@@ -161,11 +164,13 @@ class Supervisor:
             self.owner.ask_oom(functools.partial(self._finish_killed, execution, shell_flags, then))
 
     def shell(self) -> str:
-        """Return `bash`, or `sh` if the root has no bash. Looked up each time: a process of the slot may remove it."""
+        """Return `bash`, or `sh` if the root has no bash. The file is looked up each time, because a process of the
+        slot may remove it."""
         return "bash" if files.describe(self.owner.root, "/bin/bash") is not None else "sh"
 
     def with_variables(self, variables: dict[str, str] | None) -> EnvBlock:
-        """Return the environment of a command that sets further variables. Raises ValueError for invalid variables."""
+        """Return the environment of a command that sets additional variables. Raises ValueError for invalid
+        variables."""
         if not variables:
             return self.environment
         return init_messages.env_block({**self.environment.variables(), **variables})
@@ -179,7 +184,7 @@ class Supervisor:
         self._children[spawn.command] = child
 
     def drop(self, child: int) -> None:
-        """Send no more reports to a child."""
+        """Stop passing reports to a child."""
         self._children.pop(child, None)
 
     def signal(self, child: int, number: int) -> None:
@@ -187,13 +192,14 @@ class Supervisor:
         self._order(init_messages.encode(Order.SIGNAL, child, number))
 
     def kill_child(self, child: int, after: process_tree.Moment = process_tree.ALWAYS, spare: bool = False) -> None:
-        """Kill the processes a child has started (since a moment), and the child unless `spare`. KILLED follows."""
+        """Kill the processes that a child has started (since a moment), and the child itself unless `spare` is set. The
+        report KILLED follows."""
         order = self._dying[child] = object()
         self._order(init_messages.encode_kill(child, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
 
     def kill_at_end(self, child: int, after: process_tree.Moment = process_tree.ALWAYS) -> None:
-        """Once the child has ended, kill the same processes as `kill_child`, unless `kill_child` is called first."""
+        """Kill the same processes as `kill_child` once the child has ended, unless `kill_child` is called first."""
         self._order(init_messages.encode_kill(child, after, at_end=True))
 
     def drain_later(self, fd: int) -> None:
@@ -204,7 +210,7 @@ class Supervisor:
     # The init
 
     def listen(self) -> None:
-        """Start to take reports: the init is ready."""
+        """Start to receive reports, because the init is ready."""
         self.loop.watch(self._channel.fileno(), self.receive)
 
     def open_line(self) -> socket.socket | None:
@@ -218,7 +224,7 @@ class Supervisor:
         return ours
 
     def receive(self) -> bool:
-        """Take one report of the init. Returns False if none has arrived."""
+        """Receive and handle one report of the init. Returns False if none has arrived."""
         try:
             data = self._channel.recv(init_messages.MAX_REPORT)
         except BlockingIOError:
@@ -239,7 +245,7 @@ class Supervisor:
         return True
 
     def receive_all(self) -> None:
-        """Take all reports that have arrived."""
+        """Receive and handle all reports that have arrived."""
         while self.live and self.receive():
             pass
 
@@ -260,7 +266,7 @@ class Supervisor:
         self._children.clear()
 
     def close_descriptors(self) -> None:
-        """Close every descriptor and nothing else: in a forked child, or when the loop is gone. Idempotent."""
+        """Close every descriptor and nothing else, for a forked child or when the loop is gone. Idempotent."""
         if self.live:
             self.live = False
             self._channel.close()
@@ -272,7 +278,7 @@ class Supervisor:
     # Internal
 
     def _order(self, order: bytes, fds: Sequence[int] = ()) -> None:
-        """Send an order with copies of these descriptors, or queue it until the init takes orders again."""
+        """Send an order with copies of these descriptors, or queue it until the init accepts orders again."""
         if not self.live:
             return
         memory = -1
@@ -287,7 +293,7 @@ class Supervisor:
             pipes.close(memory)
 
     def _send_order(self, order: bytes, fds: Sequence[int]) -> bool:
-        """Return whether the socket has taken the order. Also returns True if the init is gone, since the slot's end
+        """Return whether the socket has accepted the order. Also returns True if the init is gone, since the slot's end
         will be reported."""
         try:
             self._channel.sendmsg([order], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
@@ -302,7 +308,7 @@ class Supervisor:
             pipes.close(*self._unsent.pop(0)[1])
         if not self._unsent:
             self.loop.watch_for(self._channel.fileno(), READ, self.receive)
-        self.receive()  # until its reports are taken, the init may take no orders
+        self.receive()  # the init may accept no orders until its reports are received
 
     def _on_command(self, execution: Execution, report: InitReport) -> None:
         if report.kind is ReportKind.EXIT:
@@ -359,10 +365,10 @@ class Supervisor:
 
 
 def start_error(report: InitReport, cwd: str | None = None) -> Fields:
-    """Return the ERROR for a command that could not be started."""
+    """Return the fields of the ERROR frame for a command that could not be started."""
     number = report.value
     if report.flag:
-        return {"error": "os", "errno": number, "message": "no directory to start in", "path": cwd}
+        return {"error": "os", "errno": number, "message": "cannot start a command in the directory", "path": cwd}
     names = {errno.ENOENT: "not found", errno.EACCES: "permission denied", errno.E2BIG: "argument list too long"}
     return {"error": "exec", "errno": number, "message": names.get(number, os.strerror(number))}
 
@@ -371,15 +377,15 @@ _DRAIN_EVERY_S, _DRAIN_BYTES, _MAX_LEFTOVERS = 0.05, 256 << 10, 32
 
 
 class LeftoverPipes:
-    """Output pipes of one slot that belong to no request; they are drained slowly. If there are too many, the oldest is
-    closed."""
+    """The output pipes of one slot that belong to no request. They are drained slowly; if there are too many, the
+    oldest is closed."""
 
     def __init__(self, loop: EpollLoop) -> None:
         self._loop = loop
         self._pipes: list[int] = []
 
     def add(self, fd: int) -> None:
-        """Take over a non-blocking pipe; it is closed at its end."""
+        """Add a non-blocking pipe, which is closed when its end is reached."""
         self._pipes.append(fd)
         if len(self._pipes) == 1:
             self._loop.later(_DRAIN_EVERY_S, self._drain)

@@ -1,8 +1,8 @@
 """Copies the tree of a layer with owners, modes, times, marks, hard links and holes, as a job, for a checkpoint of a
 running slot or a layer on disk.
 
-An agent chose names and contents: everything is opened relative to its directory and no link is followed. A file that
-has not changed since an earlier copy on the same file system is linked to that copy instead.
+An agent chose the names and contents, so every entry is opened relative to its directory, and no link is followed. A
+file that has not changed since an earlier copy on the same file system is linked to that copy instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .overlay import MAX_DEPTH, scan
 _PIECE, _PAUSE_EVERY = 1 << 20, 32
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
-Earlier = Callable[[os.stat_result], str | None]  # finds an earlier, identical copy of a file by the file's status
+Earlier = Callable[[os.stat_result], str | None]  # from a file's status, finds an earlier identical copy
 Index = dict[int, tuple[int, int, str]]  # for each inode: its time of change (ns), its size, and the path of the copy
 
 
@@ -102,13 +102,13 @@ def copy_data(source: int, target: str) -> Iterator[int]:
             try:
                 position = os.lseek(source, position, os.SEEK_DATA)
             except OSError:
-                return  # only a hole is left
+                return  # the rest is a hole
             end = os.lseek(source, position, os.SEEK_HOLE)
             os.lseek(sink, position, os.SEEK_SET)
             while position < end:
                 sent = os.sendfile(sink, source, position, min(_PIECE, end - position))
                 if not sent:
-                    return  # it has shrunk
+                    return  # the file has shrunk
                 position += sent
                 yield sent
     finally:
@@ -116,7 +116,7 @@ def copy_data(source: int, target: str) -> Iterator[int]:
 
 
 def _copy_special(folder: int, name: str, status: os.stat_result, target: str) -> None:
-    """Copy links, whiteouts, fifos and sockets. Other devices cannot be in a layer and are left out."""
+    """Copy a link, whiteout, fifo or socket. Other devices cannot occur in a layer and are left out."""
     if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(name, dir_fd=folder), target)
     elif stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or status.st_rdev == 0:

@@ -1,17 +1,18 @@
-"""Cuts a layer down to a view: keeps only some of its paths, and drops others below them. Everywhere else, the stack
-below shows.
+"""Cuts a layer down to a view: keeps only some of its paths, and leaves out some paths below these. Everywhere else,
+the stack below shows.
 
-Grading depends on this, so the layer must not decide where a path leads:
+Grading depends on the view, so the layer must not decide where a path leads:
 
-- Paths are resolved in the stack *below* (the snapshot the agent started from), whose links are trusted. The change of
-a link on the way is left out too; otherwise the layer could lead the path elsewhere.
+- Paths are resolved in the stack *below* (the snapshot the agent started from), whose links are trusted. If the layer
+changes a link on the way, that change is left out too; otherwise the layer could lead the path elsewhere.
 
-- A parent of a left-out path that the layer turned into a link or a file is left out as a whole.
+- If the layer turned a parent of a left-out path into a link or a file, the change of that parent is left out as a
+whole.
 
-- A parent that the layer replaced (opaque) or deleted keeps hiding its entries, apart from the path.
+- If the layer replaced (opaque) or deleted a parent, the parent's entries below stay hidden, except for the path.
 
-Cutting renames, removes marks and adds whiteouts. The cost grows with the number of named paths and the size of the
-directories on their way, not with the files in the layer.
+Cutting renames entries, removes marks and adds whiteouts. The cost grows with the number of named paths and the size of
+the directories on the way to them, not with the number of files in the layer.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from .overlay import MAX_DEPTH, Marks, Stack, StackedRoot
 
 _MAX_LINKS = 40
 
-_MAX_PATH_BYTES = 4096  # the longest path that the kernel takes, with the zero that ends it
+_MAX_PATH_BYTES = 4096  # the longest path that the kernel accepts, including the final NUL
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The paths of a root that a view shows: all under `only`, without `without`. The paths are resolved and have no
-    leading slash."""
+    """The paths of a root that a view shows: everything under `only` except `without`. The paths are resolved and have
+    no leading slash."""
 
     only: tuple[str, ...]
     without: tuple[str, ...]
 
     @staticmethod
     def resolved(only: Iterable[str], without: Iterable[str], below: StackedRoot) -> Selection:
-        """Return the selection that these paths mean in the root below."""
+        """Return the selection for these paths, resolved in the root below."""
         left_out: list[str] = []
         for path in without:
             target, links = resolve(path, below)
@@ -63,7 +64,8 @@ def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
-    """Return a path with the root's links followed, except the last component and circles; and those links."""
+    """Return a path with the root's links followed, and these links. A link in the last component is not followed, nor
+    is a circle of links."""
     links: list[str] = []
     done: list[str] = []
     pending = _parts(path)
@@ -105,7 +107,7 @@ class OverlayCut:
                 self._graft(old, path)
 
     def leave_out(self, path: str) -> None:
-        """Make the layer show the entry below at `path`."""
+        """Make the layer show the entry of the stack below at `path`."""
         if not path:
             self._drop_all()
             return
@@ -119,7 +121,7 @@ class OverlayCut:
             self._drop(path)
 
     def _drop_all(self) -> str:
-        """Replace the layer's content by an empty directory like the one below; returns the old one."""
+        """Replace the layer by an empty directory like the one in the stack below; returns the path of the old one."""
         old = f"{self._trash}/{self._dropped}"
         self._dropped += 1
         os.rename(self._layer, old)
@@ -155,8 +157,8 @@ class OverlayCut:
                 self._like_below(f"{self._layer}/{parent}", parent, f"{old}/{parent}")
 
     def _open_up(self, directory: str, path: str, passage: str, wanted: bool) -> bool:
-        """Let one name of a directory show the entry below, if that is `wanted`. Returns False if nothing hides it any
-        more."""
+        """Make one name in a directory show the entry below, if that is `wanted`. Returns False if no further change is
+        needed for the path."""
         status = _lstat(directory)
         if status is None:
             return False
@@ -176,7 +178,7 @@ class OverlayCut:
         return True
 
     def _hide_below(self, directory: str, path: str, passage: str) -> None:
-        """Replace one opaque mark by single marks, except for one name."""
+        """Hide each entry below by a mark of its own, in place of one opaque mark, except for the name `passage`."""
         for name in self._below.names(path):
             child = f"{directory}/{name}"
             status = _lstat(child)
@@ -198,9 +200,9 @@ class OverlayCut:
 
 
 def duplicate(source: str, target: str, depth: int = 0) -> None:
-    """Make a second tree of the same files (hard links), to be cut while the first one is in use. Entries that are
-    nested more deeply than `MAX_DEPTH`, or more deeply than a path can name, are left out, so that an agent's work can
-    still be graded."""
+    """Make a second tree of the same files (hard links), which can be cut while the first one is in use. Entries that
+    are nested more deeply than `MAX_DEPTH`, or too deeply for a path, are left out, so that an agent's work can still
+    be graded."""
     os.mkdir(target)
     for entry in os.scandir(source):
         other = f"{target}/{entry.name}"

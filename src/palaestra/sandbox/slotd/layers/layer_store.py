@@ -1,10 +1,10 @@
 """Stores the files of slots: one tmpfs per slot, and the immutable layers of sealed slots.
 
 Each store is a tmpfs of its own: its size is the slot's disk limit, and dropping it costs one umount. If the kernel
-supports overlays on an unmounted tmpfs, only a descriptor holds the store. A mount would make every new slot more
-expensive, because a slot begins with a copy of the server's mount namespace.
+supports overlays on an unmounted tmpfs, the store is held by a descriptor alone, because a mount would make every new
+slot more expensive: a slot begins with a copy of the server's mount namespace.
 
-A layer is one upper directory per tree of a root. Layers and stores are kept until their last user releases them.
+A layer is one upper directory for each tree of a root. Layers and stores are kept until their last user releases them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def most_inodes(size_bytes: int) -> int:
 
 
 def copy_attributes(status: os.stat_result, directory: str) -> None:
-    """Give a directory the owner and mode of another one. If that owner does not exist in this user namespace, the
+    """Give a directory the owner and mode in `status`. If that owner does not exist in this user namespace, the
     directory still belongs to the slot's root user."""
     with contextlib.suppress(OSError):
         os.chown(directory, status.st_uid, status.st_gid)
@@ -39,12 +39,13 @@ def copy_attributes(status: os.stat_result, directory: str) -> None:
 
 
 class LayerStore(Counted):
-    """One tmpfs, until its last user releases it. `path` leads to it, in this process and in a fork that keeps `fd`."""
+    """One tmpfs, until its last user releases it. `path` leads to the tmpfs, in this process and in a fork that keeps
+    `fd`."""
 
     fd: int | None = None
 
     def __init__(self, place: str, size_bytes: int, owner: int) -> None:
-        """Take `place` as the mount point of the store, on kernels that need one."""
+        """Make the store. On kernels that need a mount point, it is `place`."""
         options = f"size={size_bytes},nr_inodes={most_inodes(size_bytes)},mode=755,uid={owner},gid={owner}"
         if _can_detach():
             self.fd = _high(syscalls.detached_tmpfs(options))
@@ -55,7 +56,7 @@ class LayerStore(Counted):
             syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
     def unlimit(self) -> None:
-        """Lift the limits, once no slot writes to the store any more: a view of it needs inodes of its own."""
+        """Lift the limits once no slot writes to the store any more, because a view of the store needs new inodes."""
         if self.fd is not None:
             syscalls.reconfigure(self.fd, _UNLIMITED)
             return
@@ -71,7 +72,7 @@ class LayerStore(Counted):
 
 
 def _high(fd: int) -> int:
-    """Return the same descriptor under a number that no fork needs for something else."""
+    """Move a descriptor to a number that no fork needs for something else, and return that number."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_STORE)
     finally:
@@ -80,7 +81,7 @@ def _high(fd: int) -> int:
 
 @functools.cache
 def _can_detach() -> bool:
-    """Return whether overlays work on an unmounted tmpfs (Linux 6.15), tried once."""
+    """Return whether overlays work on an unmounted tmpfs (Linux 6.15). The answer is found once, by trying it."""
     try:
         fd = _high(syscalls.detached_tmpfs("mode=755"))
     except OSError:
@@ -131,7 +132,8 @@ class OverlayLayer(SealedLayer):
 
 @dataclass(frozen=True, slots=True)
 class OverlayFiles:
-    """The files of a slot: its own store, the layers it started from, its trees with all directories below them."""
+    """The files of a slot: its own store, the layers from which it started, and its trees with all directories below
+    them."""
 
     store: LayerStore
     layers: tuple[OverlayLayer, ...]
@@ -151,7 +153,7 @@ class OverlayFiles:
         return f"{self.store.path}/w/{tree.name}"
 
     def release(self) -> None:
-        """Release the store and the layers below it."""
+        """Release the store and the layers from which the slot started."""
         self.store.release()
         for layer in self.layers:
             layer.release()

@@ -1,10 +1,10 @@
 """Computes from a stack of layers the files that overlayfs would show, and the changes in one layer.
 
 The format has two marks (kernel documentation, filesystems/overlayfs). A whiteout is a character device 0:0 and hides
-the entry below. An opaque directory carries the `overlay.opaque` attribute and hides the directory below. The
-attributes are `trusted.` ones, or `user.` ones if the server is not root.
+the entry below. An opaque directory carries the `overlay.opaque` attribute and hides the directory below. The names of
+the attributes start with `trusted.`, or with `user.` if the server is not root.
 
-Layers hold names that an agent chose: no symbolic link is followed.
+Layers hold names that an agent chose, so no symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..files import UNFINISHED, kind_of
 from ..protocol.frames import Fields
 
-MAX_DEPTH = 400  # how deep directories are followed; no program that works with paths gets that deep
+MAX_DEPTH = 400  # deeper directories are not entered; no program that works with paths gets that deep
 _PAUSE_EVERY = 256
 
 
@@ -50,14 +50,14 @@ class Marks:
 
     @staticmethod
     def whiteout(path: str) -> None:
-        """Make a whiteout. Needs no privilege: the kernel lets every user make this device."""
+        """Make a whiteout. This needs no privilege, because the kernel lets every user make this device."""
         os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class StackEntry:
-    """The visible entry at a path. `directories` are the directories merged into it, topmost first; empty for other
-    kinds of entries."""
+    """The visible entry at a path. If it is a directory, `directories` are the directories merged into it, topmost
+    first; otherwise it is empty."""
 
     status: os.stat_result
     path: str
@@ -80,7 +80,7 @@ class Stack:
         return entry
 
     def names(self, path: str) -> set[str]:
-        """Return the names in a directory; empty for another kind."""
+        """Return the names in a directory; empty for an entry of another kind."""
         entry = self.find(path)
         seen: set[str] = set()
         hidden: set[str] = set()
@@ -113,7 +113,7 @@ class Stack:
 
 
 class StackedRoot:
-    """The stacks of all trees of a root as one. Paths have no leading slash."""
+    """Finds paths in the stacks of all trees of a root. Paths have no leading slash."""
 
     def __init__(self, trees: Sequence[tuple[str, Stack]]) -> None:
         self.trees = sorted(((target.strip("/"), stack) for target, stack in trees), reverse=True)
@@ -127,8 +127,8 @@ class StackedRoot:
 
 
 def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | None]:
-    """Yield how a layer changes the stack below it, as objects with path, kind and opaque; None is a pause. The layer
-    may belong to a running slot."""
+    """Yield how a layer changes the stack below it, as objects with path, kind and opaque; None stands for a pause. The
+    layer may belong to a running slot."""
     root = os.open(layer, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield from _walk(root, "", below, marks, hidden=False, depth=0)
@@ -137,7 +137,7 @@ def differences(layer: str, below: Stack, marks: Marks) -> Iterator[Fields | Non
 
 
 def scan(directory: int) -> Generator[None, None, list[tuple[str, os.stat_result]]]:
-    """Yield the entries of a directory, as a job, without unfinished files. Links are not followed."""
+    """Return the entries of a directory, as a job, without unfinished files. Links are not followed."""
     children: list[tuple[str, os.stat_result]] = []
     with os.scandir(directory) as entries:
         for entry in entries:

@@ -1,8 +1,8 @@
 """Limits the memory, processes and processor time of slots through control groups of version 1 or 2.
 
-Each server has a directory below its own group (or at the top of the hierarchy if that group is not visible), with one
-per slot. The server locks its directory as long as it lives. A directory that another process can lock is therefore
-abandoned, and is removed.
+Each server has a directory below its own group (or at the top of the hierarchy if that group is not visible), which
+contains one directory per slot. The server locks its directory as long as it lives. A directory that another process
+can lock is therefore abandoned, and is removed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PERIOD_US = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """One mounted hierarchy: its controllers and our parent directory. A hierarchy of version 2 without controllers,
-    next to version 1, serves slots that share the host's network."""
+    """One mounted hierarchy: its controllers, and the parent of all servers' directories. A hierarchy of version 2
+    without controllers, next to version 1, serves slots that share the host's network."""
 
     version: int
     controllers: tuple[str, ...]
@@ -51,7 +51,7 @@ def find(prefix: str = "") -> list[Hierarchy]:
     return found if {"memory", "pids"} <= covered else []
 
 
-_CLAIMS = 100  # how often a server tries to make its directory while others start or end
+_CLAIMS = 100  # the number of times that a server tries to make its directory while other servers start or end
 
 
 class ServerCgroup:
@@ -67,8 +67,8 @@ class ServerCgroup:
             self._locks.append(self._claim(hierarchy))
 
     def _claim(self, hierarchy: Hierarchy) -> int:
-        """Make and lock one directory. Until it is locked, another server's start may remove it as abandoned, and its
-        end the empty parent."""
+        """Make and lock one directory. Until it is locked, another server may remove it as abandoned when it starts, or
+        remove the empty parent when it ends."""
         directory = f"{hierarchy.parent}/{self._name}"
         for tries_left in reversed(range(_CLAIMS)):
             try:
@@ -85,10 +85,10 @@ class ServerCgroup:
             if os.path.isdir(directory):
                 return lock
             os.close(lock)
-        raise OSError(errno.EBUSY, "other servers keep removing it", directory)
+        raise OSError(errno.EBUSY, "other servers keep removing the directory", directory)
 
     def add(self, slot: str, limits: Fields, prefix: str = "", network: bool = False) -> list[str]:
-        """Make the directories of one slot and set its limits; returns them."""
+        """Make the directories of one slot and set its limits; returns the directories."""
         made = []
         for hierarchy in self._hierarchies:
             if not hierarchy.controllers and not network:
@@ -97,7 +97,7 @@ class ServerCgroup:
             os.mkdir(directory)
             made.append(directory)
             for name, value in _settings(hierarchy, limits):
-                with contextlib.suppress(FileNotFoundError):  # memory+swap needs swap accounting
+                with contextlib.suppress(FileNotFoundError):  # the limit on memory plus swap needs swap accounting
                     write_file(f"{directory}/{name}", value)
         return made
 
@@ -116,7 +116,7 @@ class ServerCgroup:
 
 
 def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
-    """Remove the directories of killed servers; returns their names."""
+    """Remove the directories of killed servers, unless `only_list` is set; returns the names of the directories."""
     gone: set[str] = set()
     for hierarchy in hierarchies:
         with contextlib.suppress(FileNotFoundError):
@@ -132,7 +132,7 @@ def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
 
 
 def oom_kills(directories: list[str]) -> int:
-    """Return how many processes of a slot the kernel has killed for lack of memory so far."""
+    """Return the number of a slot's processes that the kernel has killed so far for lack of memory."""
     for directory in directories:
         for name in ("memory.oom_control", "memory.events"):
             for line in _read(f"{directory}/{name}").splitlines():
@@ -142,7 +142,7 @@ def oom_kills(directories: list[str]) -> int:
 
 
 def remove(directories: list[str]) -> bool:
-    """Remove a slot's directories. Returns False while the kernel still holds one."""
+    """Remove a slot's directories. Returns False if the kernel still holds one of them."""
     kept = [directory for directory in directories if not _remove_tree(directory)]
     return not kept
 

@@ -1,11 +1,11 @@
-"""Stops every process of a slot and lets it continue, from outside: for a consistent copy, or while no agent acts.
+"""Stops every process of a slot from outside and lets it continue later: for a consistent copy, or while no agent acts.
 
 It uses SIGSTOP and SIGCONT instead of the freezer of control groups. This works at every level, a stopped process can
-be killed (a process that version 1 has frozen cannot), and a killed server leaves nothing to undo. However, a program
-in `epoll_wait` or a similar call may see EINTR, as after Ctrl-Z.
+be killed (a process that a version 1 freezer has frozen cannot), and a killed server leaves nothing to undo. However, a
+program in `epoll_wait` or a similar call may see EINTR, as after Ctrl-Z.
 
-Processes that the slot itself had stopped stay stopped. Children continue before their parents, so that no shell finds
-a stopped job. The slot's init is not stopped; it acts only on orders.
+Processes that the slot itself had stopped stay stopped. Children continue before their parents, so that no shell sees a
+stopped job. The slot's init is not stopped; it acts only on orders.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _GONE = {b"Z", b"X"}
 
 
 def freeze(init: int) -> Generator[None, None, list[int]]:
-    """Stop all descendants of a slot's init, as a job; returns the pids for `thaw`. If they do not stop in time, lets
-    those that stopped continue and raises `CannotMake`."""
+    """Stop all descendants of a slot's init, as a job; returns the pids for `thaw`. If a process does not stop in time,
+    lets the stopped processes continue and raises `CannotMake`."""
     stopped: list[int] = []
     asleep: set[int] | None = None
     deadline = time.monotonic() + PATIENCE_S
@@ -53,20 +53,20 @@ def freeze(init: int) -> Generator[None, None, list[int]]:
 
 
 def thaw(stopped: list[int]) -> None:
-    """Let processes that `freeze` has stopped continue, the youngest generation first."""
+    """Let the processes that `freeze` has stopped continue, the youngest generation first."""
     for pid in reversed(stopped):
         _signal(pid, signal.SIGCONT)
 
 
 def maps_files_shared(init: int) -> bool:
-    """Return whether a process of a slot can write to a file through memory, which need not change the file's times;
-    true for a process that cannot be inspected."""
+    """Return whether any process of a slot may be able to write to a file through memory, which need not change the
+    file's times. A process that cannot be inspected counts as able."""
     return any(_maps_shared(pid) for pid, state in descendants(init) if state not in _GONE)
 
 
 def _maps_shared(pid: int) -> bool:
     try:
-        for thread in os.listdir(f"/proc/{pid}/task"):  # one that has ended shows no memory
+        for thread in os.listdir(f"/proc/{pid}/task"):  # a thread that has ended shows no memory
             with open(f"/proc/{pid}/task/{thread}/maps", "rb") as file:
                 modes = [line.split(None, 2)[1] for line in file]
             if modes:
@@ -79,7 +79,8 @@ def _maps_shared(pid: int) -> bool:
 
 
 def _stop_threads(pid: int) -> None:
-    """Stop a process whose main thread waits in the kernel and therefore does not receive the signal to the process."""
+    """Stop each thread of a process, because a main thread that waits in the kernel does not receive a signal that was
+    sent to the process."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
@@ -106,8 +107,8 @@ def descendants(init: int) -> list[tuple[int, bytes]]:
 
 
 def _state(pid: int) -> bytes:
-    """Return the state of a process; if its main thread has ended or waits in the kernel, that of another thread,
-    preferably a running one."""
+    """Return the state of a process. If its main thread has ended or waits in the kernel, return the state of another
+    thread, preferably a running one."""
     state, threads = _stat(f"/proc/{pid}/stat")
     if threads < 2 or state not in (*_GONE, b"D"):
         return state

@@ -1,12 +1,12 @@
 """Prepares the server's own root, and the parts that all of its slots share: lower directories, the base system, the
 user namespace.
 
-The server makes a tmpfs its root and keeps the host's root below it as /host: in a mount namespace of its own and over
-an existing directory, so nothing is created on the host.
+The server makes a tmpfs its root and keeps the host's root below it as /host. It does so in a mount namespace of its
+own and over an existing directory, so nothing is created on the host.
 
-The base system is the lowest tree of slots without an image: top-level directories and an `/etc` of our own. From the
-host's `/etc` it copies only listed files that any user may read: for linking, fonts, time zones and certificates. It
-has no accounts, keys, host name or resolver.
+The base system is the lowest tree of slots without an image: top-level directories and a generated `/etc`. Only listed
+files that any user may read are copied from the host's `/etc`: for linking, fonts, time zones and certificates. The
+base system has no accounts, keys, host name or resolver of the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPTIONS = "mode=755,size=64m"
 _SKELETON, _NETWORK = "/skeleton/base", "/skeleton/network"
 # The lowest tree of every image: directories that must exist, whether the image has them or not.
 _PLACES = "/skeleton/places"
-# Above an image that lacks them: `docker export` leaves files empty if docker mounts over them.
+# Files that are laid over an image that lacks them: `docker export` leaves files empty if docker mounts over them.
 _HOSTS, _RESOLVER = "/skeleton/hosts", "/skeleton/resolver"
 PUBLIC_SETTINGS = (
     "alternatives", "ca-certificates.conf", "crypto-policies", "debian_version", "fonts", "gai.conf", "host.conf",
@@ -89,8 +89,8 @@ class HostSetup:
         return host_trees(self.lowers, (_NETWORK, _SKELETON) if network else (_SKELETON,))
 
     def _lacks_resolver(self, image: str) -> bool:
-        """Return whether an image names no resolver that its slots can reach. In a slot with a device, no resolver
-        listens on the loopback."""
+        """Return whether an image names no resolver that its slots can reach. In a slot with its own network device, no
+        resolver listens on the loopback."""
         if _lacks(image, "etc/resolv.conf", b"nameserver"):
             return True
         lines = _start_of(f"{HOST}{image}/etc/resolv.conf").decode(errors="replace").splitlines()
@@ -139,10 +139,10 @@ def enter_own_root() -> None:
 
 
 def _move_root(place: str) -> None:
-    """Move to a new root in a container that forbids pivot_root: a copy of the old mounts below, and the new root
-    above."""
+    """Move to a new root in a container that forbids pivot_root. The new root is mounted over the old one, and a copy
+    of the old mounts is attached below the new root."""
     syscalls.umount(place)
-    tree = syscalls.open_tree("/", recursive=True)  # before we mount anything in it
+    tree = syscalls.open_tree("/", recursive=True)  # before anything is mounted in it
     try:
         syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, _OPTIONS)
         os.mkdir(f"{place}{HOST}")
@@ -155,7 +155,7 @@ def _move_root(place: str) -> None:
 
 
 def prepare(full: bool, settings: Fields) -> HostSetup:
-    """Make the shared parts. Raises OSError if this kernel or its configuration does not allow it."""
+    """Make the parts that all slots share. Raises OSError if this kernel or its configuration does not allow it."""
     init = native_init.load(HOST)
     privileged = namespaces.is_real_root()
     slots = namespaces.RangeNamespaces() if privileged else None
@@ -181,13 +181,13 @@ def prepare(full: bool, settings: Fields) -> HostSetup:
     _build_network(_RESOLVER, ("resolv.conf",), own_network)
     if owner:
         _give("/skeleton", owner)
-    world.own_devices = prepare_shared(privileged)  # afterwards, so that the host's devices keep their owner
+    world.own_devices = prepare_shared(privileged)  # after `_give`, so that the host's devices keep their owner
     return world
 
 
 def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
-    """Fill an empty directory with the root of slots without an image. `links` are top-level links as on the host,
-    `trees` mount points."""
+    """Fill an empty directory with the root of slots without an image. `links` are the host's top-level links, `trees`
+    are mount points."""
     for name, mode in _DIRECTORIES.items():
         os.mkdir(f"{root}/{name}")
         os.chmod(f"{root}/{name}", mode)
@@ -210,14 +210,14 @@ def _build_base(root: str, links: dict[str, str], trees: Iterable[str]) -> None:
 
 
 def _build_network(root: str, names: Iterable[str], own_network: bool) -> None:
-    """Fill a directory with these files of the host, for slots with the network on. For slots with a network of their
-    own, the resolver is the gateway, which also gets a host name."""
+    """Copy these files from the host's `/etc` into a directory, for slots with the network on. For slots with a network
+    of their own, the gateway becomes the resolver and gets a host name."""
     os.mkdir(f"{root}/etc")
     top = os.open(HOST, os.O_PATH | os.O_DIRECTORY)
     try:
         for name in names:
             with contextlib.suppress(OSError):  # a dangling link, or no resolver
-                # Often a link, which must be followed in the host's root and not in the server's.
+                # The file is often a link, which must be followed in the host's root and not in the server's.
                 fd = syscalls.openat2(top, f"etc/{name}", os.O_RDONLY, syscalls.RESOLVE_IN_ROOT)
                 with open(fd, encoding="utf-8", errors="replace") as file:
                     text = file.read()
@@ -261,7 +261,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def is_private(path: str) -> bool:
-    """Return whether a file has a name that is usual for files with keys or passwords."""
+    """Return whether a file's name is typical of files with keys or passwords."""
     return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in _NEVER_COPIED)
 
 

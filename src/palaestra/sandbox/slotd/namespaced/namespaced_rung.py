@@ -1,15 +1,15 @@
 """The isolation levels `full` and `userns`: slots made of namespaces, over stacks of layers.
 
 The server lays out a slot (its store, its trees with all layers below, its limits); then the slot's init builds and
-confines it by a list of steps (`native_init.py`).
+confines the slot by a list of steps (`native_init.py`).
 
-A checkpoint copies the slot's own change to a store of checkpoints while the slot is stopped. Files that have not
+A checkpoint copies the slot's own changes to a store of checkpoints while the slot is stopped. Files that have not
 changed since the slot's last checkpoint are linked to the copies in that checkpoint. A file counts as unchanged if its
 size and the kernel's time of change are the same, and this time is older than the last copy by a margin (file times are
 coarse). If a process can write to files through memory, which sets no time, everything is copied.
 
-A saved layer is a folder `N/TREE` per layer of a snapshot, topmost first, with whiteouts, marks and owners. It is used
-in place, as a read-only lower, under a shared lock that keeps it from being evicted.
+A snapshot is saved as a folder `N/TREE` for each tree of each layer, topmost layer first, with whiteouts, marks and
+owners. It is used in place, as a read-only lower directory, under a shared lock that keeps it from being evicted.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .host import prepare
 from .native_init import BuildStep, Do
 from .rootfs import Bind, Overlay, RootPlan
 
-# Descriptors of an init: its control socket, the user namespace to enter (or the machine's settings, if it makes one),
-# the encoded steps, the first free one.
+# Descriptors of an init: its control socket, the user namespace to enter (or /proc/sys, if the init makes a namespace),
+# the encoded steps, and the first free number.
 CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
 _SETTINGS = USERS
 
@@ -51,7 +51,7 @@ _DEFAULT_DISK_BYTES = 8 << 30
 
 class NamespaceDriver:
     """Implements `RungDriver`. `group` holds the server's control groups, for `full`. Names of layers contain a token,
-    because a client's snapshot outlives its server and must not name another one's files."""
+    because a client's snapshot outlives its server and must not name another server's files."""
 
     def __init__(self, full: bool, group: cgroups.ServerCgroup | None, settings: Fields) -> None:
         self._host, self._group = prepare(full, settings), group
@@ -62,7 +62,7 @@ class NamespaceDriver:
     def make(self, name: str, fields: Fields, layers: tuple[OverlayLayer, ...]) -> NewSlot:
         image, disk = fields["image"], fields["limits"]["disk_bytes"] or _DEFAULT_DISK_BYTES
         if layers and layers[0].image != image:
-            raise CannotMake("a snapshot starts only slots of the image it was made from")
+            raise CannotMake("a snapshot can only start slots with the image from which it was made")
         try:
             trees = self._host.trees(image, fields["network"])
             binds = self._host.binds(fields["mounts"], image)
@@ -85,7 +85,7 @@ class NamespaceDriver:
         return NewSlot(files, groups, self._init(files, groups, binds, disk, shared, fields), exposed)
 
     def _lay_out(self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str]) -> Tree:
-        """Make the directories of one tree; returns the tree with everything that lies below it."""
+        """Make the directories of one tree; returns the tree with all directories below it."""
         lowers = tuple(layer.trees[tree.name] for layer in layers if tree.name in layer.trees) + tree.lowers
         missing = [place for place in places if not any(os.path.lexists(f"{lower}/{place}") for lower in tree.lowers)]
         if missing:
@@ -116,7 +116,7 @@ class NamespaceDriver:
         """Block metadata addresses if that is possible here. Returns why the slot has no network of its own."""
         directory = self._group.guarded(name, rootfs.HOST) if self._group is not None else None
         if directory is not None:
-            with contextlib.suppress(OSError):  # this kernel takes no programs for sockets
+            with contextlib.suppress(OSError):  # this kernel does not accept programs for sockets
                 self._guard = self._guard or metadata_block.Guard()
                 self._guard.attach(directory)
         return "/dev/net/tun is missing, or may not be opened"
@@ -190,7 +190,7 @@ class NamespaceDriver:
                 yield change and {**change, "path": f"{tree.target.rstrip('/')}/{change['path']}"}
 
     def _trees_below(self, layer: OverlayLayer) -> list[Tree]:
-        """Return the trees that a layer changes, with everything below it."""
+        """Return the trees that a layer changes, with all directories below the layer."""
         trees = []
         for tree in self._host.trees(layer.image, network=False):
             lowers = tuple(below.trees[tree.name] for below in layer.below if tree.name in below.trees) + tree.lowers
@@ -213,17 +213,17 @@ class NamespaceInit:
     root: RootPlan
     shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty one
     groups: tuple[str, ...]
-    user_namespaces: namespaces.RangeNamespaces | None  # where to take one; None makes one in which only uid 0 exists
+    user_namespaces: namespaces.RangeNamespaces | None  # the source of one; with None, the init makes its own
     open_files: int | None
     processes: int | None  # a limit per user, if no control group counts them
     data_bytes: int | None  # a limit per process, if no control group sums them up
-    stores: tuple[int, ...]  # descriptors, from `store.FIRST_STORE` on, that the root's paths name
+    stores: tuple[int, ...]  # descriptors, from `layer_store.FIRST_STORE` on, that the root's paths name
     _taken: int | None = None
 
     @property
     def network(self) -> NetworkScope:
-        """The network of the slot: the host's if the network is on and the slot cannot have its own device, else the
-        slot's own."""
+        """The network of the slot: the host's if the network is on and the slot cannot have its own device, otherwise
+        the slot's own."""
         return NetworkScope.SHARED if self.shared_network else NetworkScope.OWN
 
     @property
@@ -231,8 +231,8 @@ class NamespaceInit:
         return True
 
     def gone(self) -> bool:
-        """Return True: the kernel reports the init's death after that of all others in its
-        namespace."""
+        """Return True, because the kernel reports the init's death only when all other processes of its namespace are
+        dead."""
         self._give_back()
         return True
 
@@ -260,7 +260,7 @@ class NamespaceInit:
             actions = []
             for place, fd in fds.items():
                 source = fd
-                if fd != place and fd < _FREE:  # where another one is about to be put
+                if fd != place and fd < _FREE:  # another descriptor is about to be put at this number
                     source = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE)
                     moved.append(source)
                 actions.append((os.POSIX_SPAWN_DUP2, source, place))
@@ -281,7 +281,7 @@ class NamespaceInit:
         if not self.shared_network:
             yield BuildStep(Do.LOOPBACK)
             for name, value in namespaces.OPEN_PORTS:
-                yield BuildStep(Do.WRITE, (f"/proc/sys/net/ipv4/{name}", value), 1)  # only a convenience
+                yield BuildStep(Do.WRITE, (f"/proc/sys/net/ipv4/{name}", value), 1)  # may fail: only a convenience
         yield BuildStep(Do.HOST_NAME, ("slot",))
         yield BuildStep(Do.UMASK, (), 0)
         yield from rootfs.build(self.root, _FREE)
@@ -297,11 +297,11 @@ class NamespaceInit:
         else:
             yield BuildStep(Do.ENTER, (), USERS, syscalls.CLONE_NEWUSER)
             yield BuildStep(Do.BE_ROOT)
-            if self.processes is not None:  # they are counted per user and namespace, so the slot needs its own
-                # The change of user has closed the process's own /proc entries to it.
+            if self.processes is not None:  # processes are counted per user and namespace, so the slot needs its own
+                # Since the change of user, the process may not write to its own /proc entries.
                 yield BuildStep(Do.PRCTL, (), syscalls.PR_SET_DUMPABLE, 1)
                 yield from _single_user_namespace()
-        # 0 would not keep the kernel from starting the host's program for core dumps; 1 does (core(5)).
+        # A limit of 0 would not keep the kernel from starting the host's program for core dumps; 1 does (core(5)).
         yield BuildStep(Do.LIMIT, (), resource.RLIMIT_CORE, 1)
         for limit, value in (
             (resource.RLIMIT_MSGQUEUE, 0),
@@ -318,7 +318,7 @@ class NamespaceInit:
 
 
 def _single_user_namespace() -> Iterator[BuildStep]:
-    """Yield a new user namespace, in which the process is root and no other user exists."""
+    """Yield the steps to a new user namespace, in which the process is root and no other user exists."""
     yield BuildStep(Do.UNSHARE, (), syscalls.CLONE_NEWUSER)
     yield BuildStep(Do.WRITE, ("/proc/self/setgroups", "deny"), 1)  # the outer namespace may deny it already
     yield BuildStep(Do.WRITE, ("/proc/self/uid_map", "0 0 1"))
@@ -337,7 +337,7 @@ def _tree_of(path: str, trees: tuple[Tree, ...]) -> Tree:
 
 def _advice(error: OSError) -> str:
     if error.errno in (errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
-        return f"{error}: owners cannot be mapped there; use a directory on a local file system, or the level userns"
+        return f"{error}: owners cannot be mapped; use a directory on a local file system, or the level userns"
     return str(error)
 
 
@@ -377,8 +377,8 @@ class DiskStore(LayerStore):
             os.close(tree)
 
     def unlimit(self) -> None:
-        """Raise OSError: limits are lifted only before a write, and this layer is never written."""
-        raise OSError(30, "a snapshot on disk cannot be cut; seal a slot that starts from it, and cut that")
+        """Raise OSError: limits are lifted only before a write, and this layer is never written to."""
+        raise OSError(30, "a snapshot on disk cannot be cut; start a slot from it, seal the slot, and cut its snapshot")
 
     def drop_files(self) -> None:
         syscalls.umount(self.path)
@@ -416,7 +416,7 @@ class OverlayCheckpoints:
         return OverlayLayer(name, store.keep(), trees, files.layers, files.image), copy.copied_bytes
 
     def _make_store(self, number: int) -> LayerStore:
-        """Return a store without a limit: it holds at most the slot's disk limit per checkpoint."""
+        """Return a store without a limit. Each checkpoint in it takes at most the slot's disk limit."""
         store = LayerStore(f"/slots/c{number}", 0, self._owner)
         store.unlimit()
         return store

@@ -3,8 +3,8 @@
 There are two kinds of user namespace. A server that runs as root gives each slot one in which uids 0 to 65535 are a
 private range outside. All slots share the range (they cannot see each other's files or processes), but not the
 namespace: the kernel counts inotify instances, queued signals, message queues and locked memory per namespace, and
-charges them to the user who made it. Each namespace therefore has a separate maker, a uid with no other use. A server
-without root gives each slot a namespace in which only uid 0 exists: the user who started the server.
+charges them to the user who made the namespace. Each namespace therefore has a separate maker, a uid with no other use.
+A server without root gives each slot a namespace in which only uid 0 exists: the user who started the server.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from .. import syscalls
 from ..exec import pipes
 
 _ERRNO = struct.Struct("=i")
-_MOST_OPENED = 4  # descriptors that `open_in` returns
+_MOST_OPENED = 4  # the maximum number of descriptors that `open_in` returns
 
-# The first uid of the range outside: above those that systemd gives to containers, below the sign bit.
+# The first uid of the private range, as seen outside the slots: above the uids that systemd gives to containers, and
+# below the sign bit.
 RANGE_START = 0x70000000
 RANGE_SIZE = 65536
 
-# The first uid that may make a namespace. A server draws its first maker, so that two servers rarely share one.
+# The first uid that may make a namespace. A server draws its first maker at random, so that two servers rarely share
+# a maker.
 _MAKERS_START, _MAKERS = RANGE_START + RANGE_SIZE, 0x0F000000
 _SYS_ADMIN = 1 << 21
 
-# The most that a slot may have if the user who started the server is charged for all slots: paths below /proc/sys.
+# The limits of each slot if the user who started the server is charged for all slots: paths below /proc/sys, values.
 SHARED_COUNTERS = (("user/max_inotify_instances", "32"), ("user/max_inotify_watches", "65536"),
                    ("user/max_fanotify_groups", "0"), ("user/max_fanotify_marks", "0"))  # fmt: skip
 
@@ -49,8 +51,8 @@ def is_real_root() -> bool:
 
 
 class RangeNamespaces:
-    """The user namespaces of one server's slots. The namespace of an ended slot is reused, because its counts are zero
-    again."""
+    """The user namespaces of one server's slots. The namespace of a slot that has ended is reused, because its counts
+    are zero again."""
 
     def __init__(self) -> None:
         self._makers = itertools.count(_MAKERS_START + random.randrange(_MAKERS))
@@ -78,7 +80,8 @@ def make_range_namespace(maker: int = 0) -> int:
                 os.setresuid(maker, maker, maker)
                 syscalls.capset(_SYS_ADMIN)
             syscalls.unshare(syscalls.CLONE_NEWUSER)
-            # The child opens it: in a container without CAP_SYS_PTRACE root may not, once the child is another user.
+            # The child opens its namespace itself: without CAP_SYS_PTRACE, as in a container, root may not open the
+            # namespace of a child that has become another user.
             socket.send_fds(theirs, [b"+"], [os.open("/proc/self/ns/user", os.O_RDONLY)])
             signal.pause()
         finally:
@@ -140,8 +143,9 @@ def open_network(process: int) -> list[int]:
 
 
 def open_in(places: Sequence[int], make: Callable[[], Sequence[int]]) -> list[int]:
-    """Return the descriptors that `make` opens in a network namespace of `open_network`. A child enters the namespace,
-    since without root a process cannot return. Raises OSError if it cannot be entered, or if `make` does."""
+    """Return the descriptors that `make` opens in a network namespace from `open_network`. A child enters the
+    namespace, since a process without root cannot return. Raises OSError if the namespace cannot be entered, or if
+    `make` raises it."""
     network, user = places
     with contextlib.ExitStack() as opened:
         ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -158,8 +162,8 @@ def open_in(places: Sequence[int], make: Callable[[], Sequence[int]]) -> list[in
 
 
 def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[], Sequence[int]]) -> NoReturn:
-    """Open the descriptors in the child and send them. The owner of a user namespace has rights in it only from
-    inside."""
+    """Open the descriptors in the child and send them. Without root, the child enters the user namespace first: its
+    owner has rights only inside it."""
     try:
         try:
             syscalls.setns(network, syscalls.CLONE_NEWNET)

@@ -1,11 +1,11 @@
 """Loads the init program of slots with namespaces, and encodes the steps by which it builds and confines a slot.
 
-The program is pid 1 of each slot, built from `native/*.c` and kept in a sealed memory file. An idle slot with native
-code costs kilobytes instead of megabytes. `hatch_build.py` builds it on installation; wheels carry it. The binary's
-name holds the digest of its sources, so a stale one is not used.
+The program is pid 1 of each slot, built from `native/*.c` and kept in a sealed memory file. It is native code, so an
+idle slot costs kilobytes instead of megabytes. `hatch_build.py` builds the program on installation; wheels contain it.
+The binary's name holds the digest of its sources, so a stale binary is not used.
 
 The server lists the steps and `native/steps.c` performs them in order; everything that depends on this machine is
-decided here. The first step that fails ends the slot. Encoding of a step:
+decided here. The first step that fails ends the slot. A step is encoded as:
 
     u16 operation, u16 number of strings, u32 length of the strings, i64 a, i64 b, then the strings, each ended by a NUL
     (for FILTER: the program's bytes as they are)
@@ -28,7 +28,7 @@ SOURCES = ("init.c", "steps.c", "steps.h")  # the sources, in the order in which
 _MFD_EXEC = 0x10
 _ANSWER = 100
 FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "native")  # sources and binaries
-_TO_BUILD = "install a C compiler (a package like gcc, or `pip install ziglang`), then install palaestra again"
+_TO_BUILD = "install a C compiler (a package such as gcc, or `pip install ziglang`), then install palaestra again"
 
 
 class NoInit(OSError):
@@ -36,7 +36,7 @@ class NoInit(OSError):
 
 
 def binary_name(machine: str, sources: Sequence[bytes]) -> str:
-    """Return the file name of the binary for a machine built from these sources."""
+    """Return the file name of the binary that is built from these sources for a machine."""
     return f"init-{machine}-{hashlib.sha256(b''.join(sources)).hexdigest()[:12]}"
 
 
@@ -50,7 +50,7 @@ def load(prefix: str = "") -> int:
     except FileNotFoundError:
         entries = os.listdir(folder) if os.path.isdir(folder) else []
         stale = any(entry.startswith(f"init-{syscalls.MACHINE}-") for entry in entries)
-        was = "was built from another version of its source" if stale else "was not built"
+        was = "was built from a different version of its source" if stale else "was not built"
         raise NoInit(f"the program that runs as pid 1 of each slot {was}; {_TO_BUILD}") from None
     except OSError as error:
         raise NoInit(f"the program that runs as pid 1 of each slot cannot be read: {error}") from None
@@ -66,7 +66,7 @@ def _read(path: str) -> bytes:
 
 
 def _sealed(content: bytes) -> int:
-    """Return the content as an executable file that cannot be changed."""
+    """Return a descriptor of an executable file with this content, which cannot be changed."""
     try:
         memory = os.memfd_create("slot-init", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_EXEC)
     except OSError:  # kernels before 6.3 neither know nor need the last flag
@@ -77,8 +77,8 @@ def _sealed(content: bytes) -> int:
             view = view[os.write(memory, view) :]
         seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)
-        # A process whose program its user cannot read belongs to the program's owner: the slot's root, who is nobody
-        # outside, cannot inspect it.
+        # A process whose program its user cannot read belongs to the program's owner. The slot's root, who has no
+        # rights outside the slot, therefore cannot inspect the init.
         os.fchmod(memory, 0o111)
         return os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
@@ -86,7 +86,7 @@ def _sealed(content: bytes) -> int:
 
 
 def _answers(program: int) -> bool:
-    """Return whether the init runs here and reports the version of the orders that the server uses."""
+    """Return whether the init runs here and supports the version of orders that the server uses."""
     try:
         pid = os.posix_spawn(f"/proc/self/fd/{program}", ["slot-init", "--version"], {})
     except OSError:
@@ -99,7 +99,7 @@ _STEP = struct.Struct("=HHIqq")
 
 
 class Do(IntEnum):
-    """The operations, with the meaning of the numbers a and b and of the strings in brackets."""
+    """The operations. Brackets give the meaning of the numbers a and b, then of the strings."""
 
     JOIN = 1  # move to a control group. [directory]
     UNSHARE = 2  # [a: flags]
@@ -135,7 +135,7 @@ class BuildStep:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> BuildStep:
-    """Return a MOUNT."""
+    """Return a MOUNT step."""
     return BuildStep(Do.MOUNT, (source, target, kind, options), flags)
 
 

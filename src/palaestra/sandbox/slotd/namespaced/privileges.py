@@ -1,7 +1,8 @@
 """Limits the privileges of a slot's root user: which capabilities it has, and which system calls no command may make.
 
 The capabilities are those that ordinary programs need on their own files and processes. They hold in the slot's user
-namespace only; none lets a process mount, trace across namespaces, load, configure or create devices.
+namespace only. None of them allows a process to mount file systems, trace across namespaces, load kernel modules,
+configure the kernel or create devices.
 
 The filter is a classic BPF program for x86-64 and aarch64, with a deny list. It blocks parts of the kernel that
 ordinary programs do not use and that namespaces do not contain (io_uring, bpf, keyrings, AIO, vsock sockets, foreign
@@ -33,7 +34,7 @@ def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
             try:
                 syscalls.prctl(syscalls.PR_CAPBSET_DROP, capability)
             except OSError as error:
-                if error.errno == 22:  # beyond the last one this kernel knows
+                if error.errno == 22:  # beyond the last capability that this kernel knows
                     break
                 raise
     syscalls.prctl(syscalls.PR_CAP_AMBIENT, 4)
@@ -46,18 +47,18 @@ _EINVAL, _ENOMEM, _EOPNOTSUPP, _NO_PROTOCOL = 0x50016, 0x5000C, 0x5005F, 0x5005D
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2, _ARGUMENT_3, _ARGUMENT_5 = 0, 4, 16, 24, 32, 40, 56
 
 _NAMESPACE_FLAGS = 0x7E020000
-# unix, inet, inet6, netlink. Others (vsock, packet, alg, …) cross network namespaces or are not needed.
+# unix, inet, inet6, netlink. Other families (vsock, packet, alg, …) cross network namespaces or are not needed.
 _FAMILIES = (1, 2, 10, 16)
 _UNIX, _INET, _NETLINK = 1, (2, 10), 16
-# Interfaces, addresses and routes; and sockets, which are those of the network namespace. The other protocols carry
+# These two report interfaces, addresses and routes, and the sockets of the network namespace. The other protocols carry
 # messages between processes, configure the kernel, or report events of the whole machine.
 _NETLINK_ROUTE, _NETLINK_SOCK_DIAG = 0, 4
-# The default of the type, ICMP, TCP, UDP, ICMP of version 6. For others, the kernel may load a module.
+# The default of the type, ICMP, TCP, UDP, ICMPv6. For other protocols, the kernel may load a module.
 _INET_PROTOCOLS = (0, 1, 6, 17, 58)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
-# The page cache of files that slots share outlives them: calls that report or change which pages are in it would work
-# as memory that other slots can read (mincore, fadvise64, readahead, cachestat, process_madvise).
+# The page cache of files that slots share outlives the slots. Through calls that report or change which pages it holds
+# (mincore, fadvise64, readahead, cachestat, process_madvise), slots could pass information to each other.
 _ABSENT = {
     "x86_64": {
         "bpf": 321, "userfaultfd": 323, "perf_event_open": 298, "mincore": 27, "fadvise64": 221, "readahead": 187,
@@ -98,8 +99,8 @@ _IPC = {
     "aarch64": {"shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180},
 }
 
-# Calls that change limits, priority or processors of a process, with the argument that is 0 for the caller: prlimit64,
-# setpriority, ioprio_set, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr.
+# Calls that change the limits, priority or processors of a process, with the position of the argument that is 0 for the
+# caller: prlimit64, setpriority, ioprio_set, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr.
 _ON_OTHERS = {
     "x86_64": {302: _ARGUMENT_0, 141: _ARGUMENT_1, 251: _ARGUMENT_1, 142: _ARGUMENT_0, 144: _ARGUMENT_0,
                203: _ARGUMENT_0, 314: _ARGUMENT_0},
@@ -129,7 +130,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 
 def supported() -> bool:
-    """Return whether there is a table for this architecture; without one no slot is made."""
+    """Return whether there is a table of system calls for this architecture. Without a table, no slot is made."""
     return syscalls.MACHINE in _AUDIT
 
 
@@ -140,7 +141,7 @@ def program(
     without namespaces. `inet` False blocks internet sockets. `ipc` False blocks System V objects and message queues,
     which would outlive the slot. `unix` False blocks sockets with a path or a name, through which services of the host
     can be reached (socket pairs still work). `own_user` False keeps each process from changing the limits and
-    priorities of others, which may be the user's."""
+    priorities of other processes, which may belong to the user and not to the slot."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -185,7 +186,8 @@ def install(*, inet: bool = True, ipc: bool = True, unix: bool = True, own_user:
 
 
 def _protocols(socket: int, families: Sequence[int], allowed: Sequence[int]) -> list[Instruction]:
-    """Refuse sockets of these families unless their protocol is one of `allowed`, and continue with the next rule."""
+    """Return the clause that refuses sockets of these families unless their protocol is one of `allowed`, and otherwise
+    continues with the next rule."""
     refuse = [(_LOAD, 0, 0, _ARGUMENT_2), *_unless(allowed, _NO_PROTOCOL)]
     count = len(families)
     others = [(_EQUAL, count - index, 0, family) for index, family in enumerate(families)]

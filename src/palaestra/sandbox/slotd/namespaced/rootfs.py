@@ -51,10 +51,11 @@ _PROC_HIDDEN = (
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A directory or file, named by its path in the server's root, that a slot sees read-only.
+    """A directory or file that a slot sees read-only. `source` is its path in the server's root.
 
-    A directory is mounted through an overlay, so that each slot has inodes of its own: locks, leases and watches on
-    them do not reach other slots or the host. A directory with further mounts below it is bound unchanged.
+    If `layered`, it is a directory that is mounted through an overlay, so that each slot has inodes of its own, and
+    locks, leases and watches on them do not reach other slots or the host. A directory with other mounts below it is
+    bound unchanged.
     """
 
     source: str
@@ -64,7 +65,7 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """One overlay to be mounted."""
+    """The settings for one overlay mount."""
 
     target: str
     lowers: tuple[str, ...]
@@ -86,8 +87,8 @@ class RootPlan:
 
 
 class Lowers:
-    """Host directories prepared as lowers and mounts, each once per server. With `idmap`, a user namespace, files of
-    the host's root user appear to belong to the slot's root user."""
+    """Prepares host directories as lower directories and mounts, each once per server. With `idmap`, a user namespace,
+    files of the host's root user appear to belong to the slot's root user."""
 
     def __init__(self, idmap: int | None) -> None:
         self._idmap = idmap
@@ -95,8 +96,8 @@ class Lowers:
         self._whole: set[str] = set()
 
     def get(self, path: str, owned: bool = True) -> str:
-        """Return the path for mounting the host's `path`. Unless `owned`, the owners of its files do not exist in the
-        slot. Raises OSError if it is missing or cannot be mapped."""
+        """Return the path from which the host's `path` can be mounted. Unless `owned`, the owners of its files do not
+        exist in the slot. Raises OSError if `path` is missing or cannot be mapped."""
         source = f"{HOST}{path}"
         status = os.stat(source)
         key = (path, owned, (status.st_dev, status.st_ino))
@@ -105,8 +106,8 @@ class Lowers:
         return self._known[key]
 
     def bind(self, path: str, target: str) -> Bind:
-        """Return the read-only mount of the host's `path` at `target`. The slot's root user owns its files only if it
-        could not read them otherwise, because the kernel tells the owner of a file more about it than other users."""
+        """Return the read-only mount of the host's `path` at `target`. The slot's root user owns the files only if it
+        could not read them otherwise, because the kernel reveals more about a file to its owner than to other users."""
         private = os.stat(f"{HOST}{path}").st_mode & _OPEN_TO_ALL != _OPEN_TO_ALL
         source = self.get(path, owned=private)
         return Bind(source, target, os.path.isdir(source) and source not in self._whole)
@@ -120,7 +121,7 @@ class Lowers:
         try:
             tree, recursive = syscalls.open_tree(source), False
         except OSError:
-            # Without root, a directory that has mounts below it can only be taken whole.
+            # Without root, a directory that has mounts below it can only be copied together with them.
             tree, recursive = syscalls.open_tree(source, recursive=True), True
             self._whole.add(target)
         try:
@@ -133,8 +134,8 @@ class Lowers:
 
 
 def prepare_shared(own_devices: bool) -> bool:
-    """Make the shared /dev and the empty directory that hides others, once and read-only. Returns whether its devices
-    are files of its own (as wanted by `own_devices`), and not the host's, which must be mounted as they are."""
+    """Make the shared /dev, and the empty directory that hides other directories, both read-only. Returns whether the
+    /dev has device files of its own (requested by `own_devices`) instead of mounts of the host's device files."""
     read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC
     os.mkdir(_DEV, 0o755)
     syscalls.mount("tmpfs", _DEV, "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755,nr_inodes=64")
@@ -155,12 +156,12 @@ def prepare_shared(own_devices: bool) -> bool:
 
 
 def _present_devices() -> list[str]:
-    """Return the usual devices that exist here: the /dev of an Apptainer container has no full."""
+    """Return the usual devices that exist here. For example, the /dev of an Apptainer container has no `full`."""
     return [name for name in _DEVICES if os.path.exists(f"{HOST}/dev/{name}")]
 
 
 def _make_devices() -> bool:
-    """Make files for the devices; returns whether this process may, and they work."""
+    """Make files for the devices; returns whether this process may make them, and they work."""
     try:
         for name in _present_devices():
             os.mknod(f"{_DEV}/{name}", 0o666 | stat.S_IFCHR, os.stat(f"{HOST}/dev/{name}").st_rdev)
@@ -208,7 +209,7 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
     yield from _volatile(plan, f"/proc/self/fd/{inside}")
     for bind in plan.binds:
         target = bind.target.lstrip("/")
-        if target.startswith("tmp/"):  # fresh and empty, so it holds no links
+        if target.startswith("tmp/"):  # the slot's /tmp is new and empty, so it holds no links
             names = target.split("/")
             yield from (BuildStep(Do.MKDIR, ("/".join(names[:count]),), 0o777, 1) for count in range(2, len(names) + 1))
         yield BuildStep(Do.OPEN_INSIDE, (target,), inside, root)
@@ -223,7 +224,7 @@ def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
 
 def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
     options = [f"lowerdir={':'.join(overlay.lowers)}", f"upperdir={overlay.upper}", f"workdir={overlay.work}"]
-    # Without these options a layer would refer to the layers below it, and could not be cut to a view.
+    # With the kernel's defaults, a layer could refer to the layers below it, and could then not be cut to a view.
     options += ["userxattr"] if plan.user_xattrs else ["redirect_dir=nofollow", "metacopy=off", "index=off", "volatile"]
     target = plan.stage + overlay.target.rstrip("/")
     return native_init.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, ",".join(options))
@@ -231,7 +232,7 @@ def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
 
 def _volatile(plan: RootPlan, tmp: str) -> Iterator[BuildStep]:
     """Mount one file system for /dev/shm and /tmp, which are in no snapshot; its size limits both together."""
-    # The number of inodes also limits extended attributes, which no size counts.
+    # The number of inodes also limits extended attributes, which do not count against the size.
     options = f"size={plan.tmp_bytes},nr_inodes={most_inodes(plan.tmp_bytes)},mode=755"
     yield native_init.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name in ("tmp", "shm"):
@@ -242,12 +243,12 @@ def _volatile(plan: RootPlan, tmp: str) -> Iterator[BuildStep]:
 
 
 def _dev(plan: RootPlan) -> Iterator[BuildStep]:
-    if plan.own_devices:  # through an overlay, so that each slot has inodes, and so locks and watches, of its own
+    if plan.own_devices:  # through an overlay, so that each slot has its own inodes, and thus its own locks and watches
         flags = MS_RDONLY | MS_NOSUID | MS_NOEXEC
         yield native_init.mount("overlay", "dev", "overlay", flags, f"lowerdir={_DEV}:{_EMPTY}")
     else:
         yield native_init.mount(_DEV, "dev", flags=MS_BIND | MS_REC)
-    # The kernel has one number of terminals for all slots.
+    # The kernel has one limit on the number of terminals for all slots together.
     options = f"newinstance,ptmxmode=0666,mode=620,uid={plan.owner},gid={plan.owner},max={_MOST_TERMINALS}"
     yield native_init.mount("devpts", "dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
 
@@ -267,8 +268,8 @@ def _proc() -> Iterator[BuildStep]:
 
 @functools.cache
 def _kernel_entries() -> tuple[list[str], list[str], list[str]]:
-    """Return the entries of every /proc of this kernel: those to make read-only, the directories and the files to
-    hide."""
+    """Return entries that every /proc of this kernel has: the entries to make read-only, the directories to hide, and
+    the files to hide."""
     read_only = [name for name in _PROC_READ_ONLY if os.path.lexists(f"/proc/{name}")]
     hidden = [name for name in _PROC_HIDDEN if os.path.lexists(f"/proc/{name}")]
     directories = [name for name in hidden if os.path.isdir(f"/proc/{name}")]

@@ -1,11 +1,11 @@
 /* Pid 1 of a slot: builds the slot around itself by the steps it is given (steps.c), then starts commands, reaps
- * processes and kills process trees. It is native code for its size: a few dozen kilobytes per idle slot instead of
- * megabytes, and none of the server's memory to copy when a slot is made.
+ * processes and kills process trees. It is native code to stay small: an idle slot takes a few dozen kilobytes instead
+ * of megabytes, and none of the server's memory is copied when a slot is made.
  *
  * Descriptor 3 is the control socket, a SOCK_SEQPACKET; protocol/init_messages.py describes orders and reports. An
  * order may bring a second such socket, the line. Reports on a command go to the socket from which its order came, and
- * each side has names of its own for the commands it starts. Run as `init --version` it exits with 100 + the version of
- * those structs, by which the server finds out that it runs here.
+ * each side has its own names for the commands that it starts. Run as `init --version`, it exits with 100 + the version
+ * of those structs, which shows the server that the program runs here.
  *
  * It uses no library: it is linked statically and may run over any root file system.
  */
@@ -60,7 +60,7 @@ _Static_assert(sizeof(struct report) == 32, "as in init_messages.py");
 
 /* ---- Commands that run: their main process and when it was started, in clock ticks since boot. */
 
-/* A time in ticks since boot, and the last pid given out by then; zeros mean the beginning. */
+/* A time in ticks since boot, and the last pid that had been assigned by then; zeros mean the beginning. */
 struct moment {
     int64_t ticks, pid;
 };
@@ -159,10 +159,10 @@ struct start {
     const char *cwd;
     char **argv, **env;
     int *fds;
-    volatile int error, in_cwd; /* written by the child, which shares this memory until it has executed */
+    volatile int error, in_cwd; /* written by the child, which shares this memory until it executes the program */
 };
 
-/* Executes the program, looked up in the command's own PATH as a shell would. Returns the errno when it cannot. */
+/* Executes the program, looked up in the command's own PATH as a shell would. Returns the errno if that fails. */
 static int execute(struct start *start) {
     const char *program = start->argv[0], *path = "";
     if (strchr(program, '/')) {
@@ -192,8 +192,8 @@ static int execute(struct start *start) {
     }
 }
 
-/* The child between vfork and exec: only system calls. Places above those of the standard descriptors and the control
- * socket may be where a descriptor still lies, so then the descriptors are moved out of the way first. */
+/* Runs in the child between vfork and exec, so it makes only system calls. A place above the control socket may have
+ * the number of a descriptor that is still needed; if there is such a place, all descriptors are moved above it first. */
 static void become(struct start *start) {
     int highest = 0;
     setsid();
@@ -290,12 +290,12 @@ static int read_process(const char *name, struct process *process) {
         return 0;
     text[size] = 0;
     *process = (struct process){.pid = atoi(name)};
-    rest = strrchr(text, ')'); /* the name before it can hold anything */
+    rest = strrchr(text, ')'); /* the name before it can contain anything */
     int threads;
     if (!rest || sscanf(rest + 1, " %c %d %*d %d %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %d %*s %llu", &state,
                         &process->parent, &process->session, &threads, &process->started) != 5)
         return 0;
-    process->zombie = (state == 'Z' || state == 'X') && threads < 2; /* else only its main thread has ended */
+    process->zombie = (state == 'Z' || state == 'X') && threads < 2; /* else only the main thread has ended */
     return 1;
 }
 
@@ -326,8 +326,8 @@ static int younger(const struct process *process, struct moment than) {
            || ((int64_t)process->started == than.ticks && process->pid > than.pid);
 }
 
-/* Marks every living process; returns how many are to be killed: those of the command. What it started up to the moment
- * `after` is left alone, with what comes from that; with `spare` its main process is. */
+/* Marks every living process, and returns the number of processes to kill, which are those of the command. Processes
+ * that started up to the moment `after` are spared, with their descendants; with `spare`, so is the main process. */
 static size_t mark_tree(struct command command, struct moment after, int spare) {
     size_t members = 0;
     int always = !after.ticks;
@@ -375,7 +375,7 @@ static int kill_tree(struct command command, struct moment after, int spare) {
         for (size_t i = 0; i < table_size; i++)
             if (table[i].side == 'm')
                 kill(table[i].pid, SIGKILL);
-        nanosleep(&(struct timespec){.tv_nsec = 300000}, NULL); /* the killed are being torn down */
+        nanosleep(&(struct timespec){.tv_nsec = 300000}, NULL); /* the kernel tears down the killed processes */
         reap();
     }
     kill(-1, SIGKILL);
@@ -433,7 +433,7 @@ static void obey(char *data, size_t size, int *fds, int asker) {
         line = fcntl(fds[0], F_DUPFD_CLOEXEC, CONTROL + 1);
 }
 
-/* An order in a memory file. A private mapping, so that it can be ended with a NUL whatever its length. */
+/* Obeys an order in a memory file. The order is copied to a longer mapping, so that it ends with a NUL. */
 static void obey_long(int *fds, int asker) {
     struct stat status;
     if (fstat(fds[0], &status) < 0)
@@ -452,7 +452,7 @@ static void obey_long(int *fds, int asker) {
     munmap(data, size + 1);
 }
 
-/* Takes one order; returns 0 when the other side has closed the socket. */
+/* Receives and obeys one order; returns 0 if the other side has closed the socket. */
 static int take(int asker) {
     static _Alignas(struct order) char data[MAX_DATAGRAM + 4096];
     char ancillary[CMSG_SPACE(sizeof(int) * MAX_FDS)];
@@ -472,7 +472,7 @@ static int take(int asker) {
     for (int i = count; i <= MAX_FDS; i++)
         fds[i] = -1;
     int received[MAX_FDS];
-    memcpy(received, fds, sizeof received); /* the child, which shares this memory, moves its own */
+    memcpy(received, fds, sizeof received); /* the child, which shares this memory, changes `fds` */
     if (((struct order *)data)->kind == ORDER_LONG)
         obey_long(fds, asker);
     else
@@ -506,7 +506,7 @@ static int build(void) {
 int main(int count, char **arguments) {
     if (count > 1 && !strcmp(arguments[1], "--version"))
         return ANSWER + VERSION;
-    if (fcntl(CONTROL, F_SETFD, FD_CLOEXEC) < 0) /* no command may have it */
+    if (fcntl(CONTROL, F_SETFD, FD_CLOEXEC) < 0) /* no command may inherit it */
         return 1;
     prctl(PR_SET_NAME, "slot-init", 0, 0, 0);
     if (count > 1 && !strcmp(arguments[1], "--build") && build() < 0)
@@ -531,8 +531,8 @@ int main(int count, char **arguments) {
             continue;
         if (watched[1].revents) {
             struct signalfd_siginfo gone[2];
-            (void)!read(children, gone, sizeof gone); /* however many have ended, it is pending once */
-            reap(); /* and sleep: the receiver of a report may be waiting for this processor */
+            (void)!read(children, gone, sizeof gone); /* the signal is pending once, however many have ended */
+            reap(); /* then sleep, because the receiver of a report may be waiting for this processor */
         }
         if (watched[2].revents && !take(line)) {
             close(line);

@@ -124,7 +124,7 @@ static int keep_capabilities(uint64_t kept) {
     for (int capability = 0; capability <= LAST_CAPABILITY; capability++) {
         if (kept >> capability & 1 || prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0)
             continue;
-        if (errno == EINVAL) /* beyond the last one this kernel knows */
+        if (errno == EINVAL) /* beyond the last capability that this kernel knows */
             break;
         return -1;
     }

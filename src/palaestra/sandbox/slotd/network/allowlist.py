@@ -4,9 +4,9 @@
     example.org:8443       this name, this port                 [2001:db8::1]:443   an address of version 6
     *.example.org:*        every name below it, every port      *                   every name
 
-A name is allowed as a name; the proxy resolves it and connects to the address that was checked. Addresses of cloud
-metadata services (they give credentials) are always refused. So are addresses that no listed name should resolve to: a
-name that resolves to this host's loopback is an attack on this host.
+A listed name allows only requests that use the name; the proxy resolves it and connects to the address that was
+checked. Addresses of cloud metadata services, which give out credentials, are always refused. So are addresses to which
+no listed name should resolve: a name that resolves to this host's loopback is an attack on this host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Range = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# The proxy's port on the loopback of every slot with a list; otherwise only the slot itself can listen there.
+# The proxy's port on the loopback of every slot with a list of hosts. Except for the proxy, only the slot's own
+# programs can listen on that loopback.
 PROXY_PORT = 3128
 _USUAL_PORTS = frozenset({80, 443})
 
@@ -37,17 +38,17 @@ METADATA: tuple[Range, ...] = tuple(
     )
 )
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "metadata.goog", "instance-data"})
-# Addresses of version 6 that end in one of version 4 to which a gateway translates them (RFC 6052, RFC 8215).
+# IPv6 addresses that end in the IPv4 address to which a gateway translates them (RFC 6052, RFC 8215).
 TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-# The same for networks of one's own, whose prefix may be longer: it decides which bytes are the address.
+# The same for local networks, whose prefix may be longer; its length decides which bytes are the IPv4 address.
 TRANSLATED_LOCALLY = ipaddress.IPv6Network("64:ff9b:1::/48")
 _TRANSLATED_BYTES = ((6, 7, 9, 10), (7, 9, 10, 11), (9, 10, 11, 12), (12, 13, 14, 15))
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One entry: a name (with `*.` before it, all names below it) or a range of addresses. If `ports` is None, the
-    entry covers every port."""
+    """One entry: a name (`*.` before the name means all names below it) or a range of addresses. If `ports` is None,
+    the entry covers every port."""
 
     name: str
     range: Range | None
@@ -66,7 +67,7 @@ class Rule:
 
 
 def parse(entry: str) -> Rule:
-    """Return one entry of a list. Raises ValueError for an invalid one."""
+    """Return the rule for one entry of a list. Raises ValueError for an invalid entry."""
     host, ports = _split(entry.strip())
     bare = host[2:] if host.startswith("*.") else host
     if host == "*":
@@ -78,7 +79,7 @@ def parse(entry: str) -> Rule:
     except ValueError:
         pass
     if not bare or not all(character.isalnum() or character in "-_." for character in bare) or ".." in bare:
-        raise ValueError(f"{entry!r} is neither host nor address: write example.org, *.example.org:443, 10.0.0.0/8")
+        raise ValueError(f"{entry!r} is not a host or address: write example.org, *.example.org:443 or 10.0.0.0/8")
     return Rule(normal(host), None, ports)
 
 
@@ -94,7 +95,7 @@ def _split(entry: str) -> tuple[str, frozenset[int] | None]:
 
 
 def normal(host: str) -> str:
-    """Return a host name in the form in which names are compared: lower case, in the DNS alphabet, without the root's
+    """Return a host name in the form in which names are compared: lower case, in the DNS alphabet, without a final
     dot."""
     host = host.strip("[]").rstrip(".").lower()
     try:
@@ -124,11 +125,11 @@ def refusal(rules: Sequence[Rule], host: str, port: int) -> str | None:
 def address_refusal(host: str, address: Address) -> str | None:
     """Return the reason to refuse an address of a listed host; None if slots may connect to it."""
     if is_metadata(address):
-        return f"{host} is {address}, which serves cloud metadata; no slot may reach it"
+        return f"{host} resolves to {address}, which serves cloud metadata; no slot may reach it"
     if literal(host) is not None or host == "localhost":
         return None  # the list names it explicitly
     if any(one.is_loopback or one.is_unspecified or one.is_multicast for one in meanings(address)):
-        return f"{host} is {address}, which is not a host of the network; list the address if you mean it"
+        return f"{host} resolves to {address}, which is not a host of the network; list the address if you mean it"
     return None
 
 
@@ -138,12 +139,12 @@ def is_metadata_name(host: str) -> bool:
 
 
 def is_metadata(address: Address) -> bool:
-    """Return whether an address, however it is written, is one at which clouds serve metadata."""
+    """Return whether clouds serve metadata at an address, in whichever form it is written."""
     return any(one in network for one in meanings(address) for network in METADATA if one.version == network.version)
 
 
 def meanings(address: Address) -> list[Address]:
-    """Return the address, and the addresses of version 4 that it contains according to the standards."""
+    """Return the address, and the IPv4 addresses that it contains according to the standards."""
     if isinstance(address, ipaddress.IPv4Address):
         return [address]
     inner = [address.ipv4_mapped, address.sixtofour, address.teredo[1] if address.teredo else None]

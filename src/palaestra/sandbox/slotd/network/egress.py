@@ -1,7 +1,7 @@
-"""Gives slots network access from the server: opens their devices and listening sockets, and starts the process that
-serves both.
+"""Gives slots network access: opens their network devices and listening sockets, and starts the process that serves
+them.
 
-The process is forked for the first such slot, and again if it has died: the server keeps the descriptors.
+The process is forked for the first such slot, and again if it has died, because the server keeps the descriptors.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class EgressGates:
         self._pid = self._process = -1
 
     def open(self, slot: ServerSlot, allow: list[str] | None) -> None:
-        """Open a slot's proxy port or, if the slot has no list of hosts, its network device. Raises OSError if its
-        network cannot be entered."""
+        """Open a slot's proxy port or, if the slot has no list of hosts, its network device. Raises OSError if the
+        slot's network cannot be entered."""
         name = slot.name
         message: Fields = {"slot": name, "ports": self.ports}
         if allow is None:
@@ -82,7 +82,7 @@ class EgressGates:
         assert self._control is not None
         gate = self._gates[slot]
         message = json.dumps(gate.message).encode()
-        with contextlib.suppress(OSError):  # it has died; the next one gets all listeners
+        with contextlib.suppress(OSError):  # the process has died; the next one gets all descriptors
             socket.send_fds(self._control, [message], gate.fds)
 
     def _on_death(self) -> None:
@@ -100,7 +100,8 @@ class EgressGates:
 
 
 def _become_proxy(control: socket.socket) -> None:
-    """Serve as the proxy, in the child, at the host's root: it needs modules and the resolver's settings."""
+    """Serve as the proxy, in the child, at the host's root, because the proxy needs modules and the resolver's
+    settings."""
     try:
         syscalls.set_name("slot-proxy")
         root = HOST if os.path.isdir(HOST) else None

@@ -1,7 +1,7 @@
 """Forwards HTTP requests in absolute form and CONNECT to destinations that a judge allows.
 
-`proxy.py` runs it for slots, in a process of its own; other proxies of this project use it too. The owner of a listener
-passes each connection to `Forwarder.accept`.
+`proxy.py` runs a `Forwarder` for slots, in a separate process; other proxies of this project use the class too. The
+owner of a listener passes each connection to `Forwarder.accept`.
 
 Invariant: the requested host and every address found for it are judged, and the connection goes to the judged address.
 A name is resolved only once, so a second answer cannot differ.
@@ -28,7 +28,7 @@ _HOP_BY_HOP = ("connection", "keep-alive", "proxy-connection", "proxy-authorizat
 
 
 class Refused(Exception):
-    """An answer in place of a connection: an HTTP status and a readable line."""
+    """An answer in place of a connection: an HTTP status and a line of text."""
 
     def __init__(self, status: str, text: str, header: str = "") -> None:
         super().__init__(text)
@@ -36,7 +36,8 @@ class Refused(Exception):
 
 
 class Judge(Protocol):
-    """Returns why a host, or an address found for it, may not be reached; None if it may."""
+    """Decides which hosts, and which addresses found for them, may be reached. Each method returns the reason to refuse
+    one, or None to allow it."""
 
     def refusal(self, host: str, port: int) -> str | None: ...
 
@@ -44,8 +45,8 @@ class Judge(Protocol):
 
 
 class Forwarder:
-    """Serves at most `most` connections at a time; with a `key`, only clients that send it (RFC 9110, 11.7.2).
-    `refused` gets the host, the port and the reason of every refused connection."""
+    """Serves at most `most` connections at a time. With a `key`, it serves only clients that send the key (RFC 9110,
+    11.7.2). `refused` is called with the host, the port and the reason for every refused connection."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Forwarder:
             head += f"Proxy-Status: {PROXY_NAME}; error=http_request_denied\r\n{refused.header}"
             writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # no error: one side, or the slot, is gone
+            pass  # one side of the connection, or the slot, is gone
         finally:
             self._connections.discard(task)
             writer.close()
@@ -117,10 +118,10 @@ class Forwarder:
         given = [value.strip() for name, _, value in lines if name.strip().lower() == b"proxy-authorization"]
         if self._key and not any(hmac.compare_digest(each[:6].lower() + each[6:], wanted) for each in given):
             header = f'Proxy-Authenticate: Basic realm="{PROXY_NAME}"\r\n'
-            raise Refused("407 Proxy Authentication Required", "this proxy is not for you", header)
+            raise Refused("407 Proxy Authentication Required", "the proxy's key is missing or wrong", header)
 
     async def _connect(self, host: str, port: int) -> tuple[StreamReader, StreamWriter]:
-        """Resolve the host, judge every address, connect to the first that answers."""
+        """Resolve the host, judge each address, and connect to the first one that answers."""
         if (why := self._judge.refusal(host, port)) is not None:
             raise Refused("403 Forbidden", why)
         failure: object = "it has no address"

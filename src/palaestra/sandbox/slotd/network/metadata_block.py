@@ -2,10 +2,11 @@
 
 The kernel runs BPF programs for the sockets of a control group (bpf(2), bpf-cgroup). One of them refuses packets to
 these addresses. Four others refuse connections, so that a program in the slot gets an error instead of no answer. The
-kernel removes the programs with the group. Port 53 stays open: on some clouds the same address is the resolver.
+kernel removes the programs together with the group. Port 53 stays open, because on some clouds the same address is the
+resolver.
 
-Needs root and a control group of version 2, with or without controllers. Slots without network cannot reach these
-addresses, and the proxy refuses them to slots with a list of hosts (`allowlist.py`).
+This needs root and a control group of version 2, with or without controllers. Slots without a network cannot reach
+these addresses, and the proxy refuses them to slots with a list of hosts (`allowlist.py`).
 """
 
 from __future__ import annotations
@@ -60,15 +61,16 @@ _LOAD, _STORE, _COPY, _SET, _ADD, _AND, _CALL, _EXIT = 0x61, 0x7A, 0xBF, 0xB7, 0
 _JUMP, _JUMP_IF_EQUAL = 0x05, 0x16  # instructions of 64 bits, except a load, an AND and a comparison of 32
 _LOAD_BYTES = 26  # the helper that copies a part of a packet (bpf_skb_load_bytes)
 _DESTINATION = {4: (16, 4), 6: (24, 16)}  # offset and size of the address in a packet's header
-# The size of a header, and the byte with the values that show that ports follow: no options in version 4, TCP or UDP in
-# version 6.
+# The size of a header, and the position and values of the byte which shows that ports follow the header: no options in
+# version 4, TCP or UDP in version 6.
 _PORTS = {4: (20, (0, (0x45,))), 6: (40, (6, (6, 17)))}
 # Offsets of the words of the address in the context of a program for connections (struct bpf_sock_addr).
 _CONTEXT = {4: (4,), 6: (8, 12, 16, 20)}
 
 
 class Guard:
-    """The programs, loaded once. Raises OSError if this kernel does not accept them."""
+    """Loads the programs once, and attaches them to control groups. Raises OSError if this kernel does not accept
+    them."""
 
     def __init__(self) -> None:
         self._programs = {hook: _load(hook) for hook in _Hook}
@@ -131,7 +133,7 @@ def _networks(version: int) -> list[Range]:
 
 
 def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
-    """Refuse if the words of an address, each loaded into r2 by its instruction, are in a network."""
+    """Return code that refuses an address in a network. Each of `words` loads one word of the address into r2."""
     code: _Code = []
     address, mask = network.network_address.packed, network.netmask.packed
     last = max(word for word in range(len(words)) if mask[4 * word] or mask[4 * word : 4 * word + 4] != bytes(4))
@@ -146,7 +148,8 @@ def _compare(words: Sequence[bytes], network: Range, otherwise: str) -> _Code:
 
 
 def _read(offset: int, size: int) -> _Code:
-    """Copy a part of the packet r6 to the last 16 bytes of the stack, its first word to r2; zeros if it is shorter."""
+    """Return code that copies a part of the packet r6 to the last 16 bytes of the stack, and its first word to r2. If
+    the packet is too short, both are zeros."""
     clear = [_instruction(_STORE, 10, 0, place, 0) for place in (-16, -8)]
     copy = [_instruction(_COPY, 1, 6), _instruction(_SET, 2, 0, 0, offset), _instruction(_COPY, 3, 10)]
     copy += [

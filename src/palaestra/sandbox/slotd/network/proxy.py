@@ -1,19 +1,20 @@
 """The process that runs in the host's network and connects slots to it.
 
 A slot with a list of hosts has an empty network with one listening socket on its loopback, on which this process
-accepts. It answers HTTP requests in absolute form and CONNECT according to the list; the slot has no other connection,
-not even DNS. For a slot with the network on, it serves the slot's network device (`tunnel.py`).
+accepts connections. The process answers HTTP requests in absolute form and CONNECT according to the list; the slot has
+no other connection, not even DNS. For a slot with the network on, it serves the slot's network device (`tunnel.py`).
 
-It reads untrusted input, so it holds nothing of value: the server forks it, it closes all but its control socket,
-leaves root, and knows only lists and listeners. In an encrypted connection it cannot distinguish several hosts behind
-the same address and name, so whoever lists a name trusts its operator.
+The process reads untrusted input, so it holds nothing of value: after the server has forked it, it closes all
+descriptors but its control socket, gives up root, and gets only lists, listeners and devices. In an encrypted
+connection it cannot distinguish several hosts behind the same address and name, so whoever lists a name trusts the
+operator of that name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import encodings.idna  # noqa: F401 - afterwards the user may not read modules
+import encodings.idna  # noqa: F401 - imported now, because the user `nobody` may not be able to read modules
 import json
 import os
 import resource
@@ -36,7 +37,7 @@ _NOBODY = 65534
 
 
 def run(control: socket.socket) -> NoReturn:
-    """Run the process, in the child of a fork, whose root is the host's. Never returns."""
+    """Run the process, in the child of a fork whose root is the host's root. Never returns."""
     status = 1
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -44,7 +45,7 @@ def run(control: socket.socket) -> NoReturn:
         control.detach()
         syscalls.close_from(4)
         resolver = ThreadPoolExecutor(4, thread_name_prefix="resolver")
-        with contextlib.suppress(OSError):  # a server without root has no other user
+        with contextlib.suppress(OSError):  # a server without root cannot become another user
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
@@ -68,7 +69,7 @@ class _Rules:
         refused = allowlist.address_refusal(host, address)
         named = allowlist.literal(host) is not None or host == "localhost"
         if refused is None and not named and any(is_own(one) for one in allowlist.meanings(address)):
-            return f"{host} is {address}, which is this host; list the address if you mean it"
+            return f"{host} resolves to {address}, which is this host; list the address if you mean it"
         return refused
 
 

@@ -1,10 +1,10 @@
-"""Carries the traffic of slots with the network on. It turns their packets into connections of this process, whose
+"""Carries the traffic of slots with the network on. It turns the slots' packets into connections of this process, whose
 packets the host's kernel sends. It serves all TUN devices of one server (`tunnel_device.py`).
 
-TCP: a SYN to X:p opens a connection to X:p. Once that connection is established, the slot's packets are rewritten so
-that they seem to come from the gateway and go to the listening socket in the slot's namespace. The kernel thus
-terminates the slot's connection at this socket, and the two connections are joined. UDP: each pair of addresses has a
-socket. Other protocols are dropped.
+For TCP, a SYN to X:p opens a connection to X:p. Once that connection is established, the slot's packets are rewritten
+so that they seem to come from the gateway and go to the listening socket in the slot's namespace. The kernel thus
+terminates the slot's connection at this socket, and the two connections are joined. For UDP, each pair of addresses has
+a socket. Packets of other protocols are dropped.
 
 Invariant: every destination is judged (`refusal`), and connections go to the judged address. The host's own addresses,
 above all its loopback, are refused, except for named ports, which slots reach at the gateway's address. Cloud metadata
@@ -32,7 +32,7 @@ from .tunnel_device import GATEWAY, SLOT
 
 MOST_CONNECTIONS, MOST_UDP = 512, 256  # of one slot at a time
 _FEWEST_CONNECTIONS, _KEPT_DESCRIPTORS = 16, 256
-_MOST_FLOWS = 16_384  # with those that have ended
+_MOST_FLOWS = 16_384  # including flows that have ended
 _PACKET, _BURST = 1 << 16, 64
 _CONNECT_S, _ACCEPT_S, _LINGER_S, _UDP_S = 30.0, 30.0, 30.0, 120.0
 _DNS = 53
@@ -46,7 +46,7 @@ _UDP_HEAD = struct.Struct("!HHHH")
 
 
 def refusal(address: Address, port: int) -> str | None:
-    """Return the reason why no slot may reach an address; None if slots may."""
+    """Return the reason why no slot may reach an address; None if slots may reach it."""
     if allowlist.is_metadata(address) and port != _DNS:
         return "it serves cloud metadata"
     for one in allowlist.meanings(address):
@@ -58,7 +58,7 @@ def refusal(address: Address, port: int) -> str | None:
 
 
 def is_own(address: Address) -> bool:
-    """Whether the kernel would deliver to this machine: then it chooses the same address as the source."""
+    """Return whether an address belongs to this machine. The kernel then chooses it as the source address too."""
     with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((str(address), 9))
@@ -68,7 +68,7 @@ def is_own(address: Address) -> bool:
 
 
 def share(descriptors: int, tunnels: int) -> int:
-    """Return the maximum number of connections per tunnel, so that no tunnel uses up the descriptors of the others. A
+    """Return the maximum number of connections per tunnel, so that no tunnel uses up the other tunnels' descriptors. A
     connection takes two descriptors, and datagrams take some."""
     return max(_FEWEST_CONNECTIONS, min(MOST_CONNECTIONS, (descriptors - _KEPT_DESCRIPTORS) // (3 * max(1, tunnels))))
 
@@ -83,13 +83,13 @@ def resolvers() -> list[str]:
 
 @dataclass(slots=True, eq=False)
 class _Flow:
-    """One TCP connection. `key` is the start of its packets from the slot, `port` the gateway's, `syn` the packet that
-    waits for the connection to the outside."""
+    """One TCP connection. `key` holds the addresses and ports of its packets from the slot, `port` is the gateway's
+    port, and `syn` is the packet that waits for the connection to the outside."""
 
     key: bytes
     port: int
     syn: bytes
-    inward: tuple[bytes, bytes, int, int]  # addresses, ports, and the changes of both checksums, of packets
+    inward: tuple[bytes, bytes, int, int]  # new addresses and ports for packets, and the changes of both checksums
     outward: tuple[bytes, bytes, int, int]
     outside: tuple[StreamReader, StreamWriter] | None = None
     accepted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,8 +97,8 @@ class _Flow:
 
 
 class Tunnel:
-    """The device of one slot. At the gateway the slot may reach `ports` of the host's loopback. `most` bounds its
-    connections; half of it bounds its pairs of addresses for datagrams."""
+    """The device of one slot. At the gateway's address, the slot may reach `ports` of the host's loopback. `most` is
+    the maximum number of connections; half of it is the maximum number of address pairs for datagrams."""
 
     most = MOST_CONNECTIONS
 
@@ -141,11 +141,11 @@ class Tunnel:
             except OSError:  # the slot is gone
                 asyncio.get_running_loop().remove_reader(self._device)
                 return
-            with contextlib.suppress(struct.error, IndexError):  # not a whole packet
+            with contextlib.suppress(struct.error, IndexError):  # an incomplete packet
                 self._take(packet)
 
     def _send(self, packet: bytes) -> None:
-        with contextlib.suppress(OSError):  # the network loses packets
+        with contextlib.suppress(OSError):  # networks may lose packets
             os.write(self._device, packet)
 
     def _take(self, packet: bytes) -> None:
@@ -246,7 +246,7 @@ class Tunnel:
         raise failure
 
     def _destinations(self, address: Address, port: int) -> list[str]:
-        """Return the addresses to which a packet is sent; [] if it is refused."""
+        """Return the addresses to which a connection is opened; [] if the address is refused."""
         if address == GATEWAY[address.version]:
             if port in self._ports:
                 return ["127.0.0.1"]
@@ -322,7 +322,8 @@ class Tunnel:
 
 
 class _Datagrams:
-    """The socket for the datagrams between two addresses; closed some time after the `last` one. Raises OSError."""
+    """The socket for the datagrams between two addresses, which is closed some time after the `last` datagram. Raises
+    OSError."""
 
     def __init__(self, tunnel: Tunnel, version: int, key: bytes, host: str, port: int) -> None:
         self._tunnel, self._version, self._key = tunnel, version, key
@@ -339,7 +340,7 @@ class _Datagrams:
         self._timer = self._loop.call_later(_UDP_S, self._expire)
 
     def send(self, data: bytes) -> None:
-        """Send a datagram of the slot."""
+        """Send a datagram from the slot to the outside."""
         self.last = self._loop.time()
         with contextlib.suppress(OSError):
             self._socket.send(data)
@@ -362,7 +363,7 @@ class _Datagrams:
         for _ in range(_BURST):
             try:
                 data = self._socket.recv(_PACKET)
-            except OSError:  # nothing there now, or the other side refused
+            except OSError:  # no datagram has arrived, or the other side refused one
                 return
             self.last = self._loop.time()
             size = len(SLOT[self._version].packed)
@@ -390,15 +391,15 @@ def _fold(total: int) -> int:
 
 
 def _changes(old: bytes, addresses: bytes, ports: bytes) -> tuple[int, int]:
-    """Return how much new addresses and ports change the sums of a header and of a TCP segment (RFC 1624). `old` has
-    the former ones."""
+    """Return how much new addresses and ports change the sums of a header and of a TCP segment (RFC 1624). `old` holds
+    the former addresses and ports."""
     gone = bytes(255 - byte for byte in old)
     header = _sum(gone[:-4]) + _sum(addresses)
     return _fold(header), _fold(header + _sum(gone[-4:]) + _sum(ports))
 
 
 def _rewritten(packet: bytes, head: int, new: tuple[bytes, bytes, int, int]) -> bytes:
-    """Return a TCP packet with other addresses and ports."""
+    """Return a TCP packet with new addresses and ports."""
     addresses, ports, header_change, segment_change = new
     changed = bytearray(packet)
     if len(addresses) == 8:
@@ -417,7 +418,7 @@ def _change(packet: bytearray, place: int, change: int) -> None:
 
 
 def _reset(version: int, head: int, packet: bytes) -> bytes:
-    """Return the packet that refuses a TCP packet: RST."""
+    """Return the RST packet that refuses a TCP packet."""
     source, target, sequence, acknowledged, offset, flags, *_ = _TCP_HEAD.unpack_from(packet, head)
     size = len(SLOT[version].packed)
     begin = 12 if version == 4 else 8
@@ -432,7 +433,7 @@ def _reset(version: int, head: int, packet: bytes) -> bytes:
 
 
 def _packet(version: int, protocol: int, addresses: bytes, body: bytes, place: int) -> bytes:
-    """Return a packet with its checksums. The body has its checksum at `place`."""
+    """Return a packet with its checksums. The body's checksum is at `place`."""
     pseudo = addresses + struct.pack("!II", len(body), protocol)
     check = 0xFFFF - _sum(pseudo + body)
     body = body[:place] + (check or 0xFFFF).to_bytes(2, "big") + body[place + 2 :]

@@ -14,11 +14,11 @@ import socket
 import struct
 from collections.abc import Sequence
 
-# Addresses of the range for benchmarks (RFC 2544) and of a private one (RFC 4193): the slot's, and the tunnel's, at
-# which the slot also finds its resolver and the host's named ports.
+# The addresses of the slot and of the tunnel, from the range for benchmarks (RFC 2544) and a private range (RFC 4193).
+# At the tunnel's address, the slot also finds its resolver and the host's named ports.
 SLOT = {4: ipaddress.ip_address("198.18.0.1"), 6: ipaddress.ip_address("fdc6:1200::1")}
 GATEWAY = {4: ipaddress.ip_address("198.18.0.2"), 6: ipaddress.ip_address("fdc6:1200::2")}
-HOST_NAME = "host.internal"  # of the gateway, in /etc/hosts
+HOST_NAME = "host.internal"  # the gateway's name in /etc/hosts
 
 _NAME = b"net0"
 _MTU = 65_000
@@ -39,7 +39,7 @@ def usable(root: str) -> bool:
 
 
 def versions() -> list[int]:
-    """Return the versions of IP with a route from here to other networks."""
+    """Return the IP versions for which this machine has a route to other networks; 4 is always included."""
     found = [4]
     with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
         try:
@@ -51,8 +51,8 @@ def versions() -> list[int]:
 
 
 def make(root: str, wanted: Sequence[int]) -> list[int]:
-    """Make the device in the network namespace of this process. Returns its descriptor, then a listening socket per
-    version on which the tunnel terminates connections. Raises OSError."""
+    """Make the device in the network namespace of this process. Returns its descriptor, followed for each version by a
+    listening socket on which the tunnel terminates connections. Raises OSError."""
     fds = [_open(root)]
     fcntl.ioctl(fds[0], _TUNSETIFF, struct.pack("16sH22x", _NAME, _IFF_TUN | _IFF_NO_PI))
     for version in wanted:

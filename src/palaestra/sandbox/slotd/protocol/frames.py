@@ -4,20 +4,20 @@ A frame is `u32 body length, u8 kind, u32 request, u32 length of the JSON`, then
 integers are big-endian. Output travels as bytes, never as text.
 
     client                            server
-    HELLO   version, settings    ->   HELLO   version, rung, or ERROR
+    HELLO   version, settings    ->   HELLO   version, pid, uid (of a service: rung, leases), or ERROR
     REQUEST op, …                ->   RESULT or ERROR, once
     DATA, END (a file's bytes)   ->
-                                 <-   DATA (output or a file's bytes, or `hole`: so many zeros) before the RESULT
+                                 <-   DATA (output, a file's bytes, or a number of zeros: `hole`) before the RESULT
     CREDIT  bytes                ->   the server may send that many more bytes of DATA for this request
     CANCEL                       ->   the command is killed; its RESULT still comes
-                                 <-   LOST    slot, reason: a slot died without having been ended
+                                 <-   LOST    slot, epoch: a slot died without having been ended
 
 The bytes of a command's RESULT begin with a struct (`encode_result`). A list whose length a slot controls (directory
 entries, changes) is a JSON array that is sent like the bytes of a file.
 
 The modules that serve requests list them: `server.py`, `exec/supervisor.py`, `exec/stateful_shell.py` and
-`exec/background.py`. Each request about a slot carries the epoch of its lease; another epoch than the slot's is
-answered with a `stale` ERROR.
+`exec/background.py`. Each request about a slot carries the epoch of its lease; if that is not the slot's epoch, the
+answer is a `stale` ERROR.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from typing import Any, NamedTuple, Protocol
 from ..event_loop import READ, WRITE, Watcher
 
 VERSION = 6  # both sides must agree; they belong to the same package, so a mismatch means a broken installation
-WINDOW = 256 << 10  # how many bytes of DATA a request may have under way before the receiver has taken them
+WINDOW = 256 << 10  # the maximum number of bytes of DATA under way for a request that the receiver has not read
 CHUNK = 128 << 10  # the size of one DATA frame: small enough that no stream keeps the others waiting
 RECEIVE_BYTES = 256 << 10  # size of the receive buffer, allocated once: a new one per read costs more than the read
 MAX_FRAME = 64 << 20
 
-USUAL_TIMEOUT_S, USUAL_OUTPUT_BYTES = 60.0, 50_000  # the bounds of a command whose request names no others
+USUAL_TIMEOUT_S, USUAL_OUTPUT_BYTES = 60.0, 50_000  # the limits of a command whose request sets none
 _HEADER = struct.Struct("!IBII")
 
 Fields = dict[str, Any]  # the JSON object of a frame
@@ -49,9 +49,9 @@ _RESULT = struct.Struct("!iBIIQddQ")
 RESULT_SIZE = _RESULT.size
 
 # Flags of a command's RESULT.
-TIMEOUT, CANCELLED, SWEPT, OOM = 1, 2, 4, 8  # why it was killed; everything in the slot was; memory had run out
+TIMEOUT, CANCELLED, SWEPT, OOM = 1, 2, 4, 8  # why it was killed; everything in the slot was killed; memory had run out
 BASH, SH = 16, 32  # which shell ran it, if any
-STATEFUL, RESTARTED = 64, 128  # that shell is stateful; it was started again since the last command
+STATEFUL, RESTARTED = 64, 128  # that shell is stateful; the shell was started again since the last command
 
 # The struct before the bytes of a command's RESULT (JSON would cost more than all other work on a result): exit code,
 # flags, bytes kept of the output's head and tail, total bytes of the output, wall seconds, processor seconds, peak
@@ -59,7 +59,7 @@ STATEFUL, RESTARTED = 64, 128  # that shell is stateful; it was started again si
 # of standard error come before the verdict, and the RESULT's field `stderr` has their sizes and the total.
 encode_result, decode_result = _RESULT.pack, _RESULT.unpack_from
 
-HANDOVER = struct.Struct("!QQ")  # goes with descriptors of a slot for the client: the lease's epoch, the files' owner
+HANDOVER = struct.Struct("!QQ")  # sent with a slot's descriptors to the client: the lease's epoch, the files' owner
 
 
 class FrameKind(IntEnum):
@@ -101,23 +101,23 @@ class SendFrame(Protocol):
 
 
 class OpenRequest(Protocol):
-    """A request that is not answered yet; it takes the CREDIT, CANCEL, DATA and END frames of its number."""
+    """A request that is not answered yet; it handles the CREDIT, CANCEL, DATA and END frames with its number."""
 
     def on_frame(self, frame: Frame) -> None: ...
 
 
-new = tuple.__new__  # makes a named tuple without the intermediate call of its class, as each command needs some
+new = tuple.__new__  # makes a named tuple without the intermediate call of its class, because each command makes some
 
 
 def _encode_path(value: object) -> str:
     if isinstance(value, os.PathLike):
         return str(value)
-    raise TypeError(f"{value!r:.100} cannot be sent to a slot: text, numbers and paths can, not {type(value).__name__}")
+    raise TypeError(f"{value!r:.100} cannot be sent to a slot: use text, numbers or paths, not {type(value).__name__}")
 
 
 def _encoder() -> Callable[[Fields, bool], Iterable[str]]:
-    """Return a function that returns the pieces of an object's JSON; the standard library makes it again for each
-    call."""
+    """Return a function that returns the pieces of an object's JSON. It is made once, because the standard library
+    would make one for each call."""
     encoder = json.JSONEncoder(separators=(",", ":"), default=_encode_path)
     found: Callable[[Fields, bool], Iterable[str]] = encoder.iterencode
     make = getattr(json.encoder, "c_make_encoder", None)
@@ -139,11 +139,11 @@ def encode(kind: FrameKind, request: int, fields: Fields | None = None, data: by
     try:
         return b"".join((_HEADER.pack(len(text) + len(data), kind, request, len(text)), text, data))
     except TypeError:
-        raise TypeError(f"what goes to a slot must be bytes, not {type(data).__name__}; encode text first") from None
+        raise TypeError(f"data for a slot must be bytes, not {type(data).__name__}; encode text first") from None
 
 
 def received(kind: FrameKind, request: int, fields: Fields, data: bytes) -> Frame:
-    """Return a frame as the other side would receive it, for one that stays in this process. Raises like `encode`."""
+    """Return a frame that stays in this process, as the other side would receive it. Raises the errors of `encode`."""
     size = len(data)
     for value in fields.values():
         if type(value) is str:
@@ -156,11 +156,11 @@ def received(kind: FrameKind, request: int, fields: Fields, data: bytes) -> Fram
 
 
 class FrameDecoder:
-    """Turns a byte stream into frames, whatever pieces it comes in."""
+    """Turns a byte stream, which may arrive in pieces of any size, into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._needed = 0  # how much the buffer must hold before a frame can be complete
+        self._needed = 0  # the number of bytes that the buffer must hold before a frame can be complete
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
         """Return the frames that `data` completes. Raises `ProtocolError` for a stream of another protocol."""
@@ -206,7 +206,7 @@ class FrameConnection:
         loop.watch(stream.fileno(), self._ready)
 
     def send(self, kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> None:
-        """Send one frame: immediately as much as the socket takes, the rest later. Raises like `encode`."""
+        """Send one frame: immediately as much as the socket accepts, the rest later. Raises the errors of `encode`."""
         frame = encode(kind, request, fields, data)
         sent = 0
         if not self._outgoing:

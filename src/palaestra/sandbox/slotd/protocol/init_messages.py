@@ -1,17 +1,17 @@
 """Encodes orders to the init of a slot, and decodes its reports; each is one datagram. No I/O.
 
-They are plain structs in the machine's byte order, for the native init (`native/init.c`). Descriptors travel with an
-order; `places` assigns them to the command's numbers.
+The messages are plain structs in the machine's byte order, for the native init (`native/init.c`). Descriptors travel
+with an order; `places` assigns them to descriptor numbers of the command.
 
     order    u8 kind, u8 flags, u16 places, u32 command, u16 arguments, u16 variables
              then for SPAWN: (u8 index, u8 target) per place, and NUL-terminated: cwd, arguments, NAME=value variables
-             then for KILL: i64, i64: clock ticks since boot and a pid; processes that are not younger live on
+             then for KILL: i64, i64: clock ticks since boot and a pid; only processes that are younger are killed
     report   u8 kind, u8 flag, u16 0, u32 command, i32 value, u32 0, i64 cpu microseconds, i64 peak resident bytes
              then for FAILED: a text
 
-An order that is too long for a datagram is written to a memory file; the datagram is LONG and the file its first
-descriptor. LINE brings the native init a second socket for a client's own orders. The side that starts a command gets
-its reports, and each side has its own names for its commands.
+An order that is too long for a datagram is written to a memory file: the datagram is then LONG, with the file as its
+first descriptor. LINE brings the native init a second socket, for a client's own orders. The side that starts a command
+gets the reports on it, and each side has its own names for its commands.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ class ReportKind(IntEnum):
     STARTED = 6
 
 
-Places = Sequence[tuple[int, int]]  # which descriptor of an order's message, and the number at which the command has it
+Places = Sequence[tuple[int, int]]  # the index of a descriptor in an order's message, and its number in the command
 _KINDS = {int(kind): kind for kind in ReportKind}
 _new = tuple.__new__  # as in `frames.py`, which an init does not need
 
 
 class EnvBlock(NamedTuple):
-    """The variables of a command as they are sent: how many, and NUL-terminated `NAME=value` texts."""
+    """The variables of a command in the form in which they are sent: their number, and NUL-terminated `NAME=value`
+    texts."""
 
     size: int
     text: bytes
@@ -86,9 +87,9 @@ class Spawn(NamedTuple):
 
 
 class InitReport(NamedTuple):
-    """READY comes with the slot's root as a descriptor. `value` is the exit code of EXIT (negative: the signal), the
-    pid of STARTED, the errno of NOT_STARTED and FAILED. For NOT_STARTED, `flag` means that the directory is the reason;
-    for KILLED, that everything in the slot had to be killed.
+    """A report of the init. READY comes with a descriptor of the slot's root. `value` is the exit code for EXIT
+    (negative: the signal), the pid for STARTED, and the errno for NOT_STARTED and FAILED. For NOT_STARTED, `flag` means
+    that the directory is the reason; for KILLED, that everything in the slot had to be killed.
     """
 
     kind: ReportKind
@@ -101,7 +102,8 @@ class InitReport(NamedTuple):
 
 
 def env_block(variables: Mapping[str, str]) -> EnvBlock:
-    """Return variables as they are sent. Raises ValueError for a NUL, a lone surrogate or an empty name."""
+    """Return variables in the form in which they are sent. Raises ValueError for a NUL, a lone surrogate or an invalid
+    name."""
     text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
     if text.count(b"\0") != len(variables):
         raise ValueError("a variable cannot hold a NUL character")
@@ -122,12 +124,13 @@ def encode_spawn(
 
 
 def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
-    """Return an order without strings; `number` is the signal of SIGNAL."""
+    """Return an order without strings; for SIGNAL, `number` is the signal."""
     return _ORDER.pack(order, number, 0, command, 0, 0)
 
 
 def encode_kill(command: int, after: tuple[int, int] = (0, 0), spare: bool = False, at_end: bool = False) -> bytes:
-    """Kill a command's tree, or only processes younger than a moment (`process_tree.Moment`)."""
+    """Return the order to kill a command's tree, or only its processes younger than a moment
+    (`process_tree.Moment`)."""
     return encode(Order.KILL, command, (SPARE if spare else 0) | (AT_END if at_end else 0)) + _MOMENT.pack(*after)
 
 

@@ -1,8 +1,8 @@
 """Works with complete copies of workspaces: starts a slot from a layer, finds its changes, and cuts a layer to a view.
 
-A layer here holds complete trees, not differences. Layers are never written, so they share files by hard links; a slot
-gets copies. An agent chose the names and modes in a layer: links are never followed, and a server without root may lack
-permission to read a tree.
+A layer here holds complete trees, not differences. Layers are never written to, so they share files by hard links; a
+slot gets copies. An agent chose the names and modes in a layer, so links are never followed, and a server without root
+may lack the permission to read a tree.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..protocol.frames import Fields
 
 _Copy = Callable[[str, str], None]
 
-_MAX_DIRECTORY_BYTES = 3600  # of a path; deeper directories could not be named in a copy, and are left out
+_MAX_DIRECTORY_BYTES = 3600  # directories with longer paths are left out, because their copies could not be named
 
 
 def duplicate(source: str, target: str) -> None:
-    """Make a second tree of the same files at the new directory `target`. Both trees share the files, so neither may be
-    written afterwards."""
+    """Make a second tree of the same files in the new directory `target`. Both trees share the files, so neither may be
+    written to afterwards."""
     _copy(source, target, lambda old, new: os.link(old, new, follow_symlinks=False), owner=-1)
 
 
 def copy_for(uid: int, source: str, target: str) -> None:
-    """Copy a tree into the directory `target` and give it to a user; -1 is the caller."""
+    """Copy a tree into the directory `target` and give the copy to a user; -1 means the caller."""
     first: dict[int, str] = {}
 
     def copy_one(old: str, new: str) -> None:
@@ -49,7 +49,7 @@ def open_up(tree: str) -> None:
     """Let the caller read files of its own user whose permissions an agent has removed. Does nothing for root."""
     for folder, names, files in os.walk(tree) if os.geteuid() else ():
         for name in (*names, *files):
-            with contextlib.suppress(OSError):  # too deep for a path
+            with contextlib.suppress(OSError):  # the entry is too deep for a path
                 path = f"{folder}/{name}"
                 mode = os.lstat(path).st_mode
                 wanted = 0o500 if stat.S_ISDIR(mode) else 0o400
@@ -58,7 +58,7 @@ def open_up(tree: str) -> None:
 
 
 def move(source: str, target: str) -> None:
-    """Rename, even if the moved directory, or a parent on either side, is not writable."""
+    """Rename an entry, even if it is a directory that is not writable, or a parent on either side is not."""
     mode = os.lstat(source).st_mode
     with _writable(os.path.dirname(source)), _writable(os.path.dirname(target)):
         closed = stat.S_ISDIR(mode) and not mode & stat.S_IWUSR
@@ -118,7 +118,8 @@ def _copy_file(old: str, status: os.stat_result, new: str) -> None:
 
 
 def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterator[Fields | None]:
-    """Yield the changes from `base` to `tree`, by content and mode: path, kind, opaque; None is a pause."""
+    """Yield the changes of content and mode from `base` to `tree`, as path, kind and opaque; None stands for a
+    pause."""
     yield None
     old, new = _entries(f"{base}/{path}"), _entries(f"{tree}/{path}")
     for name in sorted(old.keys() | new.keys()):
@@ -136,7 +137,7 @@ def differences(tree: str, base: str, path: str = "", depth: int = 0) -> Iterato
 
 
 def _entries(directory: str) -> dict[str, os.stat_result]:
-    """Return the entries of a directory; empty for a link or another kind."""
+    """Return the entries of a directory; empty for a link or any other kind of entry."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -166,8 +167,8 @@ def _same(old_path: str, old: os.stat_result, new_path: str, new: os.stat_result
 
 
 class CopyCut:
-    """Cuts one tree of a layer to a view over `base`, the tree it started from. Paths are relative to the tree. Removed
-    entries go to `trash`, an empty directory on the same file system."""
+    """Cuts one tree of a layer to a view over `base`, the tree from which the slot started. Paths are relative to the
+    tree. Removed entries go to `trash`, an empty directory on the same file system."""
 
     def __init__(self, tree: str, base: str, trash: str) -> None:
         self._tree, self._base, self._trash = tree, base, trash
@@ -186,8 +187,8 @@ class CopyCut:
                 move(f"{old}/{path}", f"{self._tree}/{path}")
 
     def leave_out(self, path: str) -> None:
-        """Show the base at `path`. If a parent is a link or a file in the tree, the whole parent shows the base; a
-        deleted parent comes back with only the path in it."""
+        """Show the base at `path`. If a parent is a link or a file in the tree, the base is shown at the parent as
+        well; a parent that was deleted is made again with only the path in it."""
         for parent in _parents(path):
             if os.path.lexists(f"{self._tree}/{parent}"):
                 if not _is_directory(f"{self._tree}/{parent}"):
@@ -223,7 +224,8 @@ class CopyCut:
                 os.link(source, target, follow_symlinks=False)
 
     def _drop(self, path: str) -> str:
-        """Move a path to the trash; returns its new path. Does nothing if a parent is a link."""
+        """Move the entry at a path to the trash; returns its new path. Does nothing if there is no such entry, or a
+        parent is a link."""
         self._dropped += 1
         place = f"{self._trash}/{self._dropped}"
         if not path or _is_there(self._tree, path):
@@ -232,7 +234,7 @@ class CopyCut:
 
 
 def _is_there(root: str, path: str) -> bool:
-    """Return whether a path exists whose parents are all directories."""
+    """Return whether a path exists and all its parents are directories, not links."""
     return all(_is_directory(f"{root}/{parent}") for parent in _parents(path)) and os.path.lexists(f"{root}/{path}")
 
 

@@ -1,10 +1,10 @@
 """Limits with Landlock which files, TCP ports and other processes a slot without namespaces can reach.
 
 A process restricts itself and everything that it starts, permanently and without privilege. Rights are given per
-directory and hold for everything below it; everything else is denied. The numbers are those of the kernel's
+directory and hold for everything below the directory; everything else is denied. The numbers are those of the kernel's
 `linux/landlock.h`.
 
-Users and permissions, and the system call filter (UDP and other protocols), cover the rest, except connections to a
+Users, permissions and the system call filter (for UDP and other protocols) restrict the rest, except connections to a
 socket that is a file, and `stat` of any path.
 """
 
@@ -45,9 +45,10 @@ def version() -> int:
 
 
 def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
-    """Permanently restrict this process to `rights` (path, rights below it); skips missing paths. Without `tcp` it can
-    neither listen nor connect, from version 4 on. From version 6 on it can signal, and reach over abstract sockets,
-    only processes restricted by this same call. Requires that `no_new_privs` is set.
+    """Permanently restrict this process to `rights` (pairs of a path and the rights below it); missing paths are
+    skipped. From version 4 on, a process without `tcp` can neither listen nor connect. From version 6 on, it can
+    signal, and reach over abstract sockets, only processes restricted by this same call. Requires that `no_new_privs`
+    is set.
     """
     abi = version()
     handled = _FIRST | _REFER | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEVICE if abi >= 5 else 0)
@@ -64,11 +65,11 @@ def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
 
 
 def keep_signals_in() -> None:
-    """Let this process and everything that it starts signal only each other, if that costs no privilege. This keeps a
-    stray `kill -1` from ending the user's other processes; it is not isolation."""
+    """Let this process and everything that it starts signal only each other, if this process may set that restriction.
+    This keeps a stray `kill -1` from ending the user's other processes; it is not isolation."""
     ruleset = syscalls.raw(_CREATE, struct.pack("=QQQ", 0, 0, _SIGNALS), 24, 0)
     if ruleset >= 0:
-        syscalls.raw(_RESTRICT, ruleset, 0)  # refused without root, unless set-uid programs are given up
+        syscalls.raw(_RESTRICT, ruleset, 0)  # fails without root, unless the process gives up set-uid programs
         os.close(ruleset)
 
 

@@ -1,11 +1,12 @@
-"""The directory of one server's slots, which the next server's start removes if necessary.
+"""Manages the directory of one server's slots. If a server leaves its directory behind, the next server's start removes
+it.
 
-    /var/tmp/palaestra-slots-UID/    the user of the servers; no other user may write there
+    /var/tmp/palaestra-slots-UID/    UID: the user who runs the servers; no other user may write there
         1610614784/                  one server: named after its range of users (at random if it has none)
             slot-1/{workspace,home,tmp}   layers/   empty/
 
-The server's directory is locked as long as the server, or the process that watches it, lives. If its lock can be taken,
-its owner is dead: the processes of those users are killed and the files removed.
+The server's directory is locked as long as the server, or the process that watches it, lives. If another server can
+take the lock, the owner is dead: the processes of the range's users are killed and the files removed.
 
 If the name is free, `/workspace` becomes a link to descriptor `WORKSPACE_FD` of the process that follows the link.
 Every command of a slot has its own workspace open under that number.
@@ -29,7 +30,7 @@ WORKSPACE_FD = 199
 LINK = "/workspace"
 
 _LINK_TARGET = f"/proc/self/fd/{WORKSPACE_FD}"
-_PARENTS = ("/var/tmp", "/tmp")  # noqa: S108 - one that belongs to another user is refused
+_PARENTS = ("/var/tmp", "/tmp")  # noqa: S108 - a directory in them that belongs to another user is refused
 _KILL_PATIENCE_S = 5.0
 _CLAIMS = 50
 _RANDOM_DIGITS = 12
@@ -47,7 +48,7 @@ class ServerDirectory:
         for _ in range(_CLAIMS):
             with contextlib.suppress(FileNotFoundError):  # the last server has just removed the parent
                 return ServerDirectory._claim(_parent())
-        raise OSError(2, "the directory of slots is removed again and again")
+        raise OSError(2, "other servers keep removing the directory of slots")
 
     @staticmethod
     def _claim(parent: str) -> ServerDirectory:
@@ -61,13 +62,13 @@ class ServerDirectory:
                 lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if start:
-                    with contextlib.suppress(OSError):  # something of that name exists, or the root cannot be written
+                    with contextlib.suppress(OSError):  # the name is taken, or the root directory is not writable
                         os.symlink(_LINK_TARGET, LINK)
                 return ServerDirectory(path, start, lock)
         raise OSError(11, "no free range of users was found")
 
     def clear(self) -> None:
-        """Kill the processes of its users that are still alive, and remove the directory."""
+        """Kill the processes of the server's users that are still alive, and remove the directory."""
         parent = os.path.dirname(self.path)
         with _held(parent):
             _clear(self.path, self.first_user)
@@ -129,7 +130,8 @@ def _clear(path: str, first_user: int) -> None:
 
 
 def remove(path: str) -> None:
-    """Remove a directory as far as possible, even if it is deep or its owner has no permission to enter parts of it."""
+    """Remove a directory as far as possible, even if it is deeply nested or its owner has no permission to enter parts
+    of it."""
     token = secrets.token_hex(6)
     places = (f"{path}/.{token}-{number}" for number in itertools.count())
     pending = _flatten(path, places)
@@ -168,7 +170,7 @@ def _flatten(folder: str, places: Iterator[str]) -> list[str]:
 
 
 def clear_shared_memory(first_user: int, count: int = 1) -> None:
-    """Remove what these users have left in /dev/shm, the one directory that slots share."""
+    """Remove the files that these users have left in /dev/shm, the only directory that slots share."""
     with contextlib.suppress(OSError), os.scandir("/dev/shm") as entries:  # noqa: S108
         for entry in entries:
             with contextlib.suppress(OSError):

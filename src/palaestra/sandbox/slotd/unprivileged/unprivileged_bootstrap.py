@@ -1,9 +1,9 @@
 """Starts a server for the isolation levels without namespaces, and cleans up after its death.
 
-There are two processes: the server, and one that watches it. The inits die with the server. The watcher, which inherits
-all their processes, kills these processes and removes the server's directory. If the watcher is killed as well, the
-next start does this, but only if slots have users of their own; otherwise detached processes cannot be distinguished
-from others, and stay.
+There are two processes: the server, and a watcher. The slots' inits die with the server. The watcher, which inherits
+all processes of the inits, kills these processes and removes the server's directory. If the watcher is killed as well,
+the next start does this, but it can kill the processes only if slots have users of their own; otherwise detached
+processes cannot be distinguished from other processes, and keep running.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _require_means() -> None:
         raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
     found = landlock.version()
     if found < landlock.MINIMUM:
-        has = f"only version {found} of Landlock" if found else "no Landlock (lsm= must name it, Linux 5.19 or later)"
+        has = f"only version {found} of Landlock" if found else "no Landlock (needs Linux 5.19, and its name in lsm=)"
         raise OSError(38, f"this kernel has {has}")
     if os.geteuid() == 0 and not users.starts():
-        raise OSError(1, "root has not the capabilities, or the uids, to give slots users of their own; run as a user")
+        raise OSError(1, "root lacks the capabilities, or the uids, to give slots users of their own; run as a user")
     if os.geteuid() != 0 and found < landlock.SCOPED:
-        raise OSError(38, "without root it takes Landlock's signal scope (Linux 6.12): commands could end the run")
+        raise OSError(38, "without root, commands could end the run: this needs Landlock's signal scope (Linux 6.12)")

@@ -1,9 +1,9 @@
 """The init of a slot without namespaces: restricts itself, then starts commands as the slot's user.
 
 If slots have users of their own, the init stays root, so that no command can signal or trace it. Every command inherits
-its restrictions (Landlock, system calls, capabilities, limits), and `_start` adds the user. Without such users a
-command can end its init, and with it the slot, but nothing outside the slot from Landlock version 6 on. For `none`, the
-only restriction is that signals stay in the slot.
+the init's restrictions (Landlock, system calls, capabilities, limits), and `_start` adds the user. Without such users,
+a command can end its init, and with it the slot, but from Landlock version 6 on nothing outside the slot. For `none`,
+the only restriction is that signals stay in the slot.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _BECOME_USERS = 1 << 5 | 1 << 6 | 1 << 7  # KILL, SETGID, SETUID
 
 # Starts a command with the descriptors of its order; returns its pid.
 Start = Callable[[init_messages.Spawn, list[int]], int]
-# Signals that have their default action in every command, even if this process or its caller ignores them.
+# The signals that get their default action in every command, even if this process or its caller ignores them.
 SPAWN_SIGNALS = tuple(number for number in range(1, 32) if number not in (signal.SIGKILL, signal.SIGSTOP))
 
 
@@ -57,7 +57,8 @@ class NoDirectory(OSError):
 
 @dataclass(frozen=True, slots=True)
 class UnprivilegedPlan:
-    """The settings of one slot. `user` 0 means the caller's own user; `template` is the layer it starts from."""
+    """The settings of one slot. `user` 0 means the caller's own user; `template` is the layer from which the slot
+    starts."""
 
     home: str
     user: int
@@ -65,7 +66,7 @@ class UnprivilegedPlan:
     network: bool
     readable: tuple[str, ...]
     template: str | None
-    # Limits of each process (of each user, for their number); None leaves one unchanged.
+    # The limits of each process; the number of processes is limited per user. None leaves a limit unchanged.
     limits: tuple[tuple[int, int | None], ...]
 
 
@@ -96,7 +97,7 @@ def run(plan: UnprivilegedPlan, control: socket.socket) -> NoReturn:
 
 
 def _prepare(plan: UnprivilegedPlan) -> None:
-    """Fill the workspace. The copy is made here, so that the server does not wait for it."""
+    """Fill the workspace. The copy is made in this process, so that the server does not wait for it."""
     os.setsid()
     syscalls.set_name("slot-init")
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -115,7 +116,8 @@ def _prepare(plan: UnprivilegedPlan) -> None:
 
 
 def _confine(plan: UnprivilegedPlan) -> None:
-    """Drop everything that the slot must not have. An init with a user for its commands has no limits itself."""
+    """Drop everything that the slot must not have. If commands have a user of their own, the init itself has no
+    limits."""
     for limit, value in () if plan.user else plan.limits:
         _limit(limit, value)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
@@ -172,8 +174,8 @@ def real_path(home: str, path: str) -> str:
 
 
 def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
-    """Start a process as the slot's user and return its pid. Raises OSError for a failure before its program ran.
-    Becoming another user takes a fork of this whole process, which is twice as slow as starting a program directly."""
+    """Start a process as the slot's user and return its pid. Raises OSError if its program could not be run. Becoming
+    another user needs a fork of this whole process, which is half as fast as starting a program directly."""
     env = init_messages.env_block(_environment(plan, spawn.env.variables()))
     spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
@@ -193,7 +195,8 @@ def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -
 
 
 def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], writer: int) -> NoReturn:
-    """Become the command, in the child. Reports an error, and whether the directory caused it, over `writer`."""
+    """Become the command, in the child. If that fails, report the error, and whether the directory caused it, over
+    `writer`."""
     in_directory = False
     try:
         os.setsid()
@@ -224,13 +227,13 @@ def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], 
 
 
 def _environment(plan: UnprivilegedPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with the directories of this slot, unless the caller has set others."""
+    """Return the variables of a command. TMPDIR and HOME default to directories of this slot."""
     home = real_path(plan.home, env.get("HOME", "/root"))
     return {"TMPDIR": f"{plan.home}/{DIRECTORIES['/tmp']}", **env, "HOME": home}  # noqa: S108
 
 
 class Init:
-    """The control loop: takes orders, starts and kills processes, reports their ends."""
+    """The control loop: receives orders, starts and kills processes, and reports their ends."""
 
     def __init__(self, channel: socket.socket, start: Start, kill_slot: process_tree.KillSlot) -> None:
         self._channel, self._start, self._kill_slot = channel, start, kill_slot
@@ -297,7 +300,7 @@ class Init:
                     os.killpg(pid, number)
 
     def _kill(self, name: int, after: process_tree.Moment, flags: int) -> None:
-        """Kill a command's tree, then report KILLED; its EXIT is reported first."""
+        """Kill a command's tree and report its EXIT, then KILLED."""
         if flags & init_messages.AT_END and name in self._names.values():
             self._at_end[name] = after
             return
@@ -335,14 +338,14 @@ class Init:
 
 
 def start_command(spawn: init_messages.Spawn, fds: list[int]) -> int:
-    """Return the pid of a new process. Raises OSError; `NoDirectory` if the directory is the reason."""
+    """Start a command and return its pid. Raises OSError, or `NoDirectory` if the directory is the reason."""
     moved: list[int] = []
     try:
         _enter(spawn.cwd)
         env = spawn.env.variables()
         path = find(spawn.argv[0], env)
         highest = max(target for _, target in spawn.places)
-        if highest > CONTROL:  # numbers that descriptors still to be copied may have
+        if highest > CONTROL:  # descriptors that are still to be copied may have these numbers
             fds = moved = above(highest, fds)
         actions = _terminal(spawn, fds) + [(os.POSIX_SPAWN_DUP2, fds[i], target) for i, target in spawn.places]
         return os.posix_spawn(
@@ -368,7 +371,8 @@ def above(highest: int, fds: Sequence[int]) -> list[int]:
 
 
 def _terminal(spawn: init_messages.Spawn, fds: list[int]) -> list[tuple[int, int, str, int, int]]:
-    """Opening a terminal makes it that of a session leader; `setsid` has come before."""
+    """Return the action that opens the terminal, if there is one. `setsid` comes first, so that opening the terminal
+    makes it the controlling terminal."""
     if not spawn.terminal:
         return []
     return [(os.POSIX_SPAWN_OPEN, 0, os.ttyname(fds[spawn.places[0][0]]), os.O_RDWR, 0)]

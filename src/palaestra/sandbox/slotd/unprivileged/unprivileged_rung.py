@@ -1,7 +1,7 @@
-"""The isolation levels `confined` and `none`: slots made of users and plain directories, forked by copying.
+"""The isolation levels `confined` and `none`: slots made of users and plain directories, which are forked by copying.
 
-If the server is root and gives each slot a user, `confined` serves many slots. Otherwise it serves one at a time, since
-a second slot would have the same user and could reach the files of the first.
+If the server is root and gives each slot a user, `confined` serves many slots. Otherwise it serves one slot at a time,
+since a second slot would have the same user and could reach the files of the first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _READ, _PASS = 0o004, 0o001
 
 
 class CopiedLayer(SealedLayer):
-    """Whole trees that are never written."""
+    """Whole trees that are never written to."""
 
     below: tuple[CopiedLayer, ...]
 
@@ -42,7 +42,7 @@ class CopiedLayer(SealedLayer):
 
 @dataclass
 class CopiedFiles:
-    """The directory of one slot, and the layers it started from. `user` 0 is the server's own."""
+    """The directory of one slot, and the layers from which it started. `user` 0 means the server's own user."""
 
     path: str
     user: int
@@ -52,7 +52,7 @@ class CopiedFiles:
     _open: dict[str, int] = field(default_factory=dict, init=False)
 
     def directory(self, name: str) -> int:
-        """Return one of its directories, opened. No command can replace it."""
+        """Return a descriptor of one of the slot's directories, which no command can replace."""
         if name not in self._open:
             flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             self._open[name] = os.open(f"{self.path}/{name}", flags)
@@ -77,7 +77,7 @@ class UnprivilegedInit:
 
     @property
     def network(self) -> NetworkScope:
-        """Confined processes without a network cannot listen on the server's ports."""
+        """NONE for confined processes without a network, which cannot use any port; otherwise SHARED."""
         return NetworkScope.SHARED if self.plan.network or not self.plan.confined else NetworkScope.NONE
 
     @property
@@ -121,7 +121,7 @@ class UnprivilegedDriver:
         self._refuse(fields)
         user = self._users.take() if self._users else 0
         path = f"{self._base.path}/slot-{next(self._numbers)}"
-        os.mkdir(path, 0o710)  # its user passes through, and cannot put anything in it
+        os.mkdir(path, 0o710)  # the slot's user can pass through, but cannot create anything in it
         self._slots += 1
         for layer in layers:
             layer.keep()
@@ -134,7 +134,7 @@ class UnprivilegedDriver:
             template=layers[0].path if layers else None,
             limits=_limits(fields["limits"], user) if self._confined else (),
         )
-        exposed = "only the levels full and userns have networks of their own" if fields["network"] else ""
+        exposed = "only slots at the levels full and userns have their own network" if fields["network"] else ""
         return NewSlot(
             CopiedFiles(path, user, layers, self, fields["network"]),
             (),
@@ -145,16 +145,16 @@ class UnprivilegedDriver:
     def _refuse(self, fields: Fields) -> None:
         rung = "confined" if self._confined else "none"
         if fields["image"] is not None:
-            raise CannotMake(f"the level {rung} has no root of its own, so no image; use userns or full")
+            raise CannotMake(f"slots at the level {rung} have no root of their own for an image; use userns or full")
         if fields.get("allow") is not None:
-            raise CannotMake(f"the level {rung} cannot hold a slot to a list of hosts; use userns or full")
+            raise CannotMake(f"the level {rung} cannot restrict a slot to a list of hosts; use userns or full")
         if any(source != target for source, target in fields["mounts"]):
             raise CannotMake(f"the level {rung} cannot mount; give a directory at its own path, or use userns or full")
         if self._confined and self._users is None and self._slots:
-            raise CannotMake("without root there is one slot at a time at the level confined; end the other one first")
+            raise CannotMake("without root, the level confined allows one slot at a time; end the other slot first")
 
     def end(self, files: CopiedFiles) -> None:
-        """Release what a dead slot held. Its files are already deleted, or have become a layer."""
+        """Release a dead slot's user and layers. The slot's files are already deleted, or have become a layer."""
         self._slots -= 1
         if self._users is not None:
             server_directory.clear_shared_memory(files.user)
@@ -225,7 +225,7 @@ class UnprivilegedDriver:
         try:
             real = os.path.realpath(path, strict=True)
         except OSError:
-            return  # it does not exist, which will be reported
+            return  # the path does not exist, which will be reported
         parents = [real[:index] or "/" for index, letter in enumerate(real) if letter == "/"]
         visible = (*unprivileged_init.readable(network), *self._readable)
         shown = real == "/" or any(real == top or real.startswith(f"{top}/") for top in visible)
@@ -261,7 +261,7 @@ class UnprivilegedDriver:
 
 def _limits(limits: Fields, user: int) -> tuple[tuple[int, int | None], ...]:
     return (
-        (resource.RLIMIT_CORE, 1),  # so that the host's program for core dumps is not started (core(5))
+        (resource.RLIMIT_CORE, 1),  # so that the kernel does not start the host's program for core dumps (core(5))
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
         (resource.RLIMIT_NPROC, limits["pids"] if user else None),

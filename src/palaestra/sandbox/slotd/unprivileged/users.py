@@ -23,7 +23,7 @@ _USUAL = 0x60000000
 
 
 _CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP = 0, 1, 3, 5, 6, 7, 8
-# The capabilities that it takes to give slots users; every container's root has them unless they were removed.
+# The capabilities that are needed to give slots users; every container's root has them unless they were removed.
 _NEEDED = (_CHOWN, _DAC_OVERRIDE, _FOWNER, _KILL, _SETGID, _SETUID, _SETPCAP)
 
 
@@ -71,7 +71,8 @@ class Users:
 
 
 def kill(uid: int) -> None:
-    """Kill all processes of a user in one call, which no fork escapes: the sender becomes the user for it."""
+    """Kill all processes of a user in one call, which no fork escapes. A child of this process becomes the user and
+    makes the call."""
     child = os.fork()
     if child == 0:
         try:
@@ -84,7 +85,7 @@ def kill(uid: int) -> None:
 
 
 def living(first: int, count: int = 1) -> int:
-    """Return how many processes of these users live. Dead ones among our own children are reaped."""
+    """Return the number of living processes of these users. Children of this process that have ended are reaped."""
     found = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError):
@@ -108,8 +109,9 @@ def _read(pid: int) -> tuple[bool, int, int]:
 
 
 def kill_orphans(spare: set[int]) -> int:
-    """Kill all inherited processes except `spare` and their descendants, for slots without users of their own; returns
-    how many are still alive. Ignores processes that became another user, which is possible only at `none` (sudo)."""
+    """Kill all inherited processes except `spare` and their descendants, for slots without users of their own. Returns
+    the number of processes that are still alive, not counting those that became another user, which is possible only at
+    `none` (sudo)."""
     table = [process for process in process_tree.processes() if process.pid not in spare]
     kept = {process.pid for pid in spare for process in process_tree.descendants(pid, table)}
     living = 0

@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 20
 """The largest file that a check reads."""
 
 TIMEOUT_S = 30.0
-"""The time limit of one program of a check."""
+"""The time limit for each program that a check runs."""
 
 
 class BaseCheck(msgspec.Struct, frozen=True, tag_field="check", tag=str.lower, forbid_unknown_fields=True):

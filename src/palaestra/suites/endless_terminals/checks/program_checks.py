@@ -188,10 +188,11 @@ class Running(BaseCheck, frozen=True):
         first = (await read_text(slot, self.path)).split()[:1]
         found = await slot.arguments(int(first[0])) if first and _NUMBER.fullmatch(first[0]) else None
         held = found is not None and self.word in " ".join(found).split()
-        return "" if held else f"{self.path} does not contain the id of such a process: {found!r:.200}"
+        return "" if held else f"{self.path} does not contain the id of the expected process: {found!r:.200}"
 
 
 LIVE = (Running, Serves)
-"""Checks that need the agent's own slot. They look from outside: the agent may have replaced any program inside."""
+"""Checks that need the agent's own slot. They inspect it from outside, because the agent may have replaced any program
+in it."""
 
 __all__ = ["LIVE", "Archive", "Case", "Git", "Running", "Runs", "Serves", "SqlQuery"]

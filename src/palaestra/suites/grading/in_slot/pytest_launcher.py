@@ -1,8 +1,8 @@
 """Replace `pytest`, `uv` and `uvx` while a test script runs in a slot, and report what pytest ran.
 
-The first argument is the name it was called by. `uv run` and `uvx` start pytest, or Python with the packages that the
-script requested; commands that only install packages do nothing. Any other command is reported as `unmet`, which counts
-as the grader's failure.
+The first argument is the name under which this program was called. `uv run` and `uvx` start pytest, or Python with the
+packages that the script requested; commands that only install packages do nothing. Any other command is reported as
+`unmet`, which counts as the grader's failure.
 
 Invariant: nothing of the workspace is on the import path before pytest is imported.
 """
@@ -29,7 +29,7 @@ _VALUED = ("-p", "--python", "-w", "--with", "--from", "--with-requirements", "-
 
 
 def _after_options(words: list[str]) -> list[str]:
-    """Return the command that `uvx` or `uv run` is to start."""
+    """Return the command that `uvx` or `uv run` must start."""
     while words and words[0].startswith("-"):
         words = words[2:] if words[0] in _VALUED else words[1:]
     return words
@@ -77,7 +77,7 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _unselected(arguments: list[str]) -> list[str]:
-    """Return the arguments without a selection by name: only rewritten tests run, under other names."""
+    """Return the arguments without a selection by name, because the rewritten tests have other names."""
     words, found = list(arguments), []
     while words:
         word = words.pop(0)
@@ -108,7 +108,7 @@ def _pinned(tests: str, arguments: list[str]) -> list[str]:
 
 
 class _EveryTest:
-    """Run all tests, also after the first failure (`-x`): falsified tests fail, and the others must still report."""
+    """Run all tests, even after the first failure (`-x`): falsified tests fail, and the others must still report."""
 
     def pytest_configure(self, config: Any) -> None:
         config.option.maxfail = 0

@@ -98,7 +98,7 @@ def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException], *,
         return {"exception": excinfo.typename, "message": "", "path": "", "line": 0, "params": {}}
     test = getattr(item, "obj", None)
     code = getattr(inspect.unwrap(test), "__code__", None) if callable(test) else None
-    path = code.co_filename if code else str(item.path)  # an inherited test is in another file than its node id
+    path = code.co_filename if code else str(item.path)  # for an inherited test, not the file in its node id
     lines = [entry.lineno + 1 for entry in excinfo.traceback if entry.frame.code.raw is code]
     arguments = getattr(item, "funcargs", {})
     params = getattr(getattr(item, "callspec", None), "params", {})

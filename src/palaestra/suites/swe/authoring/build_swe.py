@@ -20,11 +20,11 @@ from palaestra.suites.swe.authoring.manifest import dump_manifest
 
 @click.command("swe", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--package", "packages", multiple=True, metavar="NAME==VERSION", help="Only this package; repeatable.")
-@click.option("--manifest", type=click.Path(path_type=Path), help="Another manifest of packages and bugs.")
+@click.option("--manifest", type=click.Path(path_type=Path), help="Packages and bugs. Default: the built-in manifest.")
 @click.option("--save-manifest", type=click.Path(path_type=Path), help="Write the bugs that were found to this file.")
 @click.option("--select", multiple=True, metavar="NAME", help="Only this package or bug; repeatable.")
 @out_option
-@click.option("--tasks", "--limit", "limit", type=click.IntRange(min=1), help="At most this many tasks.")
+@click.option("--tasks", "--limit", "limit", type=click.IntRange(min=1), help="Maximum number of tasks.")
 @click.option(
     "--concurrency",
     "--parallel",
@@ -32,10 +32,10 @@ from palaestra.suites.swe.authoring.manifest import dump_manifest
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Test runs at a time.",
+    help="Number of concurrent test runs.",
 )
 @click.option("--cache", type=click.Path(path_type=Path), default=CACHE_DIR, show_default=True, help="Downloads.")
-@click.option("--index-url", metavar="URL", help="A package index other than pip's.")
+@click.option("--index-url", metavar="URL", help="The package index. Default: pip's.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     packages: tuple[str, ...],

@@ -79,7 +79,8 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class SweBuild:
-    """The rows in order, the reasons why others failed, and a manifest that pins the packages with their bugs."""
+    """The rows in order, the reasons why other bugs or packages gave no row, and a manifest that pins the packages with
+    their bugs."""
 
     rows: tuple[Mapping[str, JSON], ...]
     problems: tuple[str, ...]
@@ -117,7 +118,7 @@ def pick(packages: Sequence[PinnedPackage], limit: int = 0, select: Sequence[str
     """
     known = {package.name for package in packages} | {bug.id for package in packages for bug in package.mutations}
     if unknown := set(select) - known:
-        raise ConfigError(f"no package or bug of the manifest is called {', '.join(sorted(unknown))}")
+        raise ConfigError(f"no package or bug in the manifest is called {', '.join(sorted(unknown))}")
     chosen = [
         [bug for bug in package.mutations if not select or {package.name, bug.id} & set(select)] for package in packages
     ]
@@ -233,7 +234,7 @@ class _Builder:
                     return None
             if len(row["FAIL_TO_PASS"]) != mutation.fail_to_pass:
                 self._progress(
-                    f"{mutation.id}: {len(row['FAIL_TO_PASS'])} tests detect it, not {mutation.fail_to_pass}"
+                    f"{mutation.id}: {len(row['FAIL_TO_PASS'])} tests detect the bug, not {mutation.fail_to_pass}"
                 )
             self._progress(f"{row['instance_id']}: {len(row['FAIL_TO_PASS'])} F2P, {len(row['PASS_TO_PASS'])} P2P")
             return row

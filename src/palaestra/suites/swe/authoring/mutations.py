@@ -209,7 +209,8 @@ def swap_arguments(scope: Scope) -> Iterator[Proposal]:
 
 
 def change_default(scope: Scope) -> Iterator[Proposal]:
-    """Change the default of a parameter: True and None become False, a number grows by one, a string becomes empty."""
+    """Change the default of a parameter: a Boolean is inverted, None becomes False, a number grows by one, a string
+    becomes empty."""
     arguments = scope.node.args
     for node in (*arguments.defaults, *(default for default in arguments.kw_defaults if default is not None)):
         if isinstance(node, ast.Constant) and (new := _other_default(node.value)) is not None:
@@ -246,7 +247,7 @@ def fix_condition(scope: Scope) -> Iterator[Proposal]:
 
 
 def remove_statement(scope: Scope) -> Iterator[Proposal]:
-    """Remove a call or an assignment to an existing name or element, or replace it by `pass`."""
+    """Remove a statement that calls a function or assigns to an existing name or element, or replace it by `pass`."""
     for body in _bodies(scope):
         for statement in body:
             if isinstance(statement, ast.AugAssign) or _is_call(statement) or _rebinds(statement, scope):

@@ -115,7 +115,7 @@ def cached_bytes(cache: Path, sha256: str) -> bytes | None:
 
 @asynccontextmanager
 async def open_index(cache: Path, *, url: str | None = None) -> AsyncIterator[PackageIndex]:
-    """Connect to the package index at `url`, or to pip's."""
+    """Connect to the package index at `url` or, without one, to pip's package index."""
     address = url or await configured_url()
     context = ssl.create_default_context(cafile=await _setting("cert") or None)
     timeout = aiohttp.ClientTimeout(total=120, connect=30)
@@ -134,10 +134,12 @@ async def configured_url() -> str:
     elif uv := shutil.which("uv"):
         argv = [uv, "pip", "install", "--help"]
     else:
-        raise ConfigError("neither pip nor uv is installed to find the package index; give one with --index-url")
+        raise ConfigError(
+            "the package index is unknown, because neither pip nor uv is installed; name it with --index-url"
+        )
     found = _ADDRESS.search(re.sub(r"\s+", " ", (await run_process(argv, timeout_s=_SETTINGS_TIMEOUT_S)).text))
     if not found:
-        raise ConfigError("the default package index is unknown; give one with --index-url")
+        raise ConfigError("the default package index is unknown; name one with --index-url")
     return found[0]
 
 
