@@ -104,7 +104,7 @@ def test_a_run_that_goes_on_is_exported_as_far_as_it_is(tmp_path: Path, capsys: 
     folder = write_run(tmp_path / "run", sky(), broken(), order=(1,), ended=False)
     assert run(folder, "--to", "openai") == 0
     said = capsys.readouterr().err
-    assert "left out: 1 group that" in said
+    assert "left out: 1 unfinished group" in said
     assert "the export is empty" in said
 
 

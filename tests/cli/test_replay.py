@@ -159,7 +159,7 @@ def test_what_cannot_be_played_says_why(folder: Path, capsys: pytest.CaptureFixt
     assert "the run used the environment 'noisy', but other_env.py is 'count_lines'" in capsys.readouterr().err
     (folder / "moved_env.py").write_text(NOISY.replace("task-{i}", "other-{i}"))
     assert palaestra("replay", run, "--environment", "moved_env.py") == 2
-    assert "the environment's tasks changed" in capsys.readouterr().err
+    assert "the environment's tasks have changed" in capsys.readouterr().err
 
 
 @pytest.mark.slots

@@ -106,7 +106,7 @@ def test_a_resumed_run_reports_a_setting_that_differs(caplog: pytest.LogCaptureF
     assert "changed setting" not in caplog.text, "the latest settings count"
     assert main(["resume", "last", "--tasks", "1", "--concurrency", "2"]) == 0
     assert "tasks was -1, and is 1 now" in caplog.text
-    assert "concurrency was 1, is 2" in caplog.text
+    assert "concurrency was 1, and is 2 now" in caplog.text
 
 
 def test_a_run_of_nothing_is_an_error_and_a_command_after_settings_is_named(

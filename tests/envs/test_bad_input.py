@@ -6,6 +6,7 @@ That a run goes on with the rest and says what it left out is tested beside each
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -37,14 +38,14 @@ def test_a_source_without_a_usable_row_is_one_message(
     Path("bad.csv").write_text("colour\nred\n")
     wanted = {
         "absent.jsonl": "there is no data set absent.jsonl",
-        "empty.jsonl": "no task",
+        "empty.jsonl": "no (usable )?task",
         "bad.csv": "1 left out",
     }
     for source, message in wanted.items():
         told(name, source)
         shown = capsys.readouterr().err
         (line,) = [line for line in shown.splitlines() if line.startswith("error: ")]
-        assert message in line, (source, line)
+        assert re.search(message, line), (source, line)
 
 
 @pytest.mark.parametrize(

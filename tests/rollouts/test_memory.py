@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import io
+import os
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -60,6 +60,9 @@ class Traced:
 
     def _on_group(self, event: GroupFinished) -> None:
         self._seen += 1
+        if self._seen + 1 in self.kept:  # the event loop drops cancelled timers only when there are many
+            for _ in range(200):
+                asyncio.get_running_loop().call_later(60, print).cancel()
         if self._seen in self.kept:
             gc.collect()
             self.kept[self._seen] = tracemalloc.get_traced_memory()[0]
@@ -74,11 +77,12 @@ def test_a_run_keeps_only_figures_of_each_rollout(tmp_path: Path, monkeypatch: p
     assert isinstance(parsed, Parsed)
     tracemalloc.start()
     try:
-        report = asyncio.run(run(form, parsed, stream=io.StringIO(), subscribers=[traced]))
+        with open(os.devnull, "w") as log:  # a StringIO would count the log's lines
+            report = asyncio.run(run(form, parsed, stream=log, subscribers=[traced]))
     finally:
         tracemalloc.stop()
     assert report.totals.scored == 4 * N
-    assert (traced.kept[4 * N] - traced.kept[N]) / (3 * N) < 240, "bytes per rollout"
+    assert (traced.kept[4 * N] - traced.kept[N]) / (3 * N) < 180, "bytes per rollout"
 
 
 def groups(count: int) -> Iterator[Group]:

@@ -140,7 +140,7 @@ def test_parameters_that_can_be_no_settings_are_refused() -> None:
 
 def test_a_hook_that_asks_for_what_there_is_not_is_refused_when_declared() -> None:
     toy = form(1.0)
-    with pytest.raises(ConfigError, match=r"asks for 'sandbx'.*Did you mean sandbox\?"):
+    with pytest.raises(ConfigError, match=r"unknown parameter 'sandbx'.*Did you mean sandbox\?"):
 
         @toy.score
         async def bad(task: Task, sandbx: object) -> float:

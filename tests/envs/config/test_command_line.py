@@ -197,7 +197,7 @@ def test_environment_variables_name_the_server() -> None:
         (["process", "--env.grup_size", "3"], "unknown flag --env.grup_size. Did you mean --env.group_size?"),
         (["process", "--polcy", "oracle"], "unknown flag --polcy. Did you mean --policy?"),
         (["process", "--env.max_item=3"], "Did you mean --env.max_items?"),
-        (["proces"], "unknown command 'proces': process, evaluate or serve. Did you mean process?"),
+        (["proces"], "unknown command 'proces'; use process, evaluate or serve. Did you mean process?"),
         ([], "no command was given; use process, evaluate or serve."),
         (["process", "stray"], "unexpected word 'stray'"),
         (["process", "--group", "2", "3"], "--group: takes one value, got 2: 2 3"),

@@ -70,7 +70,7 @@ def test_settings_are_arguments_too() -> None:
     [
         ({"group_sise": 2}, "Did you mean group_size"),
         ({"group_size": "two", "policy": "oracle"}, "group_size 'two'"),
-        ({"policy": "oracle", "model": "m"}, "policy and model exclude"),
+        ({"policy": "oracle", "model": "m"}, "policy and model are mutually exclusive"),
         ({}, "Set base_url"),
     ],
 )

@@ -156,7 +156,7 @@ def test_binary_changes_round_trip(tmp_path: Path, old: bytes, new: bytes) -> No
         ("Binary files a/f and b/f differ", "git diff --binary"),
         ("GIT binary patch", "without data"),
         ("GIT binary patch\nliteral 7\nzzzz", "cannot be read"),
-        ("GIT binary patch\nliteral 9999\nHcmV?d00001\n", "torn"),
+        ("GIT binary patch\nliteral 9999\nHcmV?d00001\n", "incomplete"),
         ("copy from g\ncopy to f", "copies"),
     ],
 )

@@ -79,8 +79,8 @@ def test_no_path_leaves_its_skill(path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ({"action": "create", "name": "../x", "content": document("../x")}, "small letters"),
-        ({"action": "create", "name": "two", "content": document("two"), "category": "../y"}, "small letters"),
+        ({"action": "create", "name": "../x", "content": document("../x")}, "lowercase letters"),
+        ({"action": "create", "name": "two", "content": document("two"), "category": "../y"}, "lowercase letters"),
         ({"action": "create", "name": "two", "content": "no header"}, "header"),
         ({"action": "create", "name": "two", "content": "---\nname: [\n---\n"}, "YAML"),
         ({"action": "create", "name": "two", "content": document("three")}, "two"),

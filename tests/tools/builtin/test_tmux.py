@@ -94,7 +94,7 @@ def test_calls_out_of_turn_are_told(at_desk: AtDesk) -> None:
     async def scenario(desk: Desk) -> None:
         assert "open one with start" in (await tmux(desk, "capture"))["error"]
         await tmux(desk, "start")
-        assert "open already" in (await tmux(desk, "start"))["error"]
+        assert "already open" in (await tmux(desk, "start"))["error"]
         assert "keys is needed" in (await tmux(desk, "send_keys"))["error"]
         await run(desk, "A=old")
         await tmux(desk, "start", reset=True)

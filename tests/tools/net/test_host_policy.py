@@ -22,7 +22,7 @@ def test_metadata_is_never_reached(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fc00::1", "100.64.0.1", "localhost"])
 def test_private_addresses_are_open_only_where_they_are_named(host: str) -> None:
-    assert "not open" in (HostPolicy().refusal(host, 8000) or "")
+    assert "this machine" in (HostPolicy().refusal(host, 8000) or "")
     named = f"[{host}]:8000" if ":" in host else f"{host}:8000"
     assert HostPolicy([named]).refusal(host, 8000) is None
     assert HostPolicy([named]).refusal(host, 8001) is not None
@@ -31,7 +31,7 @@ def test_private_addresses_are_open_only_where_they_are_named(host: str) -> None
 def test_a_name_that_means_a_private_address_is_refused_at_the_address() -> None:
     reach = HostPolicy(["*:*"])
     assert reach.refusal("inside.example", 80) is None
-    assert "not open" in (reach.address_refusal("inside.example", 80, ipaddress.ip_address("10.0.0.1")) or "")
+    assert "this machine" in (reach.address_refusal("inside.example", 80, ipaddress.ip_address("10.0.0.1")) or "")
     assert (
         HostPolicy(["*:*", "10.0.0.0/8:*"]).address_refusal("inside.example", 80, ipaddress.ip_address("10.0.0.1"))
         is None

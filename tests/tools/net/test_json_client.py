@@ -111,7 +111,7 @@ def test_rows_are_found_where_they_are_promised() -> None:
     assert rows(server, {"web": {"results": [{"a": 1}]}}, "web", "results") == [{"a": 1}]
     assert rows(server, {"web": None}, "web", "results") == []
     for told in ([], {"web": {"results": {}}}, {"web": {"results": [1]}}):
-        with pytest.raises(ToolUnavailable, match="shape"):
+        with pytest.raises(ToolUnavailable, match="unexpected format"):
             rows(server, told, "web", "results")
     assert text({"a": None, "b": "", "c": "x"}, "a", "b", "c") == "x"
     assert text({"a": 1}, "a") == ""

@@ -89,7 +89,7 @@ def test_added_lines_go_below_their_anchor_or_at_the_end() -> None:
     assert applied("*** Update File: f", "@@ a", "+new", f="a\nb\n")["f"] == "a\nnew\nb\n"
     assert applied("*** Update File: f", "+new", "*** End of File", f="a\nb")["f"] == "a\nb\nnew"
     assert applied("*** Update File: f", "+new", f="")["f"] == "new\n"
-    assert "say" in refusal("*** Update File: f", "+new", f="a\nb\n")
+    assert "shows where" in refusal("*** Update File: f", "+new", f="a\nb\n")
 
 
 def test_end_of_file_means_the_last_place() -> None:

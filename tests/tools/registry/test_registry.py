@@ -113,7 +113,7 @@ def test_strict_fails_instead_of_hiding() -> None:
     with pytest.raises(ConfigError, match="missing: vision_analyze: no vision model"):
         get_tool_definitions(["file", "vision"], strict=True)
     assert len(get_tool_definitions(["file", "vision"], ["vision"], quiet_mode=True, strict=True)) == 4
-    with pytest.raises(ConfigError, match="by name"):
+    with pytest.raises(ConfigError, match="named toolsets"):
         build_tool_registry(strict=True)
 
 

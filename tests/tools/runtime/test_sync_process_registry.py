@@ -134,7 +134,7 @@ def test_a_slot_that_somebody_has_runs_sessions_too(at_desk: AtDesk) -> None:
             return process_registry.kill_process(session.id)["status"], process_registry.kill_all("other")
 
         assert await asyncio.to_thread(beside) == ("killed", 0)
-        with pytest.raises(RuntimeError, match=r"await ProcessRegistry\.spawn on that loop instead"):
+        with pytest.raises(RuntimeError, match=r"await ProcessRegistry\.spawn there instead"):
             process_registry.spawn_via_env(desk.slot, "true")
         with pytest.raises(NotADirectoryError):
             await asyncio.to_thread(process_registry.spawn_via_env, desk.slot, "true", "/etc/hostname")

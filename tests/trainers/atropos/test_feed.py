@@ -293,7 +293,7 @@ def test_a_server_in_trouble_is_waited_for_and_its_trouble_said(tmp_path: Path) 
                 async with fed(tmp_path, url, said):
                     pass
         assert said.notes == [
-            f"waiting: {url}/register-env says HTTP 503: upstream is away",
+            f"waiting: {url}/register-env answers HTTP 503: upstream is away",
             "waiting for the trainer to start",
         ]
 

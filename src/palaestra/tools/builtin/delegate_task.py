@@ -49,7 +49,7 @@ class Delegation:
     """The work function of one rollout; without one, `missing` has the reason."""
 
     work: Work | None = None
-    missing: str = "there is no agent here whose model sub-agents could use"
+    missing: str = "no agent is running whose model sub-agents could use"
 
 
 _PART: Mapping[str, JSON] = {
