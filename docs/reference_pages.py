@@ -65,7 +65,8 @@ def _settings() -> Iterator[str]:
     yield "# Settings\n"
     yield (
         "Every setting is a flag (`--env.NAME`, `--openai.NAME`), a key of a YAML file, and an environment variable "
-        "(`PALAESTRA_ENV_NAME`, `PALAESTRA_OPENAI_NAME`). `palaestra run ENV --help-all` lists those of an environment."
+        "(`PALAESTRA_ENV_NAME`, `PALAESTRA_OPENAI_NAME`). `palaestra run ENV --help-all` lists the settings of an "
+        "environment."
     )
     seen: set[str] = set()
     for title, model, prefix in (

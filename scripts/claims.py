@@ -51,7 +51,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "network:flood_of_packets",
     ),
     "cloud metadata with the network on": ("network:metadata_addresses",),
-    "processes and threads without bound": ("processes:fork_bomb", "processes:threads_count"),
+    "the limit on processes and threads": ("processes:fork_bomb", "processes:threads_count"),
     "memory of one process": ("processes:one_greedy_process",),
     "memory of all processes and files together": (
         "processes:many_processes_share", "processes:memory_taken_as_files", "processes:memory_that_no_process",
@@ -84,12 +84,12 @@ SLOTS: dict[str, tuple[str, ...]] = {
     "file calls: links, races, fifos, claimed sizes, depth": (
         "files:race_of_links", "files:what_is_not_a_file", "files:claims_to_be_huge", "files:path_too_deep",
     ),
-    "output without bound, and binary output": (
+    "limits on output, and binary output": (
         "output:flood_is_counted", "output:flood_does_not_delay", "output:bytes_that_are_no_text",
         "output:commands_longer", "output:verdict_without_end",
     ),
     "secrets and descriptors of the server in a command": ("output:no_secret", "output:no_descriptor_of_ours"),
-    "the verdict's channel, closed by its holder": ("output:verdict_is_not", "output:verdict_channel"),
+    "the verdict channel after its holder has closed it": ("output:verdict_is_not", "output:verdict_channel"),
 }  # fmt: skip
 
 # Claims about the host's own programs, with test files or single tests (file::test).
@@ -104,10 +104,10 @@ HOST: dict[str, tuple[str, ...]] = {
         "tests/cli/test_replay.py::test_the_files_of_a_run_are_for_its_owner_alone",
         "tests/cli/test_foreign_runs.py",
     ),
-    "servers: token before body, foreign pages, bounds": ("tests/core/io/test_http_server.py",),
+    "servers: the token before the body, requests from foreign pages, limits": ("tests/core/io/test_http_server.py",),
     "cloud metadata addresses": ("tests/tools/net/test_host_policy.py",),
     "DNS answers and redirects to this machine": ("tests/tools/net/test_dns_answers.py",),
-    "secrets in written text; keys on command lines": (
+    "secrets in written text, and keys on command lines": (
         "tests/core/test_redaction.py", "tests/core/io/test_process_arguments.py",
     ),
     "control tokens from users, tools and their schemas": (

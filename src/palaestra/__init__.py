@@ -3,7 +3,7 @@
     run = await palaestra.run(count_lines(n=3), policy="oracle", group_size=4)
     run.trajectories[0].reward
 
-Every public name is imported from here. Importing the package loads none of them: each is loaded when first used.
+Every public name is imported from here. Importing the package loads none of them; each is loaded on first use.
 """
 
 from __future__ import annotations

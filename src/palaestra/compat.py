@@ -1,10 +1,10 @@
-"""The old module paths of contract scripts, for scripts that cannot be changed: `import palaestra.compat` first.
+"""Provides the module paths of the contract for scripts that cannot be changed: `import palaestra.compat` first.
 
     import palaestra.compat
     from environments.hermes_base_env import HermesAgentBaseEnv      # palaestra's
 
-No other module imports this one. Existing modules are imported as usual; only missing ones come from here. A name
-without a counterpart raises ImportError, which says what to use instead. `palaestra env port` rewrites the imports
+No other module imports this one. Existing modules are imported as usual; only missing ones come from here. Importing a
+name without a counterpart raises an ImportError that names the alternative. `palaestra env port` rewrites the imports
 permanently.
 """
 
@@ -27,11 +27,11 @@ _SUBMODULES = frozenset(
         "tool_call_parsers", "tool_context", "tool_executor", "tools", "type_definitions",
     }
 )  # fmt: skip
-"""Submodules that scripts import by name from their package."""
+"""Submodules that scripts import with `from PACKAGE import NAME`."""
 
 
 class _OldModule(ModuleType):
-    """A module of the contract whose names come from this package."""
+    """A stand-in for a module of the contract. Its names are those of this package."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -60,7 +60,7 @@ class _OldModules(MetaPathFinder, Loader):
         return _OldModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run nothing: names are looked up when they are used."""
+        """Do nothing, because names are looked up when they are used."""
 
 
 sys.meta_path.append(_OldModules())

@@ -67,11 +67,12 @@ class AgentConfig:
 
 
 class AtroposAgent:
-    """One agent. `run` may be called again after it returned, but not while it runs.
+    """One agent. `run` may be called again after it has returned, but not while it runs.
 
     `execute_tool` runs one call and returns its result; it raises `InfraError` for an infrastructure failure. Tokens
-    come from the server, as it sampled them; `tokenizer` is accepted but not used. `on_loop` gets every loop before it
-    starts, for `Subagents`. Raises `ConfigError` for tools without `execute_tool`.
+    come from the server, as it sampled them; `tokenizer` is accepted but not used. `on_loop` is called with every loop
+    before it starts, so that `Subagents` can connect to the loop. Raises `ConfigError` for tools without
+    `execute_tool`.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class AtroposAgent:
         return await self.converse([*(initial_messages or ()), {"role": "user", "content": task}])
 
     async def converse(self, messages: Sequence[Message]) -> AgentResult:
-        """Continue a whole conversation as `run` does. The agent's system prompt is added if the conversation has
-        none."""
+        """Continue a conversation until a reply calls no tool. The agent's system prompt is added if the conversation
+        has none."""
         await self._go_on(self.opening(messages), self.config.max_steps)
         return self.result
 
@@ -136,8 +137,8 @@ class AtroposAgent:
         return steps_of([said], chat.as_text([said], turn))[0]
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the conversation with the tools in its system prompt, which is the agent's if the conversation has
-        none."""
+        """Return the conversation with the tools described in its system prompt. A conversation without a system prompt
+        gets the agent's."""
         if messages and messages[0].get("role") == "system":
             prompt = with_tools(str(messages[0].get("content") or ""), self.tools.definitions())
             return [{**messages[0], "content": prompt}, *messages[1:]]
@@ -149,8 +150,8 @@ class AtroposAgent:
         return with_tools(prompt, self.tools.definitions())
 
     def new_subagent(self, setup: SubagentSetup) -> TextConversation:
-        """Return a sub-agent with this agent's text form, sampling settings, delay between calls and working
-        directory."""
+        """Return a sub-agent that writes its calls as text, with this agent's sampling settings, delay between calls
+        and working directory."""
 
         async def execute(call: ToolCall) -> CallResult:
             return result_of((await setup.tools.call(call.name, call.arguments, by_agent=True)).reply)
@@ -224,7 +225,8 @@ class AtroposAgent:
 
 @dataclass(frozen=True, slots=True)
 class TextConversation:
-    """One conversation of an `AtroposAgent`. After `run`, however it ended, `loop.result` has the text form."""
+    """One conversation of an `AtroposAgent`. After `run`, however it ended, `loop.result` holds the conversation as
+    text."""
 
     agent: AtroposAgent
     loop: HermesAgentLoop
@@ -240,7 +242,8 @@ class TextConversation:
 
 
 def _tell(result: AgentResult, chat: HermesText, before: int) -> None:
-    """Set the result's steps, and its history as the text the model saw. The first `before` messages are the prompt."""
+    """Set the result's steps, and set its history to the text that the model saw. The first `before` messages are the
+    prompt."""
     answer = result.final_response if len(result.messages) > before else ""
     plain = chat.as_text(result.messages)
     prompt = len(chat.as_text(result.messages[:before]))

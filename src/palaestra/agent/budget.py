@@ -74,7 +74,7 @@ class Budget:
         return ""
 
     def left(self, used: Used, shares: int) -> Budget:
-        """Return the remaining budget divided into equal shares. Time is not divided, because the shares are used
+        """Return one of `shares` equal shares of the remaining budget. Time is not divided, because the shares are used
         concurrently."""
 
         def share(most: int | None, gone: int) -> int | None:
@@ -117,7 +117,7 @@ class WallClock:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start from zero."""
+        """Start the clock from zero."""
         self._started_s = self._stood_s = self._clock.monotonic()
 
     @property

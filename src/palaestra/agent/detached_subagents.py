@@ -2,9 +2,9 @@
 
     ToolSession(delegates=Delegates(APIServerConfig(base_url="http://127.0.0.1:8000/v1", model_name="m")))
 
-They serve `ToolExecutor` and `ToolSession`, whose callers make calls but have no model. In a rollout, the agent creates
-the sub-agents. Invariants: no model is called before work is delegated, and the usage of a task's sub-agents
-counts for the task.
+These sub-agents serve `ToolExecutor` and `ToolSession`, whose callers make calls but have no model. In a rollout, the
+agent creates the sub-agents. Invariants: no model is called before work is delegated, and what a task's sub-agents use
+counts towards the task's budget.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Delegates:
     """Sub-agents for the tasks of one executor or session; `servers` are their model servers. Implements
     `DelegationSource`.
 
-    `max_turns` and the sampling settings apply to each sub-agent. `budget` covers all work of one task, except that
-    its `wall_s` limits each sub-agent. `on_end` gets every sub-agent with the id of its task, however the sub-agent
-    ended; its `result` has the conversation and, from a token-exact server, the tokens.
+    `max_turns` and the sampling settings apply to each sub-agent. `budget` covers all work of one task, except that its
+    `wall_s` limits each sub-agent. `on_end` is called for every sub-agent, with the id of its task, however the
+    sub-agent ended. The sub-agent's `result` has the conversation and, from a token-exact server, the tokens.
 
     Raises `ConfigError` for invalid servers, and `EngineError` in a call if a server cannot be reached.
     """

@@ -135,14 +135,15 @@ class HermesText(ChatServer):
         return self._observed[text]
 
     def _spoken(self, message: Message, turn: int) -> Message:
-        """Return an assistant message as it was sampled here; calls of a message from elsewhere are written as text."""
+        """Return an assistant message as it was sampled in this rollout. If it comes from elsewhere, write its calls as
+        text."""
         calls = _calls_of(message)
         content = str(message.get("content") or "")
         sampled = self._sampled.get(_key(turn, content, calls))
         return dict(sampled) if sampled is not None else {"role": "assistant", "content": written(content, calls)}
 
     def _read(self, reply: Reply, tools: Sequence[Mapping[str, JSON]], turn: int) -> AssistantMessage:
-        """Return the reply with structured calls, for the loop. The sampled text is kept."""
+        """Return the reply with structured calls, for the loop. The sampled text is kept for later requests."""
         content, reasoning, calls = reply.content, reply.reasoning, reply.calls
         sampled: Message = {"role": "assistant", "content": written(content, calls)}
         if reasoning:
@@ -220,7 +221,7 @@ def _elements(text: str) -> Iterator[str]:
 def result_text(success: bool, output: str, error: str, metadata: Mapping[str, JSON]) -> str:
     """Return a call's result as the JSON text that the history keeps; `result_from` reads it back.
 
-    The exit code is also a field of its own, for the loop: a command that ran and failed is not a tool error.
+    The exit code is also a top-level field, so that a command that ran and failed does not count as a tool error.
     """
     fields: dict[str, JSON] = {"success": success, "output": output, "error": error, "metadata": dict(metadata)}
     if "exit_code" in metadata:
@@ -229,8 +230,8 @@ def result_text(success: bool, output: str, error: str, metadata: Mapping[str, J
 
 
 def result_from(text: str) -> ToolResult:
-    """Return the result in a tool message; a call that the loop refused is a failure. The result has no id, which would
-    only cost tokens, because results are matched to calls by their order."""
+    """Return the result in a tool message. A call that the loop refused gives a failed result. The result has no id,
+    which would only cost tokens, because results are matched to calls by their order."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

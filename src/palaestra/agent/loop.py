@@ -45,7 +45,7 @@ async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | Non
     package's tools in the task's own slot."""
     if (found := tools_of_task(task_id)) is not None:
         return await found.tools().handle(name, arguments)
-    from palaestra.tools.runtime.function_calls import handle_function_call_async  # imports the sandbox
+    from palaestra.tools.runtime.function_calls import handle_function_call_async  # here: it imports the sandbox
 
     return await handle_function_call_async(name, arguments, task_id)
 
@@ -143,7 +143,7 @@ class HermesAgentLoop:
         return result
 
     def used(self) -> Used:
-        """Return the use of the budget so far, sub-agents included."""
+        """Return the amounts that count towards the budget so far, including those of sub-agents."""
         return Used(
             turns=self.result.turns_used + self._delegated_turns,
             prompt_tokens=self.result.usage.prompt_tokens,
@@ -153,7 +153,7 @@ class HermesAgentLoop:
         )
 
     def delegated(self, loop: HermesAgentLoop) -> None:
-        """Add a sub-agent's use of the budget."""
+        """Add the amounts that a sub-agent used to those of this rollout."""
         used = loop.used()
         self.result.usage.merge(loop.result.usage)
         self._delegated_turns += used.turns
@@ -253,7 +253,7 @@ class HermesAgentLoop:
         return valid > 0
 
     def _measure_context(self, result: AgentResult, reply: Reply) -> None:
-        """Estimate the tokens of the next prompt: the engine's count, and an estimate for later messages."""
+        """Estimate the tokens of the next prompt: the engine's count plus an estimate for the messages added since."""
         if self.max_context_tokens is None:
             return
         counted = reply.prompt_tokens + reply.completion_tokens

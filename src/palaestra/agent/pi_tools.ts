@@ -1,4 +1,4 @@
-// Offers the environment's tools to pi, which knows no MCP. An extension of pi 0.73 (its docs/extensions.md).
+// Offers the environment's tools to pi as an extension, because pi does not support MCP. Source: docs/extensions.md of pi 0.73.
 import { readFileSync } from "node:fs";
 
 const config = JSON.parse(readFileSync(process.env.PALAESTRA_MCP_CONFIG, "utf8"));

@@ -1,8 +1,9 @@
 """Third-party agents: programs that run in a slot and call a model at a configured address.
 
-`program_named` finds one: `codex`, `claude-code`, `opencode`, `pi`, `mini-swe-agent`, or any command line. A program is
-installed once on this machine, and slots see it read-only; `launch` returns its command line and its settings files.
-The rollout starts it, waits, ends it and keeps its output (`rollouts/program_agent.py`).
+`program_named` returns a program by name (`codex`, `claude-code`, `opencode`, `pi` or `mini-swe-agent`) or makes one
+from a command line. A program is installed once on this machine, and slots see it read-only; `launch` returns its
+command line and its settings files. The rollout starts the program, waits for it, ends it and keeps its output
+(`rollouts/program_agent.py`).
 
 A command line gets the task on its standard input and in `PALAESTRA_PROMPT_FILE`, and the model in `OPENAI_BASE_URL`,
 `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `PALAESTRA_MODEL`.
@@ -38,7 +39,7 @@ MODEL = "policy"
 TOOL_SERVER = "environment"
 """The name of the MCP server with the environment's tools."""
 TOOL_S = 3600
-"""The maximum seconds that an agent waits for a tool call. The tools' own limits are shorter."""
+"""The maximum time that an agent waits for a tool call, in seconds. The tools' own limits are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class AgentAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a program: its command, the files to write first (by path in the slot), variables and input."""
+    """How to start a program: its command, the files to write first (by path in the slot), and environment
+    variables."""
 
     command: str | Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict)
@@ -91,7 +93,8 @@ def model_variables(assignment: AgentAssignment) -> dict[str, str]:
 
 
 def mcp_file(assignment: AgentAssignment) -> dict[str, str]:
-    """Return the MCP configuration file in the format that most programs read; empty without tools."""
+    """Return the MCP configuration file, by path, in the format that most programs read, or nothing if there are no
+    tools."""
     if not assignment.tools_url:
         return {}
     headers = {"Authorization": f"Bearer {assignment.key}"}
@@ -139,7 +142,7 @@ class NpmProgram:
 
     @property
     def binary(self) -> Path:
-        """The agent's program."""
+        """The agent's executable."""
         return self.folder / "node_modules" / ".bin" / self.name.removesuffix("-code")
 
     async def install(self) -> Sequence[Mount]:
@@ -184,7 +187,7 @@ class PipProgram:
 
     @property
     def binary(self) -> Path:
-        """The agent's program."""
+        """The agent's executable."""
         return self.folder / "bin" / self.program
 
     async def install(self) -> Sequence[Mount]:
@@ -212,7 +215,7 @@ python3 {TOOL_PROGRAM} NAME '{{"argument": "value"}}'"""
 
 
 async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[Sequence[str]]) -> None:
-    """Run the commands that install an agent in its folder, unless it is installed. Raises `ConfigError`."""
+    """Run the commands that install an agent in its folder, unless it is already installed. Raises `ConfigError`."""
     if binary.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -227,7 +230,7 @@ async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[S
 
 
 async def _run(name: str, command: Sequence[str]) -> bytes:
-    """Run one of the commands and return its output. Raises `ConfigError`."""
+    """Run one installation command and return its output. Raises `ConfigError`."""
     try:
         process = await asyncio.create_subprocess_exec(
             *command,

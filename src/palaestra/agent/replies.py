@@ -91,7 +91,8 @@ def part(value: object, name: str) -> JSON:
 
 
 def text_of(content: JSON) -> str:
-    """Return message content as text: a string as it is, a list of parts as the text parts joined."""
+    """Return message content as text. The text parts of a list are joined. Content that is neither a string nor a list
+    becomes an empty string."""
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):

@@ -99,8 +99,8 @@ class Subagent:
 
 @dataclass(slots=True)
 class AgentResult:
-    """The result of a conversation of either kind of agent. After a `HermesAgentLoop`, `messages` is the list passed to
-    `run`, extended in place; after an `AtroposAgent` it has the text turns, and `steps` and `answer` are set.
+    """The result of a conversation with either kind of agent. After a `HermesAgentLoop`, `messages` is the list passed
+    to `run`, extended in place; after an `AtroposAgent` it has the text turns, and `steps` and `answer` are set.
 
     `outcome` is the reason why the conversation ended; after a failure, `error` is the failure's text and `blame` its
     cause. Every exit of the loop, cancellation included, leaves a complete result.
@@ -188,7 +188,7 @@ ENDED_LOOPS: ContextVar[list[AgentResult] | None] = ContextVar("ended_loops", de
 
 @contextmanager
 def ended_loops() -> Iterator[list[AgentResult]]:
-    """Yield a list that collects the results of the agent loops which end in the block and in the tasks that it
+    """Yield a list that collects the results of the agent loops that end in the block and in the tasks that it
     starts."""
     ended: list[AgentResult] = []
     token = ENDED_LOOPS.set(ended)

@@ -127,11 +127,12 @@ class LoopAgent:
 
 @dataclass(slots=True)
 class Subagents:
-    """The sub-agents of one agent, with its `loop` and `tools`. `on_progress` is called after each of their turns.
+    """The sub-agents of the agent with this `loop` and these `tools`. `on_progress` is called after each sub-agent's
+    turn.
 
-    `agent` creates the sub-agents; with None, the loop does. `depth` is the number of agents above them. `numbers`
-    counts from 1 over the whole rollout. `wall_s` limits each sub-agent in seconds, unless the clock of an agent above
-    already does.
+    `agent` creates the sub-agents; with None, the loop does. `depth` is the number of agents above this one. `numbers`
+    counts from 1 over the whole rollout. `wall_s` is the time limit of each sub-agent, or None if the clock of an agent
+    above already sets one.
     """
 
     loop: HermesAgentLoop
@@ -148,8 +149,8 @@ class Subagents:
             self.tools.share(Delegation(self.work))
 
     async def work(self, assignments: Sequence[Assignment]) -> list[SubagentReport]:
-        """Run all assignments concurrently. Raises `ToolMistake` before any of them starts, and the error of
-        a sub-agent that fails."""
+        """Run all assignments concurrently. Raises `ToolMistake` for an invalid assignment before any sub-agent starts,
+        and the error of a sub-agent that fails."""
         registries = [self._registry(assignment) for assignment in assignments]
         started = [
             self._started(assignment, registry, len(assignments))
@@ -256,7 +257,8 @@ class _Running:
 
 
 def _members(toolsets: Sequence[str], brought: Collection[str]) -> set[str]:
-    """Return the package's tools in those toolsets; `brought` are the toolsets of other tools."""
+    """Return the names of the package's tools in these toolsets. `brought` names the toolsets of the agent's tools,
+    which need not be the package's. Raises `ToolMistake` for an unknown toolset."""
     try:
         return set(resolve_toolsets([name for name in toolsets if name in TOOLSETS or name not in brought]))
     except ConfigError as error:

@@ -51,7 +51,7 @@ class CallAnswer:
 
     @property
     def text(self) -> str:
-        """The text for the model; `NOT_FINISHED` without an answer."""
+        """The text for the model, or `NOT_FINISHED` if the call was not answered."""
         return NOT_FINISHED if self.outcome is None else self.outcome.text
 
     @property
@@ -108,7 +108,8 @@ class ToolCalls:
         return CallAnswer(call, outcome=ToolOutcome.refused(problem))
 
     async def run(self, answers: Sequence[CallAnswer]) -> None:
-        """Run the checked calls and set their outcomes. Raises `InfraError` from a tool; finished answers stay."""
+        """Run the checked calls and set their outcomes. Raises a tool's `InfraError`; calls that have finished keep
+        their outcomes."""
         for batch in self._batches(answers):
             if len(batch) == 1:
                 batch[0].outcome = await self._outcome(batch[0])

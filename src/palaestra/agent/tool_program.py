@@ -3,7 +3,7 @@
     python3 tools.py
     python3 tools.py NAME '{"argument": "value"}'
 
-This file is not imported: its text is run by the slot's own Python, 3.7 or newer. It prints a tool's reply, and ends
+This file is not imported: its text is run by the slot's own Python, 3.7 or newer. It prints a tool's reply, and exits
 with status 1 if the call failed.
 """
 

@@ -53,7 +53,8 @@ class BatchReport:
 
 
 def write_batch_files(folder: Path) -> BatchReport:
-    """Write the files of the batch in this folder. Raises `DiskError`, and `ConfigError` for a damaged journal."""
+    """Write the files of the batch in this folder, and return the result of the batch. Raises `DiskError`, and
+    `ConfigError` for a damaged journal."""
     recording = Recording(folder / "journal.jsonl")
     meta, report = recording.meta, BatchReport()
     with writing(folder):
@@ -82,7 +83,7 @@ def write_batch_files(folder: Path) -> BatchReport:
 
 
 def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: IO[bytes]) -> Iterator[dict[str, JSON]]:
-    """Yield the kept rows in order. Every other sample leaves a line with its reason in `refused`."""
+    """Yield the kept rows in order. Write a line with the reason to `refused` for every other sample."""
 
     def refuse(number: int, kind: Counter[str], reason: str) -> None:
         kind[reason] += 1

@@ -1,4 +1,4 @@
-"""The environment of `palaestra batch`: every row of a file is a prompt, and nothing is graded.
+"""The environment of `palaestra batch`: every row of a file is a prompt, and no answer is graded.
 
 A sample that meets `require` scores 1; a discarded one scores 0, with the reason in its record. A task's id contains
 the number of its row, so that equal prompts in several rows are separate samples, and a hash of the row, so that a
@@ -41,11 +41,11 @@ REQUIREMENTS: Mapping[str, tuple[str, Callable[[Rollout], bool]]] = {
     "known_tools": ("the agent called an unknown tool", lambda rollout: not unknown_tools(rollout)),
     "tool_calls": ("the agent called no tool", lambda rollout: any(turn.tool_names for turn in _turns(rollout))),
 }
-"""The conditions that `require` can name, each with the reason for discarding a sample, and the test."""
+"""The conditions that `require` can name, each with the reason recorded for a discarded sample, and the test."""
 
 
 class BatchConfig(HermesAgentEnvConfig):
-    """The settings of a batch: those of every agent, and the file of prompts."""
+    """The settings of a batch: the common settings of agents, and the file of prompts."""
 
     group_size: int = setting(1, "Samples per row.", ge=1)
     total_steps: int = setting(-1, "Maximum number of rows; -1: all.", ge=-1)
@@ -77,7 +77,7 @@ class BatchConfig(HermesAgentEnvConfig):
 
 
 class BatchForm:
-    """The form of a batch, which a command line can run."""
+    """The form of the batch environment, from which a command line builds and runs it."""
 
     name = "batch"
     reference = "batch"
@@ -108,7 +108,7 @@ class BatchEnvironment(EvaluatedEnvironment):
     score_name = "kept"
 
     def __init__(self, config: BatchConfig) -> None:
-        """Raises `ConfigError` for an unusable file of messages."""
+        """Raises `ConfigError` if `prefill_messages_file` cannot be used."""
         self.config = config
         self._prefill = _read_messages(config.prefill_messages_file) if config.prefill_messages_file else []
         self._mcp = mcp_servers(config)
@@ -213,7 +213,7 @@ def _start_in(cwd: str) -> str:
 
 
 def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
-    """Return the messages of a row's prompt: a text, or a list of messages. Raises `TaskError`."""
+    """Return the messages of a row's prompt, which is a text or a list of messages. Raises `TaskError`."""
     given = row.get(field)
     if isinstance(given, str) and given.strip():
         return [{"role": "user", "content": given}]

@@ -74,14 +74,14 @@ _ANSWERS = {
 
 
 async def serve_acp(options: ChatOptions) -> None:
-    """Serve one editor until it closes our standard input."""
+    """Serve one editor until it closes this process's standard input."""
     with open_store(options.config) as store:
         async with chat_service(options, store) as (service, _):
             await acp.run_agent(ChatAgent(service, options), use_unstable_protocol=True)  # type: ignore[arg-type]
 
 
 class ChatAgent:
-    """Implements `acp.Agent` on a service."""
+    """Implements `acp.Agent` on top of a `ChatService`."""
 
     def __init__(self, service: ChatService, options: ChatOptions) -> None:
         self._service = service
@@ -180,7 +180,7 @@ class ChatAgent:
         self._conversation(session_id).interrupt()
 
     async def prompt(self, prompt: Sequence[Any], session_id: str, **_: Any) -> schema.PromptResponse:
-        """Answer a message. A turn that a killed process left open is finished first."""
+        """Answer a message. If a killed process left a turn open, finish that turn first."""
         conversation = self._conversation(session_id)
         try:
             if conversation.unfinished:
@@ -220,7 +220,7 @@ class ChatAgent:
             return acp.update_agent_thought_text(event.text)
         if isinstance(event, ToolBegun):
             self._calls += 1
-            self._call_ids[event.call_id] = f"{self._calls}-{event.call_id}"  # a model's ids may repeat
+            self._call_ids[event.call_id] = f"{self._calls}-{event.call_id}"  # a model may reuse its ids
             return acp.start_tool_call(
                 self._call_ids[event.call_id],
                 f"{event.name}: {event.preview}",

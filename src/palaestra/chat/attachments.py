@@ -22,8 +22,8 @@ def named_files(text: str) -> list[Path]:
 
 
 def missing_files(text: str) -> list[Path]:
-    """Return the paths that a text names with `@name` and that look like files (they have a suffix or a folder), but
-    are not."""
+    """Return the paths that a text names with `@name` and that look like files (they have a suffix or a folder),
+    although no such file exists."""
     return [path for path in _named(text) if not path.is_file() and (path.suffix or len(path.parts) > 1)]
 
 

@@ -35,7 +35,7 @@ MAX_AGENTS_BYTES = 64 << 10
 
 
 class ChatConfig(HermesAgentEnvConfig):
-    """The settings of conversations: those of every agent, and the shared folder."""
+    """The settings of conversations: the common settings of agents, and the shared folder."""
 
     enabled_toolsets: list[str] | None = setting(
         [*TOOLSETS, "todo", "clarify", "session_search"], "The agent's toolsets."
@@ -61,7 +61,7 @@ class ChatOptions:
     servers: Sequence[APIServerConfig]
     notices: Sequence[str] = ()
     show: str = ""
-    """Text to print in place of starting, as for `--show-config`."""
+    """The text to print instead of starting, for example for `--show-config`."""
 
 
 def read_options(words: Sequence[str], prog: str) -> ChatOptions:
@@ -117,7 +117,7 @@ async def chat_service(
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
     """Return the system prompt with the instructions from the shared folder or, without one, from the current folder. A
-    symlink that leads out of the folder is not followed, because it could send private files to the model."""
+    symlink that leads out of the folder is not followed, because it could expose private files to the model."""
     where = (folder.root if folder is not None else Path.cwd()).resolve()
     for name in AGENTS_FILES:
         file_path = (where / name).resolve()

@@ -1,4 +1,4 @@
-"""`Conversation`: a conversation with a person, with one slot and a stored history, run by the agent loop of rollouts.
+"""`Conversation`: a conversation with a person, with one slot and a stored history. It uses the rollouts' agent loop.
 
     async for event in conversation.send("What is in this folder?"):
         ...                                       # events.py; the last one is TurnEnded
@@ -101,7 +101,7 @@ _current_call: ContextVar[str] = ContextVar("current_call", default="")
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """Callbacks to the person. `approve` decides on dangerous commands (with None, they run), `answer` answers
+    """Callbacks to the person. `approve` decides on dangerous commands (if it is None, they run), `answer` answers
     questions of the `clarify` tool, and `notice` receives notices at any time, also between turns."""
 
     approve: Approve | None = None
@@ -164,16 +164,17 @@ class Conversation:
         system: str | None = None,
         settings: Mapping[str, JSON] | None = None,
     ) -> Self:
-        """Return a new conversation. `key` names its place (a gateway's session key), `user` its owner; `system`
-        replaces the prompt of the settings; `settings` are stored with the conversation."""
+        """Return a new conversation. `key` identifies the front end or chat that it belongs to (a gateway's session
+        key), `user` its owner. `system` replaces the system prompt of the settings; `settings` are stored with the
+        conversation."""
         prompt = service.settings.system_prompt if system is None else system
         record = service.store.create(system=prompt, title=title, key=key, user=user, settings=settings)
         return cls._opened(service, record, people)
 
     @classmethod
     def open(cls, service: ChatService, name: str, people: People | None = None) -> Self:
-        """Return a stored conversation, by its id, the beginning of its id, its title, or `last`. If it ends with an
-        open turn, `unfinished` is true and `resume` continues it.
+        """Open a stored conversation by its id, the beginning of its id, its title, or `last` (the latest). If its last
+        turn is open, `unfinished` is true and `resume` continues that turn.
 
         Raises `ConfigError` for an unknown conversation, and for one that is already open, here or in another process.
         """
@@ -216,12 +217,12 @@ class Conversation:
         return self._store.turns(self.id)
 
     async def send(self, content: JSON, *, message_id: str | None = None) -> AsyncGenerator[Event, None]:
-        """Send the user's message (a text, or content parts of the chat completions API) and yield what happens.
+        """Send the user's message (a text, or content parts of the chat completions API) and yield the turn's events.
 
-        The turn runs while the events are read; leaving the iterator interrupts it. Failures of the model server or the
-        sandbox are the outcome of the turn; `ConfigError` and bugs are raised. A known `message_id` yields the stored
-        answer, or continues its turn if that was cut off. Any other turn that was cut off and not resumed ends here,
-        unanswered.
+        The turn runs while the events are read; closing the iterator interrupts it. Failures of the model server or the
+        sandbox become the outcome of the turn; `ConfigError` and bugs are raised. A message with a known `message_id`
+        yields its stored answer or, if its turn was cut off, continues that turn. A new message ends any turn that was
+        cut off and not resumed, without an answer.
         """
         async with self._busy:
             known = None if message_id is None else self._store.turn_of(self.id, message_id)
@@ -248,7 +249,8 @@ class Conversation:
                         yield event
 
     def interrupt(self) -> bool:
-        """Stop the model or the running tool; the turn ends with outcome `interrupted`. Returns whether a turn ran."""
+        """Stop the model or the running tool; the turn ends with the outcome `interrupted`. Return False if no turn is
+        running."""
         if self._running is None or self._running.done():
             return False
         self._interrupted = True
@@ -394,7 +396,8 @@ class Conversation:
         os.close(self._lock)
 
     def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
-        """Report on a background process to the person, and to the model in its next turn."""
+        """Report an event of a background process to the person and, unless it is mere progress, to the model in its
+        next turn."""
         said = text.strip()
         what = {"completion": f"ended with exit code {exit_code}", "watch_match": "printed", "progress": "printed"}
         line = f"Background process {session.id} ({session.command:.80}) {what.get(kind, kind)}"
@@ -440,7 +443,7 @@ class Conversation:
         yield ended
 
     async def _act(self, turn: StoredTurn) -> AgentResult:
-        """Run the agent loop on the history."""
+        """Run the agent loop, starting from the history."""
         settings, service = self._service.settings, self._service
         session = await self._server_session()
         tools = self._runtime(message_text(turn.content))
@@ -501,7 +504,8 @@ class Conversation:
             self._emit(TextDelta(text=delta.content))
 
     async def _called(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        """Record the agent's own tool calls in the journal of side effects. This is tool middleware."""
+        """Run a tool call. If the agent itself made the call, record it in the journal of side effects and emit its
+        events. This is tool middleware."""
         if not call.by_agent or call.conversation or self._turn is None:
             return await then(call)
         effect = self._store.begin_effect(
@@ -553,7 +557,8 @@ class Conversation:
         self._written, self._early = len(self.messages), 0
 
     def _close_turn(self, turn: StoredTurn, task: asyncio.Task[AgentResult], seconds: float) -> TurnEnded:
-        """Store the end of a turn, whatever its outcome, and leave a well-formed history."""
+        """Store the end of a turn, whatever its outcome, and leave a well-formed history. Returns the turn's last
+        event."""
         result = self._loop.result if self._loop is not None else AgentResult(messages=[], outcome=Outcome.CANCELLED)
         self.failure = self._loop.failure if self._loop is not None else None
         error = None if task.cancelled() else task.exception()
@@ -588,7 +593,8 @@ class Conversation:
     def _finish(
         self, turn: StoredTurn, outcome: str, problem: str, report: Mapping[str, JSON] | None = None
     ) -> TurnEnded:
-        """End a turn in the store. If its last message is not an answer, add a closing assistant message first."""
+        """End a turn in the store, and return its last event. If the turn's last message is not an answer, add a
+        closing assistant message first."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or last.get("tool_calls"):
             said = "".join(self._partial)
@@ -690,7 +696,8 @@ class Conversation:
         return notices
 
     def _answer_calls(self, turn: StoredTurn, messages: list[Message]) -> list[Notice]:
-        """Store and append a result for each tool call of the last reply that has none."""
+        """Store and append a result for each tool call of the last reply that has none. Returns notices about the calls
+        whose outcome is unknown."""
         stored = self._store.messages_of(turn)
         asking = next((n for n in range(len(stored) - 1, -1, -1) if stored[n][1].get("role") == "assistant"), None)
         if asking is None:
@@ -780,7 +787,7 @@ def _locked(folder: Path, conversation: str) -> int:
 
 
 def preview(name: str, arguments: Mapping[str, JSON]) -> str:
-    """Return a call in one short line: the command, the path, or the arguments."""
+    """Describe a tool call in one short line: its command, its path, or its arguments."""
     for key in ("command", "path", "query", "url", "goal", "question", "session_id"):
         if isinstance(arguments.get(key), str):
             text = str(arguments[key])

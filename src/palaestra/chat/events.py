@@ -1,6 +1,6 @@
 """The events of a conversation, in the order in which they happen. In JSON, each event is an object with a `type`.
 
-`encode_event` gives the line that `palaestra chat -p … --json` prints.
+`encode_event` returns the line that `palaestra chat -p … --json` prints for an event.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class ToolEnded(_Event, tag="tool_result"):
 
 
 class Notice(_Event, tag="notice"):
-    """A notice for the person. `kind` is process, recovery, sandbox, workdir or compaction; `source` the id of the
-    background process, if it is about one."""
+    """A notice for the person. `kind` is process, recovery, sandbox, workdir or compaction; `source` is the id of the
+    background process, if the notice is about one."""
 
     text: str
     kind: str
@@ -71,8 +71,8 @@ class TurnEnded(_Event, tag="end"):
 
     `outcome` is an outcome of rollouts (`natural`, `max_turns`, `length`, `budget`, `api_error`, `infra_error`) or
     `interrupted`; `error` explains every outcome but `natural`. `text` is the answer. `replayed` means that the message
-    had been answered before and `text` is the stored answer. Tokens are counted for this turn, except `context_tokens`,
-    which are those of the latest model call.
+    had been answered before and `text` is the stored answer. Token counts are for this turn, except `context_tokens`,
+    which is for the latest model call.
     """
 
     turn: int

@@ -1,4 +1,4 @@
-"""Stored conversations as the groups that exporters write: `palaestra export --from sessions`.
+"""Converts stored conversations to the groups that exporters write, for `palaestra export --from sessions`.
 
 Only conversations of users who have consented are read, and secrets in their text are replaced. Invariant: tokens are
 exported only if all their text is stored and contains no secret, because tokens cannot be redacted. The text of
@@ -30,7 +30,7 @@ UNREAD = "tokens of a conversation with sub-agents, whose text is not stored and
 def session_groups(
     store: ConversationStore, names: Sequence[str], left_out: Counter[str], *, tokens: bool
 ) -> Iterator[Group]:
-    """Yield the groups of the named conversations (of all if `names` is empty), oldest first. `left_out` counts the
+    """Yield the groups of the named conversations (all if `names` is empty), oldest first. `left_out` counts the
     excluded conversations and token records by reason; with `tokens`, each token record is a rollout. Raises
     `ConfigError` for an unknown name."""
     chosen = [store.find(name) for name in names] or store.conversations(limit=-1)[::-1]

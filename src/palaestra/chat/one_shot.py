@@ -30,8 +30,8 @@ from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 @dataclass(frozen=True, slots=True)
 class Which:
-    """The conversation to use: a stored one (`resume`), a fork of one (`fork`, after `fork_turn`), or a new one.
-    `title` is its new title; a message with a known `message_id` is not answered twice."""
+    """The conversation to use: a stored one (`resume`), a fork of a stored one (`fork`, with the turns up to
+    `fork_turn`), or a new one. `title` is its new title; a message with a known `message_id` is not answered twice."""
 
     resume: str | None = None
     fork: str | None = None

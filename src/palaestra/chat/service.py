@@ -88,7 +88,7 @@ class ChatSettings:
 
 
 class OpenConversation(Protocol):
-    """A conversation as the service knows it (`conversation.py`)."""
+    """The part of a conversation that the service uses; `conversation.py` implements it."""
 
     def on_process(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
         """Report on a background process of the conversation."""
@@ -140,7 +140,8 @@ class ChatService:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Interrupt and close every conversation, then end slots (unless they stay) and connections. Idempotent."""
+        """Interrupt and close every conversation, then end the slots (unless they outlive the process) and the
+        connections. Idempotent."""
         for conversation in list(self.conversations.values()):
             await conversation.close(keep_slot=self._lasting is not None)
         await self.processes.aclose()

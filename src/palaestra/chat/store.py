@@ -2,11 +2,11 @@
 
 It is the authoritative record of a conversation: every message is stored as soon as it exists, and every side effect (a
 tool call, a message that a gateway sends) before it begins and after it ends. So the process may be killed at any
-moment: the next process finds an open turn, knows which calls had begun, and answers no message twice (`message_id`).
+moment: the next process finds the open turn, knows which calls had begun, and answers no message twice (`message_id`).
 
 The file is in WAL mode with `synchronous=NORMAL`: nothing is lost when the process dies; a power failure may lose the
-last writes. Several processes may use it. A method blocks for about ten microseconds. Call methods only in the thread
-that created the store, except `search`.
+last writes. Several processes may use it. A method blocks for about ten microseconds. Except for `search`, call methods
+only in the thread that created the store.
 
 `undo`, `fork` and compaction delete nothing: turns only change their state, and the history leaves some of them out.
 """
@@ -72,8 +72,8 @@ _TURN = "id, conversation, number, kind, message_id, state, content, answer, out
 
 @dataclass(frozen=True, slots=True)
 class ConversationRecord:
-    """One conversation. `key` names its place (a gateway's session key), `user` its owner, `parent` and `parent_turn`
-    the turn after which it was forked. Times are in seconds since the epoch."""
+    """One conversation. `key` identifies the front end or chat that it belongs to (a gateway's session key), `user` its
+    owner, `parent` and `parent_turn` the turn after which it was forked. Times are in seconds since the epoch."""
 
     id: str
     title: str
@@ -91,8 +91,8 @@ class ConversationRecord:
 class StoredTurn:
     """One turn: a user's message and everything up to its answer. `number` counts from 1.
 
-    `kind` is message or compaction, `state` open, done or undone, `content` the message as it was sent, `report` its
-    final figures.
+    `kind` is message or compaction, `state` open, done or undone, `content` the message as it was sent, `report` the
+    turn's final figures.
     """
 
     row: int
@@ -110,7 +110,7 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One side effect. `kind` is tool or message; `key` the call's id, or the caller's name for it.
+    """One side effect. `kind` is tool or message; `key` the id of the call, or the caller's name for the effect.
 
     `state` is begun, ended, interrupted, failed or unknown.
     """
@@ -179,7 +179,7 @@ class ConversationStore:
         settings: Mapping[str, JSON] | None = None,
         parent: tuple[str, int] | None = None,
     ) -> ConversationRecord:
-        """Begin a conversation."""
+        """Store a new conversation and return its record."""
         now = time.time()
         conversation, turn = parent or (None, None)
         record = ConversationRecord(
@@ -201,11 +201,12 @@ class ConversationStore:
         return record
 
     def get(self, conversation: str) -> ConversationRecord | None:
-        """Return the conversation with this id."""
+        """Return the conversation with this id, or None."""
         return next(self._conversations("WHERE id = ?", conversation), None)
 
     def find(self, name: str) -> ConversationRecord:
-        """Return the conversation with that id or title, or the only one whose id begins with it; `last` is the latest.
+        """Return the conversation with the id or title `name`, or the only one whose id begins with `name`. `last`
+        names the latest.
 
         Raises `ConfigError` if none or several match.
         """
@@ -224,7 +225,7 @@ class ConversationStore:
     def conversations(
         self, *, limit: int = 50, key: str | None = None, user: str | None = None
     ) -> list[ConversationRecord]:
-        """Return the conversations, latest first; only those of one key or one user, if given."""
+        """Return the conversations, latest first. With `key` or `user`, return only those of that key or user."""
         wanted = [(name, value) for name, value in (("key", key), ("user", user)) if value is not None]
         where = "WHERE " + " AND ".join(f"{name} = ?" for name, _ in wanted) if wanted else ""
         values = [value for _, value in wanted]
@@ -291,11 +292,12 @@ class ConversationStore:
             self._db.execute("UPDATE turns SET state = 'undone', message_id = NULL WHERE id = ?", (turn.row,))
 
     def turn_of(self, conversation: str, message_id: str) -> StoredTurn | None:
-        """Return the turn of a message."""
+        """Return the turn of a message, or None if there is none."""
         return next(self._turns("WHERE conversation = ? AND message_id = ?", conversation, message_id), None)
 
     def turns(self, conversation: str) -> list[StoredTurn]:
-        """Return the turns of the history, in order; undone ones are left out, and so are those before a compaction."""
+        """Return the turns of the history, in order. Undone turns, and turns before the latest compaction, are left
+        out."""
         found = list(self._turns("WHERE conversation = ? AND state != 'undone' ORDER BY number", conversation))
         begin = max(
             (n for n, turn in enumerate(found) if turn.kind == "compaction" and turn.state == "done"), default=0
@@ -386,7 +388,8 @@ class ConversationStore:
             )
 
     def effects(self, turn: StoredTurn, *, kind: str | None = None, message: int | None = None) -> list[Effect]:
-        """Return the side effects of a turn, in the order in which they began, of one kind or one message if given."""
+        """Return the side effects of a turn, in the order in which they began. With `kind` or `message`, return only
+        those of that kind or message."""
         rows = self._db.execute(
             "SELECT id, kind, key, name, payload, state, result FROM effects"
             " WHERE turn = ?1 AND (?2 IS NULL OR kind = ?2) AND (?3 IS NULL OR message = ?3) ORDER BY id",

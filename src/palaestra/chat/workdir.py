@@ -26,7 +26,8 @@ from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
-"""The limits of a folder that is copied, and of the sum of all changes in the sandbox."""
+"""The maximum total size, in bytes, and number of files: of a folder that is copied, and of the changes in the
+sandbox."""
 
 CHANGED_HERE = "it changed on this machine in the meantime"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
@@ -131,8 +132,9 @@ class WorkFolder:
         )
 
     def apply(self, changes: Sequence[FolderChange]) -> list[FolderChange]:
-        """Write changes to the folder; returns the skipped ones, each with its `problem`. A file that changed on this
-        machine after `changes` read it is also skipped, because the person may take a long time to decide."""
+        """Write changes to the folder. Returns the changes that were skipped, each with its `problem`. A file that
+        changed on this machine after `changes` read it is also skipped, because the person may take a long time to
+        decide."""
         left = []
         for change in changes:
             target, problem = self.root / change.path, change.problem
@@ -233,7 +235,8 @@ class WorkFolder:
         return (parent.relative_to(self.root) / target.name).as_posix() if parent.is_relative_to(self.root) else path
 
     def _inside(self, target: Path) -> bool:
-        """Return whether the directory of a path is in the folder once symlinks are resolved."""
+        """Return whether a file may be written at `target`: its directory, with symlinks resolved, is in the folder,
+        and `target` is not itself a directory."""
         return target.parent.resolve().is_relative_to(self.root) and not target.is_dir()
 
 

@@ -81,8 +81,8 @@ def complete_cheats(context: click.Context, parameter: click.Parameter, incomple
 
 
 def complete_settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the word after ENV or RUN: a value of the flag before it, or the environment's command. Flags may also
-    come first; then the word is ENV or RUN."""
+    """Complete a word after the subcommand: the value of the flag before it, the environment's command right after ENV
+    or RUN, or, if only flags precede the word, ENV or RUN itself."""
     from palaestra.envs.config.command_line import COMMANDS
 
     words = _words(context)
@@ -97,7 +97,7 @@ def complete_settings(context: click.Context, parameter: click.Parameter, incomp
 
 
 class SettingsCommand(click.Command):
-    """A command whose flags are settings of an environment. `own_flags` maps its further flags to the settings that
+    """A command whose flags are settings of an environment. `own_flags` maps its additional flags to the settings that
     they set."""
 
     own_flags: ClassVar[Mapping[str, str]] = {}
@@ -132,7 +132,7 @@ def _named(context: click.Context) -> str | None:
 
 
 def _values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
-    """Return the values of an environment's flag, if they form a known list."""
+    """Return the values of an environment's flag, or none if they do not form a known list."""
     from palaestra.core.config import SHORT_FORMS
 
     if flag == "--policy":

@@ -157,9 +157,9 @@ def _example_config(name: str) -> str:
 
 
 def _about(reference: str) -> dict[str, JSON]:
-    """Return what `env show` prints: the environment's name, form and docstring, its own settings, common settings with
-    other defaults, the settings for training on it (`training`, and `rollouts` for those shared with runs), and the
-    settings without effect with their reasons."""
+    """Return what `env show` prints: the environment's name, form and docstring, its own settings, the common settings
+    whose defaults it changes, the settings for training on it (`training`, and `rollouts` for those shared with runs),
+    and the settings that have no effect, with the reasons."""
     from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig

@@ -180,7 +180,7 @@ class Filter:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def of(self, groups: Iterable[Group]) -> Iterator[Group]:
-        """Yield the groups with the chosen rollouts; skip the groups of other tasks."""
+        """Yield the groups of the selected tasks, each with only its selected rollouts."""
         for group in groups:
             if self.tasks and not any(fnmatchcase(group.task_id, pattern) for pattern in self.tasks):
                 self.left_out["different task"] += len(group.trajectories)

@@ -158,7 +158,7 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point of the console script. Reports failures and returns an exit code of `palaestra.core.exits`."""
+    """Run the console script: report failures, and return an exit code of `palaestra.core.exits`."""
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
             program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE

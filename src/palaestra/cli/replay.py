@@ -1,4 +1,4 @@
-"""`palaestra replay RUN`: play a recorded run again, without a model and without a network, and compare."""
+"""`palaestra replay RUN`: replay a run without a model or a network, and compare every observation."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
         from palaestra.envs.discovery import load_environment
         from palaestra.envs.run.command import run_command
 
-        with exported(read_dotenv(Path.cwd())):  # before the script is loaded, which may read the variables
+        with exported(read_dotenv(Path.cwd())):  # first, because loading the script may read the variables
             form, prog = load_environment(environment, Path.cwd()), f"palaestra {verb} {environment}"
             code = run_command(form, [*words, *others], prog=prog, command="process")
         context.exit(code)

@@ -324,11 +324,10 @@ def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> 
 
 
 async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
-    """Return the tools of the toolsets, and the tools that only the tool server has. Without toolsets, return all tools
-    that work here, including those of `_ON_REQUEST`.
+    """Return the tools of the toolsets, and the tools that only the tool server has.
 
-    Without toolsets, the registry records why each missing tool is missing, so that a call to the tool returns the
-    reason.
+    Without toolsets, return all tools that work here, including those of `_ON_REQUEST`. The registry then also records
+    the reason for each missing tool, and a call to such a tool returns it.
     """
     from palaestra.cli.tools import tool_settings
     from palaestra.tools.registry.build import RunConditions, build_tool_registry, builtin_tools
@@ -362,8 +361,8 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 
 
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
-    """Return the tools of the tool server. The tools are stored next to a recording, so that a replay does not contact
-    the server."""
+    """Return the tools of the tool server. If a recording is made, store them next to it, so that a replay does not
+    contact the server."""
     from palaestra.core.io.durable_files import replaced
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
     from palaestra.tools.serving.tool_server_client import ToolServerLink

@@ -1,4 +1,4 @@
-"""`palaestra slots`: list the slots on this machine, and remove what dead runs left."""
+"""`palaestra slots`: list the slots on this machine, and remove what dead runs left behind."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ async def _found(directory: Path | None, store: Path | None) -> dict[str, list[J
 async def _clean(
     services: bool, workspaces: bool, directory: Path | None, store: Path | None, only_list: bool
 ) -> dict[str, list[str]]:
-    """Remove what no run needs, or only list it. Returns the names by kind."""
+    """Remove the control groups, services and workspaces that no run needs, or only list them. Returns their names by
+    kind."""
     from palaestra.sandbox.host_tools import find_control_groups, sweep_control_groups
     from palaestra.sandbox.service import service_client
 

@@ -1,7 +1,7 @@
 """Injected clocks, so that tests never sleep, and a way to exclude time from the clocks of rollouts.
 
 Code that waits for its turn or for a failing service stops the clocks of its rollouts. A context variable holds these
-clocks, because a transport or a pool knows nothing about rollouts.
+clocks, because the code that waits, such as a transport or a pool, knows nothing about rollouts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """A source of time. `monotonic` and `sleep` are float seconds; `wall` is seconds since the epoch."""
+    """A source of time. `monotonic` returns seconds, `wall` returns seconds since the epoch, and `sleep` takes
+    seconds."""
 
     def monotonic(self) -> float: ...
 
@@ -69,7 +70,7 @@ def uncharged() -> Iterator[None]:
 
 
 async def take_turn(places: asyncio.Semaphore) -> None:
-    """Acquire the semaphore; waiting for it is uncharged."""
+    """Acquire the semaphore. The wait for it is `uncharged`."""
     if places.locked():
         with uncharged():
             await places.acquire()

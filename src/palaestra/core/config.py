@@ -1,7 +1,8 @@
 """The base of all configuration classes, and the merging of their layers.
 
-`palaestra.envs.config` reads files, environment and command line. Invariant: every mistake in a setting is one
-`ConfigError` with the key as the user wrote it, the value, its source and, for an unknown key, the nearest known one.
+`palaestra.envs.config` reads files, environment variables and the command line. Invariant: a mistake in a setting
+raises a `ConfigError` with the key as the user wrote it, the value and its source, or, for an unknown key, the nearest
+known key.
 """
 
 from __future__ import annotations
@@ -76,24 +77,25 @@ def setting(default: T, description: str, **options: Any) -> T:
 
 
 def later(default: T, description: str, why: str = "") -> T:
-    """Return a field that existing scripts may set but that has no effect in this version; its help says so. `why` is
-    the reason, by default the description."""
+    """Return a field that existing scripts may set but that has no effect in this version, as its help then states.
+    `why` is the reason, by default the description."""
     return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": why or description})
 
 
 def has_effect(model_type: type[BaseModel], name: str) -> bool:
-    """Return whether setting the field changes anything in this version."""
+    """Return whether the field has an effect in this version."""
     return not why_no_effect(model_type, name)
 
 
 def why_no_effect(model_type: type[BaseModel], name: str) -> str:
-    """Return the reason why setting the field changes nothing in this version; empty if it has an effect."""
+    """Return the reason why the field has no effect in this version; empty if it has one."""
     extra = model_type.model_fields[name].json_schema_extra
     return str(extra.get("no_effect") or "") if isinstance(extra, dict) else ""
 
 
 def local_path(text: str | Path) -> Path:
-    """Return a path from a setting, with `~` resolved. Raises `ConfigError` if the user has no home directory."""
+    """Return the path that a setting gives, with `~` expanded. Raises `ConfigError` if the user has no home
+    directory."""
     try:
         return Path(text).expanduser()
     except RuntimeError:
@@ -131,7 +133,7 @@ class Merged(Generic[ModelT_co]):
 
 
 def merge(model_type: type[ModelT], layers: Iterable[ConfigLayer]) -> Merged[ModelT]:
-    """Apply `layers` in order, the last one winning, and validate. Raises `ConfigError`."""
+    """Merge `layers` in order, so that the last one wins, and validate the result. Raises `ConfigError`."""
     values: dict[str, JSON] = {}
     sources: dict[str, str] = dict.fromkeys(model_type.model_fields, DEFAULT)
     spelled: dict[str, str] = {}
@@ -172,7 +174,7 @@ def _last_part(flag: str) -> str:
 
 
 def _assigned(old: JSON, path: str, value: JSON) -> JSON:
-    """Return `old` with `value` at the dotted `path`, with new mappings along it as needed. `old` does not change."""
+    """Return a copy of `old` with `value` at the dotted `path`; mappings missing along the path are created."""
     if not path:
         return value
     name, _, rest = path.partition(".")
@@ -203,7 +205,7 @@ def _explain(
 
 
 def _short(name: str, value: JSON) -> str:
-    """Return the value for a message, shortened, or hidden if it is a secret."""
+    """Return the value as text for a message: shortened, or hidden if it is a secret."""
     text = "(hidden)" if is_secret(name) else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -235,8 +237,8 @@ _SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
 
 def flags_as_typed(message: str, argv: Sequence[str]) -> str:
-    """Return the message with settings named by the flags in `argv`. Other settings are named by short flags, unless
-    `argv` has long flags."""
+    """Return the message with each setting named by its flag as typed in `argv`. A setting that is not in `argv` gets
+    its short flag, unless `argv` has long flags."""
     typed = {word.partition("=")[0] for word in argv}
     long = any(_SETTING.fullmatch(word) for word in typed)
 
@@ -261,7 +263,7 @@ def python_names() -> Iterator[None]:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a setting of this name must not be shown or saved."""
+    """Return whether a setting of this name is a secret, which must not be shown or saved."""
     return name.endswith(("api_key", "api_keys", "secret", "password", "env_vars", "server_token"))
 
 

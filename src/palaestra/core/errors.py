@@ -1,5 +1,5 @@
-"""All errors that are not bugs. A class names the boundary at which something failed, and also
-subclasses the builtin it resembles.
+"""All errors that are not bugs. The name of a class states which part failed; a class also derives from the builtin
+that it resembles.
 
 Three outcomes are never mixed. The model's mistake is a tool result that the model reads. An infrastructure failure is
 an `InfraError`; it is recorded in the trajectory, which gets no score. A bug of ours raises whatever Python raises.
@@ -21,7 +21,7 @@ class PalaestraError(Exception):
 
 
 class ConfigError(PalaestraError, ValueError):
-    """An unusable flag, file or environment; the message contains the fix."""
+    """An unusable flag, file or environment. The message explains the fix."""
 
     exit_code = 2
 

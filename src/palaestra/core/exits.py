@@ -1,4 +1,4 @@
-"""Exit codes and messages for failures at the end of a process. Only a bug prints a traceback.
+"""Exit codes and messages of processes that fail. Only a bug prints a traceback.
 
 0 done                       3 finished with more unscored rollouts than allowed, or paused
 1 failed, or a bug           4 the model server is unreachable or refused
@@ -84,7 +84,7 @@ class Program:
 
 
 class _OnlyErrors(io.TextIOBase):
-    """A standard error stream that drops every text. `report` writes to `errors_to` instead."""
+    """A standard error stream that drops every text. `report` and `report_failure` write to `errors_to` instead."""
 
     def __init__(self, errors_to: TextIO) -> None:
         self.errors_to = errors_to

@@ -1,4 +1,4 @@
-"""Gives the command that installs an extra of this package in this environment."""
+"""Determines the command that installs an extra of this package in this environment."""
 
 from __future__ import annotations
 

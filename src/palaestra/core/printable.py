@@ -89,7 +89,7 @@ class TerminalText:
         return len(text)
 
     def writelines(self, lines: Iterator[str]) -> None:
-        """Write each of the texts."""
+        """Write each text as `printable` returns it."""
         for line in lines:
             self.write(line)
 
@@ -105,12 +105,12 @@ class _TerminalBytes:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, data: bytes) -> int:
-        """Write the text of the bytes as `printable` returns it."""
+        """Decode the bytes and write the text as `printable` returns it."""
         self._text.write(self._decoder.decode(data))
         return len(data)
 
     def flush(self) -> None:
-        """Flush the stream above."""
+        """Flush the terminal's stream."""
         self._text.raw.flush()
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +156,7 @@ def _restyled(style: _Style, params: str) -> _Style:
 
 
 def _palette(codes: Iterator[int]) -> int | None:
-    """Return the colour that 38 or 48 introduces, if it is one of the page's sixteen colours."""
+    """Return the colour that follows code 38 or 48, if it is one of the page's sixteen colours."""
     kind = next(codes, 0)
     if kind == 2:
         for _ in range(3):

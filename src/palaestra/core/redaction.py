@@ -25,8 +25,8 @@ _STRONG = (
 _NAMES = rf"(?:[a-z0-9]+[-_])*(?:auth|authorization|key|sig|signature)|{_STRONG}"
 """The names in `_STRONG`, and names whose values are secrets if they are long."""
 _PLAIN = r"(?:(?=[^\s\"'<>]*\d)(?=[^\s\"'<>]*[A-Za-z])[^\s\"'<>,;)\]}`-][^\s\"'<>,;)\]}`]{5,})"
-"""A word with letters and digits. After a name and a blank only such a word is hidden, because most words there are not
-secrets."""
+"""A word with letters and digits. After a name and a blank, only such a word is hidden, because most words in that
+position are not secrets."""
 
 _USER = re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/\"'<>]+@", re.IGNORECASE)
 _USER_OF_NPM = re.compile(r"(?P<kept>(?<![:/])//)[^\s/@:\"'<>]+:[^\s/\"'<>]+@")
@@ -71,8 +71,8 @@ _SHAPES = re.compile(
     r"|\b(?!(?:req|msg|call|toolu|chatcmpl|resp|file|run|rollout|batch)[-_])[a-z][a-z0-9]{1,9}[-_]"
     r"(?=[A-Za-z]{0,60}\d)(?=[a-z0-9]{0,60}[A-Z])(?=[A-Z0-9]{0,60}[a-z])[A-Za-z0-9]{20,200}\b"
 )
-"""The formats of well-known keys. The last one is a short prefix and a long word with digits, lowercase and uppercase
-letters."""
+"""The formats of well-known keys. The last format is general: a short prefix, then a long word with digits, lowercase
+and uppercase letters."""
 
 _MOST_KNOWN = 256
 _known: dict[str, None] = {}
@@ -84,8 +84,8 @@ _WORDS = re.compile(r"[a-z]+(?:[-_][a-z]+)*", re.IGNORECASE)
 
 
 def remember(secret: str | None) -> None:
-    """Hide this secret in every text from now on, even encoded or cut off. Secrets of fewer than four characters, words
-    of fewer than 16 (`EMPTY`, `not-needed`), and all but the latest 256 are not hidden."""
+    """Hide this secret in every text from now on, even encoded or cut off. Secrets of fewer than 4 characters and words
+    of fewer than 16 (`EMPTY`, `not-needed`) are not hidden; of the rest, only the latest 256 are."""
     global _known_pattern
     if not secret or len(secret) < 4 or secret in _known or (len(secret) < 16 and _WORDS.fullmatch(secret)):
         return
@@ -103,9 +103,9 @@ def remember_named(values: Mapping[str, str]) -> None:
 
 
 def _forms(secret: str) -> list[str]:
-    """Return patterns for a secret as it may appear: unchanged, its first half, in an address, in JSON, in base64, in
-    hex."""
-    if len(secret) < 8 or _WORDS.fullmatch(secret):  # short secrets and words may also be in paths and names
+    """Return patterns for the forms in which a secret may appear: unchanged, cut off after its first half, or encoded
+    for an address, as JSON, base64 or hex."""
+    if len(secret) < 8 or _WORDS.fullmatch(secret):  # short secrets and words may also be parts of paths and names
         return [rf"(?<![\w./-]){re.escape(secret)}(?![\w/-]|\.\w)"]
     data = secret.encode("utf-8", "surrogateescape")
     found = [secret, quote(data, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1], data.hex()]

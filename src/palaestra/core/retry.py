@@ -1,4 +1,4 @@
-"""Decides when to retry a request, and how long to wait before each try. The functions do no I/O; time comes from a
+"""Decides whether to retry a request, and how long to wait before each try. The functions do no I/O; time comes from a
 clock.
 
 Invariant: only transient failures are retried (rate limits, server errors, connection failures), never a refusal.
@@ -44,8 +44,8 @@ AT_START = RetryPolicy(attempts=4, first_s=0.25, longest_s=2.0)
 
 
 def retry_after_s(header: str | None, now: float) -> float | None:
-    """Return seconds from a `Retry-After` header, which contains seconds or an HTTP date (RFC 9110, 10.2.3); None if
-    it contains neither.
+    """Return the wait, in seconds, that a `Retry-After` header requests as a number or as an HTTP date (RFC 9110,
+    10.2.3); None if it contains neither.
 
     `now` is seconds since the epoch.
     """
@@ -86,7 +86,7 @@ async def persist(
     together.
 
     After the first failure, time is `uncharged`, because the service causes the wait. `send` gets the number of the try
-    (from 1) and the seconds left; `again` is called before each wait. Raises the last problem.
+    (from 1) and the seconds left; `again` is called before each wait. If no try succeeds, raises the last `problem`.
     """
     started_s, tries = clock.monotonic(), 1
     try:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class _Yield:
-    """The bridged coroutine awaits a future: pass it to the loop."""
+    """The bridged coroutine awaits a future, which is to be passed to the loop."""
 
     __slots__ = ("future",)
 
@@ -62,7 +62,7 @@ class _Driver(greenlet):  # type: ignore[misc]
                 error = thrown
 
     def hand_over(self, request: object) -> object:
-        """Switch to the parent until it has an answer."""
+        """Switch to the parent greenlet, and return its answer to `request`."""
         assert self.parent is not None
         return self.parent.switch(request)
 
@@ -89,7 +89,8 @@ class _Bridged(Awaitable[T]):
 
 
 async def bridged(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await the coroutine such that `wait_for_sync` works in it and in everything it calls synchronously."""
+    """Await the coroutine so that `wait_for_sync` works in it and in everything that it calls synchronously. Returns
+    its result."""
     return await _Bridged(coroutine)
 
 
@@ -99,7 +100,8 @@ def is_bridged() -> bool:
 
 
 def wait_for_sync(coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, twin: str) -> T:
-    """Wait for `coroutine` from synchronous code, without blocking `loop`: inside `bridged`, or from another thread.
+    """Wait for `coroutine` from synchronous code and return its result, without blocking `loop`. This works inside
+    `bridged`, or from another thread.
 
     On the loop's own thread outside the bridge, waiting would deadlock, so the call raises `RuntimeError`, which names
     the async method to await instead (`twin`).

@@ -30,7 +30,7 @@ class Outcome(StrEnum):
 
     @property
     def scored(self) -> bool:
-        """Whether a rollout that ended this way gets a reward; all other rollouts are recorded without one."""
+        """Whether a rollout with this outcome gets a reward; other rollouts are recorded without one."""
         return self in _SCORED
 
 
@@ -60,8 +60,8 @@ class Network(StrEnum):
 class AllowList:
     """The only hosts that a slot may reach, over HTTP and HTTPS through a proxy.
 
-    `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses of cloud
-    metadata, which includes credentials, are always refused. Raises ValueError for a plain string.
+    Examples: `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses of
+    cloud metadata services, which provide credentials, are always refused. Raises ValueError for a plain string.
     """
 
     hosts: tuple[str, ...]
@@ -77,7 +77,7 @@ class AllowList:
 class NetworkPolicy:
     """The network of each phase of a rollout. Grading has no network unless a task sets one.
 
-    Each is a `Network`, an `AllowList`, or the text `on` or `off`. Raises ValueError for any other value.
+    Each field is a `Network`, an `AllowList`, or the text `on` or `off`. Raises ValueError for any other value.
     """
 
     prepare: Network | AllowList = Network.OFF
@@ -101,7 +101,7 @@ def network(value: JSON) -> Network | AllowList:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The resources of one slot. Sizes in bytes; `cpus` in cores. None means the backend's default.
+    """The maximum resources of one slot. Sizes are in bytes, `cpus` in cores. None means the backend's default.
 
     Raises ValueError for a limit that is not a positive number.
     """
@@ -159,7 +159,7 @@ class Task:
 
     A check sees the agent's changes in the workspace, in `/var/tmp` and below `paths`; it sees the rest of the root as
     prepared. A task that installs programs needs `/` in `paths`. `programs` names programs and their settings that the
-    agent may add or replace; a check uses the prepared versions of all others.
+    agent may add or replace; a check uses the prepared versions of all other programs and settings.
 
     `floor` is the highest score that is possible without doing the work; `palaestra env check` enforces it. `data`,
     `solution` and `answer` never enter an agent's slot.
@@ -183,7 +183,7 @@ class Task:
     answer: JSON = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", str(self.id))  # rows of data sets often have numbers
+        object.__setattr__(self, "id", str(self.id))  # rows of data sets often have numeric ids
 
     def messages(self) -> list[Message]:
         """Return the prompt as a new list of messages that the caller may extend."""
@@ -233,8 +233,8 @@ class Score:
 
 
 def number(value: object) -> float | None:
-    """Return a number or bool of any kind (numpy's, tensors, decimals) as a float, infinite if too large; None for
-    anything else. An array or tensor with exactly one value counts as that value."""
+    """Return a number or bool of any library (numpy scalar, tensor, decimal) as a float, which is infinite if the
+    number is too large; None for anything else. An array or tensor with exactly one value counts as that value."""
     item = getattr(value, "item", None)
     try:
         plain = item() if callable(item) else value

@@ -47,11 +47,12 @@ PATIENCE_S, AGAIN_S = 30.0, 1.0
 async def foreign(
     work: Awaitable[T], *, expected: tuple[type[Exception], ...] = (), patience_s: float = PATIENCE_S
 ) -> T:
-    """Await user code. Raises `ForeignError` for errors that its author did not expect, `sys.exit` included.
+    """Await user code and return its result. Raises `ForeignError` for errors that its author did not expect,
+    `sys.exit` included.
 
-    `expected` errors and errors with a blame are raised unchanged, even from inside a group of errors, infrastructure
-    failures first. A cancellation of this task is raised even if the code swallows it; a cancellation by another task
-    is a failure.
+    `expected` errors and every `PalaestraError` are raised unchanged. From a group of errors, its first
+    `PalaestraError` is raised, preferably an infrastructure failure. A cancellation of this task is raised even if the
+    code swallows it; a cancellation by another task is a failure.
 
     The code runs in a task of its own, because before Python 3.13 a failed task group leaves its task marked as
     cancelled, which looks like a real cancellation.
@@ -89,9 +90,9 @@ async def foreign(
 
 
 async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
-    """Await an environment's hook. Errors that its author did not expect become `kind`, with the original as their
-    cause. Errors with a blame are raised unchanged, as in `foreign`; `doing` is put in front of a plain `ConfigError`'s
-    message."""
+    """Await an environment's hook and return its result. Errors that its author did not expect become `kind`, with the
+    original as their cause. Errors with a blame are raised unchanged, as in `foreign`; `doing` is put in front of a
+    plain `ConfigError`'s message."""
     try:
         return await foreign(hook)
     except (ConfigError, ForeignError) as error:
@@ -99,8 +100,8 @@ async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -
 
 
 def call_hook(kind: type[PalaestraError], hook: Callable[[], T], doing: str) -> T:
-    """Call a hook that is a plain function; errors are converted as in `run_hook`. Such a hook cannot wait, so it needs
-    no task."""
+    """Call a hook that is a plain function, and return its result. Errors are converted as in `run_hook`. Such a hook
+    cannot wait, so it needs no task."""
     try:
         return hook()
     except ConfigError as error:
@@ -153,7 +154,7 @@ async def settled(answer: Awaitable[T]) -> T: ...
 @overload
 async def settled(answer: object) -> JSON: ...
 async def settled(answer: object) -> JSON:
-    """Return the answer of a hook, which may be a plain or an async function."""
+    """Return a hook's answer, after awaiting it if the hook is async."""
     return await answer if inspect.isawaitable(answer) else answer
 
 
@@ -174,8 +175,8 @@ def place(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Return a description of the error: its type and text, or those of a group's errors, without characters that UTF-8
-    cannot encode."""
+    """Return the type and text of the error, or of each error in a group, without characters that UTF-8 cannot
+    encode."""
     each = (f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
     return "; ".join(each).encode(errors="replace").decode()
 
@@ -190,12 +191,12 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_loaded(module_name: str) -> bool:
-    """Return whether `load_file` loaded the module of this name; False for a script that runs itself."""
+    """Return whether `load_file` loaded the module of this name; False for a script that Python runs directly."""
     return module_name.startswith(_MODULE)
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a Python file. Modules next to the file can be imported, too. Raises `ConfigError`."""
+    """Import a Python file, which can import modules next to it. Raises `ConfigError`."""
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, n=1)

@@ -1,6 +1,6 @@
-"""The parts of a prepared workspace's cache key that depend on the environment: hook code, settings and task data; the
-others are in `rollouts/group.py`. Modules that hooks import are not part of the key; a task's `recipe` names their
-version."""
+"""Computes the parts of a prepared workspace's cache key that depend on the environment: hook code, settings and task
+data. `rollouts/group.py` adds the other parts. Modules that hooks import are not part of the key; a task's `recipe`
+names their version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
-    """Return the digests of the files that define functions and classes. Raises `TaskError` if one has no file."""
+    """Return the digests of the files that define these functions and classes. Raises `TaskError` if one of them has no
+    file."""
     digests = set()
     for part in parts:
         try:

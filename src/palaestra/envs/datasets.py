@@ -1,8 +1,8 @@
 """Reads the rows of a data set: a local JSONL, JSON, CSV or Parquet file, a folder of such files, or a data set on the
 Hugging Face hub.
 
-Rows are read one by one, so a data set need not fit in memory; only a `.json` file is read whole. A bad row becomes an
-error in its place; the other rows are still read.
+Rows are read one by one, so a data set need not fit in memory; only a `.json` file is read whole. A bad row is replaced
+by an error; the other rows are still read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_CSV_FIELD = 1 << 28
 def read_rows(
     source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, Row | TaskError]]:
-    """Yield the rows with their numbers, from 1, with a `TaskError` in place of a bad row. `fields` renames columns:
+    """Yield the rows with their numbers, from 1, and a `TaskError` in place of each bad row. `fields` renames columns:
     it maps each new name to a column.
 
     A path is a file, or a folder whose files are read in the order of their names; if some of them are named after the

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 FOLDER = "environments"
 GROUP = "palaestra.environments"
 DOORS = "palaestra.doors"
-"""Entry points of forms that run like environments, such as a file of prompts: loaded by name, not listed."""
+"""The group of entry points for forms that run like environments, such as a file of prompts. They are loaded by name
+but not listed."""
 
 _ENDING = "_env.py"
 _CLASS_FORMS = "palaestra.envs.api.base_env"
@@ -74,7 +75,7 @@ def _local(start: Path) -> dict[str, Path]:
 
 
 def _summary(path: Path) -> str:
-    """Return the first line of the module's docstring, or why it cannot be read."""
+    """Return the first line of the module's docstring, or the reason why the file cannot be read."""
     try:
         text = ast.get_docstring(ast.parse(path.read_bytes()))
     except (OSError, SyntaxError, ValueError) as error:
@@ -104,7 +105,7 @@ def load_environment(reference: str, start: Path) -> Form:
 
 
 def form_of(environment: object, reference: str = "") -> Form:
-    """Return the form of an environment, which stores its reference. Raises `ConfigError` for anything else."""
+    """Return the form of an environment; the form stores `reference`. Raises `ConfigError` for anything else."""
     if isinstance(environment, FunctionForm):
         environment.reference = reference or environment.reference
         return environment
@@ -130,7 +131,8 @@ def _pick(path: Path, name: str) -> Form:
 
 
 def _is_environment(value: object) -> bool:
-    """Return whether a value is a function environment, or a runnable class environment, defined here or imported."""
+    """Return whether a value in a file's globals is a function environment or a runnable class environment, even an
+    imported one."""
     if isinstance(value, FunctionForm):
         return True
     return _is_class_environment(value) and not inspect.isabstract(value)

@@ -1,4 +1,4 @@
-"""The interface that every form of environment has before a run: its name, its settings, and how it is built."""
+"""The interface of every form of environment before a run: its name, its settings, and its construction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Form(Protocol):
     def config_type(self) -> type[BaseEnvConfig]: ...
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """Return the environment's own settings and servers; None if it sets nothing."""
+        """Return the environment's own settings, or None if it sets nothing, and its own servers."""
         ...
 
     def check_values(self) -> Mapping[str, JSON]:

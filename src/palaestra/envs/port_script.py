@@ -1,7 +1,7 @@
 """Ports a script for the contract: rewrites its imports, and lists code that cannot start or that nothing calls here.
 
-The file is read, never run. All text except the imports stays the same, byte for byte. The names of this package are
-looked up in its own classes, so the lists cannot become outdated.
+The script is read, never run. All text except the imports stays the same, byte for byte. The package's attributes and
+parameters are looked up in its own classes, so the list of problems cannot become outdated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ HOOKS = frozenset((
 is never called here."""
 
 TWO_SHAPES = frozenset({"_build_scored_item", "_run_agent_loop"})
-"""Hooks whose overrides may follow either version of the contract."""
+"""Hooks whose overrides may have the parameters of either version of the contract."""
 
 PASSED_IF_WANTED = frozenset({"agent_result", "workspace_meta"})
 """Arguments that an override gets only if it has a parameter of that name."""
@@ -78,7 +78,7 @@ _IMPORT_ERRORS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One place that the user must change by hand."""
+    """A place in the script that the user must change by hand."""
 
     line: int
     what: str
@@ -120,7 +120,7 @@ def port(source: str, path: str) -> Ported:
 
 
 class _Script:
-    """One script with the edits of its text."""
+    """A script, and the edits to its text."""
 
     def __init__(self, source: str, tree: ast.Module, folder: Path) -> None:
         self._data, self._tree, self._folder = source.encode("utf-8", "surrogatepass"), tree, folder
@@ -211,7 +211,7 @@ class _Script:
             self._replace(node, statements)
 
     def _rewrite_chain(self, module: str) -> None:
-        """Replace a dotted module, where its attributes are used, by this package."""
+        """Replace a dotted module by this package wherever one of the module's attributes is used."""
         for use in self._uses(module):
             start = self._offset(use.value.lineno, use.value.col_offset)
             assert use.value.end_lineno is not None
@@ -295,7 +295,8 @@ class _Script:
         self._replace(node, list(by_module.items()))
 
     def _module_uses(self, alias: ast.alias) -> list[ast.Attribute]:
-        """Return the uses of an imported name, if each use is `module.NAME` with a name known here."""
+        """Return the uses of an imported module, if every use is `module.NAME` with a NAME that this package has;
+        otherwise none."""
         name = alias.asname or alias.name
         uses = list(self._uses(name))
         read = sum(
@@ -305,7 +306,7 @@ class _Script:
         return uses if len(uses) == read and all(counterpart(use.attr) == "palaestra" for use in uses) else []
 
     def _own_module(self, node: ast.ImportFrom) -> str | None:
-        """Return the module next to the script that a relative import names."""
+        """Return the module next to the script that a relative import names; None if there is none."""
         return node.module if node.module is not None and self._is_own(node.module) else None
 
     def _is_own(self, module: str) -> bool:
@@ -334,7 +335,7 @@ class _Script:
     def _replace(
         self, node: ast.Import | ast.ImportFrom, statements: Sequence[str | tuple[str, list[ast.alias]]]
     ) -> None:
-        """Replace one import statement; the rest of its lines stays."""
+        """Replace one import statement; other code on the same lines stays."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = self._offset(node.lineno, node.col_offset)
@@ -346,8 +347,8 @@ class _Script:
         self._edits.append((start, self._offset(node.end_lineno, node.end_col_offset), text))
 
     def _family(self, kind: ast.ClassDef) -> tuple[type, list[ast.ClassDef]] | None:
-        """Return the contract's class that a class derives from, with the class and its bases in the script. None if a
-        base is unknown, because an unknown base may define anything."""
+        """Return the contract's class that the class `kind` derives from, with `kind` and its bases in the script. None
+        if a base is unknown, because an unknown base may define anything."""
         local = {each.name: each for each in _classes(self._tree)}
         relatives, base = [kind], None
         for each in relatives:
@@ -458,7 +459,7 @@ def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
 
 
 def _free(tree: ast.Module) -> set[str]:
-    """Return the names that a script reads and does not define."""
+    """Return the names that a script reads but does not define."""
     read: set[str] = set()
     bound = set(dir(builtins)) | {"__file__", "__name__", "__doc__"}
     for node in ast.walk(tree):
@@ -480,8 +481,8 @@ def _written(alias: ast.alias) -> str:
 
 
 def _statement(module: str, names: Sequence[ast.alias], *, indent: str) -> str:
-    """Return an import statement. With module `""`, it imports the names themselves; `as` imports this package under
-    each name."""
+    """Return a statement that imports the names from the module. If `module` is empty, the names are modules to import;
+    if it is `as`, this package is imported under each name."""
     written = [_written(alias) for alias in names]
     if module in ("", "as"):
         own = (f"palaestra as {alias.asname or alias.name}" for alias in names)

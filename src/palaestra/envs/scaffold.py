@@ -1,4 +1,4 @@
-"""Writes a new environment: one runnable file, with an oracle that passes and a no-op that fails."""
+"""Writes a new environment: one runnable file, in which the oracle passes and doing nothing fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`GatewayConfig`: the settings of `palaestra gateway`, in the contract's shape, and the file that they come from."""
+"""`GatewayConfig`: the settings of `palaestra gateway`, in the contract's format, and `read_config`, which reads them
+from a YAML file."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class Job(msgspec.Struct):
 
 class Jobs:
     """The jobs of a gateway. `enqueue` queues a message that is in the mailbox, given its session key, address and row.
-    `wake` sends the mailbox's messages for a chat. `user_of` names the person in a conversation. `refusal` returns why
-    a person on a platform may not start a turn now, or the empty string."""
+    `wake` sends the mailbox's messages for a chat. `user_of` returns the id of the person in a conversation. `refusal`
+    returns why a person on a platform may not start a turn now, or the empty string."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Jobs:
                     continue
                 try:
                     await self._begin(job, now)
-                except ValueError as error:  # the time no longer exists in another time zone
+                except ValueError as error:  # the time does not exist in the gateway's new time zone
                     logger.warning("job %s is paused: %s", job.id, error)
                     await self._stored(msgspec.structs.replace(job, next_at=None))
             await self._clock.sleep(CHECK_S)
@@ -113,7 +113,7 @@ class Jobs:
         while at is not None and at <= now and len(times) < _MOST_COUNTED:
             times.append(at)
             at = schedule.after(at)
-        if at is not None and at <= now:  # more runs were missed than are counted
+        if at is not None and at <= now:  # more runs were missed than the loop counts
             at = schedule.after(now)
         deliver = await self._deliver(job)
         refusal = await self._refusal(job.address.platform, job.user_id)
@@ -189,7 +189,8 @@ class Jobs:
         return {"success": True, "job": self._shown(job)}
 
     async def _changed(self, job: Job, arguments: Mapping[str, JSON]) -> Job:
-        """Return the job, changed by optional arguments. Raises `ToolMistake` for a chat that may not be written to."""
+        """Return the job with the changes that the optional arguments request. Raises `ToolMistake` for a chat that may
+        not be written to."""
         changes = {name: arguments[name] for name in ("name", "repeat", "deliver", "skills") if arguments.get(name)}
         job = msgspec.structs.replace(job, **changes)
         if job.deliver == ORIGIN and self._platforms[job.address.platform].limits.requests:

@@ -16,7 +16,7 @@ from palaestra.gateway.platform import PlatformLimits
 _FENCE = re.compile(r" {0,3}(`{3,10}|~{3,10})([^\n]*)")
 _LONGEST_OPENING = 40
 _CLOSING_ROOM = 11
-"""The room for the line end and the longest marker that close a code block."""
+"""The length that is reserved for the line end and the longest marker that close a code block."""
 _BREAKS = ("\n\n", "\n", ". ", " ")
 _JOINER, _VARIATIONS = "\u200d", range(0xFE00, 0xFE10)
 
@@ -97,7 +97,7 @@ def _cut(text: str, start: int, room: int, limits: PlatformLimits) -> int:
 
 
 def _fitting(text: str, start: int, room: int, limits: PlatformLimits) -> int:
-    """Return the largest end so that `text[start:end]` has at most `room` units."""
+    """Return the largest `end` for which `text[start:end]` has at most `room` units."""
     if limits.unit == "characters":
         return start + room
     end, used = start, 0

@@ -34,7 +34,8 @@ CODE_VALID_S = 3600.0
 _CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 CODES_PER_MINUTE = 20
 """The maximum number of pairing codes per minute for strangers on one platform. There is a limit because senders can be
-forged and each code is sent to a person. After the last forged message, real people must wait at most a minute."""
+forged and each code is sent to a person. After the last forged message, real people wait at most a minute for a
+code."""
 
 _TABLES = """
 create table incoming (
@@ -61,12 +62,12 @@ _JOBS = """
 create table jobs (id text primary key, session_key text not null, next_at real, body blob not null);
 create index due on jobs (next_at) where next_at is not null;
 """
-"""Added in version 2 (`jobs.py`)."""
+"""The table that version 2 of the file format added, for `jobs.py`."""
 _NOTES = """
 create table if not exists notes (platform text not null, name text not null, value text not null,
   primary key (platform, name));
 """
-"""Added in version 3 (`MailboxNotes`)."""
+"""The table that version 3 of the file format added, for `MailboxNotes`."""
 
 Decision: TypeAlias = Literal["taken", "duplicate", "limited", "full"]
 
@@ -84,7 +85,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """An outgoing message in the file. With `started`, an earlier gateway was killed while it sent the message."""
+    """An outgoing message in the file. `started` is true if an earlier gateway was killed while it sent the message."""
 
     id: int
     message: Outgoing
@@ -169,8 +170,8 @@ class Mailbox:
         self, message: Incoming, session_key: str, now: float, *, done: bool = False, most_per_hour: int = 0,
         most_waiting: int = 0,
     ) -> Receipt:  # fmt: skip
-        """Add a message, unless it was added before, its sender is over the limit or too many messages wait in the
-        session. With `done`, the message counts as answered and its content is not kept. A limit of 0 means no
+        """Add a message, unless it is already stored, its sender has exceeded the limit, or too many messages wait in
+        the session. With `done`, the message counts as answered and its content is not kept. A limit of 0 means no
         limit."""
         address = message.address
 
@@ -371,7 +372,7 @@ class Mailbox:
         return [_session(row) for row in await self.do(lambda connection: connection.execute(query).fetchall())]
 
     async def use_session(self, session: SessionRow) -> None:
-        """Record which conversation a session has."""
+        """Store the current conversation and the last use of a session."""
         await self.do(lambda connection: _use_session(connection, session))
 
     async def begin(self, row: int, session: SessionRow) -> None:

@@ -35,7 +35,7 @@ class Messaging:
         self.tool: FunctionTool = replace(MESSAGING[0], run=self._run, missing=lambda: None, touches_world=True)
 
     async def targets(self, session_key: str) -> dict[str, tuple[ChatAddress, str]]:
-        """Return the chats that the agent of a session may write to by name, each with a description."""
+        """Return the chats that a session's agent may write to, by target name, each with a description."""
         found: dict[str, tuple[ChatAddress, str]] = {}
         sessions = await self._mailbox.sessions()
         for row in sessions:

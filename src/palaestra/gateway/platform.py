@@ -6,7 +6,7 @@ checks:
 - `start` returns once messages can arrive. It raises `PlatformRefused` for a wrong token or address, and
   `PlatformUnavailable` if the server does not answer.
 - Each message is handed to `deliver` with the platform's own id. `deliver` returns when the message is on the disk;
-  only then does the platform acknowledge it. A message that comes twice has the same id, chat and thread both times.
+  only then does the platform acknowledge it. A message that arrives twice has the same id, chat and thread both times.
 - Sending raises `PlatformUnavailable` if a later try can succeed (also after the token was revoked, because the owner
   can restore it), and `PlatformRefused` if no later try can. `key` identifies the message: if the platform's API
   accepts such a key (`PlatformLimits.idempotent`), two sends with the same key deliver one message.
@@ -155,8 +155,8 @@ class KeepsNotes(Protocol):
 def session_key(message: Incoming, *, per_user: bool = True, agent: str = "main") -> str:
     """Return the key of a message's session: `agent:main:PLATFORM:TYPE:CHAT[:THREAD][:USER]`.
 
-    A group's members have sessions of their own with `per_user`. A colon or per cent sign in an id is written `%3A` or
-    `%25`, so that two places never share a key.
+    With `per_user`, each member of a group has a separate session. A colon or per cent sign in an id is written `%3A`
+    or `%25`, so that two sessions never share a key.
     """
     address = message.address
     parts = ["agent", agent, address.platform, address.chat_type, address.chat_id]

@@ -37,7 +37,7 @@ _DAYS = {"sun": 0, "mon": 1, "tue": 2, "wed": 3, "thu": 4, "fri": 5, "sat": 6}
 
 @dataclass(frozen=True, slots=True)
 class CronLine:
-    """The values of each field. `either` means that a day may match by its date or by its weekday."""
+    """A cron line: the values of each field. `either` means that a day may match by its date or by its weekday."""
 
     minutes: frozenset[int]
     hours: frozenset[int]
@@ -70,7 +70,7 @@ class CronLine:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One of: a cron line, an interval in seconds counted from `start`, or only the time `start`."""
+    """The times of a cron line, or of an interval in seconds counted from `start`, or only the time `start`."""
 
     start: float
     interval_s: float = 0.0
@@ -87,7 +87,8 @@ class Schedule:
 
 
 def parse(text: str, since: float, zone: tzinfo | None = None) -> Schedule:
-    """Return the schedule of a job that was made at `since`. Raises `ValueError` with a message about the mistake."""
+    """Return the schedule of a job that was created at `since`. Raises `ValueError` with a message about the
+    mistake."""
     words = " ".join(text.lower().split())
     if words.startswith("every "):
         interval_s = _span(words.removeprefix("every "))
@@ -138,7 +139,7 @@ def _cron(fields: Sequence[str]) -> CronLine:
 
 
 def _values(name: str, text: str, least: int, most: int, names: dict[str, int] | None = None) -> frozenset[int]:
-    """Return the values of one field. Raises `ValueError`."""
+    """Return the values that one field of a cron line lists. Raises `ValueError`."""
     values: set[int] = set()
     for part in text.split(","):
         span, slash, step = part.partition("/")

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 TYPING_EVERY_S = 4.0
 SWEEP_EVERY_S = 60.0
 CLOSE_AFTER_S = 3600.0
-"""An open conversation without a sandbox is closed after this time; the next message opens it again."""
+"""The time, in seconds, after which an idle conversation without a sandbox is closed; the next message reopens it."""
 LONGEST_RECONNECT_S = 60.0
 MOST_UNSENT = 500
 """The maximum number of unsent messages of one chat; beyond it, the chat's further turns wait."""
@@ -60,9 +60,10 @@ _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 
 @dataclass(slots=True)
 class _Session:
-    """A session of this process. `used_at` is monotonic seconds, None before its first message here. `approval`
-    and `question` wait for a person; `approval_code` and `question_code` name what they wait for. `unanswered` means
-    that the turn asked an earlier question without getting an answer, so a text may be the answer to that question."""
+    """A session of this process. `used_at` is a monotonic time in seconds, None before the first message that this
+    process gets. `approval` and `question` wait for a person; `approval_code` and `question_code` name what they wait
+    for. `unanswered` means that the turn asked an earlier question without getting an answer, so a text may be the
+    answer to that question."""
 
     key: str
     address: ChatAddress
@@ -370,7 +371,7 @@ class Gateway:
         return self.chat.store.find(conversation).user.partition(":")[2]
 
     def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
-        """Return the messages of an answer, at least one. Their keys derive from the message that is answered. The
+        """Return the messages of an answer, at least one. Their keys are derived from the message that is answered. The
         answer of a job is not a reply to a person's message."""
         if message.job and message.deliver is None:
             return []
@@ -625,8 +626,8 @@ class Gateway:
     # Questions to a person
 
     async def _ask_approval(self, session: _Session, request: ApprovalRequest) -> ApprovalAnswer:
-        """Ask the chat whether a command may run; no answer in time means no. The answer names the question by a code,
-        because a late answer must not count for the next question."""
+        """Ask the chat whether a command may run; without an answer in time, it may not. The answer names the question
+        by a code, because a late answer must not count for the next question."""
         shown, hidden = request.command[:MOST_SHOWN], len(request.command) - MOST_SHOWN
         more = f"({hidden} more characters of it are not shown.)\n" if hidden > 0 else ""
         code = session.approval_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
@@ -646,8 +647,8 @@ class Gateway:
             session.approval = None
 
     async def _ask_question(self, session: _Session, question: str, choices: Sequence[str]) -> str | None:
-        """Ask the chat the model's question; the next message in the chat is the answer. After a question that nobody
-        answered in time, an answer must name the question by its code."""
+        """Ask the chat the model's question, and return the answer: the next message in the chat, or None if none
+        arrives in time. After an unanswered question, an answer must name its question by the code."""
         code = session.question_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
         lines = [question, *(f"- {choice}" for choice in choices)]
         if session.unanswered:

@@ -38,8 +38,8 @@ class SessionResetPolicy(Settings):
     def reason(self, idle_s: float, now: datetime) -> Literal["daily", "idle"] | None:
         """Return why a session that was last used `idle_s` seconds ago must be reset, or None.
 
-        `now` has the time zone that `at_hour` counts in. `idle_s` must come from a monotonic clock if one has run since
-        then, so that a change of the wall clock resets nothing.
+        `now` has the time zone that `at_hour` refers to. If a monotonic clock has run since the last use, `idle_s` must
+        come from that clock, so that a change of the wall clock resets nothing.
         """
         if self.mode in ("idle", "both") and idle_s >= self.idle_minutes * 60:
             return "idle"

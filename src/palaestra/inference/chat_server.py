@@ -17,9 +17,9 @@ from palaestra.inference.ledger import Ledger, Piece, SegmentReason
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """The rollout that a session belongs to. Real engines ignore it; scripted engines play its task. `branch` is 0 for
-    the rollout's own conversation and the number of the sub-agent otherwise. `tools` are the names of the agent's
-    tools, or None if they are unknown."""
+    """The rollout that a session belongs to. Engines that call a model ignore it; scripted engines play its task.
+    `branch` is 0 for the rollout's own conversation and the number of the sub-agent otherwise. `tools` are the names of
+    the agent's tools, or None if they are unknown."""
 
     rollout_id: str = ""
     task: Task | None = None
@@ -126,7 +126,7 @@ class Engine(Protocol):
 
 class ServerEngine(ChatServer):
     """The engine of one configured model server, which can also be called directly. Implements `Engine`. If
-    `token_exact` is true, it continues token ids and its `managed_server` opens token-exact chat."""
+    `token_exact` is true, the engine continues token ids, and its `managed_server` opens token-exact chat."""
 
     config: APIServerConfig
     token_exact = False

@@ -44,8 +44,8 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """One check and its result. `way_out` is the fix for a failed check, or the unmet requirement of an inapplicable
-    one."""
+    """One check and its result. `way_out` is the fix if the check failed, or the unmet requirement if it does not
+    apply."""
 
     name: str
     state: CheckState
@@ -235,7 +235,8 @@ def _round_trip(renderer: TurnRenderer, template: ChatTemplate, tokenizer: Token
 def _written(
     renderer: TurnRenderer, template: ChatTemplate, tokenizer: Tokenizer, arguments: dict[str, JSON]
 ) -> str | None:
-    """Return a call as the template writes it, up to the token that ends the turn."""
+    """Return a call as the template writes it, up to the token that ends the turn, or None if the template does not
+    continue the prompt or does not end the turn."""
 
     def rendered(messages: Sequence[Message], generation: bool) -> str:
         ready = for_template(messages, renderer.traits.reasoning_field)

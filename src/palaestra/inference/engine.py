@@ -40,8 +40,8 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages as dicts. Environments append a reply's message or calls to their next request, either as
-    Palaestra's objects or as those of a vendor's client."""
+    """Return the messages as dicts. Environments append a reply's message or calls to their next request, as objects of
+    Palaestra or of a vendor's client."""
     return [_plain_message(message) for message in messages]
 
 
@@ -58,7 +58,8 @@ def _plain_message(message: Message) -> Message:
 
 
 def _dumped(value: JSON) -> JSON:
-    """Return a record as a dict of its set fields. Content is included even if it is None, which servers accept."""
+    """Return a record as a dict of the fields that are not None, and any other value unchanged. `content` is included
+    even if it is None, which servers accept."""
     dump = None if isinstance(value, Mapping) else getattr(value, "model_dump", None)
     return value if dump is None else {k: v for k, v in dump().items() if v is not None or k == "content"}
 
@@ -79,7 +80,7 @@ class ToolCallMessage(Record):
 
 
 class AssistantMessage(Record):
-    """The model's message. Servers use one of the three reasoning fields."""
+    """The model's message. Each server uses one of the three reasoning fields."""
 
     role: str = "assistant"
     content: str | None = None
@@ -91,7 +92,7 @@ class AssistantMessage(Record):
 
 
 class ChatChoice(Record):
-    """`finish_reason` as the engine gave it: `length` stays `length`."""
+    """One reply of a completion. `finish_reason` is what the engine reported: `length` stays `length`."""
 
     index: int = 0
     message: AssistantMessage = msgspec.field(default_factory=AssistantMessage)
@@ -157,5 +158,5 @@ class TokenEngine(Protocol):
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`. `sampling` has OpenAI's names (`max_tokens`, `temperature`, `stop_token_ids`, …);
         its `split`, train or eval, selects the in-flight limit. Raises `EngineError`, after retries, or
-        `EngineReplyError` if the reply is not ids with one log-probability each."""
+        `EngineReplyError` if the reply is not a list of ids with one log-probability each."""
         ...

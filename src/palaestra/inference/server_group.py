@@ -49,9 +49,9 @@ def create_engine(config: APIServerConfig) -> ServerEngine:
 class ServerGroup(ChatServer):
     """One or several model servers as one engine, and as one chat server for calls without a session.
 
-    A session stays with its server, whose prefix cache holds the conversation; sessions are assigned in turn. A call
-    without a session goes to the least busy server. If a server stays unavailable after its retries, the call moves to
-    the next.
+    A session stays with its server, whose prefix cache holds the conversation; new sessions are assigned to the servers
+    in turn. A call without a session goes to the least busy server. If a server stays unavailable after its retries,
+    the call moves to the next server.
     """
 
     def __init__(self, configs: Server | Sequence[Server]) -> None:
@@ -69,7 +69,7 @@ class ServerGroup(ChatServer):
         return ", ".join(dict.fromkeys(server.name for server in self.servers))
 
     async def start(self) -> None:
-        """Start all servers. The first failure closes all of them and is raised."""
+        """Start all servers. If one fails, close all of them and raise its error."""
         try:
             async with asyncio.TaskGroup() as group:
                 for server in self.servers:

@@ -1,7 +1,7 @@
 """Tokenizers for token-exact chat, among them the fast one that most models ship as `tokenizer.json`.
 
-Text is encoded and decoded without added or omitted tokens. A folder needs no network; any other name is a model's
-name, whose tokenizer files are fetched.
+Text is encoded and decoded without added or omitted tokens. A folder needs no network; any other name is that of a
+model on the hub, and its tokenizer files are fetched.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Tokenizer(Protocol):
 
 class FastTokenizer:
     """A `tokenizer.json` with the other files of its folder. Extra: `tokens`. `special` maps names (`bos_token`, …) to
-    their text. `stop_ids` end a turn. `added_ids` are single tokens in any context; the `special_ids` among them are
-    never text."""
+    the tokens' texts. `stop_ids` end a turn. The text of each of the `added_ids` always becomes that one token; the
+    `special_ids` among them are never text."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ def load_tokenizer(name: str) -> FastTokenizer:
 
 
 def no_folder(path: Path) -> ConfigError:
-    """Return the error for a model's folder that is missing."""
+    """Return the error for a missing model folder."""
     return ConfigError(
         f"There is no model folder {path}. `palaestra model tiny {path}` makes a small one; name a model on the hub "
         "as OWNER/NAME."
@@ -182,7 +182,8 @@ def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenize
 
 
 def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) -> str | None:
-    """Return the chat template, from its own file or from the tokenizer's config, where it may be a list with names."""
+    """Return the chat template from its own file or from the tokenizer's config, where it may be a list with names, or
+    None if there is none."""
     if (file := find("chat_template.jinja")) is not None:
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template") or _json(find("chat_template.json")).get("chat_template")
@@ -193,7 +194,7 @@ def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) ->
 
 
 def _token_text(value: JSON) -> str | None:
-    """Return the text of a token in the config, which is given as text or as an object that holds the text."""
+    """Return a token's text, which the config holds as a string or in an object, or None if it holds neither."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 

@@ -1,1 +1,2 @@
-"""Adapters for trainers of other packages, written against the public names of `palaestra`. No module imports them."""
+"""Adapters for trainers of other packages, written against the public names of `palaestra`. No other module imports
+them."""

@@ -19,7 +19,7 @@ from palaestra.integrations.blame import reward_of
 
 
 class Agent:
-    """The workflow to give to AReaL. `settings` are those of `palaestra.RolloutFunction`; `aclose` ends the run."""
+    """The workflow to pass to AReaL. `settings` are those of `palaestra.RolloutFunction`; `aclose` ends the run."""
 
     def __init__(self, env: object, **settings: Any) -> None:
         self._rollout = RolloutFunction(env, **settings)

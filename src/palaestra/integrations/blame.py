@@ -1,7 +1,7 @@
 """Documents how each trainer learns that a rollout is not the policy's fault, so that the trainer drops the sample.
 
-An unscored rollout (`Unscored`) never becomes a reward. The adapters in this folder follow the table below. For other
-trainers, the table shows what your own adapter has to do.
+An unscored rollout (`Unscored`) never becomes a reward. The adapters in this folder follow the table `DROPPED`. For
+other trainers, the table shows what your own adapter has to do.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from palaestra import JSON, ConfigError, Message, RolloutFunction, Trajectory, U
 from palaestra.integrations.turns import TurnTokens, sampled_turns
 
 KEPT_ANSWERS = 1024
-"""The number of most recent rollouts that `/verify` knows."""
+"""The number of recent rollouts that `/verify` can return."""
 
 
 class EnvironmentAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
@@ -49,7 +49,7 @@ class EnvironmentAgentConfig(BaseResponsesAPIAgentConfig):  # type: ignore[misc]
 
 
 class EnvironmentRunRequest(BaseRunRequest):  # type: ignore[misc]
-    """One row."""
+    """One row of the data set."""
 
     model_config = ConfigDict(extra="allow")
     task_id: str
@@ -116,8 +116,8 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return self._answers[body.rollout_id]
 
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
-        """Return the output of a rollout of the task in the request's metadata, ungraded. Answers 422 without
-        `task_id`."""
+        """Play a rollout of the task in the request's metadata and return its output without the reward. Answers 422
+        without `task_id`."""
         task = (body.metadata or {}).get("task_id")
         if not task:
             raise HTTPException(422, "the metadata of the request has no task_id: send rows to /run")

@@ -4,8 +4,8 @@
     session = factory.create(task_id)          # initial_messages, list_tools, call_tool, verify, close
 
 The harness owns the agent's loop; the tools, the slots and the sealed grading work as in a run. `env_reward` is None
-for an unscored rollout, which OpenEnv leaves out. `training_trace` returns the tokens of a rollout that was recorded
-token by token.
+for an unscored rollout, which OpenEnv leaves out. `training_trace` returns the tokens of a rollout, if they were
+recorded.
 
 Needs the package `openenv`. Source: `openenv.core.harness` of OpenEnv 0.10.
 """
@@ -26,7 +26,7 @@ from palaestra.integrations.turns import sampled_turns
 
 
 class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[misc]
-    """Makes the sessions of one run. `settings` are those of `palaestra.Session`. A context manager; `close` ends the
+    """Creates the sessions of one run. `settings` are those of `palaestra.Session`. A context manager; `close` ends the
     run."""
 
     def __init__(self, env: object, **settings: JSON) -> None:
@@ -58,7 +58,7 @@ class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[m
             return PlayedSession(None, tools, error)
 
     def close(self) -> None:
-        """End the run. Sessions that are not verified are cancelled."""
+        """End the run. Rollouts that were not verified are cancelled."""
         self._opened.close()
 
     def __enter__(self) -> Self:

@@ -65,7 +65,8 @@ def evaluate(task: Any, episode: Episode) -> EvalOutput:
 
 
 class EnvironmentRuntime:
-    """A `RemoteAgentRuntime` whose rollouts are played here. `settings` are those of `palaestra.RolloutFunction`."""
+    """A `RemoteAgentRuntime` whose rollouts are played in this process. `settings` are those of
+    `palaestra.RolloutFunction`."""
 
     def __init__(self, env: object, **settings: Any) -> None:
         self._rollout = RolloutFunction(env, **settings)

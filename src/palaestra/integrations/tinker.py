@@ -6,8 +6,8 @@
     )
     asyncio.run(train.main(config))
 
-With `RolloutStrategy`, our agent loop runs and the cookbook's policy samples. Retries after infrastructure failures,
-exact tokens and sealed grading work as in a run, and an unscored rollout is a `RolloutError`, never a reward. With the
+With `RolloutStrategy`, our agent loop runs and the cookbook's policy samples. Exact tokens, sealed grading and retries
+after infrastructure failures work as in a run, and an unscored rollout is a `RolloutError`, never a reward. With the
 cookbook's own strategies, the cookbook's loop steps the environments of `EnvGroupBuilder`.
 
 `sandbox_factory` replaces Modal in `tinker_cookbook.recipes.harbor_rl`; each sandbox is a slot.
@@ -52,7 +52,7 @@ from palaestra import (
 )
 
 MOST_OUTPUT_BYTES = 128 * 1024
-"""The maximum size of a command's output if the recipe sets no limit, which is the cookbook's own default."""
+"""The maximum size of a command's output in bytes if the recipe sets no limit. It is the cookbook's own default."""
 
 Ask: TypeAlias = Callable[[list[int], int | None, Collection[int]], Awaitable[Sampled]]
 _ASK: ContextVar[tuple[asyncio.AbstractEventLoop, Ask]] = ContextVar("ask")
@@ -82,7 +82,7 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
         return made
 
     async def roll_out(self, ask: Ask, group_size: int, *, retried: bool = True) -> Group:
-        """Return a group. `ask` samples its tokens in this event loop."""
+        """Play a group of rollouts of the task and return it. `ask` samples their tokens in this event loop."""
         session = await asyncio.to_thread(_session, self, retried)
         _ASK.set((asyncio.get_running_loop(), ask))
         (group,) = await asyncio.to_thread(session.roll_out, self.task_id, group_size=group_size)
@@ -101,7 +101,7 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
 
 
 class Env(types.Env):  # type: ignore[misc]
-    """One rollout, whose agent loop is ours and whose tokens are the actions."""
+    """One rollout of our agent loop. The tokens of each reply are one action."""
 
     def __init__(self, builder: EnvGroupBuilder) -> None:
         self._builder = builder
@@ -193,8 +193,8 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
 
 @chz.chz
 class DatasetBuilder(types.RLDatasetBuilder):  # type: ignore[misc]
-    """The tasks of an environment as groups, in the environment's order. `passes` is how often they are repeated. The
-    last `held_out` tasks are the cookbook's test set."""
+    """The tasks of an environment as groups, in the environment's order. `passes` is the number of passes over the
+    tasks. The last `held_out` tasks are the cookbook's test set."""
 
     env: str
     model: str
@@ -308,8 +308,8 @@ def _metrics(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _failures(group: Group) -> list[types.RolloutError]:
-    """Return an error for each rollout of a group that has no score. If there is none, return the error of the group,
-    if it has one."""
+    """Return an error for each rollout of a group that has no score. If there is no such rollout, return the group's
+    error, if it has one."""
     found = [
         types.RolloutError(f"{each.outcome}/{each.blame}", each.error or "the rollout was not scored")
         for each in group.trajectories
@@ -368,8 +368,8 @@ class SlotSandbox:
     async def write_file(
         self, path: str, content: str | bytes, executable: bool = False, timeout: int = 60
     ) -> SandboxResult:
-        """Write a file, and make its folders. If the file cannot be written, the result has exit code 1 and the
-        reason."""
+        """Write a file, and create its parent folders. If the file cannot be written, the result has exit code 1 and
+        the reason."""
         data = content.encode() if isinstance(content, str) else content
         try:
             await self._running().write_bytes(path, data, mode=0o755 if executable else None)
@@ -391,7 +391,7 @@ class SlotSandbox:
 
 
 def sandbox_factory(*, image: str | Callable[[Path], str] | None = None, **settings: Any) -> Callable[[Path, int], Any]:
-    """Return a `SandboxFactory` whose sandboxes are slots of this machine.
+    """Return a `SandboxFactory` whose sandboxes are slots on this machine.
 
     `image` is the root file system of all tasks, or a function that takes a task's `environment` folder and returns the
     root file system of that task. Dockerfiles are not built. `settings` are those of `palaestra.Sandbox`, such as

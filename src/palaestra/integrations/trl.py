@@ -7,8 +7,8 @@
 
 The agent loop, the slots and the grading work as in a run, and all steps together form one run's record. The trainer's
 own model samples, in this process, so that every token is trained with the weights that sampled it. Tool output is
-masked with `env_mask`; an unscored rollout has the reward None, which TRL leaves out of the group's baseline and of the
-loss.
+masked with `env_mask`; an unscored rollout has the reward None, which TRL leaves out of both the group's baseline and
+the loss.
 
 Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -48,11 +48,12 @@ def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Datas
 
 def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings: JSON) -> RolloutFunc:
     """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`. The trainer sets the
-    temperature, `top_p` and `top_k`; its `max_completion_length` is the default of `max_token_length` (of one reply).
+    temperature, `top_p` and `top_k`; its `max_completion_length` is the default for `max_token_length`, the limit of
+    one reply.
 
-    After each step, the log-probabilities of the sampled tokens are compared with the trainer's own, which costs one
-    forward pass. A difference of more than `max_difference` nats on any token raises `ConfigError`; None disables the
-    comparison.
+    After the rollouts of each step, the log-probabilities of the sampled tokens are compared with the trainer's own,
+    which costs one forward pass. A difference of more than `max_difference` nats on any token raises `ConfigError`;
+    None disables the comparison.
     """
     return RolloutFunc(env, max_difference, settings)
 
@@ -72,8 +73,8 @@ def reward(*, completions: Sequence[Any], **columns: Any) -> list[float | None]:
 
 
 class EnvironmentFactory:
-    """The result of `environment_factory`. Each call makes an environment in TRL's sense, which plays one rollout at a
-    time. `close` ends the run; `path` is the run's folder."""
+    """The result of `environment_factory`. Each call creates an environment in TRL's sense, which plays one rollout at
+    a time. `close` ends the run; `path` is the run's folder."""
 
     def __init__(self, env: object, settings: Mapping[str, Any]) -> None:
         self._opened = ExitStack()
@@ -245,7 +246,8 @@ class RolloutFunc:
         return self._session
 
     def _compare(self, trainer: GRPOTrainer, model: Any, rows: Sequence[dict[str, Any]]) -> list[float | None]:
-        """Return the largest difference between sampler and trainer on each row's trained tokens."""
+        """Return each row's largest difference between sampler and trainer on a trained token, or None if there is
+        none. Raises `ConfigError` for a difference of more than `max_difference`."""
         trained = [row for row in rows if any(row["mask"])]
         if self._max_difference is None or not trained:
             return [None] * len(rows)
@@ -311,7 +313,8 @@ _LISTS = ("prompt_ids", "completion_ids", "mask", "logprobs")
 
 
 def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
-    """Return a row without trained tokens, because TRL does not accept an empty row."""
+    """Return the row of an unscored rollout. Its tokens are fillers and are not trained; TRL does not accept an empty
+    row."""
     lists = dict(zip(_LISTS, ([filler], [filler], [0], [0.0]), strict=True))
     return {**lists, "reward": None, "rollout_id": rollout_id}
 

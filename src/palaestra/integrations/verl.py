@@ -9,7 +9,8 @@ rewards.
 
 verl cannot mark a sample as dropped, so an unscored rollout has a response of one masked token and the reward 0.0. With
 `adv_estimator=grpo_scored`, GRPO leaves such rows out: they are neither trained nor part of their group's mean.
-`VERL_USE_EXTERNAL_MODULES=palaestra.integrations.verl` registers this estimator. verl's other estimators count the 0.0.
+`VERL_USE_EXTERNAL_MODULES=palaestra.integrations.verl` registers this estimator. verl's other estimators count the
+reward 0.0.
 
 Needs the package `verl`. Source: `AgentLoopBase`, `LLMServerClient` and `compute_grpo_outcome_advantage` of verl 0.9.1.
 """
@@ -44,10 +45,10 @@ _ASKED: ContextVar[tuple[Any, Mapping[str, Any], str]] = ContextVar("verl_asked"
 
 
 class _ServerClient(TokenChat):
-    """A model server for a run, which samples with verl's client for verl's own model servers."""
+    """The engine of a run, which samples from verl's own model servers through verl's client."""
 
     async def start(self) -> None:
-        """Do nothing: the servers already run."""
+        """Do nothing: the servers are already running."""
 
     async def aclose(self) -> None:
         """Do nothing: the servers end with training."""
@@ -131,8 +132,8 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
 def grpo_scored(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return verl's GRPO over the rows with a trained token; other rows have the advantage 0. Shapes are those of
-    `compute_grpo_outcome_advantage`: rewards and mask `[B, T]`, index `[B]`."""
+    """Return verl's GRPO advantages over the rows with a trained token; other rows have the advantage 0. Shapes are
+    those of `compute_grpo_outcome_advantage`: rewards and mask `[B, T]`, index `[B]`."""
     scored = response_mask.bool().any(dim=1)
     if (config := settings.get("config")) is not None:
         settings["norm_adv_by_std_in_grpo"] = config.get("norm_adv_by_std_in_grpo", True)

@@ -1,8 +1,8 @@
-"""Reports events of watched sessions: matching lines, new output, and the end.
+"""Reports events in watched sessions: matching lines, new output, and the process's end.
 
 A session with a `Watch` has a follower, which waits for output from the slot. Lines that match within `MATCH_EVERY_S`
-of the last report are only counted, and the search ends after `MAX_MATCHES` reports. Output that came too fast to be
-searched is counted in the next report.
+seconds of the last report are only counted, and the search ends after `MAX_MATCHES` reports. The next report also
+counts the bytes of output that came too fast to be searched.
 
 Reports appear in the next reply about the session and in the registry's `Notifications`. Every queue is bounded, and
 adding to a queue never waits for a reader; when a queue is full, its oldest entry is dropped.
@@ -33,14 +33,14 @@ _PIECE_BYTES, _LONGEST_WAIT_S, _MAX_LINE_CHARS = 128 << 10, 30.0, 10_000
 
 
 _WORDS = {"completion": "exited", "watch_match": "match"}
-"""The name that a model reads for an event type, if it differs."""
+"""The words for these event types in a session's notices. Other types keep their names."""
 
 
 class Notifications:
     """Reports in the contract's shape, which any thread may read.
 
     `completion_queue` has one object for each event of a watched session. `pending_watchers` has one object for each
-    session whose output is reported at intervals, until a reader removes it.
+    session whose output is reported at intervals, until a reader removes the object.
 
     An event has `type` (completion, watch_match, progress, lost), `session_id`, `task_id`, `session_key`, `command`,
     `output` and `exit_code`. A watcher has `session_id`, `check_interval` (seconds), `session_key` and
@@ -75,7 +75,8 @@ class Notifications:
 
 
 class Follower:
-    """Follows one session to its end. `report` gets the session and the type, text and exit code of each report."""
+    """Follows one session to its end, and calls `report` with the session and the type, text and exit code of each
+    report."""
 
     def __init__(
         self, session: ProcessSession, report: Callable[[ProcessSession, str, str, int | None], None], clock: Clock
@@ -129,7 +130,7 @@ class Follower:
         self._take(text)
 
     def _take(self, text: str, last: bool = False) -> None:
-        """Search the lines that this text completes."""
+        """Search the lines that this text completes, and with `last` also the unfinished line."""
         self._since = (self._since + text)[-MAX_REPORTED_CHARS:]
         *lines, rest = (self._line + text).split("\n")
         self._line = "" if last else rest[-_MAX_LINE_CHARS:]
@@ -148,7 +149,7 @@ class Follower:
         self._add("watch_match", line.strip()[:MAX_REPORTED_CHARS] + self._not_reported() + stop)
 
     def _not_reported(self) -> str:
-        """Return the counts since the last report, as text."""
+        """Describe the matches and the lost bytes that have not been reported, and reset their counts."""
         lines, lost, self._unreported, self._lost = self._unreported, self._lost, 0, 0
         parts = [f"{lines} more lines matched"] if lines else []
         if lost and self._watch.patterns:

@@ -1,4 +1,4 @@
-"""Reads the output of a process as text, by cursor.
+"""Reads a process's output as text, from a cursor on.
 
 A cursor is an offset in bytes. A reader that continues at the cursor of the last reply gets all output exactly once;
 bytes that were dropped in between are counted. An incomplete character or control sequence is left for the next read.
@@ -17,7 +17,7 @@ LONGEST_CHARACTER = 4
 @dataclass(frozen=True, slots=True)
 class OutputText:
     """Output between two cursors. `lost` counts the requested bytes before `start` that were dropped; `more` is true if
-    more output followed."""
+    the read reached its size limit, so that more output may follow."""
 
     text: str
     start: int
@@ -27,8 +27,8 @@ class OutputText:
 
 
 async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
-    """Return the text that starts at a cursor. `running` is true if the process was running before this call, so that
-    more output may follow."""
+    """Return the text of at most `max_bytes` bytes of output from a cursor on. `running` is true if the process was
+    running before this call, so that more output may follow."""
     piece = await process.read(cursor, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece) if piece.lost else (piece.data, 0)
     more = len(piece.data) == max_bytes
@@ -37,7 +37,7 @@ async def read_text(process: Process, cursor: int, *, max_bytes: int, running: b
 
 
 async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText:
-    """Return the last `max_bytes` bytes of the output."""
+    """Return the text of the last `max_bytes` bytes of the output."""
     piece = await process.read(-max_bytes, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece)
     text, held = readable(data, running)
@@ -45,8 +45,8 @@ async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText
 
 
 def readable(data: bytes, more: bool) -> tuple[str, int]:
-    """Return the output without control sequences and with plain line ends, and the number of incomplete bytes at its
-    end.
+    """Return the output as text, without control sequences and with plain line ends, and the number of bytes at its end
+    that form an incomplete character, control sequence or line end.
 
     If no `more` output can come, that number is 0, and an incomplete character becomes the replacement character.
     """

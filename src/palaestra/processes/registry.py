@@ -1,14 +1,15 @@
 """`ProcessRegistry` starts, finds, lists, kills and recovers the background processes of tasks as sessions.
 
-Processes end with their slot; killing one kills its whole process tree.
+Processes end with their slot. Killing a process kills its whole process tree.
 
 Invariant: a caller that names a task reaches only that task's sessions. A signal never reaches a process other than the
-session's, since a slot numbers its processes itself and holds on to each of them until it has ended.
+session's, because a slot numbers its processes itself and holds on to each process until that process has ended.
 
 With a checkpoint file, a new registry can find the processes that an earlier registry left running in slots that still
-exist. The file is one JSON object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`. The file is
-replaced as a whole but not synced, since processes do not survive a crash of the machine either. A process belongs to a
-session only if slot, number, pid and start time are the same, because a restarted slot server repeats numbers and pids.
+exist. The file is one JSON object, `{"schema": "palaestra.processes", "version": 1, "sessions": [...]}`. It is replaced
+as a whole but not synced to disk, because processes do not survive a crash of the machine either. A process belongs to
+a session only if its slot, number, pid and start time match the session's record, because a restarted slot server
+repeats numbers and pids.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _Started: TypeAlias = tuple[Process, ProcessStatus]
 
 _known: WeakSet[ProcessRegistry] = WeakSet()
 _known_lock = threading.Lock()
-"""The registries, for synchronous code that knows a session's id but not its registry."""
+"""Guards `_known`, the registries that synchronous code searches for a session by id."""
 
 
 class ProcessRegistry:
@@ -113,7 +114,7 @@ class ProcessRegistry:
         use_pty: bool = False,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in a slot as a session of `task_id`, and of the conversation `session_key`.
+        """Run a command line in a slot as a new session of the task `task_id` and the conversation `session_key`.
 
         Raises `BlockingIOError` if too many of the task's processes are running, and the errors of `Slot.spawn`.
         """
@@ -170,7 +171,7 @@ class ProcessRegistry:
         return await self._do(session_id, task_id, lambda session: session.submit(text, end=end))
 
     async def list_sessions(self, task_id: str | None = None) -> list[Reply]:
-        """Return all sessions, oldest first, except those that ended too long ago."""
+        """Forget the sessions that ended too long ago, and return a summary of each remaining session, oldest first."""
         await self._prune(task_id)
         found = (_reply(session, ProcessSession.summary) for session in self._of(task_id))
         return list(await asyncio.gather(*found))
@@ -186,7 +187,8 @@ class ProcessRegistry:
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 
     def interrupt(self, *, task_id: str | None = None, session_key: str | None = None) -> int:
-        """Interrupt all waits for sessions of that task and that conversation. Returns the number of waits."""
+        """Interrupt all waits for sessions of that task and that conversation; None matches any. Returns the number of
+        interrupted waits."""
         count = 0
         for session in self._of(task_id):
             if session_key in (None, session.session_key):
@@ -197,7 +199,7 @@ class ProcessRegistry:
         return count
 
     async def kill_all(self, task_id: str | None = None) -> int:
-        """Kill every running process of the task. Returns their number."""
+        """Kill every running process of the task. Returns the number of killed processes."""
 
         async def kill(session: ProcessSession) -> bool:
             try:
@@ -209,8 +211,8 @@ class ProcessRegistry:
         return sum(await asyncio.gather(*(kill(session) for session in self._of(task_id))))
 
     async def recover_from_checkpoint(self, slots: Iterable[Slot]) -> int:
-        """Add the sessions of the checkpoint. A session whose process is not in `slots` is lost. Returns the number of
-        recovered sessions.
+        """Add the sessions in the checkpoint, and mark those whose process is not in `slots` as lost. Returns the
+        number of added sessions that are not lost.
 
         Raises `ConfigError` if the file is not a valid checkpoint.
         """
@@ -287,8 +289,8 @@ class ProcessRegistry:
         return not_found(session_id) if session is None else await _reply(session, action)
 
     async def _refresh(self, task_id: str | None, session_key: str | None = None) -> list[ProcessSession]:
-        """Update the status of the sessions and return the sessions. If a slot has ended, raises its error if `task_id`
-        is given; otherwise marks the slot's sessions as lost."""
+        """Update the status of the matching sessions and return these sessions. If a slot has ended, raise the slot's
+        error if `task_id` is given; otherwise mark the slot's sessions as lost."""
         sessions = [session for session in self._of(task_id) if session_key in (None, session.session_key)]
 
         async def refresh(session: ProcessSession) -> None:
@@ -340,14 +342,14 @@ class ProcessRegistry:
             sessions = [_record(session) for session in self._sessions.values()]
             unfinished = self._path.with_name(self._path.name + ".part")
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.unlink(missing_ok=True)  # the file may be another user's link or readable by others
+            unfinished.unlink(missing_ok=True)  # an existing file may be another user's link or readable by others
             with open(unfinished, "x", opener=private) as file:
                 json.dump({"schema": SCHEMA, "version": VERSION, "sessions": sessions}, file)
             unfinished.replace(self._path)
 
 
 async def _reply(session: ProcessSession, action: Callable[[ProcessSession], Awaitable[Reply]]) -> Reply:
-    """Run an action. The reply has the status `lost` if the process cannot be reached any more."""
+    """Run an action and return its reply, which has the status `lost` if the process cannot be reached any more."""
     try:
         return await action(session)
     except ProcessLookupError:
@@ -364,8 +366,8 @@ def not_found(session_id: str) -> Reply:
 
 
 def living() -> list[ProcessRegistry]:
-    """Return the registries of this Python process that have had a session and whose event loop is running. Callable
-    from any thread."""
+    """Return the registries of this Python process that have had a session and whose event loop is running. May be
+    called from any thread."""
     with _known_lock:
         return [each for each in _known if each.loop is not None and each.loop.is_running()]
 

@@ -2,9 +2,10 @@
 
 The slot keeps the output, exit code and input, so the cost of a session does not depend on the amount of output.
 
-Replies have the contract's shapes. `status` is running or exited for `poll`; exited, timeout or interrupted for `wait`;
-killed or already_exited for `kill`; ok for `write`; for any action, it may also be error, or lost if the process cannot
-be reached any more. Failures of the slot itself (`InfraError`) are raised.
+Replies have the contract's shapes. Their `status` is running or exited for `poll` and `log`; exited, timeout or
+interrupted for `wait`; killed or already_exited for `kill`; and ok, already_exited or error for `write`. For every
+action, the registry replies with the status lost if the process cannot be reached any more. Failures of the slot itself
+(`InfraError`) are raised.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ Reply = dict[str, JSON]
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Selects the reports on a session: lines that contain one of `patterns`, new output every `interval_s`, the end.
+    """Selects what is reported about a session: lines that contain one of `patterns`, new output every `interval_s`
+    seconds, and the end.
 
-    After `lifetime_s` the process is killed. Each report includes `address`.
+    The process is killed after `lifetime_s` seconds. Each report includes the entries of `address`.
     """
 
     patterns: tuple[str, ...] = ()
@@ -68,12 +70,12 @@ class SessionLost(LookupError):
 
 @dataclass(slots=True, eq=False)
 class ProcessSession:
-    """One background process by its session id.
+    """One background process, addressed by its session id.
 
     `session_key` names the conversation that started it; `started_at` is in seconds since the epoch. `status` is the
     last known status; if the process cannot be reached, `lost` is the reason. `detached` is true for a session
-    recovered after a restart. A follower has read the output up to the cursor `followed`; `notices` has its latest
-    reports.
+    recovered after a restart. A follower has read the output up to the cursor `followed`; `notices` holds the
+    follower's latest reports.
     """
 
     id: str
@@ -95,7 +97,7 @@ class ProcessSession:
 
     pid_scope: ClassVar[str] = "sandbox"
 
-    # The contract's names; `watcher_interval` is in seconds, 0 for never.
+    # The properties below have the contract's names. `watcher_interval` is in seconds; 0 means never.
 
     @property
     def pid(self) -> int:
@@ -191,7 +193,8 @@ class ProcessSession:
         return reply | self._take_notices()
 
     async def log(self, offset: int = 0, limit: int = 200) -> Reply:
-        """Return lines of the kept output: the last `limit` lines, or `limit` lines after `offset`."""
+        """Return lines of the kept output: the last `limit` lines, or up to `limit` lines after the first `offset`
+        lines."""
         status = await self.refresh()
         kept = await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)
         lines = kept.text.splitlines()
@@ -206,7 +209,8 @@ class ProcessSession:
         return reply | _full_output(status) | self._take_notices()
 
     async def wait(self, timeout_s: float | None, limit_s: float) -> Reply:
-        """Wait until the process ends, `timeout_s` (at most `limit_s`) have passed, or the wait is interrupted."""
+        """Wait until the process ends, `timeout_s` seconds (at most `limit_s`) have passed, or the wait is
+        interrupted."""
         patience_s = limit_s if timeout_s is None else min(max(timeout_s, 0.0), limit_s)
         interrupted = await self._ended_or_interrupted(patience_s)
         status = await self.refresh()
@@ -228,7 +232,8 @@ class ProcessSession:
         return reply | _full_output(status) | self._take_notices()
 
     async def kill(self, grace_s: float = KILL_GRACE_S) -> Reply:
-        """Kill the process tree with SIGTERM and, after `grace_s`, SIGKILL. Returns once the whole tree has ended."""
+        """Kill the process tree with SIGTERM and, after `grace_s` seconds, SIGKILL. Returns once the whole tree has
+        ended."""
         before = await self.refresh()
         status = self.status = await self.reach().kill(grace_s) if before.running else before
         word = "killed" if before.running else "already_exited"
@@ -256,7 +261,7 @@ class ProcessSession:
         return await self.write(data + (b"\r" if self.status.terminal else b"\n"), end=end)
 
     async def summary(self) -> Reply:
-        """Return the entry of this session in a list of sessions."""
+        """Return this session's entry for a list of sessions."""
         status = await self.refresh()
         started = datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="seconds")
         reply: Reply = {"session_id": self.id, "command": self.command[:LISTED_CHARS], "cwd": self.cwd}
@@ -264,7 +269,7 @@ class ProcessSession:
         return reply | await self._tail(status, "output_preview", LISTED_CHARS) | self._take_notices()
 
     async def _tail(self, status: ProcessStatus, name: str, chars: int) -> Reply:
-        """Return the last characters of the output under `name`, and the cursor after them."""
+        """Return the last `chars` characters of the output under `name`, and the cursor at their end under `cursor`."""
         most = process_output.LONGEST_CHARACTER * chars
         end = await process_output.tail(self.reach(), most, running=status.running)
         return {name: end.text[-chars:], "cursor": end.end}
@@ -279,7 +284,7 @@ class ProcessSession:
         return reply
 
     async def _ended_or_interrupted(self, patience_s: float) -> bool:
-        """Wait until the process ends or `patience_s` have passed. Returns whether an interrupt came first."""
+        """Wait up to `patience_s` seconds for the process to end. Return True if an interrupt ended the wait."""
         interrupt: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ending = asyncio.ensure_future(self.reach().wait(patience_s))
         either: list[asyncio.Future[JSON]] = [interrupt, ending]
@@ -296,7 +301,7 @@ class ProcessSession:
             await asyncio.gather(ending, return_exceptions=True)
 
     def _take_notices(self) -> Reply:
-        """Return the reports since the last reply."""
+        """Return the notices since the last reply, and clear them."""
         notices = list(self.notices)
         self.notices.clear()
         return {"notices": notices} if notices else {}

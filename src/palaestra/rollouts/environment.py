@@ -42,7 +42,7 @@ class Environment(ABC):
     """Provides the tasks of a run, prepares their workspaces and scores the results.
 
     While a task is prepared, `world` answers the calls of tools that reach outside this machine; it is set only in a
-    run that records such calls. During a rollout, the rollout's own recording answers them.
+    run that records such calls. During a rollout, the rollout's own recording answers such calls.
     """
 
     world: RecordedTools | None = None
@@ -82,8 +82,7 @@ class Environment(ABC):
         """Return the tools of this task's group. `rng` is the group's random generator."""
 
     def changed(self, number: int, was: str, now: str) -> str:
-        """Return the message for a resumed run in which task `number` now has the id `now` and had the id `was`
-        before."""
+        """Return the error message for a resumed run whose task `number` had the id `was` and now has the id `now`."""
         return f"task {number} is now {now}, but was {was} before"
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
@@ -95,14 +94,14 @@ class Environment(ABC):
         return task
 
     def shared_setup(self, task: Task) -> str | None:
-        """Return the key of the preparation that this task shares with others; None if it shares none."""
+        """Return the key of the preparation that this task shares with other tasks; None if it shares none."""
         return None
 
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
-        """Do the shared preparation, once per key in a run. The task's own preparation then starts from it."""
+        """Do the shared preparation, once per key in a run. The task's own preparation then starts from the result."""
 
     def prepares(self, task: Task) -> bool:
-        """Return whether the task has a workspace to prepare. Otherwise rollouts start from the bare image."""
+        """Return whether the task has a workspace to prepare. If it has none, rollouts start from the bare image."""
         return bool(task.files or task.setup)
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
@@ -113,7 +112,8 @@ class Environment(ABC):
         None if unknown.
 
         Runs on this machine with the same recipe share the prepared workspace and skip `prepare_shared` and `prepare`,
-        so the recipe must cover everything that those two do. Default: `task.recipe`, or None if a hook is overridden.
+        so the recipe must cover everything on which these two hooks depend. Default: `task.recipe`, or None if a hook
+        is overridden.
         """
         own = type(self)
         hooks = own.prepare is not Environment.prepare or own.shared_setup is not Environment.shared_setup
@@ -130,7 +130,7 @@ class Environment(ABC):
         return group.wanted
 
     async def ended(self, task: Task, group: Group) -> None:
-        """Called for each group, failed or not, after it has ended and is in the journal."""
+        """React to the end of a group. Called for each group, failed or not, once it is in the journal."""
 
     async def begin(self, rollout: Rollout) -> None:
         """Set up one rollout, in its own fork, before the agent starts."""
@@ -181,7 +181,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
-        """Score the sealed result. Raises `GraderError` when the check itself could not be run."""
+        """Score the sealed result. Raises `GraderError` if the check itself cannot be run."""
 
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
         """Return the environment's additions to the rollout's record."""
@@ -193,5 +193,6 @@ class Environment(ABC):
         return {}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """Return rollouts to show next to the metrics, each as text with its score. Called after the last group."""
+        """Return rollouts for trackers to show next to the metrics, each as text with its score. Called after the last
+        group."""
         return ()

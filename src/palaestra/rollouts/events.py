@@ -61,7 +61,7 @@ class GroupStarted(JournalEvent, tag="group", kw_only=True):
 class TurnTaken(JournalEvent, tag="messages", kw_only=True):
     """The messages that one turn added, with the data for resuming the rollout after it.
 
-    `turn` 0 has the opening messages. `tokens` has the engine's token counts of the prompt and the reply; `seconds` has
+    `turn` 0 has the opening messages. `tokens` has the engine's token counts for the prompt and the reply, `seconds`
     the time that the model took and the time that the tools took. If the server returns tokens, `sampled` has the model
     calls since the last such event, including those of sub-agents. `cost` is the cost of `tokens`, if prices are known.
     `recalled` is true if the reply came from an earlier part of the run, which was killed during this turn.
@@ -100,7 +100,7 @@ class RolloutResumed(JournalEvent, tag="taken_up", kw_only=True):
     """A rollout that was cut off continues after `turns` turns and `replies` replies of the next turn.
 
     If `anew` gives a reason, the rollout starts from its beginning instead, and the turns and replies are discarded.
-    With a `parent` it is a new rollout that continues rollout `parent` of its group after `turns` turns, which are in
+    With a `parent`, the rollout is new and continues rollout `parent` of its group after `turns` turns, which are in
     the parent's events.
     """
 
@@ -152,7 +152,7 @@ AnyJournalEvent: TypeAlias = (
 
 
 class GroupsPlanned(msgspec.Struct):
-    """The number of groups in the run, or None if it is unknown, and the group size."""
+    """The group size, and the number of groups in the run (`total`, None if it is unknown)."""
 
     total: int | None
     group_size: int
@@ -193,7 +193,7 @@ class TokensSpent(msgspec.Struct, gc=False):
 
 
 class Graded(msgspec.Struct, gc=False):
-    """A rollout got its reward, which is not in the journal yet."""
+    """A rollout got its reward. The reward is not in the journal yet."""
 
     rollout_id: str
     reward: float
@@ -239,7 +239,7 @@ MemoryEvent: TypeAlias = (
 Event: TypeAlias = AnyJournalEvent | MemoryEvent
 InFlight: TypeAlias = dict[str, tuple[str, float]]
 """The rollouts and groups in flight: the stage of each, and the time of its last sign of life in seconds since the
-epoch. The one that has been idle longest comes first."""
+epoch. The entry that has been idle longest comes first."""
 
 Handlers: TypeAlias = Mapping[type, Callable[[Any], None]]
 

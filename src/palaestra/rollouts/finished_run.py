@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Run:
     """A finished, stopped or running run, read from its folder. Iterating over it reads one group at a time.
 
-    Groups and metrics show the run at the moment of their first use.
+    `groups` and `metrics` are read on first use and do not change afterwards.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class Run:
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the whole run by name; once it has ended, with the environment's own metrics."""
+        """The metrics of the whole run by name, which include the environment's own metrics once the run has ended."""
         figures = Figures(group_size(self.recording.meta.config))
         for group in self:
             figures.add(group)
@@ -135,8 +135,8 @@ def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
 
 
 def _last_metrics(path: Path) -> dict[str, float]:
-    """Return the metrics of the whole run from the file's last line, where names have no prefix; empty before the run
-    has ended."""
+    """Return the metrics of the whole run from the last line of `path`, where names have no prefix; empty before the
+    run has ended."""
     try:
         lines = path.read_bytes().splitlines()
         last = msgspec.json.decode(lines[-1], type=dict[str, object]) if lines else {}

@@ -1,8 +1,8 @@
-"""One group: prepare the task's workspace once, then let `group_size` rollouts start from forks of it.
+"""Runs one group: prepares the task's workspace once, and rolls out `group_size` rollouts from forks of it.
 
-If the environment has a recipe for its preparation, a workspace that another run has prepared is reused, and one that
-is prepared here is kept for other runs (`sandbox/snapshots/cache.py`). A workspace that was prepared with network
-access is never kept.
+If the environment has a recipe for its preparation, a workspace that another run has prepared is reused, and a
+workspace that this run prepares is kept for other runs (`sandbox/snapshots/cache.py`). A workspace that was prepared
+with network access is never kept.
 
 A failed preparation ends the group with an error and without trajectories, so nothing is scored. A prepared workspace
 that is lost with its backend is prepared again.
@@ -75,7 +75,8 @@ class GroupRun:
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
         self.begun = False
-        """Whether this part of the run has written the group's start, which replaces the group's earlier events."""
+        """Whether this part of the run has written the event `GroupStarted`, which replaces the group's earlier
+        events."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._places = places
@@ -116,7 +117,8 @@ class GroupRun:
         return group
 
     def _seeded(self, *parts: object) -> Seeded:
-        """Return a random generator for each purpose, derived from the run's seed and the group's id alone."""
+        """Return the random generator for the purpose `parts`. It depends only on `parts`, the run's seed and the
+        group's id."""
         return Seeded(":".join(map(str, (self.run_context.settings.seed, self.group.group_id, *parts))))
 
     def _take_finished(self) -> None:
@@ -126,8 +128,9 @@ class GroupRun:
             self.run_context.events.announce(RolloutKept(trajectory))
 
     def _prompt_changed(self, task: Task) -> bool:
-        """Return whether the task's prompt differs from that of the group's earlier rollouts. If so, the group gets no
-        more rollouts, because all of a group's rollouts share one prompt."""
+        """Record the checksum of the task's prompt, and return whether the prompt differs from the one of the group's
+        earlier rollouts. If it does, the group gets no more rollouts, because all rollouts of a group share one
+        prompt."""
         group, run = self.group, self.run_context
         group.asked, before = prompt_checksum(task), run.earlier.asked.get(group.group_id, "")
         changed = before not in ("", group.asked) and bool(run.earlier.rollouts.get(group.group_id))
@@ -153,7 +156,8 @@ class GroupRun:
 
     @property
     def _is_incomplete(self) -> bool:
-        """Whether the group lacks rollouts. If the environment collects the group, only `collect` knows its size."""
+        """Whether the group lacks rollouts. Always True if the environment collects the group, because only `collect`
+        knows the group's size."""
         done = {trajectory.index for trajectory in self.group.trajectories}
         return self.env.collects_groups or not done.issuperset(range(self.run_context.settings.group_size))
 
@@ -165,7 +169,7 @@ class GroupRun:
 
     async def _prepare(self) -> Snapshot | None:
         """Return the group's snapshot; None if the bare image is enough. If the backend dies, the preparation is
-        retried as a rollout would be."""
+        retried like a rollout."""
         for _ in range(self.run_context.settings.infra_retries):
             try:
                 return await self._prepare_once()
@@ -215,7 +219,7 @@ class GroupRun:
     async def _in_slot(
         self, stages: Stages, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
     ) -> Snapshot:
-        """Run a preparation in a slot and seal the slot. A failure is blamed on the task."""
+        """Run a preparation in a slot, seal the slot and return the snapshot. A failure is blamed on the task."""
         workspaces, spec = self.run_context.workspaces, self.env.slot_spec(self.task, Phase.PREPARE)
         before = stages.seconds.get("acquire", 0.0)
         slot = await workspaces.lease(f"{self.group.group_id}:prepare", spec, base, stages)
@@ -259,7 +263,7 @@ class GroupRun:
         try:
             collection = GroupCollection(self.group.group_id, wanted, self._kit, self._play)
             count = await self.env.collect(self.task, collection)
-        except (InfraError, TaskError) as error:  # rollouts that were played are still recorded
+        except (InfraError, TaskError) as error:  # rollouts that have been played are still recorded
             failure, count = error, 0
             for rollout in self._played.values():
                 if rollout.score is not None:
@@ -320,14 +324,15 @@ class GroupRun:
         await self._end(self._write(RolloutEnded, rollout, rollout.trajectory()))
 
     async def _end(self, event: RolloutEnded | AttemptDiscarded) -> None:
-        """Add a rollout to the group once its record is on the disk."""
+        """Add a rollout to the group, wait until its record is on the disk, and announce it."""
         self.group.trajectories.append(event.trajectory)
         await self.run_context.recorded_tools.commit()
         await self.run_context.events.journal.commit()
         self.run_context.events.announce(event)
 
     async def _roll_out_one(self, index: int, *, recorded_later: bool = False) -> Rollout | None:
-        """Play one rollout with its retries and add its record; with `recorded_later` return it unrecorded instead."""
+        """Play one rollout with its retries and add its record. If `recorded_later`, return the rollout unrecorded
+        instead."""
         assert self._kit is not None
         event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
@@ -412,7 +417,8 @@ class GroupRun:
     def _write(
         self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout, trajectory: Trajectory
     ) -> RolloutEnded | AttemptDiscarded:
-        """Write the record of an attempt, without data from the environment that the journal cannot hold."""
+        """Write the record of an attempt, without any data from the environment that the journal refuses, and return
+        the written event."""
         while True:
             try:
                 check = _check_own if rollout.has_own_record else None
@@ -423,8 +429,8 @@ class GroupRun:
                 trajectory = rollout.trajectory()
 
     def _retries(self, trajectory: Trajectory, tried: int) -> bool:
-        """Return whether the attempt is retried, as a retry of the rollout or as one of the group's replacements.
-        A group that must be whole has as many replacements as rollouts."""
+        """Return whether the attempt is followed by another one: a retry of the rollout, or one of the group's
+        replacements, which is then used up. A group that must be whole may have as many replacements as rollouts."""
         if trajectory.scored:
             return False
         if tried < self.run_context.settings.infra_retries and trajectory.blame in RETRIED:

@@ -14,4 +14,5 @@ IDLE_LIMITS: Mapping[str, float] = {
     "seal": 600.0,
     "grade": 7200.0,
 }
-"""Seconds without a sign of life. Each is far above the stage's own time limits, so that only a hang reaches it."""
+"""The maximum seconds without a sign of life, by stage. Each maximum is far above the stage's own time limits, so that
+only a hang reaches it."""

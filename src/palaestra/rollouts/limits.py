@@ -1,8 +1,8 @@
 """Ends a run early without losing anything: after too many infrastructure failures, at a cost limit or on a signal.
 
-After a limit is reached, no new group and no new rollout starts. Rollouts in flight finish, unless draining takes
-too long or every further turn would exceed the cost. The run can be resumed. Single rollouts that hang are ended
-by `watchdog.py`.
+After a limit is reached, no new group and no new rollout starts. Rollouts in flight finish, unless draining takes too
+long or every further turn would exceed the cost limit. The run can be resumed. Single rollouts that hang are ended by
+`watchdog.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WINDOW = 100
 PAUSED, INTERRUPTED_BY = "paused", "interrupted"
 
 RolloutKey = tuple[str, float]
-"""A rollout's id and when it started: together they identify an attempt."""
+"""A rollout's id and start time, which together identify an attempt."""
 
 
 class RunStopped(PalaestraError):
@@ -34,13 +34,14 @@ class RunStopped(PalaestraError):
 
 
 class CutShort(PalaestraError):
-    """Raised if a rollout may not start or continue because its run ends. Resuming the run continues the rollout."""
+    """Raised if a rollout may not start or continue because the run is ending. Resuming the run continues the
+    rollout."""
 
 
 class RunLimits:
     """Follows a run and stops it at a limit. `reason` and `message` are empty until the run stops.
 
-    `counted` has the rollouts of an earlier part of the run, which cost `spent`. They are not counted again.
+    `counted` has the rollouts of an earlier part of the run, which cost `spent`. These rollouts are not counted again.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class RunLimits:
             )
 
     def _stop(self, reason: str, message: str, exit_code: int = TOO_MANY_FAILURES) -> None:
-        """Record why the run stops. The first reason counts, but an interruption by the user replaces it."""
+        """Record why the run stops. The first reason is kept, but a later interruption by the user replaces it."""
         if self.reason and exit_code != INTERRUPTED:
             return
         self.reason, self.message, self.exit_code = reason, message, exit_code

@@ -1,8 +1,8 @@
 """Chat middleware: a list of functions that can change a rollout's model calls.
 
-Each function gets the call and the next step, and returns the reply; the first of the list is the outermost. Tool calls
-have the same kind of middleware (`tools/runtime/runtime.py`). Recorded answers, freezing and spans are middleware; code
-that only follows a run subscribes to its events instead (`events.py`).
+Each function gets the call and the next step, and returns the reply; the first function in the list is the outermost.
+Tool calls have the same kind of middleware (`tools/runtime/runtime.py`). Recorded answers, freezing and spans are
+middleware; code that only follows a run subscribes to its events instead (`events.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class MiddlewareServer(ChatServer):
 
 
 def freezing(slot: Callable[[], Slot | None]) -> ChatMiddleware:
-    """Freeze the slot that `slot` returns, if any, while the model thinks, so that its background processes use no CPU.
+    """Return middleware that freezes the slot that `slot` returns, if any, while the model thinks, so that the slot's
+    background processes use no CPU.
 
     The next call to the slot resumes it. A program that cannot be stopped keeps running. If the slot is lost, the next
     call to it fails.

@@ -66,13 +66,13 @@ LOG_BYTES = 4 << 20
 """The maximum number of bytes kept of a program's output: its beginning and its end."""
 
 END_S = 5.0
-"""How long a program may take to end after it was asked to end."""
+"""How long a program may take to end after SIGTERM."""
 
 CHECK_S = 60.0
 """How long the model may take to answer a plain request after a failure."""
 
 CALLS_OF_A_TURN = 64
-"""The maximum number of calls of the environment's tools per reply of the model. Each call is recorded."""
+"""The maximum number of calls of the environment's tools per reply of the model, because each call is recorded."""
 
 AUXILIARY_SCHEMA = "palaestra.auxiliary/1"
 
@@ -100,7 +100,8 @@ class ProgramAgent:
         return self.program.name
 
     async def play(self, rollout: Rollout, messages: list[Message]) -> AgentResult:
-        """Let the program work on a task. The rollout keeps the result even when the call is cancelled."""
+        """Let the program work on a task, and return the result. The rollout keeps the result even if this call is
+        cancelled."""
         if rollout.recorded is not None:
             raise rollout.recorded.fail(Mismatch.CONVERSATION, f"agent {self.name} cannot repeat its turns")
         rollout.record(None, messages)
@@ -112,7 +113,7 @@ class ProgramAgent:
             await asyncio.shield(self._keep(rollout.rollout_id, b"".join(play.log.parts()), play.auxiliary()))
 
     async def check_engine(self) -> None:
-        """Send a plain request to the model, outside of any rollout. Raises `EngineError`."""
+        """Send a plain request to the model, outside any rollout. Raises `EngineError`."""
         session = self._engine.session(SessionContext())
         try:
             async with asyncio.timeout(CHECK_S):
@@ -127,7 +128,7 @@ class ProgramAgent:
         return self._endpoint.open(conversations, tools)
 
     async def _keep(self, rollout_id: str, log: bytes, auxiliary: bytes) -> None:
-        """Keep the program's output, and its model calls that are not trained on, in files named after the rollout."""
+        """Write the program's output, and its model calls that are not trained on, to files named after the rollout."""
         if self._logs is None:
             return
         folder, name = self._logs, rollout_id.replace("/", "-")
@@ -169,7 +170,7 @@ class _Play:
         )
 
     async def run(self) -> AgentResult:
-        """Start the program and wait until it ends or reaches a limit."""
+        """Start the program, wait until it ends or reaches a limit, and return the result."""
         rollout, agent = self._rollout, self._agent
         slot = await rollout.sandbox()
         self._wall.start()
@@ -211,8 +212,9 @@ class _Play:
                 self._conversations.end()
 
     async def _wait(self, process: Process) -> int | None:
-        """Wait until the program ends, a limit is reached or the engine fails. Processes that it left running can make
-        no more calls; after a limit, only calls already under way are still answered."""
+        """Wait until the program ends, a limit is reached or the engine fails. Returns the exit status of a program
+        that ended by itself. Processes that the program left running can make no more calls; after a limit, only calls
+        already under way are still answered."""
 
         async def follow() -> None:
             async for piece in process.output():
@@ -347,7 +349,7 @@ class _OfferedTools:
             self._turn = len(conversation.calls)
 
     async def _call(self, name: str, arguments: str) -> ToolOutcome:
-        """Run one call and record it. Calls that may not run concurrently wait for each other."""
+        """Run one call, record it, and return its outcome. Calls that may not run concurrently wait for each other."""
         self._calls_of_turn += 1
         if self.failure is not None:
             return ToolOutcome.refused("This rollout has ended.")

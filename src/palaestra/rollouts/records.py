@@ -30,7 +30,7 @@ class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ToolErrorRecord(msgspec.Struct, kw_only=True):
-    """One failed call: the request, and the error that the model read."""
+    """One failed tool call: the request, and the error that the model read."""
 
     turn: int
     tool: str
@@ -135,8 +135,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def unsaid(self) -> bool:
-        """Whether the agent ended before the model had replied, for example because the prompt was too long. There may
-        be a reward then, but there is nothing to train on."""
+        """Whether the agent ended before the model had replied, for example because the prompt was too long. Such a
+        rollout may have a reward, but it has nothing to train on."""
         made = bool(self.row_sizes) and (self.row is None or self.row.source != "placeholder")
         return self.outcome is not Outcome.NATURAL and not self.turns and not made
 
@@ -157,7 +157,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def rows(self) -> list[TokenRow]:
         """The training rows: the environment's own row if it made one, otherwise one for each segment of the ledger.
 
-        Each access unpacks all tokens, so read it once; use `row_sizes` if only the sizes are needed.
+        Each access unpacks all tokens, so access this property only once; use `row_sizes` if you need only the sizes.
         """
         if self.row is not None:
             return [self.row]
@@ -165,14 +165,14 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def row_sizes(self) -> list[tuple[int, int]]:
-        """The number of tokens in each of `rows`, and the number of those that are trained."""
+        """For each of `rows`, the number of its tokens and the number of those tokens that are trained on."""
         if self.row is not None:
             return [(len(self.row.tokens), sum(mask != UNTRAINED for mask in self.row.masks))]
         return [] if self.ledger is None else row_sizes(self.ledger)
 
     @property
     def latest_row(self) -> TokenRow | None:
-        """The last row of the rollout's own conversation, or None."""
+        """The last row of the rollout's own conversation; None if there is none."""
         beside = self.of_subagents if self.row is None else ()
         own = [row for row in self.rows if row.segment not in beside]
         return own[-1] if own else None
@@ -210,7 +210,8 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def same_scores(self) -> bool:
-        """Whether there is a score and all scores are equal, so that a policy gradient learns nothing here."""
+        """Whether there is a score and all scores are equal, so that a policy gradient learns nothing from this
+        group."""
         return have_same_scores(self.scored)
 
     @property
@@ -249,7 +250,8 @@ def inner_calls_of(calls: Sequence[InnerCall]) -> list[InnerCallRecord]:
 
 
 def subagents_of(result: AgentResult, places: Mapping[int, int]) -> list[SubagentRecord]:
-    """Return the records of an agent's sub-agents. `places` maps ledger segments to their places in its record."""
+    """Return the records of an agent's sub-agents. `places` maps each ledger segment to its index in the ledger's
+    record."""
     return [
         SubagentRecord(
             number=each.number,

@@ -125,7 +125,7 @@ class Rollout:
         self.matches_observations = True
         """Whether this object matches recorded observations; False for an agent that itself compares them as text."""
         self.closers: list[Callable[[], Awaitable[None]]] = []
-        """Called when the rollout ends, the latest first, to release what its grading holds."""
+        """Called when the rollout ends, the last one first, to release what its grading holds."""
         self._hooks = hooks
         self._slot_spec = hooks.slot_spec(spec.task, Phase.AGENT)
         if run.program is not None:
@@ -185,7 +185,7 @@ class Rollout:
         )
 
     async def regrade(self, result: AgentResult, sealed: Snapshot | None) -> Score:
-        """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run; the
+        """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run, but the
         environment's set-up does, in a workspace that is discarded. Raises the errors of grading."""
         self._has_turns = True
         try:
@@ -207,7 +207,7 @@ class Rollout:
             self.blame = Blame.MODEL
 
     def fail(self, error: Exception, blame: Blame) -> None:
-        """End without a score, for this reason."""
+        """Give the rollout this failure as its result, without a score."""
         self.score = None
         self.outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
         self.blame = blame
@@ -231,8 +231,8 @@ class Rollout:
             logger.warning("releasing the slot of %s failed: %s", self.rollout_id, error)
 
     def drop_unrecordable(self, reason: ValueError) -> bool:
-        """Drop environment-made data that the journal refused: first its row, then the agent's conversation. Returns
-        False if nothing is left to drop."""
+        """Drop environment-made data that the journal refused, first the row and then the agent's conversation, and
+        fail the rollout. Returns False if nothing is left to drop."""
         if self.projection == Projection() and self.result is None:
             return False
         if self.projection == Projection():
@@ -296,8 +296,8 @@ class Rollout:
         return self.recorded.cut_off.parent if self.recorded is not None and self.recorded.failed is None else None
 
     def _own_tokens(self, result: AgentResult) -> tuple[int, int]:
-        """Return the tokens read and written, without those of the turns that this rollout shares with the rollout that
-        it continues."""
+        """Return the numbers of tokens read and written, without the turns that this rollout shares with the rollout
+        that it continues."""
         used = result.usage.prompt_tokens, result.usage.completion_tokens
         if self.parent is None:
             return used
@@ -307,7 +307,8 @@ class Rollout:
         return used[0] - read, used[1] - written
 
     def _points_taken(self, result: AgentResult) -> list[int]:
-        """Return the turns after which other rollouts can continue this one; never the last, as no call follows it."""
+        """Return the turns after which other rollouts can continue this one; never the last turn, because no call
+        follows it."""
         taken = self._fork_points.points if self._fork_points is not None else ()
         return [turn for turn in sorted(taken) if turn < len(result.turns)]
 
@@ -374,7 +375,7 @@ class Rollout:
 
     @property
     def has_slot(self) -> bool:
-        """Whether the rollout's slot was leased and is not sealed."""
+        """Whether the rollout's slot has been leased and is not sealed yet."""
         return self._slot is not None
 
     async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
@@ -478,7 +479,7 @@ class Rollout:
     async def continue_agent(
         self, message: Message, *, tool_handler: ToolRuntime | RolloutTool | None = None
     ) -> AgentResult:
-        """Send another message to an agent that has ended, and let it continue."""
+        """Send another message to an agent that has ended, let the agent continue, and return the result."""
         assert self.result is not None
         self.result.messages.append(message)
         return await self.run_agent(self.result.messages, tool_handler=tool_handler, after=self.result)
@@ -519,16 +520,16 @@ class Rollout:
         return MiddlewareServer(asked, middleware)
 
     def attend(self, loop: HermesAgentLoop, agent: Agent | None = None, *, tools: ToolRuntime | None = None) -> None:
-        """Use this loop's clock for the rollout, and let the agent delegate work if it has the tool for that. `agent`
-        is the agent if it is not the loop itself."""
+        """Use this loop's clock for the rollout, and let the agent delegate work if it has the tool for that. Pass
+        `agent` if the agent is not the loop itself."""
         self._wall = loop.wall
         bound = self.tools if tools is None else tools
         if bound.registry.get(DELEGATE_TASK.name) is not None:
             Subagents(loop, bound, self.stages.sign_of_life, numbers=self._subagent_numbers, agent=agent).offer()
 
     def record(self, turn: Turn | None, messages: list[Message]) -> Awaitable[None] | None:
-        """Write the messages that a turn added or, if `turn` is None, the opening messages. Await the result, if there
-        is one.
+        """Write the messages that a turn added or, if `turn` is None, the opening messages. If this returns an
+        awaitable, await it.
 
         Raises `CannotResume` if different messages are recorded in their place, and `CutShort` if no further turn may
         follow.
@@ -566,7 +567,7 @@ class Rollout:
             self.run_context.limits.check(begun=True)
 
     def ended(self, result: AgentResult) -> None:
-        """Keep the result of the agent's conversation, however it ended."""
+        """Store the result of the agent's conversation, however it ended."""
         self.result = result
         self._take_inner_calls(result.turns_used)
         for tools in self._every_tools():

@@ -52,7 +52,7 @@ class Totals:
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean reward of the scored rollouts; None without any."""
+        """The mean reward of the scored rollouts; None if there are none."""
         return self.reward_sum / self.scored if self.scored else None
 
     def add(self, group: Group) -> None:
@@ -78,8 +78,8 @@ class Runner:
     with 1, groups run one after the other.
 
     Groups that an earlier part of the run finished are passed on first and not run again; if the group size is larger
-    now, they get the missing rollouts. `gate` is called once before each task that is rolled out and may wait; if it
-    returns False, the run ends.
+    now, they get only the missing rollouts. `gate`, which may wait, is awaited once before each task that is rolled
+    out; if it returns False, the run ends.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class Runner:
         self._warned = False
 
     async def run(self) -> Totals:
-        """Run all tasks. Raises `EngineUnavailable` if the model server keeps failing."""
+        """Run all tasks and return the totals. Raises `EngineUnavailable` if the model server keeps failing."""
         handed_on: set[int] = set()
         try:
             for number, group in sorted(self._finished_before.items()):
                 if self._is_whole(group):
                     handed_on.add(number)
                     self._hand_on(group, kept=True)
-                    await asyncio.sleep(0)  # each group is written to the disk, and there may be thousands
+                    await asyncio.sleep(0)  # let other tasks run between thousands of writes to the disk
             await self._run_tasks()
         except* PalaestraError as failures:
             raise first_failure(failures) from None
@@ -144,8 +144,9 @@ class Runner:
     async def roll_out(
         self, number: int, task: Task, settings: RunSettings | None = None, *, places: Places | None = None
     ) -> Group:
-        """Roll out one task and pass its group on. `settings` replace those of the run; the group's rollouts take the
-        `places` that were reserved for them. Raises `EngineUnavailable` if the model server keeps failing."""
+        """Roll out one task, pass its group on, and return the group. `settings` replace those of the run; the group's
+        rollouts take the `places` that were reserved for them. Raises `EngineUnavailable` if the model server keeps
+        failing."""
         context = self.run_context
         if settings is not None:
             context = replace(context, settings=settings)

@@ -1,8 +1,9 @@
 """Decides how many rollouts run at a time, and the order in which tasks start: the data set's order, or slow tasks
 first if earlier timings are known.
 
-If the longest task starts last, the run waits for it while everything else is idle. A task keeps its number, and so its
-ids, its random choices and its place in every file. The order depends only on the tasks and the timings.
+If the longest task starts last, the run waits for it while everything else is idle. Whatever the order, a task keeps
+its number, and so its ids, its random choices and its place in every file. The order depends only on the tasks and the
+timings.
 
 Source of the rule: R. L. Graham (1969), longest processing time first.
 """
@@ -57,16 +58,16 @@ class Places:
         self._open += rollouts
 
     def free(self, rollouts: int) -> None:
-        """Let another group begin in place of this number of rollouts, which have ended."""
+        """Free the reservations of this number of rollouts, which have ended, so that another group may begin."""
         self._open -= rollouts
         self._freed.set()
 
     async def acquire(self) -> None:
-        """Wait for the place of one rollout of a group that has begun."""
+        """Wait for a place for one rollout of a group that has begun."""
         await self._running.acquire()
 
     def release(self) -> None:
-        """Let another rollout run."""
+        """Free the place of a rollout that has ended."""
         self._running.release()
 
 
@@ -86,7 +87,8 @@ async def counted(
     tasks: AsyncIterator[Numbered], found: Callable[[int], None], window: int = WINDOW, seconds: float = COUNT_S
 ) -> AsyncIterator[Numbered]:
     """Yield the same tasks. Tasks that arrive within `seconds`, at most `window`, are read ahead. If these are all the
-    tasks, `found` gets their number before the first is yielded. An error is raised at its place in the order."""
+    tasks, `found` gets their number before the first is yielded. If `tasks` raises an error, the tasks before it are
+    yielded first."""
     ahead: list[Numbered] = []
     following = asyncio.ensure_future(anext(tasks))
     deadline = time.monotonic() + seconds
@@ -164,7 +166,7 @@ def read_timings(run: Path) -> dict[str, float]:
     """Return the seconds that each task took, by id, from a run's folder or journal: preparation plus slowest rollout,
     in the slowest group.
 
-    Discarded attempts count, unreadable lines do not. Raises `ConfigError` for a missing run.
+    Discarded attempts count; unreadable lines do not. Raises `ConfigError` for a missing run.
     """
     prepared: dict[str, float] = {}
     seconds: dict[str, float] = {}

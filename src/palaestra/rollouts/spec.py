@@ -1,4 +1,4 @@
-"""The values that are decided before a rollout starts."""
+"""Defines the values that are decided before a rollout starts, such as settings, tools and middleware."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from palaestra.tools.runtime.runtime import ToolMiddleware
 
 
 class Seeded:
-    """A random generator that is created on first use: it takes 2.5 KB, and most rollouts never use it."""
+    """A random generator that is created on first use, because it takes 2.5 KB and most rollouts never use it."""
 
     __slots__ = ("_generator", "_seed")
 
@@ -37,7 +37,7 @@ class Seeded:
         self._generator: random.Random | None = None
 
     def __call__(self) -> random.Random:
-        """Return the generator, the same at every call."""
+        """Return the generator, which is the same at every call."""
         if self._generator is None:
             self._generator = random.Random(self._seed)
         return self._generator
@@ -59,8 +59,8 @@ def network_of(task: Task, phase: Phase) -> Network | AllowList:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """Settings that all groups of a run share. With `whole_groups`, rollouts that infrastructure failures ended are
-    replaced. In each group, `branches` of the rollouts continue others from turns that `branch_at` chooses
+    """Settings that all groups of a run share. If `whole_groups` is set, rollouts that ended with infrastructure
+    failures are replaced. In each group, `branches` of the rollouts continue others from turns that `branch_at` chooses
     (`trees.py`)."""
 
     seed: int = 0
@@ -76,9 +76,9 @@ class RunSettings:
 class AgentSettings:
     """The agent's settings in a rollout. `max_tokens` is per reply; `tool_timeout_s` is a command's default time limit.
 
-    `memory` and `sessions` are folders for the tools `memory` and `session_search`. With None, calls of these tools are
-    refused. With a folder, each rollout can read the notes of earlier rollouts, so rollouts cannot be compared. With
-    `freeze`, slots are frozen while the model thinks.
+    `memory` and `sessions` are folders for the tools `memory` and `session_search`. If a folder is None, calls of its
+    tool are refused. Otherwise, each rollout can read the notes of earlier rollouts, so rollouts cannot be compared. If
+    `freeze` is set, slots are frozen while the model thinks.
     """
 
     max_turns: int = 30
@@ -155,7 +155,8 @@ class Middleware:
 
 
 class RecordedTools:
-    """The recorded replies of a run's tools. The first call of a tool that reaches outside this machine opens them.
+    """The recorded replies of a run's tools. The first call of a tool that reaches outside this machine opens the
+    recordings.
 
     Implements `ToolRecordings`.
     """
@@ -183,7 +184,7 @@ class RecordedTools:
         return self.opened().rollout(rollout_id, repeats)
 
     def remember(self, path: Path) -> None:
-        """Give continued rollouts the replies that an earlier part of the run recorded at `path`."""
+        """Let continued rollouts use the replies that an earlier part of the run recorded at `path`."""
         if path.is_file():
             self.opened().remember(path)
 

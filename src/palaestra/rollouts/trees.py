@@ -5,7 +5,7 @@ When all roots have ended, `choose` selects the turns from which the other rollo
 starts from a copy of the slot and from the recorded conversation up to that turn. It runs through the same loop as any
 rollout: its tools answer from the record until the conversation is new.
 
-Invariants: a turn that several rollouts share is sampled, executed, charged and trained only once, by the root. A
+Invariants: a turn that several rollouts share is sampled, executed, charged and trained on only once, in the root. A
 branch is sealed and graded like any rollout, and its changes are those since the prepared workspace. A turn is not a
 fork point if a tool, a process, `/tmp` or `/dev/shm` holds state that a copy of the slot's files would lack. Where the
 backend or the isolation level cannot copy a slot, and in a resumed run, a branch runs the commands of the shared turns
@@ -52,12 +52,12 @@ class ForkPoints:
         rollout.watch_turns(self)
 
     def begin(self) -> None:
-        """Called when the agent begins or continues its conversation. No points are taken in a continued conversation,
-        nor if set-up used the slot, since a branch would repeat that set-up."""
+        """Decide whether to take points. Called when the agent begins or continues its conversation. No points are
+        taken in a continued conversation, nor if set-up used the slot, since a branch would repeat that set-up."""
         self._open = self._open is None and not self._rollout.has_slot
 
     async def take(self, turn: int, messages: Sequence[Message]) -> None:
-        """Take a point after a turn, which added these messages, if the rollout can be continued there."""
+        """Take a point after a turn, which added these messages, if other rollouts can continue from it."""
         rollout = self._rollout
         asked = bool(messages) and messages[-1].get("role") != "assistant"
         if not self._open or not asked or turn >= rollout.settings.max_turns or not rollout.has_plain_tools:
@@ -71,7 +71,7 @@ class ForkPoints:
                 self.points[turn] = None
                 return
             slot = await rollout.sandbox()
-            self.copied = self.copied and slot.rung >= Rung.USERNS  # the levels below have no layers
+            self.copied = self.copied and slot.rung >= Rung.USERNS  # weaker isolation levels have no layers
             if not self.copied:
                 self.points[turn] = None
             elif await _is_all_files(slot):
@@ -133,7 +133,7 @@ class RolloutTree:
         self._chosen: dict[int, Branch] = {}
 
     async def watch(self, rollout: Rollout) -> None:
-        """Take the fork points of an attempt at a rollout, if it is a root."""
+        """Begin to take the fork points of an attempt at a rollout, if the rollout is a root."""
         if rollout.index >= self._roots:
             return
         if (earlier := self._points.pop(rollout.index, None)) is not None:

@@ -64,8 +64,8 @@ class TurnLog:
         return MiddlewareServer(server, [self.recorded.answer])
 
     async def chat(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Answer as chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply to a
-        sub-agent."""
+        """Answer a model call as chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply to
+        a sub-agent."""
         if call.branch and self._own is not None and not self._own.noted:
             self._note(0, self._own)
         count, recorded = len(call.messages), self.recorded
@@ -82,8 +82,8 @@ class TurnLog:
         return completion
 
     def match(self, turn: Turn | None, messages: list[Message]) -> TakenTurn:
-        """Return the turn that was just taken, and whether it is a recorded one. If `turn` is None, these are the
-        opening messages.
+        """Return the turn that was just taken; it is `known` if it is a recorded one. If `turn` is None, `messages` are
+        the opening messages.
 
         Raises `CannotResume` if a different turn is recorded in its place.
         """
@@ -95,7 +95,7 @@ class TurnLog:
         return taken
 
     def write(self, taken: TakenTurn) -> None:
-        """Write a turn that is not in the journal, and count its cost."""
+        """Write a turn to the journal unless the journal already has it, and count the turn's cost."""
         turn, recorded = taken.turn, self.recorded
         if taken.known and recorded is not None and recorded.journalled:
             event = recorded.latest

@@ -1,4 +1,4 @@
-"""The stages of a rollout: the time each takes, and the limit that ends a rollout which shows no sign of life.
+"""Times the stages of a rollout, and ends a rollout that shows no sign of life within its stage's limit.
 
 Tools and clients have their own time limits for commands and requests; a limit here catches hangs that those miss.
 Every change of stage and every turn is a sign of life. A rollout without one for longer than its stage allows ends with
@@ -32,8 +32,8 @@ WAITING_FOR: Mapping[str, type[InfraError]] = {
     "seal": SandboxError,
     "grade": GraderError,
 }
-"""The stages that may have a limit, and the error that is raised at the limit. `admit`, the wait for a free slot, has
-no limit, because a queue may be long."""
+"""The stages that may have a limit, and the class of error that is raised at the limit. `admit`, the wait for a free
+slot, has no limit, because a queue may be long."""
 
 
 class Stages:
@@ -52,7 +52,8 @@ class Stages:
         self._waiting = ""
 
     def stage(self, name: str, shown: str = "") -> Stage:
-        """Return a context manager for this stage. `shown` is the name in the display and the limits, if different."""
+        """Return a context manager for this stage. `shown` is the name by which the display and the limits know the
+        stage, if it differs from `name`."""
         return Stage(self, name, shown or name)
 
     def sign_of_life(self) -> None:

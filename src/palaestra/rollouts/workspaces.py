@@ -1,9 +1,10 @@
-"""The slots and prepared workspaces of one run: leases, and preparation that several tasks share.
+"""Manages the slots and prepared workspaces of one run: leases, and preparation that several tasks share.
 
 The environment names shared preparation, such as a repository with its dependencies installed, by a key. The first
-group that needs it prepares it in its own slot; the others wait, and all start their own preparation from the same
-snapshot. If shared preparation fails, every task that needs it fails with the same error, and it is not retried. After
-a sandbox failure, or when a snapshot was lost with its backend, the next group tries again.
+group that needs a shared preparation does it in its own slot. The other groups wait, and every group starts its own
+preparation from the same snapshot. If a shared preparation fails, every task that needs it fails with the same error,
+and the preparation is not retried. After a sandbox failure, or when a snapshot was lost with its backend, the next
+group that needs the preparation repeats it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def _nothing() -> None:
 
 
 class Workspaces:
-    """The workspaces of one run. `prepared`, if given, keeps workspaces for other runs. `aclose` drops the shared
+    """The workspaces of one run. `prepared`, if given, stores workspaces for other runs. `aclose` drops the shared
     snapshots.
 
-    `kept` is the folder in which the sealed work of every rollout is kept, so that it can be graded again. If it is
-    None, no work is kept.
+    `kept` is the folder in which the sealed work of every rollout is stored, so that it can be graded again. If it is
+    None, no work is stored.
     """
 
     def __init__(self, pool: SlotSource, prepared: Prepared | None = None, kept: Path | None = None) -> None:
@@ -73,7 +74,7 @@ class Workspaces:
 
     async def keep(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
         """Copy a rollout's sealed work, or (not `sealed`) the workspace that it never touched, into `kept`. Returns the
-        folder, which is empty for the bare image, or None without `kept`."""
+        folder, which is empty for the bare image; None if `kept` is None."""
         if self.kept is None:
             return None
         folder = self.kept / quote(group_id, safe="") / (str(index) if sealed else f"{index}{UNTOUCHED}")
@@ -83,7 +84,7 @@ class Workspaces:
         return folder
 
     async def shared(self, key: str, prepare: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
-        """Return the shared snapshot of this key, prepared now if it is missing. Raises the error of the
+        """Return the shared snapshot of this key, after preparing it if it is missing. Raises the error of the
         preparation."""
         while True:
             known = self._shared.get(key)
@@ -129,7 +130,7 @@ class Workspaces:
 
 
 def _emptied(folder: Path) -> None:
-    """Create the folder empty, in place of one that an earlier attempt left."""
+    """Create an empty folder, in place of any that an earlier attempt left."""
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -21,7 +21,8 @@ process."""
 OTHER_FILES = 512
 """The descriptors reserved for everything else: connections to the model server, journals, logs."""
 RESERVE_BYTES = 512 << 20
-"""When less memory than this is available, a pool that has slots in use leases no more slots until some of them end."""
+"""While less memory than this is available, a pool that has `unchecked_slots` or more slots in use leases no further
+slot."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -98,8 +99,8 @@ def _memory_groups() -> list[Path]:
 
 
 def _left_in(group: Path) -> int | None:
-    """Return the bytes that a control group has left, including the page cache that it can drop; None if it has no
-    limit."""
+    """Return the bytes of memory that a control group may still use, including the page cache that it can drop; None if
+    the group has no limit."""
     for limit, used, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -76,7 +76,8 @@ async def archive(
     max_bytes: int | None = None,
     max_entries: int | None = None,
 ) -> dict[str, JSON]:
-    """Return a file or directory as a tar file, in which names are relative to the directory. Links are kept as links.
+    """Return a file or directory as a compressed tar file in base64. Names are relative to the directory, or to the
+    directory that holds the file. Links are kept as links.
 
     An archive of more than `max_bytes` or `max_entries` is refused.
     """
@@ -120,14 +121,15 @@ def status_of(error: OSError | ValueError) -> int:
 
 
 def message(error: OSError | ValueError) -> str:
-    """Return the text of an error for a response."""
+    """Return the error message for a response."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
-    """Resolve a path in the workspace. Links are followed as long as they stay in the workspace."""
+    """Return the path and the entry that `path` leads to in the workspace. Links are followed; one that leads out of
+    the workspace raises PermissionError."""
     if not path or "\0" in path:
         raise ValueError("the path is empty or holds a NUL character")
     here, left, links = WORKSPACE, _parts(path, path), 0
@@ -153,8 +155,8 @@ async def _stat(slot: Slot, path: str, asked: str) -> FileInfo:
 
 
 def _parts(path: str, asked: str) -> list[str]:
-    """Return the names below the workspace that a path goes through. Raises PermissionError if the path leads out of
-    the workspace."""
+    """Split a path into its names below the workspace. Raises PermissionError if the path leads out of the
+    workspace."""
     whole = posixpath.normpath(posixpath.join(WORKSPACE, path))
     if whole != WORKSPACE and not whole.startswith(f"{WORKSPACE}/"):
         raise PermissionError(errno.EACCES, "outside of the workspace", asked)
@@ -166,7 +168,8 @@ def _relative(path: str) -> str:
 
 
 async def _walk(slot: Slot, path: str, *, recursive: bool) -> AsyncIterator[FileInfo]:
-    """Yield the entries below a directory, at any depth, each directory before its entries."""
+    """Yield the entries of a directory and, with `recursive`, of all directories below it, each directory before its
+    entries."""
     trail = [iter(await slot.list_dir(path))]
     while trail:
         each = next(trail[-1], None)

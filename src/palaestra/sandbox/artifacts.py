@@ -106,7 +106,8 @@ async def entries(slot: Slot | None, request: ArtifactListRequestPayload) -> Art
 
 
 async def archive(slot: Slot | None, request: ArtifactArchiveRequestPayload) -> ArtifactArchiveResponsePayload:
-    """Return a file or directory as a tar file, in which names are relative to the directory. Links are kept as links.
+    """Return a file or directory as a compressed tar file in base64. Names are relative to the directory, or to the
+    directory that holds the file. Links are kept as links.
 
     An archive of more than `max_bytes` or `max_entries` is refused.
     """

@@ -47,8 +47,8 @@ class BackendFindings:
 
 
 async def check_backend(name: str, config: JSON) -> BackendFindings:
-    """Start a backend as a run with these settings would, use a few slots, and end it. A failure of the backend is
-    reported in the result and never raised."""
+    """Start a backend as a run with these settings would, use a few of its slots, and close the backend. A failure of
+    the backend is reported in the result and never raised."""
     found = BackendFindings(name)
     try:
         backend = make_backend(name, config)

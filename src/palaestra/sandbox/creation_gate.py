@@ -1,8 +1,8 @@
 """Limits the rate at which all processes of a user on this host together start containers and sandboxes.
 
-The state is in files of a shared folder. One file holds the time at which the next start may begin. Each concurrent
-start holds one lock file; the kernel releases the lock when the holder dies. After a provider's "too many requests",
-all processes start containers more slowly until some starts have succeeded.
+The state is kept in files in a shared folder. One file holds the time at which the next start may begin. Each
+concurrent start holds one lock file; the kernel releases the lock when the holder dies. After a provider's "too many
+requests", all processes start containers more slowly until some starts have succeeded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _POLL_S = 0.02
 
 
 class CreationGate:
-    """The gate of one backend. It allows `per_s` starts a second and `most` concurrent starts; None means no limit
-    until the provider sets one."""
+    """The gate of one backend. It allows `per_s` starts a second and `most` concurrent starts; None means no limit.
+    `throttled` slows the starts down in either case."""
 
     def __init__(
         self, name: str, *, per_s: float | None = None, most: int | None = None, folder: Path | None = None
@@ -37,7 +37,7 @@ class CreationGate:
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Wait until one place may start; the block then starts it."""
+        """Wait until one container or sandbox may start; the block then starts it."""
         async with contextlib.AsyncExitStack() as held:
             if self._most is not None:
                 await held.enter_async_context(self._place(self._most))
@@ -46,8 +46,8 @@ class CreationGate:
         await self._change(lambda gap_s: 0.0 if gap_s <= _FIRST_S else gap_s / 2)
 
     async def throttled(self, asked_s: float | None = None) -> float:
-        """Slow all starts down, because the provider has requested fewer of them, and none for `asked_s` seconds.
-        Returns the number of seconds for which all starts pause."""
+        """Slow all starts down, because the provider has reported too many requests; `asked_s` is the pause in seconds
+        that the provider requested. Returns the number of seconds for which all starts pause."""
         found = 0.0
 
         def slower(gap_s: float) -> float:

@@ -11,7 +11,7 @@ from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
 
 class DockerDirectBackend(SlotPool):
     """A pool of slots in docker containers. A trajectory with a registered image gets a slot in a container of that
-    image; an image given by path becomes the slot's root."""
+    image; an image given as a path becomes the slot's root."""
 
     def __init__(self, backend: Backend | None = None, config: SlotPoolConfig | None = None) -> None:
         super().__init__(config, backend or DockerBackend())
@@ -28,6 +28,6 @@ class DockerDirectBackend(SlotPool):
         return await super().make(spec, trajectory_id, snapshot)
 
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
-        """End a lease and the slot, and forget the trajectory's image."""
+        """End a lease and its slot, and forget the trajectory's image."""
         self._registered.pop(slot.trajectory_id, None)
         await super().release(slot, reset_workspace)

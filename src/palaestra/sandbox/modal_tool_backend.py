@@ -1,4 +1,4 @@
-"""`ModalToolBackend`: the contract's pool of slots in Modal, with one profile of sandboxes or several.
+"""`ModalToolBackend`: the contract's pool of slots in Modal, with one or several sandbox profiles.
 
 For `tool_pool_mode="modal"`, `create_tool_backend` makes a pool with one profile. If there are several profiles, each
 has its own sandboxes and its own limit. The default profile starts with the pool, every other profile with its first
@@ -26,7 +26,7 @@ class ModalToolBackend(SlotPool):
         wait_s = config.acquire_timeout_s
         super().__init__(SlotPoolConfig(max_slots=None, acquire_timeout=wait_s), ModalBackend(config))
         self._others: dict[str, ModalToolBackend] = {}
-        self._pools: dict[int, SlotPool] = {}  # the pool of each slot of another profile, by the slot's epoch
+        self._pools: dict[int, SlotPool] = {}  # the pool of each slot that another profile made, by epoch
 
     @classmethod
     def with_profiles(cls, profiles: Mapping[str, ModalSandboxConfig] | None = None, default: str = "default") -> Self:

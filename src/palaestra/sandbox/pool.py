@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 _REMEMBERED_WAITS = 1000
 USUAL_TIMEOUT_S = 60.0
-"""The time limit of a call of `execute` that sets no timeout, in seconds."""
+"""The time limit, in seconds, of an `execute` call that sets no timeout."""
 
 
 _LOOK_AGAIN_S = 0.5
@@ -269,7 +269,7 @@ class SlotPool:
         self._leases += 1
 
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
-        """End a lease and the slot. Does nothing if the lease has already ended.
+        """End a lease and its slot. Does nothing if the lease has already ended.
 
         `reset_workspace` is part of the contract and has no effect, because a workspace is never reused.
         """
@@ -286,7 +286,7 @@ class SlotPool:
             self._give_place()
 
     async def _end(self, slot: Slot) -> bool:
-        """End a slot; quarantine one that cannot be ended now."""
+        """End a slot. Return False if it cannot be ended now; the slot is then quarantined."""
         try:
             await self.backend.destroy(slot)
         except SlotLost:
@@ -379,7 +379,7 @@ class SlotPool:
         return (await artifacts.or_error(work, artifacts.ArtifactArchiveResponsePayload)).model_dump()
 
     async def _shell(self, slot: Slot) -> Shell:
-        """Return the slot's stateful shell, and open it on first use."""
+        """Return the slot's stateful shell, opening it on first use."""
         shell = self._shells.get(slot.epoch)
         if shell is None:
             opened = await slot.shell()

@@ -1,4 +1,4 @@
-"""Forwards a port of a slot's loopback to one address of the host, for slots that have no network.
+"""Forwards a port of a slot's loopback to one address that this machine can reach, for slots that have no network.
 
 A relay in the slot (`port_relay.py`) listens and sends incoming data over its pipes, so forwarding works with every
 backend, and the slot reaches this one address and nothing else.
@@ -127,7 +127,7 @@ class _Forward:
             async with asyncio.timeout(_WRITE_S):
                 await writer.drain()
         except (OSError, TimeoutError):
-            if (task := self._tasks.get(number)) is not None:  # the task ends by itself if the host closes
+            if (task := self._tasks.get(number)) is not None:  # the task ends by itself if the host disconnects
                 task.cancel()
 
     async def _copy(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

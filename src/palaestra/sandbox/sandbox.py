@@ -1,4 +1,4 @@
-"""`Sandbox`: one slot as an async context manager, and `SyncSandbox`, the same for code that is not async.
+"""Provides `Sandbox`, one slot as an async context manager, and `SyncSandbox`, its counterpart for synchronous code.
 
     async with Sandbox(network="off", memory="512MB") as box:
         print((await box.execute("id -u")).output)
@@ -69,13 +69,14 @@ def _of_slot(method: Callable[Concatenate[Slot, P], T]) -> Callable[Concatenate[
 
 
 class Sandbox:
-    """An isolated workspace for commands and files. Use it in an `async with` block, or in `with` for `SyncSandbox`.
+    """An isolated workspace for commands and files. Use it in an `async with` block, or in a `with` block, which yields
+    a `SyncSandbox`.
 
-    `image` is a root file system (a directory, a tar file, an OCI layout); None shows the host's system directories.
+    `image` is a root file system (a directory, a tar file or an OCI layout); None shows the host's system directories.
     `network` is "off", "on", or a list of hosts. `memory` and `disk` are bytes or text such as "512MB" (K, M and G are
     powers of 1024); `cpus` is in cores; `limits` replaces these three arguments. `env` holds environment variables for
-    commands. `isolation` is "best" or the lowest level to accept: "full", "userns", "confined", "none". With `pool` or
-    `snapshot`, the sandbox starts in a pool that is already running.
+    commands. `isolation` is "best" or the lowest level to accept: "full", "userns", "confined" or "none". With `pool`
+    or `snapshot`, the sandbox starts in a pool that is already running.
 
     Raises `ConfigError` for an unusable argument. Entering the block raises `IsolationUnavailable` if this machine
     cannot provide the isolation level.

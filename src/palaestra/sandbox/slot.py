@@ -66,8 +66,8 @@ class ExecutionResult:
     `oom` is set if the shell itself was killed because memory ran out (exit code 137). If only a child of the shell was
     killed, the exit code is the shell's, and `oom` is not set.
 
-    `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out after 5s"). A slot that dies
-    raises `SlotLost` and never looks like a failed command.
+    `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out after 5s"). If the slot dies,
+    the call raises `SlotLost`, so a dead slot never looks like a failed command.
     """
 
     success: bool
@@ -128,7 +128,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A host directory that a slot can read, but not write, at `target`, for example with interpreters or wheels."""
+    """A host directory, for example with interpreters or wheels, that is mounted read-only at `target` in a slot."""
 
     source: str
     target: str
@@ -156,7 +156,7 @@ class SlotSpec:
 
 @dataclass(frozen=True, slots=True)
 class TerminalSize:
-    """The window of a terminal, in character cells."""
+    """The window size of a terminal, in character cells."""
 
     rows: int = 24
     columns: int = 80
@@ -164,8 +164,8 @@ class TerminalSize:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """A piece of a process's output from the cursor `start`. `lost` counts the bytes just before the piece that are no
-    longer kept."""
+    """A piece of a process's output that begins at the cursor `start`. `lost` counts the bytes just before the piece
+    that are no longer kept."""
 
     data: bytes
     start: int
@@ -290,7 +290,7 @@ class Slot(Protocol):
 
     @property
     def workspace_dir(self) -> str:
-        """The path inside the slot of the directory where commands start."""
+        """The directory where commands start, as a path inside the slot."""
         return WORKSPACE
 
     @property
@@ -342,8 +342,8 @@ class Slot(Protocol):
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write atomically, creating parent directories. If `mode` is None, an existing file keeps its mode and a new
-        file gets 0o644."""
+        """Write a file atomically, creating parent directories. If `mode` is None, an existing file keeps its mode and
+        a new file gets 0o644."""
 
     @overload
     async def read_text(self, path: str) -> str: ...
@@ -360,7 +360,7 @@ class Slot(Protocol):
             return missing
 
     async def write_text(self, path: str, text: str, *, mode: int | None = None) -> None:
-        """Write as UTF-8. Surrogates, which UTF-8 does not have, are written as the bytes they stand for."""
+        """Write text as UTF-8. Surrogates, which UTF-8 cannot encode, are written as the bytes they stand for."""
         try:
             data = text.encode(errors="surrogateescape")
         except UnicodeEncodeError:  # lone surrogates, as models write them in JSON
@@ -407,7 +407,7 @@ class Slot(Protocol):
         """Return the changes since this slot's snapshot or image. The cost grows only with the number of changes."""
 
     async def freeze(self) -> int:
-        """Suspend every process of the slot until the slot's next call; returns the number of processes."""
+        """Suspend every process of the slot until the slot's next call; returns the number of suspended processes."""
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         """Yield a second slot that starts with this slot's current files and ends with the block; this slot continues.
@@ -521,7 +521,7 @@ class SlotSource(Protocol):
 
 
 def encode_lease(trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
-    """Return the settings of a slot as JSON, which a service keeps for the next client."""
+    """Return a slot's trajectory ID and settings as JSON, which a service keeps for the next client."""
     network = spec.network.value if isinstance(spec.network, Network) else list(spec.network.hosts)
     mounts = [[mount.source, mount.target] for mount in spec.mounts]
     about: dict[str, JSON] = {"trajectory_id": trajectory_id, "image": spec.image, "network": network}

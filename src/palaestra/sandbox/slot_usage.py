@@ -8,9 +8,10 @@ from palaestra.core.types import JSON
 
 
 def slot_usage(stats: Mapping[str, JSON], prices: Mapping[str, float]) -> dict[str, float]:
-    """Return a run's metrics, computed from its backend's statistics. Each backend with containers has
-    `slots/NAME/hours`, `slots/NAME/begun` and, if `prices` has its price per hour, `slots/NAME/cost`; `slots/cost` is
-    the sum of the costs."""
+    """Return metrics of a run, computed from its backend's statistics. For each backend with containers,
+    `slots/NAME/hours` is the containers' total running time in hours, `slots/NAME/begun` is the number of containers,
+    and `slots/NAME/cost` is their cost, if `prices` has the backend's price per hour. `slots/cost` is the sum of the
+    costs."""
     found: dict[str, float] = {}
     costs = []
     for each in _backends(stats):

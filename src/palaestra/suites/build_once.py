@@ -13,7 +13,8 @@ CACHE_DIR = "~/.cache/palaestra"
 
 
 async def build_once(place: Path, fill: Callable[[Path], Awaitable[None]], *, timeout_s: float) -> Path:
-    """Return the folder `place`. If it is missing, `fill` builds it under another name, so `place` is always complete.
+    """Return the folder `place`. If it is missing, `fill` builds it under a temporary name, so that `place` is always
+    complete.
 
     While one process builds, others wait. Raises `InfraError` after waiting for `timeout_s`, and whatever `fill`
     raises, after removing the unfinished folder.

@@ -11,7 +11,7 @@ from palaestra.core.errors import ConfigError
 
 
 def _writable(context: click.Context, parameter: click.Parameter, out: Path) -> Path:
-    """Fail before the work begins if the file cannot be written."""
+    """Return `out`. Raises `ConfigError`, before the work begins, if the file cannot be written."""
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     if out.is_dir():

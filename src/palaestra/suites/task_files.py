@@ -59,7 +59,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Refuse a task folder with links that lead out of it. Raises `TaskError`.
+    """Raise `TaskError` if a task folder contains links that lead out of it.
 
     Links inside the build context (`environment/`) are not checked, because they are copied into the slot as links.
     """
@@ -98,7 +98,7 @@ def read_yaml_file(path: Path) -> JSON:
 
 
 class TypedFields:
-    """One table; `name` is its path in error messages. A key that is missing or null takes its default value."""
+    """One table; `name` is its path in error messages. A key that is missing or null has its default value."""
 
     def __init__(self, values: JSON, name: str = "") -> None:
         if not isinstance(values, Mapping):

@@ -48,7 +48,7 @@ class LoopbackServer:
 
     `models` is the answer to every GET, and `probe` the answer to the request that is sent before a run, which `probes`
     records. `seen` lists the other requests. While `gate` is an event that is not set, requests wait for it; `at_once`
-    and `most_at_once` count requests in progress.
+    is the number of requests in progress, `most_at_once` its maximum so far.
     """
 
     def __init__(self, *answers: FakeAnswer, models: FakeAnswer | None = None, probe: FakeAnswer | None = None) -> None:

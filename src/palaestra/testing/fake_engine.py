@@ -1,8 +1,8 @@
 """A token engine without a model. It returns given texts as tokens, sometimes as non-canonical ones, as a model might.
 
 A real sampler sometimes emits tokens that spell the right text but are not the tokenizer's choice; `rate` is the
-probability of this per token. Invariant: the seed and the requests determine the answers. The log-probability of a
-token depends only on its id and its position (`toy_logprob`), so that a test can predict a ledger.
+probability that a token is replaced by such tokens. Invariant: the seed and the requests determine the answers. The
+log-probability of a token depends only on its id and its position (`toy_logprob`), so that a test can predict a ledger.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def toy_tokenizer(
 
 
 class Misspeller:
-    """Encodes text, but with probability `rate` replaces a token with two or more that spell the same text."""
+    """Encodes text, but with probability `rate` replaces a token with two or more tokens that spell the same text."""
 
     def __init__(self, tokenizer: FastTokenizer, rate: float, rng: random.Random) -> None:
         self._tokenizer = tokenizer

@@ -70,7 +70,7 @@ _TIMED_OUT = api_pb2.GenericResult.GENERIC_STATUS_TIMEOUT
 class Fault:
     """A fault in the next `times` calls of an RPC: a delay, followed by an error if there is a `status`.
 
-    `retry_after_s` is how long the server asks the client to wait; the client then retries by itself.
+    `retry_after_s` is the time that the server asks the client to wait; the client then retries by itself.
     """
 
     status: Status | None = None
@@ -111,8 +111,8 @@ class FakeModal:
     """The server, in its own thread. A context manager; `url` is its address.
 
     `roots` maps image names to root directories; other images use this machine's root directory. `missing` are images
-    whose build fails. `secrets` are the variables of named secrets. `quota` is the maximum number of running sandboxes.
-    `calls` counts the RPCs. `sandboxes` has all sandboxes by id, including ended ones.
+    whose build fails. `secrets` maps the names of secrets to their variables. `quota` is the maximum number of running
+    sandboxes. `calls` counts the RPCs. `sandboxes` has all sandboxes by id, including ended ones.
     """
 
     token = ("ak-palaestra", "as-palaestra")
@@ -462,10 +462,10 @@ class FakeSandbox:
     app_id: str
     image: str
     definition: api_pb2.Sandbox
-    """Its `resources`, `timeout_secs`, `idle_timeout_secs` and `network_access`."""
+    """The sandbox's `resources`, `timeout_secs`, `idle_timeout_secs` and `network_access`."""
     tags: dict[str, str]
     variables: dict[str, str]
-    """The variables that all its commands get, from its secrets."""
+    """The variables that all commands of the sandbox get from its secrets."""
     root: Path | None = None
     result: api_pb2.GenericResult | None = None
     created_at: float = field(default_factory=time.time)
@@ -557,7 +557,7 @@ class FakeSandbox:
         return {**own, **self.variables, **variables}
 
     async def end(self, status: api_pb2.GenericResult.GenericStatus.ValueType, code: int = 137) -> None:
-        """End the sandbox with all its processes. Idempotent, and done even if the caller is cancelled."""
+        """End the sandbox with all its processes. Idempotent. The sandbox ends even if the caller is cancelled."""
         if self._ending is None:
             self.result, self.ended_at = api_pb2.GenericResult(status=status, exitcode=code), time.time()
             self._ending = asyncio.create_task(self._finish())
@@ -595,7 +595,7 @@ class _Command:
         return self.process.returncode is None
 
     def status(self) -> dict[str, int]:
-        """Return the fields of a reply that tell how the command ended, or none while it runs."""
+        """Return the fields of a reply that report how the command ended, or none while it runs."""
         code = self.process.returncode
         if code is None:
             return {}

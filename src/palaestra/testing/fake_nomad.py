@@ -3,7 +3,7 @@ machine.
 
 Paths, bodies, indexes and error texts follow developer.hashicorp.com/nomad/api-docs. Its only node runs the tasks of
 jobs as processes of this machine: tasks of the driver `raw_exec`, and tasks of `docker`, without a container, for the
-images in a given list. Tests can make requests fail (`faults`), images be missing, tasks crash, and the node be full.
+images in a given list. Tests can simulate failing requests (`faults`), missing images, crashing tasks and a full node.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class FakeNomad:
     # Faults that tests inject
 
     def crash_tasks(self) -> None:
-        """Kill the process of every task; the client restarts them."""
+        """Kill the process of every task. The tasks then restart as their policy allows."""
         for task in self._tasks.values():
             task.crash()
 

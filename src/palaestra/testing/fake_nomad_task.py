@@ -145,7 +145,7 @@ class RunningTask:
         await self._nomad.touch(self._allocation)
 
     async def stop(self) -> None:
-        """Send SIGINT, and after the task's end or KillTimeout send SIGKILL to its process group."""
+        """Send SIGINT. Once the task has ended or `KillTimeout` has passed, send SIGKILL to its process group."""
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             self._process.send_signal(signal.SIGINT)

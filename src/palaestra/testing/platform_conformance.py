@@ -295,7 +295,7 @@ async def _true(value: bool) -> bool:
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    """Wait for a condition. Fails after `PATIENCE_S`."""
+    """Wait for a condition. Fails after `PATIENCE_S` seconds."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             while not await condition():  # noqa: ASYNC110 (the condition requests a server)

@@ -1,7 +1,7 @@
 """Calls and results as text in a prompt: `ToolCall`, `ToolResult`, and the `<tool_call>` format.
 
 `inference/parsers` reads the formats of model families. Invariant (T6): a call is never silently dropped or repaired; a
-malformed call has an `error`, which is its answer. Ids derive from content and position and are not random (D2).
+malformed call has an `error`, which is its answer. Ids are derived from content and position, not random (D2).
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _BEGINS = re.compile("<tool_call>|<think>")
 _ENDS_OR_BEGINS = re.compile("</?tool_call>")
 _JSON = json.JSONDecoder()
 _LONGEST_WORD = 16
-"""No JSON escape or literal is longer than this, so an incomplete text fails at most this far before its end."""
+"""The maximum length, in characters, of a JSON escape or literal: an incomplete text fails at most this far before its
+end."""
 
 
 @dataclass(slots=True)
 class ToolCall:
     """One call that a model made. If its text is malformed, `error` is set and nothing may run.
 
-    Without a `uniq_id` the call gets one that derives from its content.
+    Without a `uniq_id`, the call gets one that is derived from its content.
     """
 
     name: str

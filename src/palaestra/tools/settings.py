@@ -1,7 +1,7 @@
 """The tools' settings: providers, keys, and reachable hosts.
 
-An environment's configuration includes them, so each field is also a flag, `--env.web_provider`. Keys come only
-from it: no tool reads the process environment, and no model sees or sets these settings.
+An environment's configuration includes them, so each field is also a flag, such as `--env.web_provider`. Keys come only
+from these settings: no tool reads the process environment, and no model sees or sets them.
 """
 
 from __future__ import annotations

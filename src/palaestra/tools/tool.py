@@ -139,7 +139,7 @@ class States:
         return not self._held.keys() <= self._lent
 
     def put(self, thing: object) -> None:
-        """Make this the one object of its type. `aclose` leaves it to its owner."""
+        """Make this the one object of its type. `aclose` does not close it, because it belongs to the caller."""
         self._held[type(thing)] = thing
         self._lent.add(type(thing))
 
@@ -169,11 +169,11 @@ class ToolRun:
         self.user_task = user_task[:MAX_USER_TASK]
         """The beginning of the prompt."""
         self.timeout_s = timeout_s
-        """The default time limit of a command."""
+        """The default time limit of a command, in seconds."""
         self.replayed = False
         """Whether a recording answers for all tools with `touches_world`."""
         self.session_key = ""
-        """The conversation to which background processes belong; empty: the task."""
+        """The conversation to which background processes belong. If it is empty, they belong to the task."""
         self.shared = States() if shared is None else shared
         """Objects that all rollouts of a run share, such as one browser."""
         self._own_shared = shared is None
@@ -201,7 +201,8 @@ class ToolRun:
         return self._states.has_own
 
     def share(self, thing: object) -> None:
-        """Set the task's object of this type, for example one that several conversations share. It is not closed."""
+        """Set the task's object of this type, for example one that several conversations share. `aclose` does not close
+        it."""
         self._states.put(thing)
 
     def schemas(self) -> Sequence[ToolSchema]:

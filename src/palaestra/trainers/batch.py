@@ -2,8 +2,8 @@
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
 advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share get the mean
-reward of these rollouts. Unscored rollouts, groups whose scores are equal, rows that older weights sampled, and rows
-whose log-probabilities differ from the trainer's are not trained.
+reward of these rollouts. Unscored rollouts, groups whose scores are equal, rows that were sampled by weights that are
+too old, and rows whose log-probabilities differ too much from the trainer's are not trained.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SMALLEST_DEVIATION = 1e-6
 
 
 def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
-    """Return the rewards of one group relative to their mean; `scaled` divides by their standard deviation (GRPO,
-    arXiv 2402.03300)."""
+    """Return the rewards of one group relative to their mean and, with `scaled`, divided by their standard deviation
+    (GRPO, arXiv 2402.03300)."""
     mean = statistics.fmean(rewards)
     deviation = statistics.pstdev(rewards) if scaled else 1.0
     return [(reward - mean) / max(deviation, _SMALLEST_DEVIATION) for reward in rewards]
@@ -38,7 +38,8 @@ def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of one step. `refused` counts the refusals by reason; `rewards` are those of all scored rollouts."""
+    """The rows of one step. `refused` counts the refusals by reason; `rewards` holds the rewards of all scored
+    rollouts."""
 
     rows: list[TrainedRow] = field(default_factory=list)
     groups: int = 0
@@ -97,8 +98,9 @@ def difference(row: TrainedRow, own: Sequence[float]) -> float:
 def _by_credit(
     row: ExportedRow, credit: Sequence[tuple[int, int, float]], rewards: Sequence[float], *, scaled: bool
 ) -> list[TrainedRow]:
-    """Return the row once for each of its values, with only the tokens of that value trained, for trainers with one
-    advantage per sequence. The values are taken relative to `rewards`, the rewards of the group."""
+    """Return a copy of the row for each value in `credit`, in which only the tokens with that value are trained,
+    because trainers accept only one advantage per sequence. The advantages are relative to `rewards`, the rewards of
+    the group."""
     mean = statistics.fmean(rewards)
     deviation = max(statistics.pstdev(rewards), _SMALLEST_DEVIATION) if scaled else 1.0
     found = []

@@ -99,7 +99,8 @@ class TrainingFiles:
         return part
 
     def commit(self, part: Path, state: TrainingState, keep: int) -> None:
-        """Make the checkpoint in `part` valid, and remove older checkpoints except the best one. Raises `DiskError`."""
+        """Make the checkpoint in `part` valid, and remove all checkpoints but the latest `keep` and the best one.
+        Raises `DiskError`."""
         done = self.checkpoint(state.step)
         try:
             (part / "state.json").write_bytes(msgspec.json.encode(state))

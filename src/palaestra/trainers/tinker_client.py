@@ -44,8 +44,8 @@ START_TIMEOUT_S = 180.0
 """Seconds that a local server may take to load its model."""
 
 CHECK_S, GONE_S = 2.0, 10.0
-"""Seconds between checks of a server while an answer takes long, and seconds that it may be unreachable: the SDK itself
-would wait forever for a dead server."""
+"""Seconds between checks of a server that has not answered yet, and the seconds for which it may be unreachable: the
+SDK itself would wait forever for a dead server."""
 
 _LOCAL_KEY = "tml-local"
 _MOST_TOKENS = 4096

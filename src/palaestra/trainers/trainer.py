@@ -37,7 +37,7 @@ class TrainedRow:
 
 
 class Trainer(Protocol):
-    """A model that is trained. Calls never overlap, and no rollout is in flight during `step`, `save` or `load`.
+    """Trains a model. Calls never overlap, and no rollout is in flight during `step`, `save` or `load`.
 
     Each method raises `TrainerError` if the trainer is gone or its numbers are not finite, and `ConfigError` for
     settings or a checkpoint that the trainer cannot use.
@@ -64,8 +64,8 @@ class Trainer(Protocol):
         ...
 
     async def step(self, rows: Sequence[TrainedRow], version: str) -> Mapping[str, float]:
-        """Take one optimizer step on the rows, in which each sampled token has the same weight, and let the engine
-        sample with the new weights as `version`. Returns metrics, including `loss`."""
+        """Take one optimizer step on the rows, with the same weight for each sampled token, and let the engine sample
+        with the new weights as `version`. Returns metrics, including `loss`."""
         ...
 
     async def save(self, folder: Path) -> None:

@@ -152,7 +152,8 @@ class Training:
         )
 
     async def _collect(self) -> Batch:
-        """Roll out tasks until there are enough groups to learn from. Raises `TrainerError` if there are none."""
+        """Roll out tasks until there are enough groups to learn from, or `most_draws` is reached. Raises `TrainerError`
+        if there is nothing to learn from."""
         batch, config, state = Batch(), self.config, self._state
         most, drawn = math.ceil(config.groups * config.most_draws), 0
         while batch.groups < config.groups and drawn < most:
@@ -189,7 +190,7 @@ class Training:
 
     async def _roll_out(self, tasks: Sequence[Task], group_size: int | None = None) -> list[Group]:
         """Return one group per task, in the order of the tasks. Groups are numbered before anything waits, so that a
-        resumed training run assigns the same numbers. Raises `RunStopped` when the run is to stop."""
+        resumed training run assigns the same numbers. Raises `RunStopped` if the run must stop."""
         runner, first = self._runner, self._state.number
         self._state.number += len(tasks)
         settings = runner.run_context.settings

@@ -4,7 +4,7 @@ engine.
 TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that `Training` decides when TRL
 takes a step, and the model's weights change only while nothing samples. TRL subtracts the mean of a batch from its
 rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. The loss `dapo`
-weights all sampled tokens of a step alike.
+gives all sampled tokens of a step the same weight.
 
 Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
@@ -55,7 +55,7 @@ class _SamplingEngine(TransformersEngine):
     busy: BusyClock
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
-        with self.busy.working():  # the trainer computes with the temperature too
+        with self.busy.working():  # the trainer also applies the temperature
             return await super().generate(input_ids, {**sampling, "logprobs_mode": "processed_logprobs"})
 
 
@@ -243,7 +243,7 @@ class TrlTrainer:
 
     def _rollout_func(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """Return the rows of the next step, as many as `prompts`. TRL calls it when the previous step is complete."""
-        trainer.model.eval()  # the model samples until the next rows come
+        trainer.model.eval()  # the model samples until the next rows arrive
         if self._pending is not None:
             self._pending.done.set_result(_numbers(trainer))
         if not self._ready.done():
@@ -301,7 +301,7 @@ class _Batch:
 
 
 class _End(Exception):
-    """Ends TRL's loop."""
+    """Raised to end TRL's loop."""
 
 
 def _advantage(*, advantage: Sequence[float], **_: object) -> list[float]:

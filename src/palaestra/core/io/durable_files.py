@@ -1,4 +1,5 @@
-"""Files that survive a crash: those that only grow, line by line (journals and stores), and those replaced as a whole.
+"""Files that survive a crash: files that only grow, line by line (journals and stores), and files that are replaced as
+a whole.
 
 An appended line survives the death of this process; `commit` returns once it is on the disk, and concurrent commits
 share one fsync. Invariant: a line that could be written only in part (the disk is full) is removed.
@@ -27,7 +28,7 @@ KEPT = ". Earlier data is kept"
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an `OSError` in the block into a `DiskError` that names this file."""
+    """Convert an `OSError` in the block into a `DiskError` that names this file."""
     try:
         yield
     except OSError as error:
@@ -40,7 +41,7 @@ def not_written(path: Path, error: OSError) -> DiskError:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file, as the `opener` of `open`. Only the owner can read and write a new file."""
+    """Open a file. Pass this to `open` as `opener`, so that only the owner can read and write a new file."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
@@ -90,7 +91,7 @@ class AppendedFile:
             yield from enumerate(file, 2)
 
     def close(self) -> None:
-        """Flush and close. Idempotent. Raises `DiskError`."""
+        """Flush and close the file. Idempotent. Raises `DiskError`."""
         if self.fd < 0:
             return
         self._disk.shutdown()

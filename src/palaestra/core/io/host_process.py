@@ -32,7 +32,8 @@ class ProcessResult:
 async def run_process(
     argv: Sequence[str], *, cwd: Path | None = None, stdin: bytes = b"", timeout_s: float
 ) -> ProcessResult:
-    """Run a command in a session of its own without a terminal. A timeout or cancellation kills the whole session."""
+    """Run a command in a session of its own, without a terminal, and return its result. A timeout or cancellation kills
+    the whole session."""
     process = await asyncio.create_subprocess_exec(
         *argv,
         cwd=cwd,
@@ -62,8 +63,8 @@ async def check_process(
     error: type[PalaestraError] = PrepareError,
     shown: int = 1500,
 ) -> ProcessResult:
-    """Call `run_process`; for a non-zero status, raise `error` with `problem` and the last `shown` characters of the
-    output."""
+    """Run a command with `run_process`. If its status is not 0, raise `error` with `problem` and the last `shown`
+    characters of the output."""
     result = await run_process(argv, stdin=stdin, timeout_s=timeout_s)
     if result.returncode:
         raise error(f"{problem}: {result.text[-shown:].strip()}")

@@ -1,8 +1,8 @@
 """Runs HTTP servers for the duration of a block, and checks their callers.
 
-Every server in the project uses this module. It limits the connections, the time until a request begins, and the time
-that its body may take. Invariants: a server beyond the loopback has a token, a caller is checked before its body is
-read or requested (`guard`, `invite_body`), and a token is compared in constant time. Input that is not HTTP is not
+Every server in the project uses this module. It limits the number of connections, the time until a request begins, and
+the time for its body. Invariants: a server beyond the loopback has a token, a caller is checked before its body is
+requested or read (`guard`, `invite_body`), and tokens are compared in constant time. Input that is not HTTP is not
 logged.
 """
 
@@ -24,7 +24,7 @@ from palaestra.core.errors import ConfigError
 
 MOST_CONNECTIONS = 4096
 HEAD_S, BODY_S = 30.0, 300.0
-"""The maximum seconds for a connection to send the head of its first request, and for a request to send its body."""
+"""The time limits, in seconds, for the arrival of a connection's first request head and of a request's body."""
 
 _EXPECTED = "X-Palaestra-Expected"
 """The header under which `Expect` is kept, because aiohttp would answer `Expect` before the caller is checked."""
@@ -80,8 +80,8 @@ def guard(
 ) -> Any:
     """Return middleware that refuses the callers whom `refusal` rejects, and reads the bodies of all other requests. On
     `open_paths`, it refuses only requests with a body. The connections of callers that `refusal` rejects are closed.
-    `key_header` is a second header that may carry the token, for clients that send it there. `error` makes the response
-    from the status and the reason, for protocols with their own error format."""
+    `key_header` is a second header that may carry the token, for clients that use that header. `error` makes the
+    response from the status and the reason, for protocols with their own error format."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -130,8 +130,8 @@ async def listening(
     shutdown_s: float = 2.0,
     handler_cancellation: bool = False,
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the URL, without a path. Port 0 selects a free port. A handler that is passed
-    instead of an application gets every request directly.
+    """Serve while the block runs, and yield the URL, without a path. Port 0 selects a free port. If `app` is a handler
+    instead of an application, it gets every request directly.
 
     `token` is the token that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
     seconds to finish. `handler_cancellation` cancels the handler of a client that disconnects. Raises `ConfigError` if
@@ -154,15 +154,16 @@ async def listening(
 
 
 async def invite_body(request: web.Request) -> None:
-    """Ask a caller that waits with its body (`Expect: 100-continue`) to send it. Does nothing for others."""
+    """Ask a caller that waits before it sends the body (`Expect: 100-continue`) to send it. Does nothing for other
+    callers."""
     if request.headers.get(_EXPECTED, "").lower() == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # aiohttp counts the response's bytes here, and the response has not begun
 
 
 async def _read_body(request: web.Request) -> None:
-    """Read a body, which the request keeps. Raises `HTTPRequestTimeout` if it does not arrive in `BODY_S` seconds, and
-    `HTTPBadRequest` if its encoding is broken."""
+    """Read the request's body, which the request object then caches. Raises `HTTPRequestTimeout` if the body does not
+    arrive in `BODY_S` seconds, and `HTTPBadRequest` if its encoding is broken."""
     try:
         async with asyncio.timeout(BODY_S):
             await request.read()
@@ -203,7 +204,7 @@ class _Runner(web.AppRunner):
 
     @property
     def server(self) -> Any:
-        """The factory of the connections' protocols."""
+        """The function that creates the protocol of each connection."""
         return None if self._server is None else self._accept
 
     def _accept(self) -> asyncio.BaseProtocol:

@@ -45,7 +45,8 @@ def origin(point: EntryPoint) -> str:
 
 
 def load(point: EntryPoint) -> object:
-    """Import the object of an entry point. Raises `ConfigError`, whatever the import raises."""
+    """Import and return the object of an entry point. If the import fails, raises `ConfigError`, whatever the error
+    was."""
     try:
         return point.load()
     except (Exception, SystemExit) as error:

@@ -8,8 +8,8 @@ from palaestra.core.redaction import remember
 
 
 def hide(secret: str) -> None:
-    """Overwrite a secret among the arguments, and `remember` it. Other users could read it before this call. Overwrites
-    nothing on systems without `/proc`."""
+    """Overwrite a secret among the arguments, and `remember` it. Until this call, other users could read the secret.
+    Overwrites nothing on systems without `/proc`."""
     remember(secret)
     wanted = secret.encode("utf-8", "surrogateescape")
     try:

@@ -28,7 +28,7 @@ def supervised(*command: str) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns its exit code, 128+n after signal n, 127 when it cannot be run."""
+    """Run the command. Returns its exit code, 128+n if signal n ended it, or 127 if it cannot be run."""
     libc = ctypes.CDLL(None)
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if child == 0:
         _become(libc, argv[1:])
     for descriptor in (0, 1):
-        os.close(descriptor)  # only the command holds them, so the caller sees end of file when it closes them
+        os.close(descriptor)  # the caller sees end of file once the command, now the only holder, closes them
     status = None
     while status is None:
         if signal.sigwait(signals) == signal.SIGCHLD:

@@ -1,8 +1,8 @@
 """Calls user functions in threads, because they may take arbitrarily long or never return. Palaestra's own blocking
 work uses `asyncio.to_thread`.
 
-Such a call blocks neither the event loop nor the end of the process: cancelled calls free their place, and no thread is
-joined.
+Such a call blocks neither the event loop nor the end of the process: a cancelled call no longer counts towards
+`MAX_THREADS`, and no thread is joined.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_THREADS = 64
 """The maximum number of calls of one loop that are awaited concurrently."""
 
 CANCEL_S = 60.0
-"""The maximum seconds that cancelled work may take to clean up."""
+"""The maximum time, in seconds, for cancelled work to clean up."""
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -114,7 +114,8 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine to completion, even if an event loop already runs in this thread, as in a notebook."""
+    """Run the coroutine to completion and return its result, even if an event loop already runs in this thread, as in a
+    notebook."""
     if running_loop() is None:
         return asyncio.run(work)
     thread = LoopThread("palaestra")
@@ -133,7 +134,7 @@ class LoopThread:
         self._thread.start()
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine on the loop and block until it has ended. Ctrl-C cancels it."""
+        """Run the coroutine on the loop, and block until its result can be returned. Ctrl-C cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -1,7 +1,8 @@
 """`AgentEnv`: the class form of an environment whose agent writes its tool calls as Hermes XML in its replies.
 
-A subclass turns an item into a task and scores the last answer. `AgentEnvironment` adapts it to the runner, and
-`AtroposAgent` runs it. Invariant: failed and over-long rollouts keep their record, and slots are always returned.
+A subclass turns an item into a task and scores the last answer. `AgentEnvironment` adapts the subclass to the runner,
+and `AtroposAgent` is its agent. Invariant: failed and over-long rollouts keep their record, and slots are always
+returned.
 """
 
 from __future__ import annotations
@@ -75,9 +76,7 @@ class AgentEnvConfig(HermesAgentEnvConfig):
     @model_validator(mode="after")
     def _stateful_tools_are_isolated_too(self) -> Self:
         if self.require_stateful_sandbox:
-            self.__dict__["require_sandbox"] = (
-                True  # not an assignment, because that would mark the field as set by a user
-            )
+            self.__dict__["require_sandbox"] = True  # an assignment would mark the field as set by a user
         return self
 
 
@@ -196,8 +195,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return await self._play(Attempt(item, hooks=self._use_sandbox_backend())), []
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Roll out an item, when called by `super()` or `evaluate`. Returns the scored rows, or None if there are
-        none."""
+        """Roll out an item. Called by a subclass's method through `super()`, or by `evaluate`. Returns the scored rows,
+        or None if there are none."""
         if PLAYER.get() is not None or self._run_items is None:
             return await super().collect_trajectories(item)
         done = await self._run_items([item], self.config.group_size, plain=True)
@@ -225,7 +224,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     @property
     def _tool_executor(self) -> ToolExecutor:
-        """The executor for `run_agent` and the class's own calls, on `_backend`; rollouts use the run's pool."""
+        """The executor for `run_agent` and for the class's own calls. It uses the slots of `_backend`; rollouts use the
+        run's pool."""
         executor = self._executors.get(self.tool_world)
         if executor is None:
             policy = ToolExecutorConfig(

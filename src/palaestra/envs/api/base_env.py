@@ -53,8 +53,8 @@ Item: TypeAlias = JSON
 
 
 class ItemRunner(Protocol):
-    """Rolls out every item `samples` times and returns the trajectories in item order. `plain` skips the class's own
-    `collect_` methods."""
+    """Rolls out every item `samples` times and returns the trajectories in item order. If `plain`, the class's own
+    `collect_` methods are not called."""
 
     async def __call__(self, items: Sequence[Item], samples: int, *, plain: bool = False) -> list[Trajectory]: ...
 
@@ -78,7 +78,7 @@ class RolloutFailed(InfraError):
 
 
 PLAYER: ContextVar[Callable[[Attempt], Awaitable[ScoredDataItem]] | None] = ContextVar("player", default=None)
-"""Plays a rollout for the class that collects a rollout or group in this context."""
+"""The function that plays a rollout for the class that collects a rollout or group in this context."""
 
 ATTEMPT: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
 """The attempt that is played in this context."""
@@ -204,16 +204,17 @@ class BaseEnv(ABC):
         return grouped([row for row, _ in pairs if row is not None]), [later for _, items in pairs for later in items]
 
     async def postprocess_histories(self, trajectories: JSON) -> JSON:
-        """Return the form in which the group of `collect_trajectories` is recorded. The default returns it
+        """Return the group of `collect_trajectories` in the form in which it is to be recorded. The default returns it
         unchanged."""
         return trajectories
 
     async def process_manager(self) -> None:
-        """Run the command `process`. An override may prepare before it calls `super()`, and clean up after."""
+        """Run the command `process`. An override may do preparatory work before it calls `super()`, and clean up
+        afterwards."""
         await self._roll_out()
 
     async def env_manager(self) -> None:
-        """Run the command `serve`. An override may do the same as one of `process_manager`."""
+        """Run the command `serve`. An override may add work as in `process_manager`."""
         await self._roll_out()
 
     async def _roll_out(self) -> None:
@@ -282,7 +283,8 @@ class BaseEnv(ABC):
         return self._tokenizer
 
     async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:
-        """Roll every item out `samples` times and score it, under the run's limits. Failed rollouts have no reward."""
+        """Roll every item out `samples` times under the run's limits, and score the rollouts. Failed rollouts have no
+        reward."""
         if self._run_items is None:
             raise ConfigError(
                 f"{type(self).__name__}.evaluate_items is available only while the environment evaluates; a collect_ "
@@ -291,7 +293,8 @@ class BaseEnv(ABC):
         return await self._run_items(items, samples)
 
     async def _play(self, attempt: Attempt) -> ScoredDataItem | None:
-        """Play a collected rollout or, from `evaluate`, a new one. Returns its row; None if it has no score.
+        """Play a collected rollout or, when called from `evaluate`, a new one. Returns the rollout's row; None if it
+        has no score.
 
         Raises `RolloutFailed` for a collected rollout without a score.
         """
@@ -325,7 +328,7 @@ class BaseEnv(ABC):
         return format_trajectory(messages)
 
     def save_checkpoint(self, step: int, data: Mapping[str, JSON] | None = None) -> None:
-        """Write the environment's own state to `checkpoint_dir`; without data, nothing is written."""
+        """Write the environment's own state, `data`, to `checkpoint_dir`. Without data, nothing is written."""
         if data is not None:
             path = self._checkpoints() / f"step-{step}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -363,7 +366,7 @@ class BaseEnv(ABC):
         verbose: bool = True,
     ) -> None:
         """Save an evaluation's metrics and samples; the run prints the path. `start_time` and `end_time` are in
-        seconds. A later call replaces an earlier one."""
+        seconds. A later call replaces the metrics and samples of an earlier one."""
         general: dict[str, JSON] = {"model_name": model_name} if model_name is not None else {}
         if start_time is not None and end_time is not None:
             general["total_evaluation_time_seconds"] = str(end_time - start_time)
@@ -378,7 +381,7 @@ class BaseEnv(ABC):
 
 
 def adapted(inner: BaseEnv, adapter: str) -> EvaluatedEnvironment:
-    """Adapt an instance to the runner. The adapter is found by its name, so that its module, which loads the agent and
+    """Adapt an instance to the runner. The adapter is given by its name, so that its module, which loads the agent and
     the sandbox, is imported only for a run."""
     module, _, name = adapter.partition(".")
     environment: EvaluatedEnvironment = getattr(import_module(f"palaestra.envs.api.{module}"), name)(inner)
@@ -386,7 +389,8 @@ def adapted(inner: BaseEnv, adapter: str) -> EvaluatedEnvironment:
 
 
 def scored_item(trajectory: Trajectory) -> ScoredDataItem:
-    """Return the last row of a scored rollout. Only rollouts with a rewritten history or sub-agents have several."""
+    """Return the last row of a scored rollout. Only rollouts with a rewritten history or sub-agents have several
+    rows."""
     row = trajectory.latest_row
     assert row is not None
     return ScoredDataItem(
@@ -409,7 +413,8 @@ def collects_groups(cls: type[BaseEnv]) -> bool:
 
 
 def own_names(cls: type[BaseEnv]) -> set[str]:
-    """Return the names that a user's class and its bases define, without those of this package's classes."""
+    """Return the names that a user's class and its bases define, without the names that this package's classes
+    define."""
     return {name for each in cls.__mro__ if not each.__module__.startswith("palaestra.") for name in vars(each)}
 
 
@@ -465,7 +470,7 @@ class ClassForm:
 
 @contextmanager
 def _asking(doing: str) -> Iterator[None]:
-    """Convert any error that the class raises in the block into a `ConfigError` that names its place."""
+    """Convert any error that the class raises in the block into a `ConfigError` that names the line of code."""
     try:
         yield
     except PalaestraError:
@@ -475,7 +480,7 @@ def _asking(doing: str) -> Iterator[None]:
 
 
 def script_reference(script: Mapping[str, object], environment: object) -> str:
-    """Return a reference to an environment among the globals of its script; empty if the script has none."""
+    """Return the reference to an environment that is a global of its script; empty if no global is the environment."""
     path = script.get("__file__")
     name = next((name for name, value in script.items() if value is environment), "")
     return f"{Path(str(path)).resolve()}:{name}" if path and name else ""

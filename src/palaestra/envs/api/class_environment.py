@@ -68,8 +68,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def in_rollout(rollout: Rollout) -> Iterator[None]:
-    """In the block, the code of a class may run the agent itself. Tool calls under the rollout's name, or without a
-    name, run in the rollout's slot."""
+    """While the block runs, the code of a class may run the agent itself. Tool calls under the rollout's name, or
+    without a name, run in the rollout's slot."""
     tools = TaskTools(rollout.rollout_id, lambda: rollout.tools, asyncio.get_running_loop())
     with assigned(CURRENT, rollout), assigned(TASK_TOOLS, tools):
         yield
@@ -100,7 +100,7 @@ class ClassEnvironment(EvaluatedEnvironment):
 
     @property
     def world(self) -> RecordedTools | None:
-        """The class's recorded replies. The class may also call tools outside of rollouts."""
+        """The recorded replies, which the class also needs because it may call tools outside rollouts."""
         return self.inner.tool_world
 
     @world.setter
@@ -204,8 +204,8 @@ class ClassEnvironment(EvaluatedEnvironment):
         return self.inner._evaluation
 
     def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
-        """Return the same environment over these items, numbered from `first`, in place of its data set. `plain` skips
-        the class's own way of collecting."""
+        """Return the same environment over these items, numbered from `first`, in place of its data set. If `plain`,
+        the class does not collect the rollouts itself."""
         other = copy(self)
         other._items, other._first = items, first
         return other
@@ -234,7 +234,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """Return the kept rollouts that have a text and a score; a subclass may keep other data."""
+        """Return the kept rollouts that have a text and a score, because a subclass may keep other data."""
         kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
         pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
         return [
@@ -310,7 +310,7 @@ class CollectedEnvironment(ClassEnvironment):
         return plays + len(self._groups[group.group_id][1])
 
     def group_tools(self, kit: Kit) -> AbstractContextManager[None]:
-        """In the block, make the group's tools known to the class."""
+        """Make the group's tools known to the class while the block runs."""
         return nullcontext()
 
     def _assign(self, rows: Sequence[Row], played: Sequence[tuple[Rollout, Row]], task: Task) -> list[Row]:
@@ -372,7 +372,8 @@ class CollectedEnvironment(ClassEnvironment):
         return _result_of(row, ended) if rollout.result is None else rollout.result
 
     async def play(self, rollout: Rollout, attempt: Attempt) -> ScoredDataItem:
-        """Play the rollout as the class's base class would. Raises `RolloutFailed` if it has no score."""
+        """Play the rollout as the class's base class would, and return its row. Raises `RolloutFailed` if the rollout
+        has no score."""
         raise TaskError(f"{self.name} has no agent")
 
     async def grade(self, rollout: Rollout) -> Score:
@@ -396,7 +397,7 @@ class CollectedEnvironment(ClassEnvironment):
         await super().ended(task, group)
 
     def take_backlog(self, items: Iterable[Item], name: str) -> None:
-        """Queue items to be drawn next. A resumed run does not have them."""
+        """Queue items to be drawn next. A resumed run loses these items."""
         wanted = list(items)
         if wanted and not self._told:
             self._told = True
@@ -404,7 +405,8 @@ class CollectedEnvironment(ClassEnvironment):
         self._backlog.extend(wanted)
 
     async def _asked(self, collecting: Coroutine[object, object, JSON], method: str, task: Task) -> JSON:
-        """Await the collected rows or row. Raises `TaskError` for errors of the class."""
+        """Await the collected row or rows, queue the backlog, and return the row or rows. Raises `TaskError` for errors
+        of the class."""
         name = f"{type(self.inner).__name__}.{method}"
 
         async def unpacked() -> JSON:
@@ -435,7 +437,8 @@ def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
 
 
 def own_row(item: Mapping[str, JSON], result: AgentResult | None) -> TokenRow | None:
-    """Return the environment's own row; None if the ledger made the row. Only rows of the ledger count as exact."""
+    """Return the row that the environment made; None if the row comes from the ledger. Only rows of the ledger count as
+    exact."""
     state = (result.managed_state if result is not None else None) or {}
     row = TokenRow(
         tokens=list(item["tokens"]),

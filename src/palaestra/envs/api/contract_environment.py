@@ -144,7 +144,7 @@ class ContractEnvironment(CollectedEnvironment):
         async def slot() -> Slot:
             return sandbox
 
-        @functools.cache  # one for all calls of the hook, because its shell persists between them
+        @functools.cache  # one runtime for all calls of the hook, because its shell persists between them
         def tools() -> ToolRuntime:
             registry = unrestricted(self.inner.tool_kit(random.Random(0)).registry)
             middleware = [] if self.world is None else [self.world.rollout(f"{task.id}:prepare")]
@@ -202,7 +202,7 @@ class ContractEnvironment(CollectedEnvironment):
         return row
 
     async def _attempt(self, rollout: Rollout, attempt: Attempt | None = None) -> AgentResult:
-        """Let the agent work. `attempt` comes from a class that collects; the set-up then happens here."""
+        """Let the agent work. A class that collects passes `attempt`; the set-up then happens here."""
         opening = None
         if attempt is not None:
             inner, item = self.inner, attempt.item
@@ -250,7 +250,7 @@ class ContractEnvironment(CollectedEnvironment):
         tools = grading.tools(self._settings.tool_timeout_s)
         exec_tool = ExecTool(grading.slot, lambda: tools)
         meta = rollout.meta.get("workspace_meta")
-        if grading.untouched and self._sets_up(rollout):  # without it, a check could fail here whatever the agent did
+        if grading.untouched and self._sets_up(rollout):  # otherwise a check could fail whatever the agent did
             meta = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
         if self._verifies and self._hooks(rollout):
             context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)

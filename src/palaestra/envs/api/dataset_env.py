@@ -1,7 +1,7 @@
 """`ListedEnv`: a class environment whose items are known before the run, such as those of a data set.
 
 A subclass loads the items. Unusable items are left out and reported by name; the others are drawn in order, repeatedly.
-`evaluate` rolls out each held-out item `group_size` times, and logs rates with their intervals.
+`evaluate` rolls out each held-out item `group_size` times, and logs pass rates with their intervals.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ListedEnvConfig(HeldOutConfig):
 
 
 class ListedEnv(HermesAgentBaseEnv):
-    """Implement `load`, `item_id`, `format_prompt` and the scoring."""
+    """Subclass this, and implement `load`, `item_id`, `format_prompt` and the scoring."""
 
     env_config_cls: ClassVar[type[ListedEnvConfig]] = ListedEnvConfig
     config: ListedEnvConfig
@@ -54,7 +54,8 @@ class ListedEnv(HermesAgentBaseEnv):
 
     @abstractmethod
     async def load(self) -> Iterable[Item | TaskError]:
-        """Return the chosen items in order, with an error in place of each unusable one. Raises `ConfigError`."""
+        """Return the items that the settings select, in order, with an error in place of each unusable item. Raises
+        `ConfigError`."""
 
     @abstractmethod
     def item_id(self, item: Item, number: int) -> str:
@@ -91,8 +92,8 @@ class ListedEnv(HermesAgentBaseEnv):
         return self.config.dataset_name or str(self.name)
 
     def chosen(self, *, evaluating: bool) -> list[Item]:
-        """Return the items for `evaluate`, or those for the other commands. Raises `ConfigError` if the list is
-        empty."""
+        """Return the items for `evaluate` or, if not `evaluating`, for the other commands. Raises `ConfigError` if
+        there are none."""
         items = [item for item in self.items if self.config.serves(self.item_id(item, 0), evaluating=evaluating)]
         if not items:
             raise ConfigError(
@@ -102,7 +103,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return items
 
     async def get_next_item(self) -> Item:
-        """Return the next item: in order, repeatedly, or only once each if `total_steps` is -1."""
+        """Return the next item. Items come in order and repeat; if `total_steps` is -1, each comes only once."""
         if not self._given:
             self._training = self.chosen(evaluating=False)
         if self._given >= len(self._training) and self.config.total_steps < 0:
@@ -112,7 +113,7 @@ class ListedEnv(HermesAgentBaseEnv):
         return item
 
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> Mapping[str, JSON]:
-        """Roll out every held-out item (all, if none are held out) `group_size` times, and log the metrics."""
+        """Roll out every held-out item (every item, if none are held out) `group_size` times, and log the metrics."""
         items, attempts = self.chosen(evaluating=True), self.config.group_size
         done = await self.evaluate_items(items, attempts)
         labels = {self.item_id(item, 0): self.labels(item) for item in items}

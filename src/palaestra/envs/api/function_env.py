@@ -41,7 +41,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
         self._evaluating = False
 
     async def evaluate(self, evaluation: Evaluation) -> Logged:
-        """Roll out the held-out tasks, or all if none are held out."""
+        """Roll out the held-out tasks, or all tasks if none are held out, and return the metrics."""
         attempts = evaluation.run_context.settings.group_size
         done = await evaluation.roll_out(self.evaluating(), attempts, limit=evaluation.limit)
         if evaluation.gate is not None and not await evaluation.gate():
@@ -79,7 +79,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
 
     @property
     def counts_tasks(self) -> bool:
-        return not inspect.isasyncgenfunction(self.form.source)  # an asynchronous function may wait for the run itself
+        return not inspect.isasyncgenfunction(self.form.source)  # an async generator may wait for the run
 
     async def tasks(self) -> AsyncIterator[Task]:
         own = type(self.config).model_fields.keys() - FunctionEnvConfig.model_fields.keys()
@@ -126,7 +126,8 @@ class FunctionEnvironment(EvaluatedEnvironment):
             await _call(self.form.preparation, {"task": _known(task), "sandbox": _known(sandbox), "rng": _known(rng)})
 
     def recipe(self, task: Task) -> JSON:
-        """Return the task's declared cache key and, with a prepare hook, the arguments and the code of the hook."""
+        """Return the task's declared cache key and, if there is a prepare hook, everything on which the hook may
+        depend: code, settings, seed and task."""
         hook = self.form.preparation
         if task.recipe is None or hook is None:
             return task.recipe
@@ -159,8 +160,8 @@ class FunctionEnvironment(EvaluatedEnvironment):
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
-    """Yield the tasks of a function. A synchronous function runs in its own thread, so that rollouts do not wait while
-    it reads or computes."""
+    """Yield the tasks that a function yields. A synchronous function runs in its own thread, so that rollouts do not
+    wait while it reads or computes."""
     if inspect.isasyncgenfunction(source):
         async for task in source(**settings):
             yield task
@@ -189,7 +190,8 @@ def _known(value: object) -> Source:
 
 
 async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:
-    """Call a hook's function with the arguments that it names. Raises `NotAwaited`."""
+    """Call a hook's function with the arguments that its parameters name, and return its answer. Raises
+    `NotAwaited`."""
     arguments = {name: await sources[name]() for name in hook.wants}
     slot = arguments.get("sandbox")
     if slot is None:

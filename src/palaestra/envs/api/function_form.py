@@ -50,8 +50,8 @@ _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "s
 
 
 class FunctionEnvConfig(HeldOutConfig):
-    """Settings of a function environment: those of every agent environment. By default, each task is rolled out once,
-    without a network."""
+    """Settings of a function environment. They are the settings of every agent environment, but by default each task is
+    rolled out once, without a network."""
 
     group_size: int = setting(1, "Rollouts per task.", ge=1)
     total_steps: int = setting(-1, "Maximum number of groups to process; -1 means every task once.", ge=-1)
@@ -95,7 +95,7 @@ class ScoreHook:
 
 class FunctionForm:
     """The result of `@environment`, which collects the hooks and builds the environment of a run. `command` is the
-    default of the command line; `reference` is where the environment was loaded from."""
+    command line's default command; `reference` names the place from which the environment was loaded."""
 
     command = "process"
     reference = ""
@@ -110,7 +110,7 @@ class FunctionForm:
         self.preparation: Hook | None = None
         self.tools: list[TypedTool] = []
         self.bound: FunctionEnvConfig | None = None
-        """The settings of an environment that was called with arguments; None otherwise."""
+        """The settings, if the environment was called with arguments; None otherwise."""
         self.__doc__ = source.__doc__
 
     def __call__(self, *args: JSON, **named: JSON) -> FunctionForm:
@@ -258,8 +258,8 @@ def environment(
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:
-    """Return the type of a setting. A parameter without an annotation is text if its default is text, so `3.10` is not
-    read as a number."""
+    """Return the type of a parameter's setting. A parameter without an annotation is text if its default is text, so
+    that `3.10` is not read as a number."""
     if parameter.annotation is not inspect.Parameter.empty:
         return parameter.annotation
     return str if isinstance(parameter.default, str) else Any

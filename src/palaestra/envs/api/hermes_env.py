@@ -88,8 +88,8 @@ class HermesAgentBaseEnv(BaseEnv):
 
     def group_recipe(self, item: Item) -> str | None:
         """Return a version text if the prepared workspace depends only on the item, the class's settings and file, and
-        this text; else None. With `share_setup`, this must also hold for `setup_trajectory_workspace`. See
-        `Task.recipe`."""
+        this text; otherwise None. If `share_setup` is set, the same must hold for the result of
+        `setup_trajectory_workspace`. See `Task.recipe`."""
         return None
 
     async def setup_trajectory_workspace(
@@ -132,7 +132,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     @property
     def _current_group_tools(self) -> Tools | None:
-        """The tools of the group in this context, or those that the class assigned; None outside of a group."""
+        """The tools of the group in this context, or those that the class assigned; None outside a group."""
         from palaestra.envs.api.rollout_parts import tools_of
         from palaestra.rollouts.rollout import CURRENT
 
@@ -158,7 +158,8 @@ class HermesAgentBaseEnv(BaseEnv):
 
     @cached_property
     def _backend(self) -> SlotPool:
-        """Slots for the class's own use, outside of rollouts. They start with the first lease and end with the run."""
+        """Slots for the class's own use, outside rollouts. The pool starts with the first lease and ends with the
+        run."""
         from palaestra.envs.api.rollout_parts import OwnSlots
         from palaestra.envs.config.build import make_pool
 
@@ -169,12 +170,12 @@ class HermesAgentBaseEnv(BaseEnv):
             await pool.aclose()
 
     def own_tools(self) -> Sequence[Tool]:
-        """Return the environment's own tools, such as functions with `@tool`. Its agents always have them."""
+        """Return the environment's own tools, such as functions with `@tool`. Its agents always have these tools."""
         return ()
 
     def _use_managed_server(self) -> bool:
-        """Return whether rollouts are token-exact; by default, they are if the servers return tokens (sglang, vllm,
-        transformers). Override it to chat without tokens; rows are then placeholders, with `token_source:
+        """Return whether rollouts are token-exact. By default, they are if the servers return tokens (sglang, vllm,
+        transformers). Override this method to chat without tokens; rows are then placeholders, with `token_source:
         placeholder`."""
         from palaestra.inference.server_group import ServerGroup
 
@@ -186,8 +187,8 @@ class HermesAgentBaseEnv(BaseEnv):
         return True
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Roll out an item and score it. Returns the row of the rollout, and items to draw next. A class that
-        collects calls it through `super()`, and `evaluate` may call it.
+        """Roll out an item and score it. Returns the row of the rollout, and items to draw next. A class that collects
+        calls this method through `super()`, and `evaluate` may call it.
 
         In a class that collects, raises `RolloutFailed` if the rollout has no score; in `evaluate`, the row is then
         None.
@@ -241,7 +242,7 @@ class HermesAgentBaseEnv(BaseEnv):
         `(row, [])`, and an override may return either form; its `scores` is the reward.
 
         With a token-exact server, the row is the last one of the ledger, with `inference_logprobs`. If an override
-        returns it unchanged, all rows of the ledger are trained. A chat server returns no token ids: the tokens are
+        returns it unchanged, all rows of the ledger are trained on. A chat server returns no token ids; the tokens are
         then placeholders with masks of -100.
         """
         self._keep_tool_errors(result)
@@ -269,7 +270,7 @@ class HermesAgentBaseEnv(BaseEnv):
         del self._tool_error_buffer[:-MOST_TOOL_ERRORS]
 
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
-        """Add the tool errors since the last call to the metrics, and log them."""
+        """Add the tool errors since the last call, and `wandb_metrics`, to the run's metrics."""
         errors, self._tool_error_buffer = self._tool_error_buffer, []
         found: dict[str, JSON] = {"train/tool_errors_count": len(errors)}
         if errors:

@@ -56,13 +56,13 @@ class OwnSlots(SlotPool):
 
 
 def tools_of(kit: Kit) -> Tools:
-    """Return a copy of a group's tools in the contract's form; the class may change it."""
+    """Return a copy of a group's tools in the contract's form, which the class may change."""
     return deepcopy(list(kit.definitions)), set(kit.names)
 
 
 def offered_kit(kit: Kit, definitions: Sequence[dict[str, JSON]], names: Collection[str]) -> Kit:
-    """Return the kit with these tools in place of its own: any of the package's tools, and the class's own
-    definitions."""
+    """Return the kit with these tools in place of its own: any of the package's tools, with the definitions that the
+    class gives."""
     shown = [each for each in definitions if each.get("function", each).get("name") in names]
     if shown == kit.definitions and set(names) == set(kit.names):
         return kit
@@ -80,7 +80,7 @@ async def run_agent_loop(
     messages: list[Message] | None,
     tool_handler: RolloutTool | None,
 ) -> AgentResult:
-    """Run the default of `_run_agent_loop`: the agent of the rollout, or, outside of rollouts, a loop that calls
+    """Do what `_run_agent_loop` does by default: run the rollout's agent or, outside rollouts, a loop that calls
     `server`."""
     if isinstance(task_id, Rollout):
         return await task_id.run_agent(tools if messages is None else messages)

@@ -63,7 +63,8 @@ def placeholder_tokens(messages: Sequence[Message]) -> list[int]:
 
 
 class ScoredRow(dict[str, JSON]):
-    """A training row that also unpacks into `(row, [])`, because scripts expect either from the hook that builds it."""
+    """A training row that also unpacks into `(row, [])`, because some scripts expect a row and others a pair from the
+    hook that builds it."""
 
     def __iter__(self) -> Iterator[JSON]:  # `dict(row)`, `**row` and `items` do not call this
         return iter((self, []))
@@ -78,7 +79,7 @@ def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
 
 
 def checked_row(row: object, task_id: str) -> Row:
-    """Return a row that can be recorded. Raises `TaskError` with the problem."""
+    """Return the row if it can be recorded. Otherwise, raises `TaskError` with the problem."""
     if not isinstance(row, Mapping):
         raise TaskError(f"{task_id}: a row is {type(row).__name__}, not a ScoredDataItem")
     for key in ("tokens", "masks", "scores"):
@@ -141,5 +142,5 @@ def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
 
 
 def is_of(row: Row, given: Row) -> bool:
-    """Return whether a row of a group holds the tokens or the messages of a given row; the rest may differ."""
+    """Return whether `row` has the very tokens or messages of the row `given`; the rest may differ."""
     return any(row.get(key) is given.get(key) for key in ("tokens", "messages") if given.get(key))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Cheat:
-    """A shell script that an agent could run instead of doing the task. It gets only the prompt, in `$TASK`, and may
-    fail; only the reward counts."""
+    """A shell script that an agent could run instead of doing the task. The script gets only the prompt, in `$TASK`. It
+    may fail, because only the reward counts."""
 
     name: str
     what: str

@@ -1,4 +1,4 @@
-"""Cheats in which the package's code forges its test results with means other than those in `hijacked_code.py`."""
+"""Further cheats in which the package's code forges its test results (see `hijacked_code.py`)."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ if 'pytest' in _sys.modules and not hasattr(_sys, 'observed') and 'COLLECTING' n
     _sys.observed = True
     _subprocess.run([_sys.executable, '-I', '-S', '-c', {program!r}, str(_os.getpid())], timeout=50)
 """
-"""Starts a second process of the same user, without the audit hook, and gives it the grader's process id."""
+"""Starts a second process of the same user, which has no audit hook, and passes it the grader's process id."""
 
 _FORGED_SESSION = """\
 import ctypes, json, os, signal, subprocess, sys

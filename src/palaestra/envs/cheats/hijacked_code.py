@@ -1,4 +1,5 @@
-"""Cheats that replace code of the check: shadowed tools, modules, libraries; a package that attacks its tests."""
+"""Cheats that replace code of the check: shadowed tools, modules and libraries, and a package that attacks its
+tests."""
 
 from __future__ import annotations
 
@@ -378,7 +379,7 @@ python3 /tmp/known.py
 
 
 def _knowing(snippet: str) -> str:
-    """Return shell code that also gives the package's code the hashes of the workspace's tests."""
+    """Return `in_package(snippet)`, which in addition gives the package's code the hashes of the workspace's tests."""
     whole = in_package(snippet)
     return whole.replace(_INTO_PACKAGES, _INTO_KNOWING + _INTO_PACKAGES)
 

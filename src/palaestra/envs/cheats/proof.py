@@ -86,7 +86,7 @@ class PolicyRuns:
         self._events = events
 
     async def play(self, policy: Policy, task: Task, number: int = 0) -> Group:
-        """Play one group; `number` is its position in the run."""
+        """Play one group and return it; `number` is the group's position in the run."""
         engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="noop"), policy)
         context = RunContext(engine, self._workspaces, self._events)
         return await GroupRun(self._environment, context, number, task).run()
@@ -94,7 +94,7 @@ class PolicyRuns:
 
 @asynccontextmanager
 async def policy_runs(environment: Environment, pool: SlotPool) -> AsyncIterator[PolicyRuns]:
-    """Yield policy runs over an open pool, with a temporary journal."""
+    """Yield a `PolicyRuns` over an open pool, with a temporary journal."""
     workspaces = Workspaces(pool)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder, "journal.jsonl"))
@@ -116,12 +116,12 @@ class PolicyResult:
     ok: bool
     error: str = ""
     paid: bool = False
-    """Whether a reward exceeded the floor of its task. A line can also fail because a task could not be played."""
+    """Whether a reward exceeded the floor of its task. `ok` may also be False because a task could not be played."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result of a check. `proven` is False without a solution to play.
+    """The result of a check. `proven` is False if there was no solution to play.
 
     `classes` maps each class of attack that was played to `open`, `closed`, or `unknown` if no attack scored but some
     could not be played. `warnings` name what a score depends on.
@@ -147,7 +147,7 @@ class Proof:
 
 @dataclass(slots=True)
 class EnvironmentProof:
-    """One check of one open environment over an open pool."""
+    """Checks an open environment on an open pool of slots."""
 
     environment: Environment
     pool: SlotPool
@@ -192,7 +192,7 @@ class EnvironmentProof:
         return Proof(self.environment.name, names, lines, solved, skipped, self._classes(), warnings)
 
     async def _resolved(self, task: Task) -> Task | None:
-        """Return the task as it is played; None for an unusable task, whose groups report why."""
+        """Return the task as the policies play it; None for an unusable task, whose groups report the reason."""
         try:
             return await self.environment.resolve(task)
         except (TaskError, InfraError):
@@ -287,7 +287,7 @@ def parse_settings(
     env_type: type[BaseEnvConfig],
     env_values: Mapping[str, JSON] | None = None,
 ) -> RunLine:
-    """Parse settings of an environment for a command that is not a run. Raises `ConfigError`."""
+    """Parse the settings of an environment, for a command that does not start a run. Raises `ConfigError`."""
     dotenv = read_dotenv(Path.cwd())
     parsed = CommandLine(
         prog=prog,

@@ -1,4 +1,5 @@
-"""Cheats that change the test run: planted files that Python, pytest or the shell load; changed tests; verdicts."""
+"""Cheats that change the test run: planted files that Python, pytest or the shell load, changed tests, and written
+verdicts."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def extra_body(config: HermesAgentEnvConfig) -> dict[str, JSON] | None:
 
 
 def budget(config: HermesAgentEnvConfig) -> Budget:
-    """Return the limits of one rollout, except `max_agent_turns`, because reaching it has an outcome of its own."""
+    """Return the limits of one rollout, except `max_agent_turns`, because reaching that limit has an outcome of its
+    own."""
     return Budget(
         tokens=config.max_rollout_tokens,
         completion_tokens=config.max_rollout_completion_tokens,
@@ -94,8 +95,8 @@ def prices(config: BaseEnvConfig) -> Prices | None:
 
 
 def mcp_servers(config: BaseEnvConfig) -> MCPServers | None:
-    """Return the enabled MCP servers of a run, not yet open; None without any. A replay reads servers and tools from
-    the recorded run's journal. Raises `ConfigError`."""
+    """Return the enabled MCP servers of a run, not yet open; None if there are none. A replay reads servers and tools
+    from the recorded run's journal. Raises `ConfigError`."""
     if not isinstance(config, HermesAgentEnvConfig) or not config.mcp_servers:
         return None
     without = config.disabled_toolsets or ()
@@ -133,13 +134,13 @@ def tools_with(
     tool_server: ToolServerLink | None = None,
     shared: States | None = None,
 ) -> ToolRegistry:
-    """Return the tools of the enabled toolsets and of the run's MCP servers, without the disabled ones."""
+    """Return the tools of the enabled toolsets and of the run's MCP servers, without those of disabled toolsets."""
     offered = servers.installed() if servers is not None else ()
     own = {toolset_of(name) for name in config.mcp_servers}
     disabled = [name for name in config.disabled_toolsets or () if name not in own]
     if enabled is not None:
         enabled = list(dict.fromkeys([*enabled, *(each.toolset for each in offered)]))
-    # Passed as the run's own tools, so that a configured server is used whatever network the slots have.
+    # These tools are passed as the run's own, so that a configured server is used whatever network the slots have.
     brought = [*extra, *(tool for each in offered for tool in each.tools)]
     installed = (*installed_tools(), *(replace(each, tools=()) for each in offered)) if offered else None
     return build_tool_registry(
@@ -168,8 +169,8 @@ def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -
 
 
 def network_policy(allowed: bool) -> NetworkPolicy:
-    """Return the network policy of a run: `allowed` for preparation and agent; grading has a network only if the task
-    sets one."""
+    """Return the network policy of a run. Preparation and the agent have a network if it is `allowed`, grading only if
+    the task sets one."""
     network = Network.ON if allowed else Network.OFF
     return NetworkPolicy(prepare=network, agent=network, grade=Network.OFF)
 
@@ -177,7 +178,7 @@ def network_policy(allowed: bool) -> NetworkPolicy:
 def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
     """Return the recorded replies of a run's tools. Raises `ConfigError` for a recording that cannot be read."""
     reads = config.world in ("replay", "fill")
-    recording = config.world_file if reads else None  # otherwise the run's folder contains it
+    recording = config.world_file if reads else None  # in the other modes, the run's folder contains it
     recorded_tools = RecordedTools(lambda: open_world(config.world, recording, strict=config.world_miss == "fail"))
     if reads:
         recorded_tools.opened()
@@ -200,15 +201,15 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
 def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
     """Return the slots of a run with this configuration, not yet started. This is the contract's name for `make_pool`.
 
-    Raises `ConfigError` if no run can start with it.
+    Raises `ConfigError` if no run can start with this configuration.
     """
     config.check_runnable()
     return make_pool(config)
 
 
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
-    """Return the slots of a run; if `local`, on this machine, whatever backend the settings name. Raises `ConfigError`
-    for an unknown backend, or for settings that the backend rejects."""
+    """Return the slots of a run. If `local`, they are on this machine, whatever backend the settings name. Raises
+    `ConfigError` for an unknown backend, or for settings that the backend rejects."""
     name = config.slot_backend if isinstance(config, HermesAgentEnvConfig) and not local else "local"
     slots = config.slots
     if slots is None and isinstance(config, HermesAgentEnvConfig) and "tool_pool_size" in config.model_fields_set:

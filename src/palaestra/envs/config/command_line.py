@@ -65,7 +65,7 @@ _OTHER_WORDS = {
     "--parallel": "--concurrency", "--workers": "--concurrency", "--limit": "--tasks", "--count": "--tasks",
     "--output": "--out", "--url": "--base-url", "--key": "--openai.api_key",
 }  # fmt: skip
-"""Names that other programs use for flags, and our flags for them."""
+"""Flags of other programs, and our flags with the same meaning."""
 
 ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_num_workers"}
 """Short names of settings for Python callers."""
@@ -108,8 +108,8 @@ _SAID_BY_COMMAND: Mapping[str, Mapping[str, JSON]] = {
     "process": {"ensure_scores_are_not_same": False, "include_messages": True},
     "evaluate": {"ensure_scores_are_not_same": False},
 }
-"""Defaults that depend on the command. `ensure_scores_are_not_same` applies to a trainer, which learns nothing from
-equal scores."""
+"""Defaults that depend on the command. `ensure_scores_are_not_same` is for runs that feed a trainer, which learns
+nothing from equal scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +189,9 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         environ: Mapping[str, str] | None = None,
         dotenv: Mapping[str, str] | None = None,
     ) -> Parsed[EnvT_co, ServerT_co]:
-        """Do what `parse` does, for the arguments of a Python call: names of settings, those of `ARGUMENTS`, `policy`,
-        `resume` and `config` (YAML files). An argument that is None is not set. Raises `ConfigError`."""
+        """Do what `parse` does, for the arguments of a Python call. An argument has the name of a setting or a short
+        name from `ARGUMENTS`, or is `policy`, `resume` or `config` (YAML files). An argument that is None is not set.
+        Raises `ConfigError`."""
         given = _Given(source=ARGUMENT)
         for written, value in arguments.items():
             if value is None:
@@ -221,7 +222,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
     def _merge(
         self, command: str, given: _Given, environ: Mapping[str, str] | None, dotenv: Mapping[str, str] | None
     ) -> tuple[Merged[EnvT_co], list[Merged[ServerT_co]], list[str]]:
-        """Merge the settings of the environment and of the servers. Returns them with notices of values that were
+        """Merge the settings of the environment and of the servers. Returns both, with notices about values that were
         replaced."""
         variables = ((DOTENV, dotenv or {}), ("environment", environ or {}))
         env = merge(self.env_type, self._env_layers(command, given, variables))
@@ -276,7 +277,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
                 self._set(given, written, words)
 
     def _set(self, given: _Given, written: str, words: list[str]) -> None:
-        """Add a flag that sets a field, dotted or in its short form."""
+        """Add a flag that sets a field. The flag is dotted (`--env.FIELD`) or in its short form."""
         group, name, rest, annotation = self._setting(written)
         dot = "." if rest is not None else ""
         if dot and not takes_mapping(annotation):
@@ -288,7 +289,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         given.add(group, key, value, written, annotation)
 
     def _setting(self, written: str) -> tuple[str, str, str | None, Annotation]:
-        """Return the group, name and type of the setting of a flag, and the key if the flag names one in a mapping."""
+        """Return the setting that a flag sets: its group, its name, the key if the flag names an entry of a mapping,
+        and the setting's type."""
         group, _, key = SHORT_FORMS.get(written, written.removeprefix("--")).partition(".")
         name, dot, rest = key.partition(".")
         model_type = {"env": self.env_type, "openai": self.server_type}.get(group)
@@ -319,7 +321,7 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         return found.description or "" if found is not None else ""
 
     def choices(self, written: str) -> list[str]:
-        """Return the allowed values of a flag whose setting takes one of a list; empty for other flags."""
+        """Return the allowed values of a flag whose setting has a fixed list of values; empty for other flags."""
         found = self._field(written)
         return [each for each in choices(found.annotation) if each not in _not_offered(found)] if found else []
 
@@ -408,7 +410,7 @@ class _Given:
     show_config: bool = False
     source: str = COMMAND_LINE
     recorded: tuple[Mapping[str, JSON], Mapping[str, JSON]] = field(default_factory=lambda: ({}, {}))
-    """The settings of the recorded run for its environment and its server."""
+    """The recorded run's settings of its environment and of its server."""
 
     def add(self, group: str, key: str, value: JSON, written: str, annotation: Annotation) -> None:
         target = self.values[group]
@@ -430,12 +432,12 @@ def said_settings(recorded: Mapping[str, JSON], group: str, unsaid: Sequence[str
 
 
 def set_fields(config: BaseModel) -> dict[str, JSON]:
-    """Return the fields that were set when `config` was made; use it for `env_values` and `server_values`."""
+    """Return the fields that were set when `config` was made. Use this for `env_values` and `server_values`."""
     return {name: getattr(config, name) for name in config.model_fields_set}
 
 
 def _notices(group: str, config: Merged[BaseModel]) -> Iterator[str]:
-    """Yield a sentence for each source of settings that have no effect."""
+    """Yield a sentence for each source that sets settings without effect."""
     model_type, idle = type(config.value), dict[str, list[str]]()
     for name, source in config.sources.items():
         value, field_default = getattr(config.value, name), model_type.model_fields[name].get_default()
@@ -465,7 +467,7 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
 
 
 def _with_run(policy: str) -> str:
-    """Return the policy, with the id of a run to replay, or `last`, replaced by the path of its journal."""
+    """Return the policy. In `replay:RUN`, a run's id or `last` is replaced by the path of that run's journal."""
     name, _, run = policy.partition(":")
     if name == "replay" and run and not Path(run).exists():
         from palaestra.rollouts.journal.reader import journal_of  # imported here, because most policies replay nothing
@@ -476,8 +478,9 @@ def _with_run(policy: str) -> str:
 
 
 def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
-    """Return the first word that is neither a flag nor a flag's value, and the other words: settings may also come
-    before ENV or RUN. A flag there takes one value, a switch none. Raises `ConfigError` without such a word."""
+    """Return the first word that is neither a flag nor a flag's value, and the other words, because settings may also
+    come before ENV or RUN. Before that word, a flag takes one value and a switch none. Raises `ConfigError` without
+    such a word."""
     place = 0
     while place < len(words) and words[place].startswith("-"):
         place += 1 if "=" in words[place] or words[place] in SWITCHES else 2
@@ -488,8 +491,8 @@ def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
 
 
 def check_general_flags(argv: Sequence[str]) -> None:
-    """Raise `ConfigError` if one of the flags that every environment has is misspelt. The check does not load the
-    environment, because that may take long."""
+    """Raise `ConfigError` for a flag that looks like a misspelling of one that every environment has. The check does
+    not load the environment, because that may take long."""
     general, written = GENERAL_FLAGS, {word.partition("=")[0] for word in argv if _is_flag(word)}
     if not written.isdisjoint(("--help", "-h", "--help-all")):
         return
@@ -499,8 +502,8 @@ def check_general_flags(argv: Sequence[str]) -> None:
 
 
 def _nearest_flag(written: str, known: Iterable[str]) -> str:
-    """Return the suggestion that ends a message about an unknown flag: our flag for a name that other programs use, or
-    else the nearest flag."""
+    """Return the suggestion that ends a message about an unknown flag: our flag for a flag of other programs, or
+    otherwise the nearest flag."""
     meant = _OTHER_WORDS.get(written)
     return f" Did you mean {meant}?" if meant is not None else nearest(written, known)
 
@@ -520,7 +523,8 @@ def _joined(old: JSON, new: JSON, annotation: Annotation) -> JSON:
 
 
 def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
-    """Return the help text: examples first, then the environment's own fields, then the common ones (or all)."""
+    """Return the help text: examples, then the environment's own fields, then the common fields or, if `everything`,
+    all fields."""
     run = line.prog if line.command else f"{line.prog} process"
     parts = [
         f"usage: {line.prog} {'[process|evaluate|serve]' if line.command else 'process|evaluate|serve'} "
@@ -591,7 +595,7 @@ def _sections(line: CommandLine[BaseModel, BaseModel], everything: bool) -> Iter
 
 
 def _not_offered(info: FieldInfo) -> Sequence[JSON]:
-    """Return the values that existing scripts may use, but that do not work in this version."""
+    """Return the values of a field that existing scripts may use but that do not work in this version."""
     values = info.json_schema_extra.get("not_offered") if isinstance(info.json_schema_extra, dict) else None
     return values if isinstance(values, list) else []
 

@@ -1,8 +1,8 @@
 """The settings of environments: `BaseEnvConfig` and `HermesAgentEnvConfig`.
 
 Names and defaults are those that existing scripts and command lines use; `later` declares the fields that have no
-effect in this version. Sizes are in tokens or megabytes, as the name or description states; durations are in seconds.
-The settings of the model server are in `palaestra.inference.config`.
+effect in this version. Sizes are in the unit that the name or description states; durations are in seconds. The
+settings of the model server are in `palaestra.inference.config`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from palaestra.tools.registry.distributions import find_distribution
 from palaestra.tools.settings import ToolSettings
 
 LATER_BACKENDS = ("daytona", "slot_pool")
-"""Slot backends that existing scripts name and this version does not have; a run rejects them."""
+"""Slot backends that existing scripts name but that this version does not have. A run rejects them."""
 
 
 class EvalHandlingEnum(Enum):
-    """The contract's modes of training during an evaluation."""
+    """The contract's names for what training does during an evaluation."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
@@ -82,7 +82,7 @@ class BaseEnvConfig(Settings):
     workspace_store: str | None = setting(None, "The folder of shared workspaces; None: the user's cache folder.")
     workspace_store_bytes: int = setting(
         DEFAULT_STORE_BYTES,
-        "Maximum disk space of shared workspaces; beyond it, the least recently used are deleted.",
+        "Maximum disk space of shared workspaces in bytes; beyond it, the least recently used are deleted.",
         ge=0,
     )
     slots: int | None = setting(
@@ -115,7 +115,7 @@ class BaseEnvConfig(Settings):
     )
     branches: int = setting(
         0,
-        "How many rollouts of a group continue others of the group after one of their turns (trees); below group_size.",
+        "Rollouts of a group that begin after a turn of another rollout of the group (trees); fewer than group_size.",
         ge=0,
     )
     branch_at: Literal["random", "uncertain"] = setting(
@@ -137,7 +137,7 @@ class BaseEnvConfig(Settings):
     drain_s: float = setting(60, "Seconds that rollouts in flight get to finish after SIGTERM.", ge=0)
     timings_from: str | None = setting(
         None,
-        "The folder of an earlier run; tasks that were slow there begin first. A resumed run uses its own timings.",
+        "The folder of an earlier run; tasks that were slow in it begin first. A resumed run uses its own timings.",
     )
     metrics_port: int | None = setting(
         None, "Serve the run's numbers as Prometheus text on this port; 0: any free port.", ge=0, le=65535
@@ -255,15 +255,16 @@ class BaseEnvConfig(Settings):
 
     @model_validator(mode="after")
     def _a_group_of_one_is_kept(self) -> Self:
-        """By default, do not drop groups of one, whose scores are always equal."""
+        """By default, keep groups of one although their scores are always equal."""
         if self.group_size == 1 and "ensure_scores_are_not_same" not in self.model_fields_set:
-            # Not an assignment, so that the field stays "unset" and a larger group_size from a later layer gets True.
+            # Not an assignment, so that the field counts as unset and gets True if a later layer sets a larger
+            # group_size.
             self.__dict__["ensure_scores_are_not_same"] = False
         return self
 
     def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
-        """Raise `ConfigError` for settings with which no run can start. Called after all sources are merged, so that a
-        flag or a file can replace what a script sets. `sources` maps `env.FIELD` to the source of its value."""
+        """Raise `ConfigError` for settings with which no run can start. Called after all sources are merged, because a
+        flag or a file may replace what a script sets. `sources` maps `env.FIELD` to the source of its value."""
         if self.branches and self.branches >= self.group_size:
             raise ConfigError(
                 f"branches {self.branches} needs a larger group_size than {self.group_size}, because the "
@@ -303,7 +304,9 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     max_rollout_output_bytes: int | None = setting(
         None, "Maximum bytes of tool results that one rollout may read.", gt=0
     )
-    max_rollout_cost: float | None = setting(None, "The cost limit of one rollout; needs the two prices.", gt=0)
+    max_rollout_cost: float | None = setting(
+        None, "The cost limit of one rollout; needs prompt_price and completion_price.", gt=0
+    )
     system_prompt: str | None = setting(None, "The system message; it need not name the tools.")
     agent_temperature: float = setting(1.0, "Sampling temperature of rollouts.", ge=0)
     extra_body: dict[str, JSON] | None = setting(
@@ -348,7 +351,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         False, "Docker: grant containers the rights that slots at `userns` need, or at `full` if images are paths."
     )
     docker_runtime: str | None = setting(
-        None, "Docker: a runtime of the daemon, such as gVisor's `runsc`; None: the daemon's."
+        None, "Docker: a runtime of the daemon, such as gVisor's `runsc`; None: the daemon's default."
     )
     singularity_image: str | None = setting(None, "Singularity: the image for tasks that name none.")
     ssh_hosts: list[str] = setting([], "SSH: the machines, by any name that `ssh` accepts or as user@host:port.")
@@ -393,8 +396,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     nomad_address: str = setting("http://localhost:4646", "Nomad: its API.")
     nomad_token: str | None = setting(None, "Nomad: the ACL token, which may submit, scale and read jobs.")
     nomad_datacenter: str = setting("dc1", "Nomad: the datacenter of the job.")
-    nomad_cpu: int = setting(1000, "Nomad: MHz of one container, for all its slots.", ge=1)
-    nomad_memory: int = setting(2048, "Nomad: megabytes of one container, for all its slots.", ge=10)
+    nomad_cpu: int = setting(1000, "Nomad: CPU of one container in MHz, shared by all its slots.", ge=1)
+    nomad_memory: int = setting(2048, "Nomad: memory of one container in megabytes, shared by all its slots.", ge=10)
     nomad_scale_cooldown: float = setting(60, "Nomad: seconds until an idle container is removed.", ge=0)
     sandbox_job_id: str = setting(
         "atropos-sandbox", "Nomad: the job's name. If another live run has this name, the run adds a suffix."
@@ -413,7 +416,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     modal_image: str = setting("python:3.11", "Modal: the image for tasks that name none; it needs Python 3.11.")
     modal_gpu: str | None = setting(None, "Modal: the GPU of a sandbox, such as `T4`.")
     modal_cpu: float = setting(1.0, "Modal: cores of a sandbox.", gt=0)
-    modal_memory: int = setting(2048, "Modal: megabytes of a sandbox.", ge=128)
+    modal_memory: int = setting(2048, "Modal: memory of a sandbox in megabytes.", ge=128)
     modal_slots_per_sandbox: int = setting(10, "Modal: maximum slots in one sandbox.", ge=1)
     modal_min_sandboxes: int = setting(1, "Modal: sandboxes to keep running without slots.", ge=0)
     modal_max_sandboxes: int = setting(5, "Modal: maximum number of sandboxes.", ge=1)
@@ -504,16 +507,16 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         )
 
     def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
-        """Return the settings that flags or arguments change. Files and variables do not count, because they may hold
-        settings of several backends."""
+        """Return the settings that flags or arguments change. Files and variables do not count, because they may
+        contain settings of several backends."""
         fields = type(self).model_fields
         said = (name for name in fields if sources.get(f"env.{name}") in (COMMAND_LINE, ARGUMENT))
         return [name for name in said if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
 
 
 class HeldOutConfig(HermesAgentEnvConfig):
-    """Settings of environments whose tasks have fixed ids. Only the id and the seed decide whether a task is held out,
-    on every machine, independently of the rest of the data set."""
+    """Settings of environments whose tasks have fixed ids. Only a task's id and the seed decide whether the task is
+    held out, on every machine and independently of the rest of the data set."""
 
     held_out: float = setting(
         0.0,
@@ -523,10 +526,11 @@ class HeldOutConfig(HermesAgentEnvConfig):
     )
 
     def is_held_out(self, task_id: str) -> bool:
-        """Return whether the task is kept for `evaluate`."""
+        """Return whether the task is held out, so that only `evaluate` uses it."""
         digest = hashlib.sha256(f"{self.seed}:{task_id}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < self.held_out * 2**64
 
     def serves(self, task_id: str, *, evaluating: bool) -> bool:
-        """Return whether `evaluate` uses the task or, if not `evaluating`, whether the other commands do."""
+        """Return whether `evaluate` or, if not `evaluating`, the other commands use the task. If no tasks are held out,
+        all commands use all tasks."""
         return self.held_out == 0 or self.is_held_out(task_id) == evaluating

@@ -1,4 +1,4 @@
-"""Settings from YAML files, `.env` files and environment variables, as layers to merge, and the parsing of values.
+"""Reads settings from YAML files, `.env` files and environment variables as layers to merge, and parses values.
 
 A word is parsed according to the type of its field, so a text field can hold `5`, `true` or `-x`.
 `palaestra.core.config.merge` validates ranges and required keys. An unknown key is an error.
@@ -46,7 +46,7 @@ _CONTRACT_VARIABLES = {
 """Names that existing scripts and job files export for the model server."""
 
 _OPENAI_VARIABLES = {"OPENAI_API_KEY": "api_key", "OPENAI_BASE_URL": "base_url"}
-"""The variables of OpenAI's own client. As in that client, they only fill in values that nothing else sets."""
+"""The variables of OpenAI's own client. As in that client, they apply only where nothing else sets a value."""
 
 _SLOT_VARIABLES = {
     "TERMINAL_ENV": "terminal_backend",
@@ -85,7 +85,7 @@ _SLOT_VARIABLES = {
 """Names that existing scripts and job files export for slots."""
 
 _SLOT_POOL = ("TERMINAL_ENV", "slot_pool")
-"""With this value, TERMINAL_SLOT_BACKEND decides."""
+"""If this variable has this value, TERMINAL_SLOT_BACKEND names the backend."""
 
 _PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.items()} | {
     variable: f"web_urls.{name}" for name, variable in WEB_URLS.items()
@@ -137,10 +137,11 @@ def read_file(path: Path) -> FileSettings:
 
 
 def read_dotenv(folder: Path) -> dict[str, str]:
-    """Return the variables of the folder's `.env`; none without that file. Raises `ConfigError` naming the line.
+    """Return the variables in the folder's `.env`; none if there is no such file. Raises a `ConfigError` that names the
+    line.
 
     A line is `NAME=value`, optionally after `export`. A value may be in single quotes (literal) or double quotes (with
-    `\\n`, `\\"`, `\\\\`); outside of quotes ` #` begins a comment. Nothing is expanded.
+    `\\n`, `\\"`, `\\\\`); outside quotes, ` #` begins a comment. Nothing is expanded.
     """
     path = folder / DOTENV
     try:
@@ -166,8 +167,8 @@ _exports: Counter[str] = Counter()
 
 @contextmanager
 def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """In the block, let the code of scripts read these variables in `os.environ`. A variable that is already set keeps
-    its value. If blocks overlap, variables stay until the last one ends."""
+    """While the block runs, set these variables in `os.environ`, where the code of scripts can read them. A variable
+    that is already set keeps its value. If blocks overlap, variables stay until the last block ends."""
     added = {name: value for name, value in variables.items() if name not in os.environ or _exports[name]}
     for name, value in added.items():
         os.environ.setdefault(name, value)
@@ -182,12 +183,12 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def shell_variables(dotenv: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the process without those that it got from a `.env` file."""
+    """Return the variables of the process, without those whose value is the one in the `.env` file."""
     return {name: value for name, value in os.environ.items() if dotenv.get(name) != value}
 
 
 def read_openai_variables(environ: Mapping[str, str], model_type: type[BaseModel], where: str) -> ConfigLayer:
-    """Return the layer of the variables that OpenAI's own client reads."""
+    """Return a layer with the variables that OpenAI's own client reads."""
     named = {
         name: variable for variable, name in _known(_OPENAI_VARIABLES, model_type).items() if environ.get(variable)
     }
@@ -205,7 +206,7 @@ def _value(match: re.Match[str]) -> str:
 def read_environ(
     environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
 ) -> ConfigLayer:
-    """Return the layer of the `PALAESTRA_<PREFIX>_<FIELD>` variables and of the contract's variables. For `env`, it
+    """Return a layer with the `PALAESTRA_<PREFIX>_<FIELD>` variables and the contract's variables. For `env`, the layer
     includes the API keys of web providers. `where` names the source. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
@@ -254,7 +255,7 @@ def _load(path: Path) -> dict[str, JSON]:
 
 
 def _twice(text: str) -> tuple[str, int] | None:
-    """Return the first duplicate key of a YAML document, and its line."""
+    """Return the first duplicate key of a YAML document, and its line; None if no key is duplicate."""
     import yaml  # imported here, because most runs have no file
 
     nodes, known = [yaml.compose(text, yaml.SafeLoader)], set()
@@ -286,7 +287,7 @@ def _layer(path: Path, key: str, values: JSON) -> ConfigLayer:
 
 
 def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
-    """Parse the value of a field from the `words` after its flag; there may be none. Raises `ValueError`."""
+    """Parse the value of a field from the `words` after its flag, which may be empty. Raises `ValueError`."""
     kinds = members(annotation)
     if takes_mapping(annotation) and words and not (len(words) == 1 and words[0].lower() in _NONE):
         return _read_mapping(words, texts=holds_texts(annotation))
@@ -304,7 +305,7 @@ def read_words(annotation: Annotation, words: Sequence[str]) -> JSON:
 
 
 def members(annotation: Annotation) -> list[Annotation]:
-    """Return the types of a union, or the one type. Sees through `Annotated` and PEP 695 aliases."""
+    """Return the types of a union, or the one type. `Annotated` and PEP 695 aliases are resolved."""
     origin = _origin(annotation)
     if origin is Annotated:
         return members(get_args(annotation)[0])
@@ -314,17 +315,17 @@ def members(annotation: Annotation) -> list[Annotation]:
 
 
 def takes_sequence(annotation: Annotation) -> bool:
-    """Return whether a field of this type reads several words after its flag as one list."""
+    """Return whether a field of this type accepts a list, made from the words after its flag."""
     return any((_origin(kind) or kind) in _SEQUENCES for kind in members(annotation))
 
 
 def takes_mapping(annotation: Annotation) -> bool:
-    """Return whether `k=v` words and dotted flags make a mapping for a field of this type."""
+    """Return whether a field of this type accepts a mapping, from `k=v` words or dotted flags."""
     return any((_origin(kind) or kind) in _MAPPINGS for kind in members(annotation))
 
 
 def holds_texts(annotation: Annotation) -> bool:
-    """Return whether the values of a mapping of this type are texts."""
+    """Return whether a field of this type accepts a mapping whose values are texts."""
     return any((_origin(kind) or kind) in _MAPPINGS and get_args(kind)[1:] == (str,) for kind in members(annotation))
 
 
@@ -348,7 +349,7 @@ def describe(annotation: Annotation) -> str:
 
 
 def choices(annotation: Annotation) -> list[str]:
-    """Return the words that a field of this type allows, if it has a fixed list."""
+    """Return the words that a field of this type allows; empty if it has no fixed list."""
     found: list[str] = []
     for kind in members(annotation):
         if _origin(kind) is Literal:

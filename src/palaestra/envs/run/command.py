@@ -1,4 +1,5 @@
-"""Reads an environment's command line and runs the environment. Modules of a run are imported once the line is valid.
+"""Reads an environment's command line and runs the environment. The modules that a run needs are imported only once the
+line is valid.
 
 `palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes. The
 path of the run's folder goes to stdout, everything else to stderr.
@@ -24,7 +25,7 @@ from palaestra.inference.config import APIServerConfig, ServerBaseline
 
 
 def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
-    """Run an environment as its script's command line specifies. Reports failures and returns the exit code."""
+    """Run an environment as its script's command line specifies, report a failure, and return the exit code."""
     with Program(sys.argv[1:] if argv is None else argv) as program:
         program.exit_code = run_command(form, program.words, prog=prog)
     return program.exit_code
@@ -71,8 +72,8 @@ def command_line(
     servers: Sequence[ServerBaseline] = (),
     argv: Sequence[str] | None = None,
 ) -> CommandLine[BaseEnvConfig, APIServerConfig]:
-    """Return the settings of an environment, with its own defaults. `servers` replace its own servers. Unknown flags in
-    `argv` are rejected before the environment computes its defaults."""
+    """Return the command line of an environment, with the environment's own defaults. `servers` replace the
+    environment's own servers. Unknown flags in `argv` are rejected before the environment computes its defaults."""
     line = CommandLine(
         prog=prog,
         env_type=form.config_type(),
@@ -91,6 +92,6 @@ def command_line(
 
 
 def take_variables(parsed: Parsed[BaseEnvConfig, APIServerConfig], dotenv: Mapping[str, str]) -> None:
-    """Pass the tools their API keys from the variables of the process and of a `.env` file."""
+    """Give the tools their API keys from the variables of the process and of a `.env` file."""
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
         parsed.env_config.take_variables({**dotenv, **os.environ})

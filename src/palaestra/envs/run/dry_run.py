@@ -18,12 +18,12 @@ from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.schedule import numbered
 
 _SHOWN = 3
-"""The maximum number of tasks that are named."""
+"""The maximum number of tasks that a plan names."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The plan of a run. `tasks` is None if only the trainer or the environment's own code decides."""
+    """The plan of a run. `tasks` is None if the number of tasks is up to the trainer or the environment's own code."""
 
     command: str
     environment: str

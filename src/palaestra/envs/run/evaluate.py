@@ -1,7 +1,7 @@
 """`evaluate`: rolls out the tasks of an evaluation and writes the result files.
 
-A class environment chooses the tasks in its own method; a function environment evaluates its held-out tasks, or all if
-none are held out, `group_size` times each. An evaluation that is stopped has no metrics.
+A class environment chooses the tasks in its own method; a function environment rolls out its held-out tasks, or all
+tasks if none are held out, `group_size` times each. An evaluation that is stopped has no metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from palaestra.rollouts.spec import RunContext
 Logged = Mapping[str, JSON]
 OnGroup = Callable[[Group], None]
 Gate = Callable[[], Awaitable[bool]]
-"""Awaited before each task; it may wait, and False ends the run."""
+"""A function that is awaited before each task. It may wait, and its result False ends the run."""
 
 
 class EvaluatedEnvironment(Environment):
@@ -44,7 +44,7 @@ class EvaluatedEnvironment(Environment):
         return bool(getattr(config, "held_out", self.chooses_evaluation))
 
     def trainer_takes(self, most_tokens: int | None) -> None:
-        """Receive the maximum number of tokens per rollout that the trainer's server accepts."""
+        """Receive the maximum number of tokens per rollout that the trainer's server accepts; None means no maximum."""
 
     async def managed(self, command: str, roll_out: Callable[[], Awaitable[Totals]]) -> Totals:
         """Roll out for a command, `process` or `serve`. An environment may run its own code around the rollouts."""
@@ -61,8 +61,8 @@ class EvaluatedEnvironment(Environment):
 
     @abstractmethod
     async def evaluate(self, evaluation: Evaluation) -> Logged:
-        """Roll out the tasks with `evaluation.roll_out`, and return task, metrics and samples. Raises `RunStopped` and
-        `ConfigError`."""
+        """Roll out the tasks with `evaluation.roll_out`, and return the task's name, the metrics and the samples.
+        Raises `RunStopped` and `ConfigError`."""
 
 
 class Evaluation:
@@ -85,7 +85,7 @@ class Evaluation:
         self.limit = limit
         self.totals = Totals()
         self.logged: Logged = {}
-        """The arguments of `evaluate_log`: task, metrics, samples."""
+        """The result as the arguments of `evaluate_log`: the task's name, metrics, samples."""
 
     async def run(self) -> Totals:
         """Roll out the tasks; `logged` then has the result. Raises `RunStopped` and `ConfigError`."""

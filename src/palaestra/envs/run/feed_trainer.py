@@ -21,7 +21,7 @@ from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.groups import Deliveries, fitting, longest_row, scored_data
 
 ASK_S = 5.0
-"""How long the trainer's server may take to report its tracker's project; nothing depends on the answer."""
+"""How long the trainer's server may take to report its tracker's project. The run also works without the answer."""
 
 EQUAL, TOO_LONG = "had equal scores", "had only rollouts that are too long"
 """The reasons why a group is not sent."""
@@ -69,7 +69,8 @@ class Serving:
         self._unsent: Counter[str] = Counter()
 
     async def run(self, roll_out: Callable[[OnGroup, Gate], Awaitable[Totals]], keep: OnGroup) -> Totals:
-        """Send the groups of `roll_out` to the trainer; the gate admits groups as the trainer needs them."""
+        """Send the groups of `roll_out` to the trainer. The gate that `roll_out` gets admits groups as the trainer
+        needs them."""
         config, deliveries = self._config, Deliveries(self._output.folder.path / "deliveries.jsonl")
         settings = feed_settings(config, self._output.env)
         try:
@@ -99,8 +100,8 @@ class Serving:
         return f"{self._output.folder.run_id}/{group.group_id}"
 
     def _line(self, group: Group, most_tokens: int | None) -> dict[str, JSON] | None:
-        """Return the line to send; None if the group has equal scores that are not to be sent, or if every rollout is
-        too long for the trainer."""
+        """Return the line to send; None if nothing can be sent, for example because the scores are equal or every
+        rollout is too long for the trainer."""
         sent = fitting(group, most_tokens)
         if self._config.ensure_scores_are_not_same and (group.same_scores or sent.same_scores):
             self._leave(EQUAL, f"group {group.group_id} is not sent: its scores are equal (ensure_scores_are_not_same)")
@@ -122,7 +123,8 @@ class Serving:
         return line
 
     def _leave(self, why: str, told: str) -> None:
-        """Count an unsent group, and report the first of its kind, because a trainer may be waiting for it."""
+        """Count a group that is not sent. The first group for each reason is reported, because a trainer may be waiting
+        for it."""
         self._unsent[why] += 1
         if self._unsent[why] == 1:
             self._note(told)

@@ -1,8 +1,8 @@
 """Scores the stored workspaces of a run again, without an agent, so that a corrected score function needs no new
 rollouts.
 
-The run kept each rollout's sealed workspace (`save_workspaces`). The workspace is graded as in the run: in a fresh
-sandbox, with the agent's changes over the prepared workspace, but with the environment's current code. Nothing is
+The run must have kept each rollout's sealed workspace (`save_workspaces`). The workspace is graded as in the run: in a
+fresh sandbox, with the agent's changes over the prepared workspace, but with the environment's current code. Nothing is
 written.
 """
 
@@ -79,7 +79,7 @@ class _Grader:
         self._reading = asyncio.Lock()
 
     async def try_grade(self, trajectory: Trajectory) -> Regraded:
-        """Grade one rollout. If its check fails, the result has the error."""
+        """Grade one rollout. If its check fails, the result contains the error."""
         try:
             return Regraded(trajectory, await self.grade(trajectory))
         except (InfraError, TaskError) as error:

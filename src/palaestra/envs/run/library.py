@@ -57,14 +57,14 @@ async def run(
     progress: bool = False,
     **settings: JSON,
 ) -> Run:
-    """Roll out an environment to the end and return the run.
+    """Run an environment to the end and return the run.
 
     `env` is a function environment (also one called with arguments), a class environment, or text that `palaestra run`
     accepts: a name, a file, `file.py:name`. The agent is a scripted `policy` ("oracle", "noop", "patch:FILE",
     "replay:RUN"), the `model` at `base_url`, or a `server`: an `APIServerConfig`, an engine that the run starts and
     closes (`TransformersEngine`), or several. At most `tasks` groups of `group_size` rollouts are run. With `evaluate`,
-    held-out tasks are run and pass@k is computed. `settings` are further settings of the environment, its own
-    parameters and those of the server (`concurrency`, `max_agent_turns`, `api_key`, …).
+    held-out tasks are run and pass@k is computed. `settings` are further settings of the environment or the server, and
+    the environment's own parameters (`concurrency`, `max_agent_turns`, `api_key`, …).
 
     The run is stored in a new folder below `folder`; `resume` names the folder of a run to continue. `progress` prints
     to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or
@@ -92,7 +92,7 @@ async def run(
 
 
 def run_sync(env: object, **arguments: JSON) -> Run:
-    """Call `run` from code that is not async, or from a notebook, whose own event loop is running."""
+    """Call `run` from code that is not async, or from a notebook, where an event loop is already running."""
     frame = sys._getframe(1)
     if is_loaded(frame.f_globals.get("__name__", "")) and frame.f_code.co_name == "<module>":
         raise ConfigError(
@@ -106,7 +106,7 @@ async def stream(env: object, **arguments: JSON) -> AsyncIterator[Group]:
     """Roll out an environment, and yield each group when it has finished and is on disk. Arguments and errors are those
     of `run`, without `evaluate`. Closing the iterator stops the run; finished groups are kept.
 
-    No further group starts while 64 finished ones wait for the caller.
+    No further group starts while 64 finished groups wait for the caller.
     """
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
@@ -148,7 +148,7 @@ class _FinishedGroups:
         self._changed.set()
 
     async def has_room(self) -> bool:
-        """Wait until another group may start."""
+        """Wait until another group may start. Always returns True."""
         while len(self._groups) >= _WAITING_GROUPS:
             self._taken.clear()
             await self._taken.wait()
@@ -176,8 +176,8 @@ def environment_form(env: object) -> Form:
 
 
 def _reference(env: object) -> str:
-    """Return the reference by which a replay or a resumed run finds an environment of a Python program; empty if the
-    environment has no file or no name of its own."""
+    """Return the reference by which a replay or a resumed run finds an environment that a Python program passed; empty
+    if the environment has no file or is not at the top level of its file."""
     source = getattr(env, "source", env)
     name, path = getattr(source, "__name__", ""), None
     with contextlib.suppress(OSError, TypeError):  # a class may be defined in a notebook
@@ -197,8 +197,8 @@ def assembled(
     progress: bool = False,
     **arguments: JSON,
 ) -> partial[Coroutine[Any, Any, RunReport]]:
-    """Return the call that runs an environment with these settings; the caller makes it. The variables of `.env` must
-    be exported already. Raises `ConfigError`."""
+    """Return a function that runs the environment with these settings and takes further arguments of
+    `envs.run.run.run`. The variables of `.env` must be exported already. Raises `ConfigError`."""
     form = environment_form(env)
     servers = [server] if isinstance(server, ServerBaseline | ServerEngine) else list(server or ())
     engines = [each for each in servers if isinstance(each, ServerEngine)]

@@ -1,8 +1,9 @@
-"""Marks the runs of this user on this machine, so that their records may name code and settings of this machine.
+"""Marks the runs of this user on this machine, because only the records of such runs may name code and settings of this
+machine.
 
-A run's folder may come from another person, who could name any file as its environment. So each part of a run adds a
-mark to the folder: an HMAC of the folder's path and the part's recorded settings. Its key stays in the user's state
-directory.
+A run's folder may come from another person, who could have named any file as its environment. So each part of a run
+adds a mark to the folder: an HMAC of the folder's path and the part's recorded settings. Its key stays in the user's
+state directory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _KEY_BYTES = 32
 
 
 def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
-    """Mark a part of a run with its recorded settings. If the key cannot be stored, the part stays unmarked."""
+    """Add the mark of a part of a run, from the part's recorded settings. If the key cannot be stored, the part stays
+    unmarked."""
     try:
         mark = _mark(folder, config, _key(make=True))
         with open(folder / MARKS, "a", opener=private) as file:

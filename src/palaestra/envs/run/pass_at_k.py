@@ -1,5 +1,5 @@
-"""The metrics of an evaluation: rates, pass@k and their intervals, overall and by label. Unscored rollouts are counted,
-but neither as passed nor as failed. The intervals come from `observe/intervals.py`."""
+"""Computes the metrics of an evaluation: pass rate, mean reward, pass@k and their intervals, overall and by label.
+Unscored rollouts are counted, but neither as passed nor as failed. The intervals come from `observe/intervals.py`."""
 
 from __future__ import annotations
 

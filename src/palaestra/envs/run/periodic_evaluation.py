@@ -1,8 +1,9 @@
 """Evaluates the environment every `steps_per_eval` steps during a run.
 
 Each evaluation has its own folder in the run's folder, with a journal and result files. `eval_handling` decides how
-much of the run continues meanwhile: groups in flight always finish, and new ones wait (`STOP_TRAIN`), are limited to a
-share (`LIMIT_TRAIN`), or are not affected (`NONE`). Invariant: a failed evaluation is reported and never ends the run.
+much of the run continues meanwhile. Groups in flight always finish; new groups wait (`STOP_TRAIN`), are limited to a
+share of the workers (`LIMIT_TRAIN`), or are not affected (`NONE`). Invariant: a failed evaluation is reported and never
+ends the run.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ EVALUATIONS = "evaluations"
 
 class PeriodicEvaluation:
     """The evaluations of one run. `workers` and `eval_workers` are the numbers of groups in flight, in the run and in
-    an evaluation. `step` returns the trainer's step; with None, the number of finished groups counts. `log`
-    receives metrics."""
+    an evaluation. `step` returns the trainer's step; if it is None, finished groups are counted instead. `log` receives
+    the metrics."""
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ _GIT_S = 5.0
 
 
 def provenance(reference: str) -> dict[str, JSON]:
-    """Return the facts for the environment of this reference; unavailable ones are left out. `git_changed` is true if
-    the environment's file differs from its commit."""
+    """Return the provenance of a run of the environment that `reference` names; unavailable facts are left out.
+    `git_changed` is true if the environment's file differs from its commit."""
     facts: dict[str, JSON] = {
         "palaestra": version("palaestra"),
         "python": platform.python_version(),

@@ -1,10 +1,10 @@
 """Replays a recorded run in its environment and in fresh slots, with the recorded replies in place of a model.
 
 The run's folder is data, which a replay only reads. The folder cannot choose isolation, code, programs or servers. The
-environment is an installed one, the caller's file, or the recorded file of a run that this user recorded here. The
-caller chooses the settings that act on this machine (`decides`). Tools that reach outside answer from the recording,
-and slots have no network unless the caller allows it. (`--resume` resumes a run; the policy `replay:FILE` starts a new
-run.)
+environment is an installed one, the caller's file, or the recorded file of a run that this user recorded on this
+machine. The caller chooses the settings that act on this machine (`decides`). Tools that reach outside this machine
+answer from the recording, and slots have no network unless the caller allows it. (`--resume` resumes a run; the policy
+`replay:FILE` starts a new run.)
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ PORTABLE_SETTINGS = frozenset({
     "python_only", "score_include_fail_to_pass", "test_timeout", "test_timeout_s", "task_timeout", "keep_tests",
     "keep_programs", "live_tasks", "controls", "eval_limit_ratio", "steps_per_eval",
 })  # fmt: skip
-"""The settings that another person's run may decide: which tasks are played, how the agent works and what a score sees.
-None of them names a program, a server, a key or a file of this machine, or opens the network."""
+"""The settings that another person's run may decide: which tasks are played, how the agent works, and which files a
+check sees. None of these settings names a program, a server, a key or a file of this machine, or opens the network."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ def replayable_form(recording: Recording, environment: str | None) -> Form:
 
 
 async def replay(recording: Recording, form: Form, settings: ReplaySettings, console: Console) -> Comparison:
-    """Replay the finished groups of a recording in the environment of `replayable_form`, and compare."""
+    """Replay the finished groups of a recording in `form` (see `replayable_form`), and compare the replay with the
+    recording."""
     with where_it_ran(recording):
         return await _Replay(recording, settings, form).run(console)
 
@@ -119,7 +120,7 @@ def differing(recording: Recording, form: Form, settings: ReplaySettings) -> lis
 
 
 class _Replay:
-    """One replay."""
+    """Replays one run."""
 
     def __init__(self, recording: Recording, settings: ReplaySettings, form: Form) -> None:
         self.recording = recording
@@ -181,8 +182,9 @@ async def reopened(
     network: bool = False,
     isolation: str = "best",
 ) -> AsyncIterator[ReopenedRun]:
-    """Open the environment of a recording, with the recorded settings that count, and fresh slots. Slots have no
-    network unless `network` allows it. Tools that reach outside answer from the recording, and no model is called."""
+    """Open the environment of a recording with fresh slots, and with those recorded settings that a replay uses. Slots
+    have no network unless `network` allows it. Tools that reach outside this machine answer from the recording, and no
+    model is called."""
     bound = form.bound if isinstance(form, FunctionForm) else None
     said = said_settings(recording.meta.config, "env", (DEFAULT,))
     said = {name: value for name, value in said.items() if _counts(recording, form, name, value)}
@@ -224,13 +226,13 @@ async def reopened(
 
 
 def _counts(recording: Recording, form: Form, name: str, value: JSON) -> bool:
-    """Return whether a recorded setting counts for a replay. No MCP server is started: its tools answer from the
-    recording."""
+    """Return whether a replay uses a recorded setting. It uses `mcp_servers`, because no MCP server is started: the
+    servers' tools answer from the recording."""
     return name == "mcp_servers" or decides(recording, form, name, value)
 
 
 def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
-    """Return whether a recorded setting counts for a run that is resumed.
+    """Return whether a resumed run, or a replay, uses a recorded setting.
 
     A run that this user recorded here decides all settings except `HOST_SETTINGS`. Any other run decides only
     `PORTABLE_SETTINGS`, and numeric settings that the user's own environment class declares.
@@ -245,7 +247,7 @@ def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
 
 
 class OfflinePool(SlotPool):
-    """Wraps a pool; its slots have no network in any phase."""
+    """A pool whose slots have no network in any phase."""
 
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         return await super().make(replace(spec, network=Network.OFF), trajectory_id, snapshot)
@@ -290,9 +292,9 @@ def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
 
 @contextlib.contextmanager
 def where_it_ran(recording: Recording) -> Iterator[None]:
-    """In the block, resolve relative paths of settings and environments in the folder where this user started the run,
-    if that folder still exists. For another person's run, the folder does not change, because files such as `.env` are
-    read there."""
+    """While the block runs, work in the folder where this user started the run, if it still exists, because settings
+    and environments may have relative paths. For another person's run, the working folder does not change, because
+    files such as `.env` are read from it."""
     folder = Path(str(recording.meta.config.get("folder") or "."))
     with contextlib.chdir(folder) if is_ours(recording) and folder.is_dir() else contextlib.nullcontext():
         yield

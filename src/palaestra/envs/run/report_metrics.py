@@ -43,8 +43,8 @@ METRICS_SCHEMA = "palaestra.metrics/1"
 class MetricsFile:
     """`metrics.jsonl`, the tracker that every run has: one line per call, written immediately.
 
-    A torn last line gets a newline, so that later lines are readable. A line that cannot be written is lost with a
-    warning; the journal stops a run on a full disk.
+    A torn last line gets a newline, so that later lines are readable. If a line cannot be written, it is lost and a
+    warning is logged; on a full disk, the journal stops the run.
     """
 
     def __init__(self, path: Path, *, clock: Clock | None = None) -> None:
@@ -83,7 +83,8 @@ def _torn(path: Path) -> bool:
 
 
 class Reporting:
-    """Logs to the trackers after every `every` groups. `known` are the numbers of groups that were logged before."""
+    """Logs to the trackers after every `every` groups. `known` are the numbers of groups that an earlier part of the
+    run logged."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class Reporting:
 
 
 def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
-    """Return the services that the user requested: `use_wandb` counts only if the user set it."""
+    """Return the requested services. `use_wandb` counts only if the user or the environment set it."""
     wandb = config.use_wandb and sources.get("env.use_wandb", DEFAULT) != DEFAULT
     return ["wandb"] * wandb + ["trackio"] * config.use_trackio
 
@@ -187,8 +188,8 @@ def asked_for(config: BaseEnvConfig, sources: Mapping[str, str]) -> list[str]:
 async def make_reporting(
     parsed: Parsed[BaseEnvConfig, APIServerConfig], output: RunOutput, note: Callable[[str], None]
 ) -> Reporting:
-    """Return the run's trackers: `metrics.jsonl` and the requested services. `note` gets a line for each tracker that
-    is not installed."""
+    """Return the reporting to the run's trackers: `metrics.jsonl` and the requested services. `note` gets a line for
+    each tracker that is not installed."""
     config, folder = parsed.env_config, output.folder
     reporting = Reporting(
         [MetricsFile(folder.metrics)],

@@ -6,7 +6,8 @@
             case Scored(reward=reward): …
             case Unscored(blame=blame): …          # not the policy's fault: drop the sample
 
-Adapters for trainers use it (`integrations/`); `integrations/blame.py` lists how to make each trainer drop a sample.
+Adapters for trainers use this function (`integrations/`); `integrations/blame.py` lists how to make each trainer drop a
+sample.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """A rollout without a reward, whose failure is not the policy's: an infrastructure failure, or the run's end.
+    """A rollout without a reward, for a reason other than the policy: an infrastructure failure, or the run's end.
     `trajectory` is None if the task's workspace could not be prepared."""
 
     blame: Blame
@@ -49,8 +50,8 @@ class Unscored:
 
 
 class RolloutFunction:
-    """Plays rollouts of `env`, each with a model of its own. All rollouts belong to one run. The run starts with
-    `async with` or with the first rollout, and ends with the block or `aclose`.
+    """Plays rollouts of `env`, each with the model at an address of its own. All rollouts belong to one run. The run
+    starts with `async with` or with the first rollout, and ends with the block or `aclose`.
 
     `agent` is a program in the slot (`--agent`), or None for the agent loop. `server_type` is the protocol of the
     addresses: `openai` for any chat server, `vllm` or `sglang` for exact tokens. `settings` are those of

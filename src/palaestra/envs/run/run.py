@@ -1,7 +1,7 @@
 """Runs an environment: one assembly of engine, slots and journal for every form of environment.
 
-`command.py` calls `run` for command lines, `library.py` for Python programs. However a run ends, finished work is kept,
-and the output is made from it.
+`command.py` calls `run` for command lines, `library.py` for Python programs. However a run ends, its finished work is
+kept, and its output is made from that work.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ async def run(
     engines: Sequence[ServerEngine] = (),
     resumed_by: str = "palaestra resume",
 ) -> RunReport:
-    """Run to the end and report the paths of the files. Nothing is written before the model server, the slots and the
-    environment work. The run gets a new folder below `root`, or is kept in `folder`. `subscribers` get the run's
-    events; `gate` is awaited before each task and may wait. `drive` decides which tasks the runner rolls out; without
-    it, all tasks are rolled out in order. `engines` replace those of the configured servers. `resumed_by` is the
-    command that resumes the run, without the folder."""
+    """Run an environment to the end, and report the result and the paths of its files. Nothing is written before the
+    model server, the slots and the environment work. The run gets a new folder below `root`, or is kept in `folder`.
+    `subscribers` get the run's events; `gate` is awaited before each task and may wait. `drive` decides which tasks the
+    runner rolls out; without it, all tasks are rolled out in order. `engines` replace those of the configured servers.
+    `resumed_by` is the command that resumes the run, without the folder."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -210,7 +210,7 @@ async def run(
 
 def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
     """Return the agent program of a run, which runs in the slot."""
-    from palaestra.agent.programs import program_named  # here, because most runs use the agent loop
+    from palaestra.agent.programs import program_named  # imported here, because most runs use the agent loop
     from palaestra.rollouts.program_agent import ProgramAgent
 
     return ProgramAgent(program_named(name), engine, output.folder.path / "agents")
@@ -229,7 +229,8 @@ async def opened(environment: Environment) -> AsyncIterator[None]:
 
 
 def _offered_tools(environment: Environment, seed: int) -> Sequence[Mapping[str, JSON]]:
-    """Return the tools that a task gets by default; empty if the environment cannot choose them without a real task."""
+    """Return the definitions of the tools that a task gets by default; empty if the environment cannot choose tools
+    without a real task."""
     try:
         return environment.kit(Task(id="", prompt=""), random.Random(seed)).definitions
     except Exception:  # the user's code may expect a real task
@@ -254,14 +255,14 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
 
 
 def serve_limit(total_steps: int, source: str) -> int | None:
-    """Return the maximum number of groups to serve, or None. Only a number that the user set counts: an environment's
-    own limit applies to `process`."""
+    """Return the maximum number of groups to serve, or None. Only a number that the user set counts, because an
+    environment's own limit applies to `process`."""
     return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
 
 
 def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
-    """Return the maximum number of tasks of a command; None if the environment or the trainer decides. Raises
-    `ConfigError` for 0."""
+    """Return the maximum number of tasks that a command rolls out; None if the environment or the trainer decides.
+    Raises `ConfigError` for 0."""
     total_steps = parsed.env_config.total_steps
     if total_steps == 0:
         raise ConfigError("tasks is 0, so there is nothing to run (total_steps)")
@@ -273,8 +274,8 @@ def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None
 
 
 def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
-    """Return the number of groups in flight: the setting, in total or per model server, or enough for this machine's
-    cores."""
+    """Return the maximum number of groups in flight: as set, in total or per model server, or otherwise from this
+    machine's number of cores."""
     if config.max_num_workers > 0:
         return config.max_num_workers
     if "max_num_workers_per_node" in config.model_fields_set:
@@ -309,7 +310,7 @@ class CommandRun:
     drive: Drive | None = None
     evaluations: PeriodicEvaluation | None = None
     begun: bool = False
-    """Whether a group may be in flight."""
+    """Whether the first group may have begun."""
     exit_code: int = DONE
     resumed_by: str = "palaestra resume"
     resumable: bool = True
@@ -318,7 +319,8 @@ class CommandRun:
     """How the run ended: done, failed, or why it stopped."""
 
     async def run(self, console: Console, stream: TextIO) -> Totals:
-        """Run the command with its console on `stream`. The output is finished however the run ends."""
+        """Run the command with its console on `stream`, and return the totals. However the run ends, its output is
+        finished."""
         limits, output = self.context.limits, self.output
         totals = None
         try:
@@ -382,7 +384,7 @@ class CommandRun:
                 return
             reader = RunReader(self.output.folder.journal)
             host, port, token = config.metrics_host, config.metrics_port, config.metrics_token
-            from palaestra.rollouts.observe.prometheus import serving_metrics  # here, because most runs have no port
+            from palaestra.rollouts.observe.prometheus import serving_metrics  # most runs have no port
 
             async with serving_metrics(reader, self.status, host, port, token) as url:
                 console.note(f"metrics at {url}")
@@ -402,8 +404,8 @@ class CommandRun:
 
     @contextmanager
     def _draining(self, running: asyncio.Task[Totals]) -> Iterator[None]:
-        """In the block, SIGTERM lets rollouts in flight finish for `drain_s` seconds. A second SIGTERM, or one before
-        any group has begun, stops the run immediately."""
+        """While the block runs, SIGTERM drains the run: rollouts in flight get `drain_s` seconds to finish. A second
+        SIGTERM, or one before any group has begun, stops the run immediately."""
         loop, patience, limits = asyncio.get_running_loop(), self.parsed.env_config.drain_s, self.context.limits
 
         def drain() -> None:
@@ -442,7 +444,7 @@ class CommandRun:
             else:
                 serving, roll_out = None, partial(self._run_groups, limit, self._keep)
                 if command == "serve":
-                    from palaestra.envs.run.feed_trainer import Serving  # here, because it loads an HTTP client
+                    from palaestra.envs.run.feed_trainer import Serving  # loads an HTTP client
 
                     serving = Serving(config, self.output, context.events.note, environment.trainer_takes)
                     roll_out = partial(serving.run, partial(self._run_groups, limit), self._keep)
@@ -497,7 +499,7 @@ class CommandRun:
             if user_set:
                 self.context.events.note("steps_per_eval: no task is held out to evaluate (set --env.held_out)")
             return None
-        from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation  # here, because most runs have none
+        from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation  # most runs have none
 
         workers = concurrency(config, len(self.parsed.server_configs))
         return PeriodicEvaluation(
@@ -533,8 +535,8 @@ class CommandRun:
         return totals
 
     def _timings(self) -> Mapping[str, float]:
-        """Return the seconds that tasks took in the run that the settings name, or otherwise in the earlier parts of
-        this run."""
+        """Return the seconds that tasks took, by task id, in the run that the settings name, or otherwise in the
+        earlier parts of this run."""
         named = self.parsed.env_config.timings_from
         if named is not None:
             return read_timings(Path(named))
@@ -573,13 +575,13 @@ def _print_verdict(
     unfinished: str,
     stream: TextIO,
 ) -> None:
-    """Print how the run ended: its score with its coverage, the failures by cause, its files."""
+    """Print how the run ended: its score and coverage, its failures by cause, and its files."""
     groups, failed, rollouts, planned, scored = (int(figures.get(name, 0)) for name in _COUNTS)
     outcomes = ", ".join(f"{name} {count}" for name, count in output.outcomes.most_common())
     counts = f"{plural(groups, 'group')} ({failed} failed), {plural(rollouts, 'rollout')}"
     counts += f" ({outcomes})" if outcomes else ""
     lines = [f"{reason} after {duration(console.elapsed_s)}: {counts}"]
-    if rollouts and console.score_name == "reward":  # other environments report their own output
+    if rollouts and console.score_name == "reward":  # runs with another kind of score report their own results
         lines.append(f"  {_mean_reward(figures, scored, planned)}")
     if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):
         lines.append(f"  {evaluated}")
@@ -633,8 +635,8 @@ def _files(output: RunOutput) -> list[str]:
 
 
 def _suspects(totals: Totals) -> Iterator[str]:
-    """Yield lines that name the rollouts whose work interfered with its check, those that may need live grading, and
-    the tasks whose tests have no control."""
+    """Yield lines that name the rollouts whose work interfered with its check, the rollouts that may need live grading,
+    and the tasks whose tests have no control."""
     for what, names in (
         ("rollouts tampered with their check and were scored 0", totals.tampered),
         (

@@ -1,9 +1,9 @@
 """The folder of a run, and the files made from its journal.
 
 The folder holds the journal, the settings, `metrics.jsonl`, the groups (`groups.jsonl`, in the Atropos shape), the
-report and, if tools reached outside, `world.jsonl`. A configured path gets a copy of the groups and of the report;
-existing files are not overwritten, because a copy gets a number instead. A run that never began leaves no folder, and a
-run without groups leaves no groups file.
+report and, if tools reached outside this machine, `world.jsonl`. Copies of the groups and of the report are written to
+a path that the settings name; if a file exists there, the copy gets a number instead of overwriting it. A run that
+never began leaves no folder, and a run without groups leaves no groups file.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class RunOutput:
         self.failures = Failures()
         self.resumes = earlier is not None
         self.begun = self.resumes
-        """Whether any group began; otherwise there is nothing to keep."""
+        """Whether any group began. If none did, there is nothing to keep."""
         self.earlier = earlier or EarlierWork()
         self.resumed = ""
         self.settings = settings
@@ -228,8 +228,9 @@ class RunOutput:
         self.folder.remove()
 
     def close(self, reason: str) -> dict[str, float]:
-        """Write the journal's last line, close everything and write the report. Returns the run's metrics. Raises
-        `DiskError`. The report reads the journal one group at a time, so a long run needs no more memory at its end."""
+        """Write the journal's last line, close all files and write the report. Returns the run's metrics. Raises
+        `DiskError`. The report reads the journal one group at a time, so a long run does not need more memory at its
+        end."""
         try:
             self.journal.append(RunEnded(at=time.time(), reason=reason))
         finally:
@@ -247,7 +248,7 @@ class RunOutput:
             "run": str(self.folder.path),
         }
         if self.resumes:
-            self.resumed = self.status.read().resumed  # read at the start, so only new lines are left
+            self.resumed = self.status.read().resumed  # reads only the lines added since the start of the run
             meta |= {"resumed": self.resumed} if self.resumed else {}
         report, self._figures.unfinished = self.folder.report, len(self._unfinished)
         try:
@@ -322,8 +323,8 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
 
 
 def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> RunOutput:
-    """Open the output of an earlier run, to resume it. Raises `ConfigError` if that run had a different environment or
-    command."""
+    """Open the output of an earlier run, to resume it. Raises `ConfigError` if that run had a different environment,
+    model or seed, or if only one of the two is an evaluation."""
     folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
     journal = Journal(folder.journal)  # before anything is read: the process that holds it owns the run
     try:
@@ -365,7 +366,8 @@ def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path)
     """Find the copy of the groups that the earlier part of a run made at the wanted path, perhaps with a number; None
     if there is none. The copy is rewritten.
 
-    The recording alone must not choose a file on this machine.
+    The recording names this file, so the file must be next to `wanted`: a recording alone must not choose a file on
+    this machine.
     """
     path, first = Path(recorded.get("groups_file", "")), Path(recorded.get("run_folder", folder.path))
     moved = first.exists() and not first.samefile(folder.path)
@@ -376,13 +378,13 @@ def _earlier_copy(recorded: Mapping[str, JSON], folder: RunFolder, wanted: Path)
 
 
 def _is_numbered(name: str, wanted: str) -> bool:
-    """Return whether a path has the wanted name, perhaps with the number that a new file gets."""
+    """Return whether `name` is the wanted name, perhaps with the number that a new file gets."""
     stem, suffix = Path(wanted).stem, Path(wanted).suffix
     return re.fullmatch(rf"{re.escape(stem)}([._-]\d+)?{re.escape(suffix)}", name) is not None
 
 
 def _differing(recorded: Mapping[str, JSON], now: Mapping[str, JSON]) -> list[str]:
-    """Return how the settings of a resumed run differ from the recorded ones."""
+    """Return lines about how the settings of a resumed run differ from the recorded ones."""
     old, new = recorded.get("env") or {}, now.get("env") or {}
     short = {name: written for written, name in ARGUMENTS.items()}
     lines = [

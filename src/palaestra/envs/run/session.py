@@ -3,8 +3,8 @@
     async with Session(count_lines(n=8), policy="oracle") as session:
         groups = await session.roll_out("lines-3", "lines-5", group_size=4)
 
-Sessions are for trainers: each step rolls out new tasks with new weights, through the same slots and into one record. A
-program with its own agent loop plays rollouts (`Play`, `SyncPlay`).
+Sessions are for trainers, which at each step roll out new tasks with new weights, through the same slots and into one
+record. A program with its own agent loop can play rollouts itself (`Play`, `SyncPlay`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ CALLER = "caller"
 
 
 class Session:
-    """A run that stays open. Use it in an `async with` block, or in `with` for `SyncSession`. Arguments are those of
-    `palaestra.run`; `group_size` is the default of `roll_out`. With `policy="caller"` the program plays the rollouts
-    itself (`play`).
+    """A run that stays open. Use it in an `async with` block, or in a `with` block, which yields a `SyncSession`.
+    Arguments are those of `palaestra.run`; `group_size` is the default of `roll_out`. With `policy="caller"` the
+    program plays the rollouts itself (`play`).
 
     Entering the block raises what `palaestra.run` raises if the run cannot start. Leaving the block waits for the
     groups in flight, cancels rollouts that the program plays, and finishes the record.
@@ -90,7 +90,7 @@ class Session:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closing.set()
         for play in self._plays:
-            play._group.cancel()  # an unfinished rollout would never end
+            play._group.cancel()  # a rollout that the program does not finish would never end
         with python_names(), self._entered:
             if kind is None:
                 await self._running
@@ -121,7 +121,8 @@ class Session:
         return list(itertools.islice(self._drawn.values(), limit))
 
     async def roll_out(self, *tasks: str | Task, group_size: int | None = None) -> list[Group]:
-        """Roll out tasks, by their ids, concurrently; return one finished group per task, in their order.
+        """Roll out the tasks concurrently, and return one finished group per task, in the same order. A task may be
+        given by its id.
 
         The groups include failed rollouts. Raises `ConfigError` for an unknown task or the policy "caller". Raises
         `EngineUnavailable` or `RunStopped` when the run stops; the session can then only be closed.
@@ -140,8 +141,8 @@ class Session:
         return self._runner.env.kit(found, random.Random(0)).definitions
 
     async def play(self, task: str | Task) -> Play:
-        """Begin a rollout, as its own group, whose agent is the caller. Raises `ConfigError` for an unknown task, or
-        for a session with a different policy."""
+        """Begin a rollout whose agent is the caller. The rollout is the only one of its group. Raises `ConfigError` for
+        an unknown task, or for a session with a different policy."""
         if not self._played:
             raise ConfigError(f"play needs a session with policy={CALLER!r}")
         found = await self._find(task) if isinstance(task, str) else task

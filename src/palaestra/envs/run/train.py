@@ -93,8 +93,8 @@ async def train_line(
     stream: TextIO | None = None,
     tinker_url: str | None = None,
 ) -> TrainingReport:
-    """Train to the end. The model is loaded before anything is written. The run's folder is `folder`, or a new one
-    below `root`."""
+    """Train a model to the end. The model is loaded before anything is written. The run's folder is `folder`, or a new
+    one below `root`."""
     chosen = make_trainer(trainer, parsed, config, tinker_url, root) if isinstance(trainer, str) else trainer
     training = Training(chosen, config)
     try:
@@ -120,7 +120,7 @@ async def train_line(
 def make_trainer(
     name: TrainerName, parsed: RunLine, config: TrainingConfig, tinker_url: str | None, root: Path
 ) -> Trainer:
-    """Return the trainer with this name, for the settings of a run. It has not loaded anything yet. Raises
+    """Return the trainer with this name, for the settings of a run. The trainer has not loaded anything yet. Raises
     `ConfigError`."""
     env, servers = parsed.env_config, parsed.server_configs
     if len(servers) != 1 or servers[0].model_name in ("", "default"):

@@ -37,11 +37,11 @@ logger = logging.getLogger(__name__)
 discord.VoiceClient.warn_nacl = discord.VoiceClient.warn_dave = False
 
 _POSITION, _DIRECT = "position", "direct "
-"""Names of notes: the one with the id of the last accepted message, and the prefix of those that list direct
+"""Names of notes: the note with the id of the last accepted message, and the prefix of the notes that list direct
 channels."""
 _OVERLAP = 10_000 << 22
-"""Ten seconds as a difference of ids, which begin with a time. Messages of different channels may arrive out of
-order."""
+"""Ten seconds, as a difference between message ids, whose upper bits are a timestamp. The history is read with this
+overlap because messages of different channels may arrive out of order."""
 _WRITE_EVERY_S = 60.0
 """The minimum time, in seconds, between two writes of the position while no message is for the bot."""
 _MOST_WAITING = 1000
@@ -78,9 +78,9 @@ class Discord:
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the state to that of a start. While `_behind` is true, the history may contain messages that were not
-        accepted, and the position stays; the history is read once `_readable` is true. `_session` counts sessions of
-        the websocket."""
+        """Reset the state as at a start. While `_behind` is true, the history may contain messages that were not
+        accepted, and the position is not stored. The history is read once `_readable` is true. `_session` counts the
+        sessions of the websocket."""
         self._waiting: deque[discord.Message] = deque()
         self._taken: deque[int] = deque(maxlen=_MOST_WAITING)
         self._came = asyncio.Event()

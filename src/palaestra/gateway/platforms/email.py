@@ -95,7 +95,7 @@ class Email:
     # Incoming messages
 
     async def _read(self, client: aioimaplib.IMAP4, deliver: Deliver) -> None:
-        """Deliver unread messages until the task is cancelled. Open a lost connection again."""
+        """Deliver unread messages until the task is cancelled. Reopen a lost connection."""
         wait_s, open_client = 1.0, client
         try:
             while True:
@@ -183,7 +183,7 @@ class Email:
         return Incoming(address, message_id, user_id, _text(mail), files, name)
 
     def _is_checked(self, mail: EmailMessage, user_id: str) -> bool:
-        """Return whether the first `Authentication-Results`, which our server wrote, confirms the sender.
+        """Return whether the first `Authentication-Results`, which the mailbox's server wrote, confirms the sender.
 
         Senders choose parts of that header, such as the envelope's address: quoted text and comments do not count, and
         a second DMARC result makes the header invalid.
@@ -255,7 +255,7 @@ class Email:
 
     @contextlib.asynccontextmanager
     async def _sender(self) -> AsyncIterator[aiosmtplib.SMTP]:
-        """Yield a connection to the SMTP server, logged in if the server offers that."""
+        """Yield a connection to the SMTP server, logged in if the server offers logins."""
         host, port = self._smtp
         smtp = aiosmtplib.SMTP(
             hostname=host, port=port, timeout=_TIMEOUT_S,

@@ -149,7 +149,8 @@ class Matrix:
         return response
 
     async def _take(self, client: AsyncClient, deliver: Deliver, response: SyncResponse) -> bool:
-        """Join rooms and deliver messages; returns whether there were any."""
+        """Join the rooms to which the bot is invited, and deliver messages. Return False if there were neither
+        invitations nor messages."""
         for room_id in response.rooms.invite:
             async with self._failures():
                 joined = await client.join(room_id)

@@ -1,12 +1,12 @@
-"""`/v1/chat/completions`: any program that can talk to a chat model talks to the agent.
+"""`/v1/chat/completions`: any program that can talk to a chat model can talk to the agent.
 
-A request is one message of a person: the last message of `messages`. The header `X-Session-Id` names its conversation.
+A request is one message from a person: the last one in `messages`. The header `X-Session-Id` names its conversation.
 Without this header, the server finds the conversation by the earlier messages, which it remembers by their digest.
 Unknown earlier messages, for example a system prompt, are given to the agent as a transcript at the beginning of a new
 session. The reply has the session's id in the same header.
 
-A request with an `Idempotency-Key` that was sent before gets the first request's answer, and starts no turn. Without
-`X-Session-Id`, the key of a first message also names its session.
+A request that repeats the `Idempotency-Key` of an earlier one gets the earlier request's answer, and starts no turn.
+Without `X-Session-Id`, the key of a conversation's first message also names its session.
 
 With `stream: true`, the answer is sent as it is generated (server-sent events); other requests get the whole answer at
 the end. The agent uses the gateway's tools; `tools`, `temperature` and other settings of a request have no effect. If
@@ -75,8 +75,8 @@ class OpenAIServer:
         self._open = AsyncExitStack()
 
     async def start(self, deliver: Deliver) -> None:
-        """Raise `ConfigError` if the port is in use, or if the server would listen beyond the loopback interface
-        without a token."""
+        """Start the server. Raises `ConfigError` if the port is in use, or if the server would listen beyond the
+        loopback interface without a token."""
         self._deliver = deliver
         app = web.Application(
             client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_refused)]

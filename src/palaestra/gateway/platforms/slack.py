@@ -110,8 +110,8 @@ class Slack:
         return Incoming(address, ts, user, text, tuple(files), user, problem)
 
     def _is_slack(self, url: str) -> bool:
-        """Return whether the bot's token may be sent to an address. People choose the addresses of files outside of
-        Slack."""
+        """Return whether the bot's token may be sent to `url`, that is, whether the server belongs to Slack. A file
+        that is stored elsewhere has an address that a user chose."""
         asked, api = URL(url), URL(self._url)
         host = asked.host or ""
         own = asked.origin() == api.origin() if asked.absolute else False

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _LONG_POLL_S = 30
 _MOST_BYTES = 20 << 20
-"""The largest file that a bot may download."""
+"""The maximum size, in bytes, of a file that a bot may download."""
 _CHATS: dict[str, ChatType] = {"private": "dm", "group": "group", "supergroup": "group", "channel": "channel"}
 
 

@@ -1,6 +1,6 @@
 """An engine that sends each rollout to its own model server, for trainers that give every rollout a base URL.
 
-The program opens an address in its own context (`AddressedEngine.at`) and starts the rollout in that context.
+The program passes the address to `AddressedEngine.at` and starts the rollout inside that block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class AddressedEngine(ServerEngine):
 
     @asynccontextmanager
     async def at(self, base_url: str, api_key: str, model: str) -> AsyncIterator[None]:
-        """Send rollouts that start in the block to this server. Raises the errors of starting the server's client."""
+        """Send rollouts that start in the block to this server. Raises the errors of the client's `start`."""
         address = {"base_url": base_url, "model_name": model, "health_check": False}
         key = {"api_key": api_key} if api_key else {}
         server = self._make(APIServerConfig(**{**self._settings, **address, **key}))

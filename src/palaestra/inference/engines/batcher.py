@@ -1,8 +1,8 @@
 """Samples concurrent requests to one model in one batch, in the thread that owns the model.
 
-New requests join between two tokens; finished and cancelled ones leave. After an idle period, the first request waits
-`WINDOW_S` seconds for others. Invariants: every request is answered exactly once, even if the model fails, the weights
-change or the thread ends; an unsupported sampling setting is refused, never ignored.
+Between two tokens, new requests join the batch, and finished and cancelled requests leave it. After an idle period, the
+first request waits `WINDOW_S` seconds for others. Invariants: every request is answered exactly once, even if the model
+fails, the weights change or the thread ends; an unsupported sampling setting is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ _Message: TypeAlias = "_Request | _NewWeights | _End"
 
 
 class Batcher:
-    """Runs a decoder in a thread of its own. Thread-safe; `close` is idempotent and blocks until the thread has ended.
-    `make` builds the decoder inside the thread. `most_rows` limits the batch; further requests wait in order."""
+    """Runs a decoder in a thread of its own. Thread-safe; `close` is idempotent and waits up to `CLOSE_TIMEOUT_S`
+    seconds for the thread to end. `make` builds the decoder inside the thread. `most_rows` limits the batch; further
+    requests wait in order."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Any server that speaks OpenAI chat completions with native tool calls: vLLM, SGLang, llama.cpp, OpenRouter, OpenAI.
+"""The client of any server that speaks OpenAI chat completions with native tool calls: vLLM, SGLang, llama.cpp,
+OpenRouter, OpenAI.
 
 Not token-exact: the server renders the template and parses the calls, and returns only text, which is never repaired.
 """
@@ -130,9 +131,9 @@ class OpenAIEngine(ServerEngine):
     ) -> ChatCompletion:
         """Sample one reply with `n` choices. `split` (train or eval) selects the in-flight limit.
 
-        With `on_delta`, `stream=True` or the setting `stream` the reply is streamed; the result is the same. `on_delta`
-        is called with each chunk. `sampling` and then `extra_body` are merged into the request, and both may override
-        its fields. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or `EngineReplyError`.
+        With `on_delta`, `stream=True` or the setting `stream`, the reply is streamed; the result is the same.
+        `on_delta` is called with each chunk. `sampling` and then `extra_body` are merged into the request, and both may
+        override its fields. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or `EngineReplyError`.
         """
         body: dict[str, JSON] = {"model": self.name, "messages": messages}
         if tools:

@@ -55,7 +55,7 @@ COMMANDS = "terminal"
 PATCH_PATH = "/tmp/palaestra.patch"  # noqa: S108  inside the slot, outside the workspace that is graded
 
 _APPLY = f"git apply --whitespace=nowarn {PATCH_PATH} || patch -p1 --forward --batch < {PATCH_PATH}"
-"""`git apply` may fail outside a repository, and changes nothing if it fails."""
+"""`git apply` may fail outside a repository. It then changes nothing, so `patch` can try."""
 
 
 Act: TypeAlias = str | Sequence[ToolStep] | RecordedReply

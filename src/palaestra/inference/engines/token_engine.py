@@ -72,7 +72,8 @@ class TokenChat(ServerEngine):
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
         """Return token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one.
-        An unknown parser name is replaced with `hermes` and a warning, as scripts expect. Raises `ConfigError`."""
+        If no parser has the given name, it logs a warning and uses `hermes`, as existing scripts expect. Raises
+        `ConfigError`."""
         chosen = tool_call_parser or tool_parser
         if isinstance(chosen, str) and chosen not in ("none", *list_parsers()):
             logger.warning("no tool-call parser is named %r; hermes is used instead", chosen)
@@ -204,8 +205,8 @@ class TokenServer(TokenChat):
     async def _continued(
         self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str, read: Reader | None = None
     ) -> Response:
-        """Return the answer to a POST of the JSON object `rest`, with the ids (most of its bytes) added under
-        `name`."""
+        """Send the JSON object `rest` in a POST, with the ids added under `name`, and return the response. The body is
+        made for each attempt, because the ids are most of its bytes."""
         return await self.transport.request(
             "POST",
             url,
@@ -218,7 +219,7 @@ class TokenServer(TokenChat):
         """Return a reader for a stream, or None if `on_ids` is None. `events` names a class of `token_stream.py`."""
         if on_ids is None:
             return None
-        from palaestra.inference.http import token_stream  # imported here: only chats stream
+        from palaestra.inference.http import token_stream  # imported here, because only chats stream
 
         source = f"The model server at {shown(url)} (model '{self.name}')"
         return token_stream.TokenStreamReader(source, getattr(token_stream, events), on_ids).read
@@ -425,8 +426,8 @@ def _is_about_the_request(raw: bytes) -> bool:
 
 
 def _are(said: msgspec.Raw, ids: Sequence[int]) -> bool:
-    """Return whether the server reports receiving these ids, or reports none. The texts are compared first, because
-    they are nearly always identical."""
+    """Return whether the server reports these ids as received, or reports no ids at all. The texts are compared first,
+    because they are nearly always identical."""
     text = bytes(said)
     return text in (_NOT_SAID, ids_json(ids)) or msgspec.json.decode(text) == list(ids)
 
@@ -453,7 +454,7 @@ class _VLLMReply(msgspec.Struct):
 
 
 class _AtroposReply(msgspec.Struct):
-    """`logprobs[C][N]` hold, per completion and position, a list of one mapping from id to log-probability."""
+    """`logprobs[C][N]` hold, per completion and position, a list with one mapping from an id to its log-probability."""
 
     logprobs: list[list[list[dict[int, float]]]]
     finish_reasons: list[str]

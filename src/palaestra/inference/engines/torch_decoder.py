@@ -1,8 +1,8 @@
 """Continues several token sequences concurrently with a `transformers` model: one batch, a key-value cache, left
 padding.
 
-A row's numbers do not depend on its neighbours beyond rounding, because padding is never attended to and each row has
-its own random generator. The token is found by inverting the cumulative distribution at a number from Python's
+Except for rounding, a row's results do not depend on the other rows, because padding is never attended to and each row
+has its own random generator. A token is chosen by inverting the cumulative distribution at a number from Python's
 generator, so the same seed and probabilities give the same token on every device.
 
 Extra: `train` (torch, transformers).
@@ -27,9 +27,9 @@ _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """Return the model in a folder, or with a name, ready to sample. Blocks. With `device` None, the model uses the
-    first GPU, if there is one. Raises `ConfigError` if the extra or the model is missing, or if the model's layers
-    cannot be batched here."""
+    """Return a model from a folder or the hub, ready to sample. Blocks. With `device` None, the model uses the first
+    GPU, if there is one. Raises `ConfigError` if the extra or the model is missing, or if this engine cannot batch the
+    model's layers."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -101,7 +101,7 @@ class TorchDecoder:
         return [(int(token), logprob) for token, logprob in zip(*both, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows (ascending), and drop the padding that only the others needed."""
+        """Keep only these rows (ascending), and drop the padding that only the other rows needed."""
         chosen = list(rows)
         self._lengths = [self._lengths[row] for row in chosen]
         self._sampling = [self._sampling[row] for row in chosen]

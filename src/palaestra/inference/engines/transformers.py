@@ -1,9 +1,9 @@
 """A `transformers` model in this process, on CPU or GPU: token ids in, ids with the model's own log-probabilities out.
 
-For development, small models and training on one machine; a server is faster for a large model. The event loop never
-blocks: the model lives in the thread of `batcher`. Log-probabilities are the model's own (T4), at temperature 1 and
-before `top_k` and `top_p`, so one forward pass over a ledger's row reproduces them. Set `logprobs_mode:
-processed_logprobs` in `extra_body` to get the log-probabilities of the sampled distribution.
+It is meant for development, small models and training on one machine; a server is faster for a large model. The event
+loop never blocks: the model lives in the thread of `batcher`. Log-probabilities are the model's own (T4), at
+temperature 1 and before `top_k` and `top_p`, so one forward pass over a ledger's row reproduces them. Set
+`logprobs_mode: processed_logprobs` in `extra_body` to get the log-probabilities of the sampled distribution.
 
 Extra: `train` (torch, transformers). `model_name` is a folder, or the name of a model, which is then fetched.
 """
@@ -34,7 +34,7 @@ MOST_ROWS = 64
 only take longer."""
 
 DEFAULT_WINDOW_TOKENS = 4096
-"""The window of a model whose config has none."""
+"""The context window, in tokens, of a model whose config does not specify one."""
 
 
 class TransformersEngine(TokenChat):
@@ -62,7 +62,7 @@ class TransformersEngine(TokenChat):
         )
 
     async def start(self) -> None:
-        """Load tokenizer and model, in the engine's thread. Raises `ConfigError` if either fails."""
+        """Load the tokenizer, and load the model in the engine's thread. Raises `ConfigError` if either fails."""
         await super().start()
         await asyncio.wrap_future(self.batcher.start())
 

@@ -1,4 +1,4 @@
-"""Decodes lists of models, and decodes replies in the chat completions format into records, despite servers' quirks.
+"""Decodes lists of models and replies in the chat completions format into records, and tolerates servers' quirks.
 
 A reply of the expected shape is decoded straight into records, any other reply piece by piece; malformed arguments pass
 through as text. Sources: the OpenAI chat completions reference; the quirks of vLLM, SGLang, llama.cpp, Ollama and
@@ -24,7 +24,8 @@ _SHOWN_BYTES = 200
 
 
 def decode_completion(raw: bytes, turn: int, source: str) -> ChatCompletion:
-    """Return the reply as records. `turn` (from 1) is part of the ids of calls without one; `source` names the server.
+    """Return the reply as records. `turn` (from 1) is part of the ids made for calls without an id; `source` names the
+    server.
 
     Raises `EngineReplyError`.
     """
@@ -53,7 +54,7 @@ def decode_text(raw: bytes, source: str) -> TextCompletion:
 
 
 def _converted(raw: bytes, source: str) -> ChatCompletion:
-    """Convert a JSON reply of a different shape piece by piece."""
+    """Convert a JSON reply of an unexpected shape piece by piece."""
     try:
         value = msgspec.json.decode(raw)
         if not isinstance(value, dict):
@@ -172,8 +173,8 @@ def _wrapped(call: Mapping[str, JSON]) -> Mapping[str, JSON]:
 
 
 def _arguments(call: Mapping[str, JSON]) -> JSON:
-    """Return the arguments of a call, or an empty object for anything that is not a call, which the server may
-    refuse."""
+    """Return a call's arguments. Anything that is not a call counts as one with an empty object, so that it is sent
+    unchanged and the server may refuse it."""
     function = call.get("function") if isinstance(call, Mapping) else None
     return function.get("arguments", "") if isinstance(function, Mapping) else {}
 
@@ -210,8 +211,8 @@ def listed_models(body: bytes) -> list[ListedModel]:
 
 
 def server_kind(models: Sequence[ListedModel]) -> ServerKind:
-    """Return the protocol in which the server of these models gives exact tokens. Our own model server speaks
-    vLLM's."""
+    """Return whose protocol for exact tokens the server of these models speaks, or `other` if it is unknown. Our own
+    model server speaks vLLM's."""
     for model in models:
         if model.owned_by in ("vllm", "palaestra"):
             return "vllm"

@@ -1,4 +1,4 @@
-"""A chat completion streamed as server-sent events, assembled into the body of an unstreamed reply.
+"""Assembles a chat completion, streamed as server-sent events, into the body of an unstreamed reply.
 
 An incomplete stream ends in an error, and the transport retries. Sources: the OpenAI reference
 (`chat.completion.chunk`, `stream_options`) and the WHATWG's specification of server-sent events. Servers send calls
@@ -36,7 +36,7 @@ class Delta:
 
 
 DeltaHook: TypeAlias = Callable[[Delta], None]
-"""Called with each chunk as it comes, on the event loop, so it must not block."""
+"""Called with each chunk as it arrives, on the event loop, so it must not block."""
 
 
 class EventStreamReader:
@@ -113,7 +113,7 @@ class _Call:
         arguments = function.get("arguments")
         piece = arguments if isinstance(arguments, str) else "" if arguments is None else json.dumps(arguments)
         if piece.startswith("{") and piece == "".join(self.arguments) and _is_whole(piece):
-            return  # the whole call, repeated
+            return  # the server repeated the whole call
         self.arguments.append(piece)
 
     def as_message(self) -> dict[str, JSON]:

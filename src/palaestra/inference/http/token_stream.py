@@ -1,4 +1,4 @@
-"""Token-exact replies as server-sent events, assembled into the body of an unstreamed reply.
+"""Assembles token-exact replies, streamed as server-sent events, into the body of an unstreamed reply.
 
 Sources: SGLang 0.5 (`/generate` with `stream`; the tokens so far in every event, or only the new ones), vLLM 0.10.2
 (`/v1/completions` with `stream` and `return_token_ids`; only the new ones). An incomplete stream ends in an error, and
@@ -19,7 +19,7 @@ from palaestra.inference.http.sse import events
 from palaestra.inference.http.transport import NOT_JSON, encode_json, raise_failed_within, server_says
 
 OnIds: TypeAlias = Callable[[Sequence[int] | None], None]
-"""Called with new token ids as they come, on the event loop. None means that the request is repeated and earlier ids
+"""Called with new token ids as they arrive, on the event loop. None means that the request is repeated and earlier ids
 are void."""
 
 

@@ -34,7 +34,8 @@ CONNECT_TIMEOUT_S = 10.0
 LOOK_TIMEOUT_S = 10.0
 RETRY_LINE_EVERY_S = 5.0
 KEEP_ALIVE_S = 4.0
-"""Idle time before a connection is closed; below the 5 s of uvicorn, which most model servers use, to avoid races."""
+"""The time after which an idle connection is closed, in seconds. Most model servers use uvicorn, which closes idle
+connections after 5 s; closing them earlier avoids a race with the server."""
 
 _HEADERS = {"Content-Type": "application/json", "Accept": "application/json"}
 
@@ -70,8 +71,8 @@ class Response:
 
 class Transport:
     """A pool of connections to one model server. Opens on first use; `aclose` is idempotent. `lanes` maps a lane's name
-    to its limit of requests in flight. `timeout_s` covers one request with its retries, but not its wait for a place.
-    `query` is added to every address. `model` is used only in messages."""
+    to its limit of requests in flight. `timeout_s` covers one request with its retries, but not its wait for a place in
+    its lane. `query` is added to every address. `model` is used only in messages."""
 
     def __init__(
         self,
@@ -124,8 +125,8 @@ class Transport:
             await session.close()
 
     async def post_json(self, url: URL, payload: JSON, *, lane: str = "train", read: Reader | None = None) -> bytes:
-        """Return the body of a successful reply to a POST, as `read` returns it. Raises `EngineUnavailable` after the
-        last retry, and `EngineRefused` or `ContextExceeded` without a retry."""
+        """Send `payload` in a POST and return the body of the successful reply, as `read` returns it. Raises
+        `EngineUnavailable` after the last retry, and `EngineRefused` or `ContextExceeded` without a retry."""
         body = encode_json(payload)
         response = await self.request("POST", url, lambda: body, lane=lane, read=read)
         if not 200 <= response.status < 300:
@@ -202,7 +203,8 @@ class Transport:
         self._reported_at, self._unreported = now, 0
 
     async def _take_turn(self, lane: str) -> float:
-        """Take a place in the lane, which the caller must release; return the seconds waited. Raises `ConfigError`."""
+        """Wait for a place in the lane, which the caller must release; return the seconds waited. Raises
+        `ConfigError`."""
         if lane not in self._lanes:
             raise ConfigError(f"Unknown split '{lane}'; available: {', '.join(self._lanes)}.")
         asked_s = self._clock.monotonic()

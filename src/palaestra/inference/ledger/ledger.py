@@ -64,7 +64,7 @@ def pieces_of(turn: SampledTurn) -> list[Piece]:
 @dataclass(slots=True)
 class _Segment:
     """`tokens[T]`, the `logprobs[S]` of the sampled tokens, the running hash over both, and the tokens' checksum.
-    `branch` is the number of its conversation. `json` are the first `json_count` tokens as JSON numbers."""
+    `branch` is the number of its conversation. `json` holds the first `json_count` tokens as JSON numbers."""
 
     reason: SegmentReason
     branch: int = 0
@@ -103,7 +103,7 @@ class _Segment:
         )
 
     def record(self, spans: Sequence[TokenSpan]) -> SegmentRecord:
-        """Return the first `spans` of the segment in their form on disk."""
+        """Return the segment in its form on disk, cut after `spans`, which are its first spans."""
         mask, logprobs, taken = bytearray(), array("f"), 0
         for span in spans:
             length = span.stop - span.start
@@ -141,7 +141,7 @@ class _Segment:
         return found
 
     def row(self, number: int, spans: int | None = None) -> TokenRow:
-        """Return the training row of the first `spans` spans, or of all."""
+        """Return the training row of the first `spans` spans, or of all spans if `spans` is None."""
         return token_row(self.record(self.spans[:spans]), number, self.finish_reason)
 
 
@@ -266,9 +266,9 @@ class Ledger:
         return [segment.row(number) for number, segment in enumerate(self._segments) if segment.tokens]
 
     def nodes(self, tokenizer: Tokenizer) -> list[SequenceNode]:
-        """Return all rows with a sampled span as the contract's nodes. Those of other conversations come first, so the
-        last node is the latest of the rollout's own conversation. Within both groups, nodes are in the order in which
-        they began."""
+        """Return all rows with a sampled span as the contract's nodes. The nodes of other conversations come first, so
+        the last node is the latest of the rollout's own conversation. Within each group, nodes are in the order in
+        which their segments began."""
         order = sorted(enumerate(self._segments), key=lambda numbered: numbered[1].branch == 0)
         nodes = [SequenceNode(segment, number, tokenizer) for number, segment in order]
         return [node for node in nodes if node.metadata["versions"]]
@@ -337,7 +337,7 @@ class Ledger:
         return found
 
     def places(self) -> dict[int, int]:
-        """Map each segment's number to its number in the record."""
+        """Return a map from each segment's number to its number in the record."""
         return _places(self._in_order())
 
     def _in_order(self) -> list[LedgerTurn]:

@@ -1,7 +1,7 @@
 """The form of a ledger on disk, and the training rows made from it. No I/O.
 
 A rollout's tokens are in segments, which only grow: every turn appends a prompt span (the tokens added since the last
-sampled one) and one sampled span, or several if the request was aborted and resumed. A rewritten history begins a new
+sampled token) and one sampled span, or several if the request was aborted and resumed. A rewritten history begins a new
 segment with its reason.
 """
 
@@ -21,7 +21,8 @@ DIGEST_BYTES = 8
 ITEM_BYTES = 4
 
 PROMPT_LOGPROB = 1.0
-"""The stored log-probability of a token that was not sampled; a real one is never clearly above 0."""
+"""The stored log-probability of a token that was not sampled; the log-probability of a sampled token is never clearly
+above 0."""
 
 HIGHEST_LOGPROB = 1e-3
 """The highest log-probability that is accepted: rounding may raise one slightly above 0."""
@@ -34,7 +35,7 @@ SpanKind: TypeAlias = Literal["prompt", "sampled"]
 
 class SegmentReason(StrEnum):
     """Why a segment began, or why a sampled span follows another. `ABORT_RESUME` is the reason of a span that continues
-    an aborted request in the same row. `BRANCH`: another sample after the same history."""
+    an aborted request in the same row. `BRANCH` is the reason of another sample after the same history."""
 
     START = "start"
     TEMPLATE_REWRITE = "template_rewrite"
@@ -132,13 +133,13 @@ class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `source` is `engine` if the ids were sampled, `placeholder` if no tokens were recorded (such a row trains nothing),
     `environment` if the environment made the row. A row of a ledger also has its segment's number and reason, and the
-    finish reason of its last turn. Its `versions` are (start, stop, policy version) of the sampled spans; its `spans`
+    finish reason of its last turn. Its `versions` give start, stop and policy version of each sampled span; its `spans`
     cover the row without gaps. Only the first four fields are on disk (`Trajectory.row`).
     """
 
     tokens: list[int]
     masks: list[int]
-    logprobs: list[float] | None = msgspec.field(default_factory=lambda: None)  # a factory: None is written too
+    logprobs: list[float] | None = msgspec.field(default_factory=lambda: None)  # a factory, so that None is written
     source: str = msgspec.field(default_factory=lambda: "placeholder")
     segment: int = 0
     reason: str = "start"
@@ -156,13 +157,12 @@ def packed(values: array[int] | array[float]) -> bytes:
 
 
 def unpacked_ids(raw: bytes) -> array[int]:
-    """Return the inverse of `packed` for token ids. Raises `ValueError` if the bytes do not divide into items."""
+    """Return the inverse of `packed` for token ids. Raises `ValueError` if the bytes end inside an item."""
     return _unpacked(array("i"), raw)
 
 
 def unpacked_logprobs(raw: bytes) -> array[float]:
-    """Return the inverse of `packed` for log-probabilities. Raises `ValueError` if the bytes do not divide into
-    items."""
+    """Return the inverse of `packed` for log-probabilities. Raises `ValueError` if the bytes end inside an item."""
     return _unpacked(array("f"), raw)
 
 
@@ -190,7 +190,7 @@ def sequence_spans(spans: Sequence[TokenSpan], rollout_id: str) -> list[Sequence
 
 
 def token_row(segment: SegmentRecord, number: int, finish_reason: str, rollout_id: str = "") -> TokenRow:
-    """Return the training row of a segment. Raises `ValueError` if the stored bytes are not arrays of one length."""
+    """Return the training row of a segment. Raises `ValueError` if the stored bytes are not arrays of equal length."""
     tokens, logprobs = unpacked_ids(segment.tokens).tolist(), unpacked_logprobs(segment.logprobs).tolist()
     if len(tokens) != len(logprobs):
         raise ValueError(f"segment {number} has {len(tokens)} tokens and {len(logprobs)} log-probabilities")
@@ -209,7 +209,7 @@ def token_row(segment: SegmentRecord, number: int, finish_reason: str, rollout_i
 
 def record_rows(record: LedgerRecord, rollout_id: str = "") -> list[TokenRow]:
     """Return the training rows, one for each segment with a sampled span, in the order in which the segments began.
-    `rollout_id` is the first part of the ids of their sequences. Raises `ValueError`."""
+    `rollout_id` is the first part of the sequences' ids. Raises `ValueError`."""
     finished = {turn.segment: turn.finish_reason for turn in record.turns}
     numbers = _row_segments(record)
     return [token_row(record.segments[number], number, finished.get(number, ""), rollout_id) for number in numbers]

@@ -1,7 +1,7 @@
 """Checks whether the tokens of a stored ledger are provably the sampled ones, each trained exactly once.
 
 Everything is derived again from the record: the layout of the spans, the mask, the checksums of the prompts and the
-running hash. The engine's honesty cannot be checked. Only the first violation is reported, with its place.
+running hash. The engine's honesty cannot be checked. Only the first violation is reported, with its location.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FINISHES = ("stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """The broken invariant (T1 to T4), its place, and the problem."""
+    """The broken invariant (T1 to T4), where it is broken, and the problem."""
 
     invariant: str
     place: str
@@ -119,7 +119,7 @@ class _SegmentCheck:
         yield from self._reason()
         if violation := self._lengths():
             yield violation
-            return  # nothing below can be computed
+            return  # the checks below need equal lengths
         self.tokens = unpacked_ids(self.segment.tokens)
         self.logprobs = unpacked_logprobs(self.segment.logprobs)
         yield from self._layout()

@@ -36,7 +36,7 @@ class BrokenReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text for the reader: exactly the output from `start` to `end`."""
+    """Text outside calls and thinking: exactly the output from `start` to `end`."""
 
     text: str
     start: int

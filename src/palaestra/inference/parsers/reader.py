@@ -242,7 +242,7 @@ class OutputReader:
         return after
 
     def _think(self, mark: Mark, ends: tuple[str, ...]) -> int:
-        """Read a block of thinking; one that is not closed extends to the end."""
+        """Read a block of thinking; a block that is not closed extends to the end."""
         self.skip_to(mark.end)
         end = find(self.text, mark.end, *ends) or Mark("", self.end, self.end)
         self.reasoning(mark.start, slice(mark.end, end.start), end.end)

@@ -62,7 +62,7 @@ def get_parser(name: str) -> GrammarParser:
 
 
 def list_parsers() -> list[str]:
-    """Return the names of all parsers, sorted, with aliases and registered ones."""
+    """Return the names of all parsers, sorted, including aliases and registered parsers."""
     return sorted({*_GRAMMARS, *_ALIASES, *_registered})
 
 

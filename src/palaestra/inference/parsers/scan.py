@@ -1,5 +1,5 @@
-"""Functions over a text and a position in it: white space, tags, strict JSON. Each takes time in proportion to the
-distance it covers. Also reads the types of arguments from tool schemas, for formats that write values as bare text.
+"""Reads white space, tags and strict JSON at a position in a text, in time proportional to the distance covered. Also
+reads the types of arguments from tool schemas, for formats that write values as bare text.
 
 Duplicate keys, NaN, infinities and numbers that overflow are rejected, because two readers would disagree about them.
 Bare text becomes a value of a different type only if the schema names that type and the text is exactly such a value in
@@ -46,7 +46,7 @@ def find(text: str, start: int, *tags: str, before: int | None = None) -> Mark |
 
 
 def skip(text: str, start: int, run: re.Pattern[str] = _SPACE) -> int:
-    """Return the end of the white space, or of the match of a different pattern, that begins at `start`."""
+    """Return the end of the white space that begins at `start`, or of the match of a different pattern `run`."""
     found = run.match(text, start)
     return found.end() if found else start
 

@@ -1,13 +1,13 @@
 """Answers, records and finally classifies the conversations of one rollout whose agent calls the recording endpoint.
 
-The calls with one system prompt form two conversations: one with tools and one without. With a token-exact engine, the
-tokens are in the rollout's ledger: a call that continues an earlier call continues its tokens; any other call opens a
-segment with its reason. Tool calls that the agent sends back are compared as values, and equal ones keep their sampled
-text.
+The calls with the same system prompt form up to two conversations: one with tools and one without. With a token-exact
+engine, the tokens are in the rollout's ledger: a call that continues an earlier call continues its tokens; any other
+call opens a segment with its reason. Tool calls that the agent sends back are compared as values, and calls that are
+equal keep their sampled text.
 
 The rule for training: conversations with tools are trained, the first one as the rollout's own and the others as
-sub-agents. Conversations without tools (titles, summaries) are auxiliary and not trained. If no call had tools, the
-longest conversation is trained alone.
+sub-agents. Conversations without tools (titles, summaries) are auxiliary and not trained. If no call had tools, only
+the conversation with the most calls is trained.
 """
 
 from __future__ import annotations
@@ -48,19 +48,20 @@ from palaestra.inference.recording.request import (
 )
 
 KEPT_REPLIES, KEPT_BYTES = 256, 64 << 20
-"""The maximum number of replies that can be continued by their id (`previous_response_id`), and the maximum bytes of
-their conversations."""
+"""The maximum number of replies that can be continued by their id (`previous_response_id`), and the maximum total size
+of their conversations in bytes."""
 
 LONG_BYTES = 256 << 10
-"""Requests of at least this many bytes are read, rendered and encoded in a thread, which takes up to a second per
-MB."""
+"""Requests of at least this many bytes are read, rendered and encoded in a thread, because that takes up to a second
+per MB."""
 
 MOST_TOOL_BYTES = 1 << 20
-"""The maximum bytes of a request's tool definitions, which a template writes many times before the first reply."""
+"""The maximum size of a request's tool definitions in bytes. A template writes them many times before the first
+reply."""
 
 MOST_IGNORED, NAME_CHARS = 1000, 200
-"""The maximum number of names of ignored fields that are counted, and the characters kept of each. Agents choose the
-names."""
+"""The maximum number of names of ignored fields that are counted, and the number of characters that are kept of each
+name. Agents choose the names."""
 
 DeltaHook = Callable[[JSON], None]
 T = TypeVar("T")
@@ -74,7 +75,8 @@ class CallLimits:
     concurrent: int = 32
     max_tokens: int | None = None
     text_bytes: int = 8 << 20
-    """The longest request to a model without images. A conversation of a million tokens has 5 MB."""
+    """The maximum size in bytes of a request to a model that does not accept images. A conversation of a million tokens
+    has about 5 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,8 @@ class RecordedConversation:
                 self._functions[call.id] = call.function
 
     def restore(self, messages: Sequence[Message]) -> None:
-        """Write the arguments of calls as the sampled text if both have the same value, otherwise as JSON."""
+        """Replace each call's arguments with the text that was sampled if both have the same value, and any other
+        object with its JSON."""
         for message in messages:
             for call in message.get("tool_calls") or ():
                 function, known = call["function"], self._functions.get(call["id"])
@@ -176,7 +179,7 @@ class Conversations:
     `sampling` has the run's settings, which training assumes; a request may only shorten its replies. `admit` is called
     with 0 before the body of a call is read, and with the number of requested replies before the call itself; it may
     raise `Refusal` to enforce a budget. `answered` is called after each reply, with the conversation and the call.
-    `check_engine` makes a plain request after a failure that the agent's request may have caused
+    `check_engine` sends a plain request after a failure that the agent's request may have caused
     (`EngineError.by_request`). It raises `EngineError` if the plain request fails too, which means that the agent did
     not cause the failure. Rate limits and lost connections are never attributed to the agent.
 
@@ -235,8 +238,8 @@ class Conversations:
 
     @contextmanager
     def call(self, *, of_model: bool = True) -> Iterator[None]:
-        """Count one of the rollout's concurrent calls, from before its body is read until its reply is written. A call
-        that is not `of_model` is for a tool, and may follow the last reply. Raises `Refusal`."""
+        """Count a call as one of the rollout's concurrent calls, from before its body is read until its reply is
+        written. A call that is not `of_model` is for a tool, and may follow the last reply. Raises `Refusal`."""
         if self.ended:
             raise _ended()
         if len(self._calls) >= self.limits.concurrent:
@@ -260,7 +263,8 @@ class Conversations:
             self._calls.discard(task)
 
     def note(self, refusal: Refusal) -> None:
-        """Count a refusal that the request itself caused."""
+        """Count a refusal, except for rate limits (429) and for requests after the end or without a valid key (401,
+        403)."""
         if refusal.status not in (401, 403, 429):
             self.refused += 1
             self.refusal = str(refusal)
@@ -338,7 +342,7 @@ class Conversations:
                 completion = await self._replies_to(line, asked, request.n)
         finally:
             line.asking -= 1
-            # otherwise refused calls would add conversations without limit
+            # Otherwise, refused calls would add conversations without limit.
             if line.number and not line.calls and not line.asking:
                 del self._lines[line.system, bool(line.tools)]
         self._keep(reply_id, line.messages if request.instructions is None else line.messages[1:], request.size)
@@ -356,8 +360,8 @@ class Conversations:
             raise invalid("tools", f"the tools are longer than {MOST_TOOL_BYTES} bytes")
 
     def _threaded(self, request: ModelRequest) -> dict[str, JSON]:
-        """Return the option that makes a token-exact engine render and encode a long request in a thread, because it
-        would block the event loop."""
+        """Return the option that makes a token-exact engine render and encode the request in a thread, if the request
+        is so long that it would block the event loop."""
         is_long = request.size >= LONG_BYTES and self.server.ledger is not None
         return {"in_thread": self.in_thread} if is_long else {}
 

@@ -42,13 +42,16 @@ from palaestra.inference.recording.dialects.responses import ResponsesDialect
 from palaestra.inference.recording.request import Dialect, ModelRequest, Refusal, ReplyStream
 
 MAX_BODY_BYTES = 64 << 20
-"""The longest request that is read for a model with images; for other models, the limit is `CallLimits.text_bytes`."""
+"""The maximum size in bytes of a request to a model that accepts images; for other models, the limit is
+`CallLimits.text_bytes`."""
 
 PING_S, WRITE_S = 10.0, 60.0
-"""Seconds between the keep-alive events of a streamed reply, and seconds a client has to read the written data."""
+"""Seconds between the keep-alive events of a streamed reply, and the seconds within which a client must read the
+written data."""
 
 WHOLE_BYTES = 256 << 10
-"""A streamed reply up to this length, which the connection's buffers hold, may be sent in one piece."""
+"""The maximum size in bytes of a streamed reply that may be sent in one piece, which the connection's buffers can
+hold."""
 
 MODEL = "policy"
 """The name of the rollout's model in the list of models. Requests may name any model."""
@@ -60,7 +63,7 @@ _PATHS: Mapping[str, Dialect] = {
     "v1/completions": CompletionsDialect(),
 }
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
-"""Characters of field names that must not enter a header."""
+"""The characters of field names that are replaced before the names are put into a header."""
 _COUNT_PATH = "v1/messages/count_tokens"
 TOOLS_PATH = "mcp"
 
@@ -74,8 +77,9 @@ class ToolService(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolloutAddress:
-    """Where the agent of one rollout finds its model: `url` for clients of Anthropic's API, `openai_url` for those of
-    OpenAI's, and the `key` for both. `tools_url` is where MCP clients find the rollout's tools, with the same key."""
+    """Where the agent of one rollout finds its model: `url` for clients of Anthropic's API, `openai_url` for clients of
+    OpenAI's APIs, and the `key` for both. `tools_url` is where MCP clients find the rollout's tools, with the same
+    key."""
 
     url: str
     key: str
@@ -84,7 +88,7 @@ class RolloutAddress:
 
     @property
     def openai_url(self) -> str:
-        """The base URL of OpenAI's clients."""
+        """The base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
     @property
@@ -113,7 +117,7 @@ class RecordingEndpoint:
             self._handle,
             self._host,
             self._port,
-            token=self._nobody,  # each rollout has a key of its own, checked below
+            token=self._nobody,  # each rollout has a key of its own, which `_address` checks
             shutdown_s=0.5,
             handler_cancellation=True,
         )
@@ -170,7 +174,7 @@ class RecordingEndpoint:
             return answer
 
     def _address(self, root: str, name: str, headers: Mapping[str, str]) -> RolloutAddress:
-        """Return the rollout of a path, if the caller has its key. Raises `Refusal`."""
+        """Return the rollout at a path, if the caller has its key. Raises `Refusal`."""
         scheme, _, token = headers.get("Authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         address = self._rollouts.get(name) if root == "rollouts" else None
@@ -245,7 +249,7 @@ class _Call:
         return response
 
     async def _within(self, writing: Awaitable[None]) -> None:
-        """Await a write; close the connection if the client does not read it within `WRITE_S` seconds."""
+        """Await a write; close the connection if the client does not read the data within `WRITE_S` seconds."""
         try:
             async with asyncio.timeout(WRITE_S):
                 await writing
@@ -313,7 +317,7 @@ async def _raw(request: web.Request, most_bytes: int) -> bytes:
 
 
 async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
-    """Read the request, within its bounds. Raises `Refusal`."""
+    """Read the request, within the limits of size and time. Raises `Refusal`."""
     features = conversations.features
     most_bytes = MAX_BODY_BYTES if "images" in features else min(conversations.limits.text_bytes, MAX_BODY_BYTES)
     raw = await _raw(request, most_bytes)

@@ -43,7 +43,7 @@ class ModelRequest:
     settings: dict[str, JSON] = field(default_factory=dict)
     n: int = 1
     size: int = 0
-    """The size in bytes of the request's body and of the conversation that `continues` names."""
+    """The total size in bytes of the request's body and the conversation that `continues` names."""
     stream: bool = False
     stream_usage: bool = True
     prompt: str | None = None
@@ -54,7 +54,7 @@ class ModelRequest:
     continues: str | None = None
     """The id of the reply that the messages continue, for a dialect whose server keeps conversations."""
     freeform: frozenset[str] = frozenset()
-    """Tools whose argument is one text, which are offered as functions with the parameter `input`."""
+    """Tools whose only argument is free text. They are offered as functions with the parameter `input`."""
     namespaces: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Namespace and name of the tools that have a namespace, by the name under which they are offered."""
 
@@ -77,7 +77,7 @@ class ReplyStream(Protocol):
 
 
 class Dialect(Protocol):
-    """One API that agents speak. `features` are those of the engine (`ChatServer.features`)."""
+    """One API that agents speak. `features` are the engine's (`ChatServer.features`)."""
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
         """Read a request. Raises `Refusal`."""
@@ -149,7 +149,7 @@ def unsupported(param: str, what: str = "") -> Refusal:
 
 
 def required(body: Mapping[str, JSON], name: str, kind: type | tuple[type, ...]) -> JSON:
-    """Return a field that a request must have. Raises `Refusal`."""
+    """Return the value of a field that a request must have. Raises `Refusal`."""
     value = body.get(name)
     if value is None:
         raise Refusal(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
@@ -159,7 +159,7 @@ def required(body: Mapping[str, JSON], name: str, kind: type | tuple[type, ...])
 
 
 def flag(body: Mapping[str, JSON], name: str) -> bool:
-    """Return a field that is true or false, false if it is missing. Raises `Refusal`."""
+    """Return the value of a boolean field, or False if the field is missing. Raises `Refusal`."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise invalid(name, f"{name} must be true or false")
@@ -193,7 +193,7 @@ def ignored_fields(body: Mapping[str, JSON], known: Collection[str]) -> list[str
 
 
 def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
-    """Return the value, a list of objects. Raises `Refusal` for anything else."""
+    """Return the value, a list of objects. Raises `Refusal` for anything else, or if the list is too long."""
     if not isinstance(value, list) or not set(map(type, value)) <= {dict}:
         raise invalid(param, f"{param} must be a list of objects")
     if len(value) > MOST_ITEMS:
@@ -202,7 +202,7 @@ def items_of(value: JSON, param: str) -> Sequence[Mapping[str, JSON]]:
 
 
 def text_field(item: Mapping[str, JSON], name: str, param: str) -> str:
-    """Return a text field of an object. Raises `Refusal` if it is missing."""
+    """Return a text field of an object. Raises `Refusal` if it is missing or not a string."""
     value = item.get(name)
     if not isinstance(value, str):
         raise invalid(f"{param}.{name}", f"{param}.{name} must be a string")

@@ -31,8 +31,8 @@ class ControlText:
         self._part = _parts_of(control)
 
     def marked(self, value: JSON, *, own: bool = False) -> JSON:
-        """Return the value with marks in the control tokens of its texts and names. With `own`, the model wrote the
-        value: only special tokens are marked, except those of thinking."""
+        """Return the value with marks in the control tokens of its texts and names. With `own`, the value is one that
+        the model wrote, and only special tokens are marked, except those of thinking."""
         if isinstance(value, str):
             return (self._own if own else self._any).marked(value.replace(MARK, _REPLACEMENT))
         if isinstance(value, Mapping):
@@ -55,7 +55,8 @@ class ControlText:
 
 
 class _Tokens:
-    """Some control tokens. `normalize` is how the tokenizer changes text before it looks for tokens."""
+    """A set of control tokens. `normalize` is the function by which the tokenizer changes text before it looks for
+    tokens."""
 
     def __init__(self, texts: Collection[str], normalize: Callable[[str], str] | None) -> None:
         self._pattern = _beginnings(texts)
@@ -86,7 +87,7 @@ class _Tokens:
 
 
 def replaced(value: JSON, texts: Mapping[str, str]) -> JSON:
-    """Return the value with each text and name that is a key of `texts` replaced."""
+    """Return the value in which each text or name that is a key of `texts` is replaced."""
     if isinstance(value, str):
         return texts.get(value, value)
     if isinstance(value, Mapping):

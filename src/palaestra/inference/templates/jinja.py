@@ -1,9 +1,9 @@
 """Renders a chat template as `transformers` does (sandboxed jinja2, its filters, globals and whitespace rules), and
 prepares messages in the OpenAI shape for it.
 
-Templates want text as text, arguments as an object, names on tool results, and thinking in a field that differs between
-families. Invariants: the same messages give the same text during the whole run, so a template that asks for the date
-gets the date on which it was loaded; the given messages are not changed.
+Templates expect text as a string, arguments as an object, names on tool results, and thinking in a field that differs
+between families. Invariants: the same messages give the same text during the whole run, so a template that asks for the
+date gets the date on which it was loaded; the given messages are not changed.
 
 Source of the semantics: `transformers.utils.chat_template_utils`, version 5.
 """
@@ -34,7 +34,7 @@ _REFUSALS = (
     TypeError,
     ValueError,
 )
-"""The errors that rendering can raise, because a template is a third-party program."""
+"""The errors that rendering can raise. There are many, because a template is a third-party program."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -157,14 +157,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""The fields in which templates look for thinking: those of Qwen, GLM and DeepSeek; of gpt-oss; of others."""
+"""The fields in which templates look for thinking: the first in templates of Qwen, GLM and DeepSeek, the second in
+those of gpt-oss, the third in others."""
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 def for_template(messages: Sequence[Message], reasoning_field: str | None, *, joined: bool = False) -> list[Message]:
     """Prepare all messages. If `reasoning_field` is None, thinking goes into the content, for families without a field.
-    With `joined`, the content of a message with a call and thinking is moved into its thinking, for templates that
+    With `joined`, the content of a message with a call and thinking is moved into the thinking, for templates that
     refuse to have both. Raises `ConfigError`."""
     names: dict[str, str] = {}
     ready = []
@@ -186,7 +187,8 @@ def for_template(messages: Sequence[Message], reasoning_field: str | None, *, jo
 
 
 def assistant_message(message: Message, reasoning_field: str | None) -> Message:
-    """Prepare one assistant message: content never None, thinking in the template's field, arguments as objects."""
+    """Prepare one assistant message: the content is never None, thinking is in the template's field, and arguments are
+    objects."""
     ready: Message = {"role": "assistant", "content": message.get("content") or ""}
     if reasoning := reasoning_of(message):
         if reasoning_field is None:

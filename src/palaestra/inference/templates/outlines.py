@@ -323,7 +323,8 @@ for _name in {name for name in vars(str) if callable(getattr(str, name))} - _ITS
 
 
 def _plain(value: JSON) -> bool:
-    """Return whether a value is immutable: None, text, a number, or a tuple of such values."""
+    """Return whether a value is an immutable constant: None, plain text, an integer, a boolean, or a tuple of such
+    values."""
     if isinstance(value, tuple):
         return all(map(_plain, value))
     return value is None or type(value) in (str, int, bool)
@@ -410,7 +411,8 @@ def traced(template: ChatTemplate) -> ChatTemplate:
 
 
 def _watched(name: str, function: Callable[..., JSON]) -> Callable[..., JSON]:
-    """Return a filter that raises `Opaque` for a blank, or if it would join texts."""
+    """Wrap a filter so that it raises `Opaque` if an argument is a blank or if its result contains one. The filters in
+    `_PASSING` are returned unchanged."""
     if name in _PASSING:
         return function
 

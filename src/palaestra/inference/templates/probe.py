@@ -23,7 +23,7 @@ _MOST_AFTER = 4
 NONCE = "".join(chr(ord("a") + byte % 26) for byte in secrets.token_bytes(12))
 
 CONTENT = f"Qc{NONCE}"
-"""The mark of a text."""
+"""The mark that stands for a text."""
 
 _EARLIER, _LATEST = "E", "Q"
 
@@ -36,7 +36,7 @@ StepKind: TypeAlias = tuple[tuple[bool, bool, int], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The parts of an assistant message; templates treat shapes differently. `calls` are (id, name)."""
+    """The parts of an assistant message; templates treat shapes differently. `calls` are pairs of id and name."""
 
     content: bool
     reasoning: bool
@@ -44,7 +44,8 @@ class Shape:
 
     @property
     def kind(self) -> tuple[bool, bool, int]:
-        """The features that decide how a template continues: content, thinking, and no call, one call or several."""
+        """What decides how a template continues: whether there is content, whether there is thinking, and whether there
+        is no call, one call or several."""
         return self.content, self.reasoning, min(len(self.calls), 2)
 
     def marks(self) -> list[str]:
@@ -135,9 +136,9 @@ RenderTemplate: TypeAlias = Callable[..., str]
 @dataclass(frozen=True, slots=True)
 class Traits:
     """The results of probing. `reasoning_field` is the template's field for thinking, or None. `joined` is true if the
-    template refuses thinking and content together next to a call. `stop_ids` are the tokens with which a model ends its
-    turn. After a reply, the template writes one of `closers`, which are part of the reply, or one of `openers`, which
-    begin the next message, as in GLM's templates."""
+    template refuses a call with both thinking and content. `stop_ids` are the tokens with which a model ends its turn.
+    After a reply, the template writes one of `closers`, which are part of the reply, or one of `openers`, which begin
+    the next message, as in GLM's templates."""
 
     reasoning_field: str | None
     joined: bool
@@ -255,8 +256,8 @@ def _tried(render: RenderTemplate, messages: list[Message]) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Ends:
-    """Tokens after a reply: those that close it as the last message (`closing`), those that replace these if a message
-    follows (`instead`), and those that open the next message if nothing closes a reply (`openers`)."""
+    """Tokens after a reply: `closing` closes a reply that is the last message, `instead` replaces `closing` if a
+    message follows, and `openers` open the next message if nothing closes a reply."""
 
     closing: list[int] = field(default_factory=list)
     instead: list[int] = field(default_factory=list)
@@ -281,7 +282,7 @@ def _ends(render: RenderTemplate, tokenizer: Tokenizer, tools: Sequence[Mapping[
 
 
 def _probed_shapes(tools: Sequence[Mapping[str, JSON]]) -> Iterator[tuple[Shape, Message]]:
-    """Yield a reply, and a message that may follow it."""
+    """Yield the shapes of replies to probe, each with a message that may follow it."""
     yield Shape(content=True, reasoning=False), _USER
     if tools:
         call = _call(tools)

@@ -6,11 +6,11 @@ assistant's words, history is intact, and the text after the end of the reply be
 template rewrites history, and the caller decides how to continue.
 
 Rendering a whole conversation costs more with every turn, so the same text is measured on a short conversation: a
-stand-in for the head, every kind of step once, the last reply and the new messages. The whole conversation is measured
-too until both results have agreed for one that is longer than the short conversation, and again whenever a conversation
-is twice as long as the last one for which they agreed. If they differ, the template depends on more than the kinds of
-steps, and whole conversations are rendered from then on. The short conversation is rendered only until it has an
-outline (`outlines`), which is then filled with the texts of later steps of the same kind.
+stand-in for the head, every kind of step once, the last reply and the new messages. The whole conversation is also
+measured until the two results agree for a conversation that is longer than the short one. It is measured again whenever
+a conversation is twice as long as the last one for which the results agreed. If the results differ, the template
+depends on more than the kinds of steps, and whole conversations are rendered from then on. The short conversation is
+rendered only until it has an outline (`outlines`), which is then filled with the texts of later steps of the same kind.
 
 Invariants: only text that the template puts after the last sampled token is encoded. A control token in the text of a
 user, a tool or a system prompt, or in the arguments of a call, is encoded as text: a mark is put into the token before
@@ -52,14 +52,15 @@ _STAND_IN = "."
 _SHOWN_USER: Message = {"role": "user", "content": _STAND_IN}
 _MAX_HEAD = 4
 _KEPT_OPENINGS, _LONGEST_KEPT = 32, 1 << 20
-"""The maximum number of openings kept for the other rollouts of a group, and the longest text of an opening."""
+"""The maximum number of openings that are kept for the other rollouts of a group, and the maximum length of such an
+opening in characters."""
 
 _NEVER = -1
 
 _KEPT_RENDERERS = 64
 _LONGEST_OPENING = 32
-"""The maximum number of tokens in the tag that opens the thinking, with the white space after it. A token has at least
-one byte."""
+"""The number of tokens at the end of a prompt in which the tag that opens the thinking is looked for. They hold the tag
+and the white space after it, because each token has at least one byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class TurnStep:
-    """`ids[D]` are the tokens after the last sampled one. `rewrites` describes how the template changes history; it is
-    empty if the template does not."""
+    """`ids[D]` are the tokens after the last sampled token. `rewrites` describes how the template changes history; it
+    is empty if the template does not."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -91,7 +92,7 @@ class Opening:
 
 
 class TurnRenderer:
-    """One template, one set of tools, one set of template variables; shared by all rollouts that use them. Raises
+    """A template with one set of tools and one set of template variables. All rollouts that use these share it. Raises
     `ConfigError` if the template hides the tools, drops their results, or has no recognisable token that ends a
     turn."""
 
@@ -141,7 +142,7 @@ class TurnRenderer:
         """Return the prompt of a segment's first turn, rendered and encoded as a whole."""
         text = self._render(self._ready(messages))
         ids = self._opened.get(text)
-        if ids is None:  # the rollouts of a group begin alike
+        if ids is None:  # the rollouts of a group begin with the same text
             ids = self._encoded(text)
             if len(text) > _LONGEST_KEPT:
                 return Opening(ids, step_kinds(messages))
@@ -156,7 +157,7 @@ class TurnRenderer:
 
     def step(self, history: History, new: Sequence[Message], last_token: int | None) -> TurnStep:
         """Return the tokens that `new` messages and the prompt for a reply add after `last_token`. Raises `ConfigError`
-        if the template refuses the conversation or shows no part of it."""
+        if the template refuses the conversation or does not show the reply."""
         latest = step_kind(history.reply, new)
         text, rewrites = self._measure(history, new, latest)
         kinds = with_latest(history.kinds, latest)
@@ -169,7 +170,7 @@ class TurnRenderer:
         ids = self._encoded(text)
         ended = bool(ids) and last_token in self.traits.stop_ids
         if ended and (ids[0] == last_token or ids[0] in self.traits.closers):
-            del ids[0]  # the model has sampled it
+            del ids[0]  # the model has already sampled it
         return TurnStep(ids, kinds, rewrites)
 
     def _encoded(self, text: str) -> array[int]:
@@ -191,7 +192,7 @@ class TurnRenderer:
         try:
             head, before = self._stand_in(roles, history.kinds)
             short = self._outlined(case, head, history.reply, new, before)
-        except ConfigError:  # the stand-in does not suit the template; the conversation itself may
+        except ConfigError:  # the template refuses the stand-in, but may accept the conversation
             self._proved[case] = _NEVER
             return self._in_full(history, new)
         if proved_at and len(history.prompt) < 2 * proved_at:
@@ -205,13 +206,13 @@ class TurnRenderer:
                     *(len(history.prompt), "/".join(latest[1])),
                 )
             self._proved[case] = _NEVER
-        elif len(history.prompt) > len(head) or not history.kinds:  # an equal length proves nothing about repeats
+        elif len(history.prompt) > len(head) or not history.kinds:  # at equal length, no step was repeated
             self._proved[case] = len(history.prompt)
         return full
 
     def _in_order(self, latest: StepKind) -> bool:
-        """Return whether the template renders such a step in its original order. Gemma's template writes the content of
-        a message with a call after the call's result."""
+        """Return whether the template renders a step of this kind in its original order. Gemma's template writes the
+        content of a message with a call after the call's result."""
         if latest not in self._orders:
             self._orders[latest] = self._look_at_order(latest)
         return self._orders[latest]
@@ -222,7 +223,7 @@ class TurnRenderer:
         try:
             text = self._render(self._ready([_SHOWN_USER, reply, *marked]))
         except ConfigError:
-            return True  # rendering the whole conversation will show the error
+            return True  # rendering the whole conversation will report the error
         return CONTENT not in text or last_stand_in(text) < text.index(CONTENT)
 
     def _in_full(self, history: History, new: Sequence[Message]) -> Measured:
@@ -293,7 +294,7 @@ class TurnRenderer:
             try:
                 before, after = (self._render([_SHOWN_USER], tools=each) for each in (tools, apart))
             except ConfigError:
-                continue  # the probe will show the error, or the template compares this text
+                continue  # either the probe will report the error, or the template compares this text
             same = before.replace(MARK, "") == after.replace(MARK, "")
             if same and self._control.count(after) < self._control.count(before):
                 tools = apart

@@ -53,17 +53,17 @@ InThread: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a function in a thread and returns its result, for a request that would block the event loop for seconds."""
 
 _NOT_SAMPLING = frozenset({"tool_choice", "parallel_tool_calls", "chat_template_kwargs", "stream", "model"})
-"""Settings without a meaning for an engine that continues token ids."""
+"""Settings that have no meaning for an engine that continues token ids."""
 
 _KEPT_THREADS = 64
-"""The maximum number of conversations that a request is compared with. No rollout is expected to alternate between
-more."""
+"""The maximum number of conversations that a request is compared with. No rollout is expected to alternate between more
+conversations than this."""
 
 
 @dataclass(slots=True)
 class _Thread:
-    """One conversation. `seen` are the messages as the caller sent them, `shown` the same with our own replies. `kinds`
-    are the kinds of steps in its segment. `busy` is true while a reply is being sampled."""
+    """One conversation. `seen` are the messages as the caller sent them, `shown` are the same messages with our own
+    replies. `kinds` are the kinds of steps in its segment. `busy` is true while a reply is being sampled."""
 
     renderer: TurnRenderer
     segment: int = -1
@@ -153,8 +153,8 @@ class ManagedChat(ChatServer):
     """A chat server for one rollout, and, as the contract requires, an async context manager that closes nothing.
 
     `history` selects how to treat a template that rewrites history. Requests may run concurrently; each continues the
-    conversation that its messages extend, or begins a new one of the `segments`. Replies that `recorded` returns are
-    not sampled again. Raises `ConfigError` for an unusable template or parser.
+    conversation that its messages extend, or opens a new segment, which is added to `segments`. Replies that `recorded`
+    returns are not sampled again. Raises `ConfigError` for an unusable template or parser.
     """
 
     features = frozenset({"on_delta"})
@@ -255,8 +255,8 @@ class ManagedChat(ChatServer):
     ) -> ChatCompletion:
         """Sample `n` replies to a conversation; each reply after the first is a separate segment.
         `chat_template_kwargs` go to the template, all other settings to the engine. `opens` is the reason to record if
-        the messages neither continue nor repeat a known conversation. `on_delta` gets each reply in pieces as it comes,
-        or in one piece if the engine does not stream. `in_thread` runs the rendering and encoding. Raises
+        the messages neither continue nor repeat a known conversation. `on_delta` gets each reply in pieces as it
+        arrives, or in one piece if the engine does not stream. `in_thread` runs the rendering and encoding. Raises
         `EngineError`, and `ConfigError` if the template refuses the conversation."""
         if n < 1:
             raise ConfigError(f"n is {n}, but a request must ask for at least one reply.")
@@ -355,10 +355,11 @@ class ManagedChat(ChatServer):
     def _shown(
         self, thinking: bool, renderer: TurnRenderer, settings: Mapping[str, JSON]
     ) -> tuple[Mapping[str, JSON], ShownReply | None]:
-        """Return the settings for the engine, and the object that shows the reply as it comes, if `on_delta` is set."""
+        """Return the settings for the engine, and the object that shows the reply as it arrives, if `on_delta` is
+        set."""
         if "on_delta" not in settings:
             return settings, None
-        from palaestra.inference.token_exact.streaming import ShownReply  # imported here: few requests need it
+        from palaestra.inference.token_exact.streaming import ShownReply  # imported here, because few requests need it
 
         rest = {name: value for name, value in settings.items() if name != "on_delta"}
         options: dict[str, JSON] = {"thinking": thinking, "cut": True}
@@ -371,8 +372,8 @@ class ManagedChat(ChatServer):
     def _plan(
         self, renderer: TurnRenderer, messages: Sequence[Message], thread: _Thread, declared: SegmentReason | None
     ) -> _Plan:
-        """Return the place of the turn in the conversation `thread`, which no other request uses in the meantime. Does
-        not change this object, so it may run outside the event loop's thread."""
+        """Plan the next turn of the conversation `thread`, which no other request uses in the meantime. The method
+        changes nothing in this object, so it may run outside the event loop's thread."""
         if thread.segment < 0:
             opening = renderer.opening(messages)
             return _Plan(thread, opening.ids, opening.kinds, True, declared)

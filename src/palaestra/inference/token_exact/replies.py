@@ -1,4 +1,4 @@
-"""One reply: sampled over as many requests as needed, and read from text into an assistant message.
+"""Samples one reply with as many requests as needed, and reads its text into an assistant message.
 
 Invariants: the tokens of an aborted request are the start of the next one's prompt, so nothing is sampled twice or
 lost; every answer is checked; nothing is repaired (T6): unknown names and malformed arguments stay as sampled.
@@ -81,7 +81,8 @@ def _problem(sampled: Sampled, most: int | None, vocabulary: int | None) -> str:
 
 
 class ReplyReader:
-    """Reads replies with one parser, given as an object or by name. With None or `none`, calls stay in the content.
+    """Reads replies with one parser, given as an object or by name. Without a parser (None or `none`), calls stay in
+    the content.
 
     The contract's parsers take only the text. Ours also take `tools=`, `cut=`, `thinking=` and `turn=`, and find
     thinking and broken calls. Raises `ConfigError` for an unknown name.

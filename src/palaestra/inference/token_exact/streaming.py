@@ -1,4 +1,4 @@
-"""Shows a reply while its tokens come: its text and thinking in pieces, without its tool calls.
+"""Shows a reply while its tokens arrive: its text and thinking in pieces, without its tool calls.
 
 This is only the display: the reply itself is read from all tokens at its end, and the last piece shows the text that
 was not shown before.
@@ -19,8 +19,8 @@ _MARKER = re.compile(r"\s*(?:<[^<>\n]{0,40}|\[[A-Z_]{0,20}|\s)$|\ufffd+$")
 
 
 class ShownReply:
-    """A reply that is shown as it comes. `read` reads a text that may be incomplete; `stop_ids` end a turn and are not
-    text."""
+    """A reply that is shown as it arrives. `read` reads a text that may be incomplete; `stop_ids` end a turn and are
+    not text."""
 
     def __init__(
         self, hook: DeltaHook, tokenizer: Tokenizer, read: Callable[[str], AssistantMessage], stop_ids: Collection[int]

@@ -6,8 +6,8 @@ prompt, are marked as copied context, so that they are not trained on.
 
 Source: the Agent Trajectory Interchange Format, RFC 0001 of the Harbor project and its published models (0.25).
 
-Invariants: Palaestra's own values are only under the key `palaestra` of an `extra`. With them the messages can be
-restored as recorded (None content as empty text, thinking as `reasoning_content`).
+Invariants: Palaestra's own values are only under the key `palaestra` of an `extra`. With these values, the messages can
+be restored as recorded, except that None content becomes empty text and thinking becomes `reasoning_content`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ ATIF_EXTRA_SCHEMA = "palaestra.atif/1"
 
 
 class AtifExporter:
-    """One document per line; `jq -s '.[0]'` extracts one for a tool that needs one document per file."""
+    """One document per line; `jq -s '.[0]'` extracts the first one for a tool that needs one document per file."""
 
     name = "atif"
     ending = ".jsonl"
@@ -299,7 +299,7 @@ def _tool_call(call: MessageCall) -> AtifToolCall:
 
 
 def _image(part: JSON) -> AtifSource | None:
-    """Return the location of an image, if its address shows its type."""
+    """Return the location of an image; None if its address does not show a supported type."""
     link = part.get("image_url") if isinstance(part, Mapping) else None
     url = link.get("url") if isinstance(link, Mapping) else link
     if not isinstance(url, str) or (isinstance(link, Mapping) and set(link) - {"url"}):
@@ -310,7 +310,8 @@ def _image(part: JSON) -> AtifSource | None:
 
 def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
     """Return the sampled ids[T] and logprobs[T] of each turn, and the sequences that contain them. Segments of
-    sub-agents are ignored; if the others have more or fewer calls than the agent has turns, the result is empty."""
+    sub-agents are ignored; if the other segments have more or fewer model calls than the agent has turns, the result is
+    empty."""
     ledger = trajectory.ledger
     if ledger is None:
         return {}

@@ -1,9 +1,9 @@
-"""Groups as JSON lines in the Atropos group shape, for trainers and `jq`. A run writes them to its groups file as it
-goes, and the format `atropos` makes the same lines from the journal.
+"""Groups as JSON lines in the Atropos group shape, for trainers and `jq`. A run writes them to its groups file as its
+groups finish, and the format `atropos` makes the same lines from the journal.
 
 One line per group holds the scored trajectories, in index order. A rollout without a reward cannot be trained on, so it
-appears only under our own key `rollouts`, with its outcome and its blame. The file is a projection; the journal is the
-record.
+appears only under our own key `rollouts`, with its outcome and its blame. The file is derived from the journal, which
+is the record.
 
 Invariants: lines are in item order; `add` returns once its line is on disk, unless the line waits for an earlier group;
 an existing file is replaced only with `again`. Wire source: `ScoredData` of atroposlib 0.4, where every message has
@@ -44,9 +44,9 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     """Return the group as one JSON object, or None if none of its rollouts was scored.
 
     It has `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`, `inference_logprobs[G][T]` if every
-    row has them, and `spans[G]`, the `SequenceSpan`s of each row. With `messages` False the list `messages` is empty. A
-    rollout whose history was rewritten has several rows, each with its score and messages; `rows` in `rollouts` counts
-    them. Raises `ValueError` if the lengths of a row differ, a score is not finite or a message has no role.
+    row has them, and `spans[G]`, the `SequenceSpan`s of each row. If `messages` is False, the list `messages` is empty.
+    A rollout whose history was rewritten has several rows, each with its score and messages; `rows` in `rollouts`
+    counts them. Raises `ValueError` if the lengths of a row differ, a score is not finite or a message has no role.
     """
     trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
     scored = [trajectory for trajectory in trajectories if trajectory.scored]
@@ -195,8 +195,8 @@ def claim_path(path: Path) -> Path:
 class GroupsFile:
     """The growing JSONL file of a run. Groups arrive as they finish and are written in item order.
 
-    `path` is the claimed file. With `again` it is the given file, whose content is replaced when the first group is
-    written, so that a resumed run without a group leaves the file as it was. `add` and `skip` block until the data is
+    `path` is the claimed file. With `again`, it is the given file, whose content is replaced when the first group is
+    written, so that a resumed run without a group leaves the file unchanged. `add` and `skip` block until the data is
     written and synced, may be called from worker threads, and raise `DiskError`. A line that waits for an earlier group
     is kept in an unnamed temporary file in the same folder, so that waiting for one long task costs no memory.
     """
@@ -224,7 +224,7 @@ class GroupsFile:
         self.close()
 
     def add(self, group: Group) -> None:
-        """Add a finished group. A group without any score counts for the order but has no line."""
+        """Add a finished group. A group without any score has its place in the order but gets no line."""
         line = group_line(group, env=self._env, model=self._model, messages=self._messages)
         self._take(group.number, b"" if line is None else encode_line(line))
 
@@ -299,7 +299,7 @@ class GroupsFile:
 
 
 class AtroposExporter:
-    """One line per group. Unscored rollouts appear only under the line's key `rollouts`, whatever the options.
+    """One line per group. Whatever the options, unscored rollouts appear only under the line's key `rollouts`.
 
     The run's own settings decide whether lines have messages, and whether groups of equal scores, from which a policy
     gradient learns nothing, are left out.

@@ -37,7 +37,8 @@ class BatchExporter:
     everything = False
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
-        """Write the lines. Discarded samples, and those whose conversations cannot be written, are counted."""
+        """Write the lines. Discarded samples, and samples whose conversations cannot be written, are left out and
+        counted."""
         report = ExportReport()
         for group, trajectory, names in samples(groups, meta, report):
             if why := discarded(trajectory):
@@ -56,7 +57,7 @@ class BatchExporter:
 def samples(
     groups: Iterable[Group], meta: ExportMeta, report: ExportReport
 ) -> Iterator[tuple[Group, Trajectory, Sequence[str]]]:
-    """Yield the wanted trajectories with their groups, and the names of all tools that a line counts."""
+    """Yield each trajectory to export, with its group and the names of all tools that a line counts."""
     waiting = iter(groups)
     first = next(waiting, None)
     if first is None:
@@ -108,7 +109,8 @@ def _without(messages: Sequence[Message], ephemeral: str | None) -> Sequence[Mes
 
 
 def tool_stats(trajectory: Trajectory, names: Sequence[str]) -> tuple[dict[str, JSON], dict[str, int]]:
-    """Return the calls, successes and failures of each tool, and the failures alone, without calls of unknown tools."""
+    """Return the numbers of calls, successes and failures of each tool, and a mapping with the failures alone. Calls of
+    tools that are not in `names` are not counted."""
     calls = Counter(name for turn in trajectory.turns for name in turn.tools)
     failed = Counter(error.tool for error in trajectory.tool_errors)
     stats: dict[str, JSON] = {}

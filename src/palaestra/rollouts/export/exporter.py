@@ -1,8 +1,8 @@
-"""Exporters, which write the groups of a run in the formats of other programs, and the table of formats by name.
+"""Exports the groups of a run in the formats of other programs, which `FORMATS` lists by name.
 
-Exports are projections that can be made from the journal at any time; only the journal is the record. Invariant:
-nothing is lost silently. A rollout that is missing from the file is counted in `ExportReport.left_out`; a rollout that
-is incomplete or changed in the file is counted in `ExportReport.remarks`.
+Exports can be made from the journal at any time; only the journal is the record. Invariant: nothing is lost silently. A
+rollout that is missing from the file is counted in `ExportReport.left_out`; a rollout that is incomplete or changed in
+the file is counted in `ExportReport.remarks`.
 
 To add a format, write a module with a class of the `Exporter` shape and add a line to `FORMATS`; `--to
 package.module:Class` takes any other class. Nothing is imported before it is used.
@@ -53,7 +53,7 @@ class ExportReport:
     remarks: Counter[str] = field(default_factory=Counter)
 
     def wrote(self, remarks: Iterable[str] = (), *, records: int = 1) -> None:
-        """Count one written rollout and its number of lines or rows."""
+        """Count one written rollout, its number of lines or rows, and its remarks."""
         self.rollouts += 1
         self.records += records
         self.remarks.update(set(remarks))
@@ -68,7 +68,7 @@ class ExportReport:
         }
 
     def chosen(self, group: Group, meta: ExportMeta) -> Iterator[Trajectory]:
-        """Yield the wanted trajectories of the group in index order; the others are counted."""
+        """Yield the group's trajectories to export, in index order, and count the others."""
         for trajectory in sorted(group.trajectories, key=lambda each: each.index):
             if trajectory.scored or meta.everything:
                 yield trajectory

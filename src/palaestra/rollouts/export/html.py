@@ -1,10 +1,10 @@
-"""The report: one HTML file with every rollout of a run, to open from disk, search, print and share.
+"""Writes the report: one HTML file with every rollout of a run, to open from disk, search, print and share.
 
 `write_report` always writes the whole page. A rollout's messages are shown as turns, reasoning, and each tool call with
-its result, as well as possible whatever the messages' shape. Invariants: nothing that a model, a tool or a task wrote
-can run in the page (everything is escaped and printable, and the page's policy allows only its own script and style);
-every text is bounded, and cuts are marked; the page loads nothing; a reader sees the old page or the new one, never a
-part of one.
+its result; messages of an unexpected shape are shown as well as possible. Invariants: nothing that a model, a tool or a
+task wrote can run in the page (everything is escaped and printable, and the page's policy allows only its own script
+and style); every text is bounded, and cuts are marked; the page loads nothing; a reader sees the old page or the new
+one, never a part of one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object's entries: short values as text next to their names, the others as blocks."""
+    """An object's entries: short values as text next to their names, longer values as blocks."""
 
     inline: tuple[tuple[str, str], ...] = ()
     blocks: tuple[tuple[str, Block], ...] = ()
@@ -181,7 +181,8 @@ def conversation(messages: Sequence[Message], page: PageBudget, turns: int) -> l
 
 
 def inside(trajectory: Trajectory, page: PageBudget) -> list[ShownMessage]:
-    """Return the work inside the tool calls of a rollout: calls by its programs, and its sub-agents' conversations."""
+    """Return messages for the work inside a rollout's tool calls: the calls that its programs made, and its sub-agents'
+    conversations."""
     entries = [_program(trajectory.inner_calls, page)] if trajectory.inner_calls else []
     for each in trajectory.every_subagent():
         head = f"{each.goal}\n({each.outcome.value}{': ' if each.error else ''}{each.error})"
@@ -329,8 +330,8 @@ def write_report(
     """Write the page to `path` atomically. Blocks, so call it from a thread during a run.
 
     `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, shown at the top.
-    `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own, any
-    other entry is listed. `page` limits the text. `own` has the environment's own metrics, `causes` the causes of
+    `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own, and
+    any other entry is listed. `page` limits the text. `own` has the environment's own metrics, `causes` the causes of
     failures, `config` the run's recorded settings; `charts` are drawn at the top.
     """
     page = page or PageBudget()
@@ -357,7 +358,7 @@ def write_report(
 
 
 def _chart_view(chart: Chart) -> dict[str, Any] | None:
-    """Return a chart in a box of 100 by 30, for the template; None if it has no finite point."""
+    """Return the template's data for a chart in a box of 100 by 30; None if the chart has no finite point."""
     curves = [(name, [(x, y) for x, y in points if math.isfinite(y)]) for name, points in chart.curves]
     everything = [point for _, points in curves for point in points]
     if not everything:
@@ -410,7 +411,7 @@ def _own_figures(own: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
-    """Return the settings that were set explicitly, with their sources, and the versions."""
+    """Return the versions, and the settings that were set explicitly, with their sources."""
     env, servers = config.get("env") or {}, config.get("openai") or [{}]
     shown: dict[str, JSON] = {}
     for name, source in (config.get("sources") or {}).items():
@@ -424,7 +425,7 @@ def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
 
 
 def _group_view(group: Group, page: PageBudget) -> dict[str, Any]:
-    """Return one task with its rollouts, for the template. `cut_short` is true if the page was full before this
+    """Return the template's data for one task and its rollouts. `cut_short` is true if the page was full before this
     task."""
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     return {
@@ -438,7 +439,7 @@ def _group_view(group: Group, page: PageBudget) -> dict[str, Any]:
 
 
 def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> dict[str, Any]:
-    """Return one rollout, for the template."""
+    """Return the template's data for one rollout."""
     return {
         "anchor": f"r{group.number}-{trajectory.index}",
         "record": trajectory,
@@ -471,7 +472,7 @@ def _turn_notes(trajectory: Trajectory) -> list[str]:
 
 
 def _strip(beside: Beside) -> list[tuple[str, float, float, float, int]]:
-    """Return (stage, seconds, left, width, colour) of each stage, with left and width in percent. `agent` is the
+    """Return (stage, seconds, left, width, colour) for each stage, with left and width in percent. `agent` is the
     agent's time without its model calls and tools."""
     stages = dict(beside.stages)
     if beside.turn_s:

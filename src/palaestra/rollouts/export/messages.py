@@ -110,7 +110,7 @@ def calls_in_text(messages: Sequence[ChatMessage]) -> bool:
 
 
 def own_turns(messages: Sequence[ChatMessage], turns: int) -> list[int | None]:
-    """Return the number (from 1) of the turn for each message that the model wrote; None for the other messages.
+    """Return, for each message that the model wrote, the number (from 1) of its turn, and None for each other message.
 
     The last `turns` assistant messages are the model's own; earlier ones were part of the prompt.
     """
@@ -124,7 +124,7 @@ def own_turns(messages: Sequence[ChatMessage], turns: int) -> list[int | None]:
 
 
 def unanswered(messages: Sequence[ChatMessage]) -> bool:
-    """Return whether some call has no result before the model's next message, or no result at all."""
+    """Return whether some call has no result, or none before the next message that is not a result."""
     open_ids: set[str] = set()
     for message in messages:
         if message.role == "tool":
@@ -157,7 +157,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _finite(text: str) -> float:
-    """Parse a finite number, which JSON can write again."""
+    """Parse a number. Raises `ValueError` if it is infinite, because JSON has no infinite numbers."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"{text} is too large a number")

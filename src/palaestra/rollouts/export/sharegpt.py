@@ -78,9 +78,9 @@ def alternating(
 
 
 class _Turns:
-    """The turns so far. `_open` are the calls of the last turn, `_results` their results by call id.
+    """The turns so far. `_open` holds the calls of the last turn, `_results` their results by call id.
 
-    With `in_text` the messages already have this form, except that results come in user messages.
+    With `in_text`, the messages already have this form, except that results come in user messages.
     """
 
     def __init__(self, in_text: bool) -> None:

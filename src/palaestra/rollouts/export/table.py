@@ -33,7 +33,7 @@ class _Line:
     total: bool = False
 
     def cells(self) -> list[str]:
-        """Return the line as texts, in the order of `COLUMNS`."""
+        """Return the line's cells as text, in the order of `COLUMNS`."""
         return [
             self.task,
             str(self.outcomes.total()),
@@ -101,7 +101,7 @@ def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> I
 
 
 def _number(value: float) -> str:
-    """Return the number with six significant digits, without an exponent for usual scores."""
+    """Return the number with at most six significant digits, without an exponent for usual scores."""
     return f"{value:.6g}"
 
 

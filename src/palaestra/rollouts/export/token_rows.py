@@ -26,19 +26,19 @@ WITHOUT_TOKENS = "without tokens"
 
 
 class ExportedRow(msgspec.Struct, kw_only=True):
-    """One line. The fields from `prompt_ids` to `policy_version` are in the order of a trainer's batch row.
+    """One line of the file. The fields from `prompt_ids` to `policy_version` are in the order of a trainer's batch row.
 
     `prompt_ids[P]` are the tokens before the first sampled one; `completion_ids[T]`, `mask[T]` (1 where the model
     sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null if there are
     none) describe the tokens after them. `reward` is the whole rollout's, null if unscored. `policy_version` is the
     version that sampled the segment, null for several or none; `versions` has (start, stop, version), where start and
-    stop are places in the completion. `spans` covers prompt and completion without gaps and names the sampled sequence
-    of every token; it is empty for tokens that no engine sampled. `segment` counts from 0; `segments` is the rollout's
-    number of lines.
+    stop are positions in the completion. `spans` covers prompt and completion without gaps and names the sampled
+    sequence of every token; it is empty for tokens that no engine sampled. `segment` counts from 0; `segments` is the
+    rollout's number of lines.
 
     In tree rollouts, `parent` names the rollout that this one continues, and the turn after which it does so. `credit`
-    has (start, stop, value) for the sampled places of the completion in order, where value is the mean reward of the
-    rollouts that share them. It is omitted if all sampled tokens have the rollout's own reward.
+    has (start, stop, value) for the sampled spans of the completion, in order, where value is the mean reward of the
+    rollouts that share the span. It is omitted if all sampled tokens have the rollout's own reward.
     """
 
     schema: str = ROW_SCHEMA
@@ -93,7 +93,7 @@ class RowsExporter:
 
 
 def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple[int, float]]]:
-    """Return `trees.credit` of a group's rollouts; empty without trees."""
+    """Return `trees.credit` of a group's rollouts; empty if no rollout continues another."""
     if all(each.parent is None for each in trajectories):
         return {}
     from palaestra.rollouts.trees import credit  # imported here, because most runs have no trees

@@ -2,8 +2,8 @@
 
 By default the work is sealed (invariant R2): all processes of the agent are dead, its changes are an immutable layer,
 and the check runs in a fresh slot over a part of that layer: the workspace and the paths that the task declares,
-without the changes there that would decide the result of any check (`tampering.py`). Everything else is as prepared. A
-task with `grading="live"`, for work that is a running service, is checked in the agent's own slot.
+without those changes that would decide the result of any check (`tampering.py`). Everything else is as prepared. A task
+with `grading="live"`, for work that is a running service, is checked in the agent's own slot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 SEALED, LIVE = "sealed", "live"
 
 CARRIED = "/.palaestra-carried"
-"""Where a sealed workspace keeps copies of the files in `SCRATCH`, which layers do not contain."""
+"""The directory of a sealed workspace with copies of the files in `SCRATCH`, which layers do not contain."""
 
 GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
 """The paths whose changes a check sees even if the task does not declare them."""
@@ -36,7 +36,7 @@ _COPY_S = 300.0
 class Grading:
     """Leases the grading slot when the check first needs it. The rollout closes this object when it ends.
 
-    With `untouched` the check sees the prepared workspace in place of the agent's work.
+    If `untouched`, the check sees the prepared workspace in place of the agent's work.
     """
 
     def __init__(self, rollout: Rollout, spec: SlotSpec, *, untouched: bool = False) -> None:
@@ -88,7 +88,8 @@ class Grading:
 
     @contextmanager
     def _troubled(self) -> Iterator[None]:
-        """Keep the first infrastructure failure, since the check's code may catch and ignore it."""
+        """Store the block's infrastructure failure if it is the first, since the check's code may catch and ignore
+        it."""
         try:
             yield
         except InfraError as error:
@@ -96,7 +97,8 @@ class Grading:
             raise
 
     async def carry_scratch(self) -> None:
-        """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot, and count its live processes.
+        """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot, and count the agent's live
+        processes.
 
         Does nothing once the slot is sealed. In a kept workspace that is graded again, the files are already there.
         """
@@ -132,7 +134,7 @@ class Grading:
             f"if [ -d {CARRIED}{place} ] && [ ! -h {CARRIED}{place} ]; then "
             f"cp -a --no-preserve=links {CARRIED}{place}/. {place}/ || cp -a {CARRIED}{place}/. {place}/; fi; "
             for place in SCRATCH
-        )  # without hard links, which could make a file of the check one of the work; BusyBox's cp keeps none
+        )  # hard links could join a file of the check to a file of the work; BusyBox's cp keeps none
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
 
     @property
@@ -205,8 +207,8 @@ class Grading:
         outside = [change.path for change in changes if not _is_seen(change, only)]
         if {*only} <= {*GRADED, WORKSPACE}:
             changes = [change for change in changes if is_below(change.path, only)]
-        # A declared path may lead through links of the root (/bin/bash to /usr/bin), and a change above may remove it,
-        # so the rule judges every change, whatever its own path.
+        # A declared path may lead through links of the root (/bin/bash to /usr/bin), and a change to a directory above
+        # may remove the declared path, so the rule judges every change, whatever its own path.
         without = await self._planted(changes, only, workspace, programs, new_programs)
         self.left_out = (*self._lost, *without, *outside)[:MOST_LEFT_OUT]
         return View(only if outside else ("/",), without)  # a view that shows everything costs nothing
@@ -298,7 +300,7 @@ def _is_seen(change: Change, only: Sequence[str]) -> bool:
 
 
 def _may_have_links(changes: Sequence[Change]) -> bool:
-    """Return whether changed files include symbolic links, or may be hard links to each other."""
+    """Return whether the changes include symbolic links, or files that may be hard links to each other."""
     return any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1
 
 

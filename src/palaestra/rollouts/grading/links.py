@@ -1,10 +1,10 @@
 """Separates the files that a check writes from files of the work that the agent has linked to them.
 
-A check often writes what it expects to a file of its own and compares the work with it. If one of the two is a link to
-the other, the work equals whatever the check wrote. So before a check, this module looks at the agent's links between a
-file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of its target,
-or removed if the target is missing or is neither a file nor a directory. A named file with hard links becomes a copy. A
-link that the messages name stays if the messages mention links.
+A check often writes the expected result to a file of its own and compares the work with that file. If one of the two is
+a link to the other, the work equals whatever the check wrote. So before a check, this module examines the agent's links
+between a file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of
+its target, or removed if the target is missing or is neither a file nor a directory. A named file with hard links
+becomes a copy. A link that the messages name stays if the messages mention links.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.
@@ -64,10 +64,12 @@ class NamedFiles:
         return cls(names, _ABOUT_LINKS.search(text) is not None)
 
     def equates(self, link: str, kind: str, end: str, changed: Collection[str]) -> bool:
-        """Return whether a link makes a named file and an unnamed file the same. `changed` are the agent's files.
+        """Return whether a link must be replaced: because it makes a named file and an unnamed file one file, because
+        its target is missing, or because it is a named file with further hard links. `changed` are the paths of the
+        agent's files.
 
-        For a symbolic link, `kind` is the kind of its target `end`. For a file, `kind` is `links` and `end` is its
-        number of hard links.
+        For a symbolic link, `kind` is the kind of its target `end`. For a named file, `kind` is `links` and `end` is
+        the file's number of hard links.
         """
         link_named, end_named = self._has(link), self._has(end)
         if kind == "links":
@@ -80,7 +82,7 @@ class NamedFiles:
         return kind == "none" or link_named != end_named
 
     def _has(self, path: str) -> bool:
-        """Return whether the messages name a file. A word without a dot counts only for files directly in a folder
+        """Return whether the messages name a file. A name without a dot counts only for files directly in a folder
         where an answer belongs, because installed packages have links with the same names as their programs."""
         folder, _, base = path.rstrip("/").rpartition("/")
         return base in self.names and ("." in base or folder in ("", WORKSPACE, *SCRATCH))

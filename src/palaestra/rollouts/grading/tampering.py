@@ -25,7 +25,7 @@ from palaestra.core.errors import InfraError
 from palaestra.sandbox.slot import Change, Slot
 
 CACHE = "/etc/ld.so.cache"
-"""The cache in which the loader of the GNU C library looks up a name first."""
+"""The cache in which the loader of the GNU C library first looks up a library's name."""
 
 SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
 """Writable directories that are not in a slot's layers."""
@@ -49,7 +49,7 @@ _LINKS = "/etc/alternatives"
 
 _COMPILERS = frozenset({"gcc", "cc", "g++", "clang", "rustc", "go", "gfortran", "build-essential"})
 _COMPILER_PARTS = frozenset({"as", "ld", "ld.bfd", "ld.gold", "ar", "ranlib", "nm", "cc", "c++", "cpp"})
-"""Programs that compilers start, and the other names of these programs."""
+"""Programs that compilers start, under all of their usual names."""
 
 _OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+", re.DOTALL)
 """Files that the programs of a root load or start."""
@@ -155,7 +155,7 @@ def names_in(slot: Slot) -> Names:
 
 
 def is_below(path: str, tops: Iterable[str]) -> bool:
-    """Return whether a path is one of these paths or below one."""
+    """Return whether a path is one of these paths or is below one of them."""
     return any(path == top or top == "/" or path.startswith(f"{top.rstrip('/')}/") for top in tops)
 
 
@@ -170,7 +170,7 @@ def _distribution(name: str) -> str:
 
 
 def _starts_python(path: str, workspace: str) -> bool:
-    """Return whether this file is outside of the workspace and Python runs it on start-up."""
+    """Return whether this file is outside the workspace and Python runs it on start-up."""
     whole = PurePosixPath(path)
     inside = workspace != "/" and whole.is_relative_to(workspace) and ".local" not in whole.parts
     if inside:
@@ -198,8 +198,8 @@ class Rule:
     _names: Names = _no_names
 
     def is_suspect(self, change: Change) -> bool:
-        """Return whether the change may have to be left out. If no change is suspect, the original root need not be
-        read."""
+        """Return whether the change may have to be left out of the graded view. If no change is suspect, the original
+        root need not be read."""
         path = str(PurePosixPath("/", change.path))
         if change.kind == "dir" and not change.opaque:
             return False  # its entries are separate changes
@@ -246,12 +246,13 @@ class Rule:
         return self._has_programs(path.rpartition("/")[0])
 
     def _has_programs(self, folder: str) -> bool:
-        """Return whether the folder is a directory of PATH outside of the workspace."""
+        """Return whether shells look for programs in the folder: a usual program directory, or a directory of PATH
+        outside the workspace."""
         inside = self.workspace != "/" and is_below(folder, (self.workspace,))
         return folder in PROGRAM_DIRECTORIES or (folder in self.directories and not inside)
 
     def _is_place(self, path: str) -> bool:
-        """Return whether programs look for programs, modules or settings in this directory, or below it."""
+        """Return whether programs look for other programs, modules or settings in this directory or below it."""
         if path in _SYSTEM or path == self.home or self._has_programs(path):
             return True
         return _SEARCH_PATHS.fullmatch(path) is not None
@@ -275,8 +276,8 @@ class Rule:
         return False
 
     async def _is_new_program(self, name: str) -> bool:
-        """Return whether the task names this program or a part of its name (`gcc` of `x86_64-linux-gnu-gcc-12`), and
-        the root lacks the program."""
+        """Return whether the root lacks this program, and the task names it, a part of its name (`gcc` of
+        `x86_64-linux-gnu-gcc-12`) or a compiler that starts it."""
         wanted = self.new_programs & {name, *re.split(r"[-.]", name)}
         if self.new_programs & _COMPILERS and name in _COMPILER_PARTS:
             wanted = frozenset({name})
@@ -339,7 +340,8 @@ class Rule:
         return False
 
     async def _has_package(self, path: str) -> bool:
-        """Return whether the root has the package of this path, in this or another site directory."""
+        """Return whether the root has the package of this path, in this or another site directory, and uses it on
+        start-up or has pytest."""
         match = _SITE.fullmatch(path)
         assert match is not None
         found = set(await self._names(match[1]))

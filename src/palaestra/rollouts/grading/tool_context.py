@@ -53,7 +53,8 @@ def _sync(
 def _placed(
     method: Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]],
 ) -> Callable[Concatenate[ToolContext, P], Coroutine[object, object, T]]:
-    """Run the method on its slot's event loop, which is not the caller's loop if a `ToolSession` holds the slot."""
+    """Make the method run on its slot's event loop, which is not the caller's loop if a `ToolSession` holds the
+    slot."""
 
     @functools.wraps(method)
     async def run(self: ToolContext, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -67,7 +68,7 @@ def _placed(
 class ToolContext:
     """Full access to the workspace and tools of one rollout, for scoring. `task_id` names the rollout.
 
-    A run passes the `slot` and `tools` of the grading view. Without them, it uses the slot in which
+    A run passes the `slot` and `tools` of the grading view. Without these arguments, the context uses the slot in which
     `handle_function_call` and `HermesAgentLoop` run the tools of that task or, inside a rollout of this name, the
     rollout's own slot.
     """
@@ -144,27 +145,27 @@ class ToolContext:
 
     @_placed
     async def search_async(self, query: str, path: str = ".") -> dict[str, JSON]:
-        """Search file contents with the tool `search_files`. Returns its reply, or `{"error"}` without that tool."""
+        """Search file contents with `search_files`. Returns the tool's reply, or `{"error"}` if the tool is missing."""
         return await self._object("search_files", {"pattern": query, "path": path})
 
     @_placed
     async def web_search_async(self, query: str) -> dict[str, JSON]:
-        """Call the tool `web_search`. Returns its reply, or `{"error"}` without that tool."""
+        """Call the tool `web_search`. Returns its reply, or `{"error"}` if the tool is missing."""
         return await self._object("web_search", {"query": query})
 
     @_placed
     async def web_extract_async(self, urls: Sequence[str]) -> dict[str, JSON]:
-        """Call the tool `web_extract`. Returns its reply, or `{"error"}` without that tool."""
+        """Call the tool `web_extract`. Returns its reply, or `{"error"}` if the tool is missing."""
         return await self._object("web_extract", {"urls": list(urls)})
 
     @_placed
     async def browser_navigate_async(self, url: str) -> dict[str, JSON]:
-        """Call the tool `browser_navigate`. Returns its reply, or `{"error"}` without that tool."""
+        """Call the tool `browser_navigate`. Returns its reply, or `{"error"}` if the tool is missing."""
         return await self._object("browser_navigate", {"url": url})
 
     @_placed
     async def browser_snapshot_async(self) -> dict[str, JSON]:
-        """Call the tool `browser_snapshot`. Returns its reply, or `{"error"}` without that tool."""
+        """Call the tool `browser_snapshot`. Returns its reply, or `{"error"}` if the tool is missing."""
         return await self._object("browser_snapshot", {})
 
     @_placed

@@ -53,8 +53,8 @@ _DEEPEST = 64
 def plain(value: T, depth: int = 0) -> T:
     """Return a copy that JSON can hold.
 
-    Lone surrogates become question marks, numbers of other packages become int or float, and any other object becomes
-    the name of its type.
+    Lone surrogates become question marks, other packages' numeric types become int or float, and any other object
+    becomes the name of its type.
     """
     copied: JSON = value
     match value:
@@ -148,7 +148,7 @@ class Journal:
         await self.file.commit()
 
     def close(self) -> None:
-        """Flush and close. Idempotent."""
+        """Flush and close the file. Idempotent."""
         self.file.close()
 
 
@@ -187,7 +187,7 @@ class EventStream:
         self.announce(event)
 
     def unreported(self, names: Iterable[str]) -> list[str]:
-        """Return the names that no earlier call has returned, so that each is reported once per run."""
+        """Return the names that no earlier call has returned, so that each name is reported only once per run."""
         fresh = [name for name in names if name not in self._reported]
         self._reported.update(fresh)
         return fresh
@@ -207,7 +207,7 @@ def is_whole(line: bytes) -> bool:
 
 
 def damaged(path: Path, number: int, error: object) -> ConfigError:
-    """Return the error for a journal with a damaged line that is not its last."""
+    """Return the error for a journal in which a line other than the last is damaged."""
     if number == 1:
         return ConfigError(f"{path} does not start like a journal: {error}")
     return ConfigError(

@@ -68,7 +68,7 @@ _events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournal
 class Recording:
     """An index of one run's journal at the time of creation. It can be iterated over repeatedly.
 
-    A run may have very many groups, so the offsets of a finished group are packed into a few bytes.
+    A run may have very many groups, so the offsets of each finished group are packed into a few bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class Recording:
 
     @property
     def unfinished(self) -> int:
-        """The number of groups that started and did not end."""
+        """The number of groups that started but did not end."""
         return len(self._begun)
 
     def __iter__(self) -> Iterator[Group]:
@@ -96,7 +96,7 @@ class Recording:
                 yield self._group(file, number)
 
     def tools(self) -> list[dict[str, JSON]]:
-        """Return the tool schemas of the group that started first; empty without any group."""
+        """Return the tool schemas of the group that started first; empty if no group has started."""
         if self._first is None:
             return []
         with self.path.open("rb") as file:
@@ -127,7 +127,7 @@ class Recording:
 
     @cached_property
     def _by_id(self) -> dict[str, int]:
-        """The numbers of the finished groups by id, which most readers do not need."""
+        """The number of each finished group by its id, computed on first use, because most readers do not need it."""
         numbers: dict[str, int] = {}
         with self.path.open("rb") as file:
             for number, packed in self._ended.items():
@@ -156,7 +156,7 @@ class Recording:
             self.meta = _meta(line, self.path)
         elif head.event == "resume":
             resumed = _events.decode(line)
-            if isinstance(resumed, RunResumed) and resumed.config:  # the run was extended
+            if isinstance(resumed, RunResumed) and resumed.config:  # the settings of the latest part count
                 self.meta = replace(self.meta, config=resumed.config)
         elif head.event == "group" and head.group:
             if self._first is None:
@@ -173,8 +173,8 @@ class Recording:
             self._ended[head.number] = _pack(ended)
 
     def _reopened(self, group: _Part) -> _Place:
-        """Return the place of a group that ended and starts again, or an empty place. Raises `ValueError` if another
-        group has its number."""
+        """Return the file offsets of a group that ended and starts again, or empty offsets. Raises `ValueError` if
+        another group has its number."""
         packed = self._ended.pop(group.number, None)
         if packed is None:
             return _Place(0)
@@ -262,8 +262,8 @@ def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
 
 
 def _of_files(path: Path) -> Path:
-    """Return the path, if no file in it is a FIFO or a device, which would block a reader. Raises `ConfigError`
-    otherwise."""
+    """Return the path unchanged. Raises `ConfigError` if a file in it is a FIFO or a device, which would block a
+    reader."""
     for entry in path.glob("*") if path.is_dir() else ():
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
             raise ConfigError(f"{entry} is neither a file nor a directory, so no run wrote it")

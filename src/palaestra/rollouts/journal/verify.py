@@ -1,4 +1,4 @@
-"""Proves from the files of a run that it trains exactly the sampled tokens (T1 to T4), or finds the first violation.
+"""Proves from the files of a run that exactly the sampled tokens are trained (T1 to T4), or finds the first violation.
 
 Checks the ledgers in the journal, the lines of the groups file and the exported rows. The engine's own answers are
 trusted.
@@ -65,8 +65,8 @@ class RunVerdict:
 
 
 def verify_run(journal: Path, groups: Path | None = None, exported: Path | None = None) -> RunVerdict:
-    """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file and of exported
-    rows.
+    """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file and of the file
+    of exported rows.
 
     Each file is read once. Raises `ConfigError` when a file is damaged or no rollout has recorded tokens.
     """
@@ -91,7 +91,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
             before = ends.get(trajectory.rollout_id)
             if before is not None and before.blame not in CUT_OFF:  # a resumed run rolls these out again
                 verdict.violation = f"{trajectory.rollout_id}: T3: it ends twice in the journal"
-            # a long run has too many conversations to keep
+            # the conversations of a long run would not fit in memory
             ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
         if not verdict.ok:
             return verdict
@@ -112,8 +112,8 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
 
 
 def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
-    """Return the rollouts that must be in the groups file: the scored ones, except in groups that the settings leave
-    out."""
+    """Return the ids of the rollouts that must be in the groups file: the scored rollouts, except those of groups that
+    the settings leave out."""
     by_group: dict[str, list[Trajectory]] = {}
     for one in ended:
         if one.scored:
@@ -145,7 +145,7 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
 
 def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
     """Return the first violation in the turns that a branch shares with its parent, or the empty string. The branch's
-    first prompt must begin with the parent's tokens, which are trained in the parent only."""
+    first prompt must begin with the parent's tokens, which are trained on only in the parent."""
     fork, ledger = trajectory.parent, trajectory.ledger
     if fork is None:
         return ""
@@ -192,8 +192,8 @@ def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
 
 
 def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) -> str:
-    """Count a row made by the environment, which is not verified. A row of the engine's tokens must be in the
-    ledger."""
+    """Count the environment's own row, if there is one. Such a row is not verified, but if it claims the engine's
+    tokens, it must be in the ledger. Returns the violation, or the empty string."""
     row = trajectory.row
     if row is None:
         return ""
@@ -210,7 +210,7 @@ class _Rollout(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """The fields of a group's line that are checked."""
+    """The fields of a group's line that `verify_run` checks."""
 
     tokens: list[list[int]]
     masks: list[list[int]]

@@ -1,8 +1,8 @@
 """Compares the rewards of runs of the same tasks, with 95 % intervals.
 
 Rewards are paired by task, because tasks differ more from each other than two models do on one task. Only tasks with a
-reward in both runs count, each by the mean of its rollouts. The interval comes from `intervals.py`. No winner is named
-if the interval contains 0. The same holds if the runs do not cover the same tasks and the same share of their rollouts,
+reward in both runs count, each with the mean reward of its rollouts. The interval comes from `intervals.py`. No winner
+is named if the interval contains 0, or if the runs do not cover the same tasks and the same share of their rollouts,
 since the missing rollouts may be the hard ones.
 """
 
@@ -19,7 +19,7 @@ from palaestra.rollouts.observe.metrics import group_size
 from palaestra.rollouts.records import Group
 
 _HERE = frozenset({"data_path_to_save_groups", "data_dir_to_save_evals", "wandb_name", "timings_from", "metrics_port"})
-"""Settings that only give the paths, names or ports of one run."""
+"""Settings that only give the paths, names or ports of one run, so a difference does not matter."""
 
 
 @dataclass(slots=True)
@@ -36,8 +36,8 @@ class TaskScores:
         return statistics.fmean(rewards) if rewards else None
 
     def asks_otherwise(self, other: TaskScores) -> bool:
-        """Return whether the task's prompts differ in the two runs. Groups of earlier versions did not record
-        prompts."""
+        """Return whether the task's prompts differ in the two runs; False if one of the runs did not record them, as in
+        earlier versions."""
         return bool(self.asked and other.asked) and self.asked.isdisjoint(other.asked)
 
 
@@ -89,12 +89,12 @@ class RunScores:
 
     @property
     def mean(self) -> float | None:
-        """The mean reward of the scored rollouts; None without any."""
+        """The mean reward of the scored rollouts; None if there are none."""
         rewards = [reward for task in self.tasks.values() for reward in task.rewards]
         return statistics.fmean(rewards) if rewards else None
 
     def line(self) -> str:
-        """Return the run in one line: its model, its mean reward, and the numbers of rollouts and tasks."""
+        """Return a one-line summary of the run: its model, its mean reward, and the numbers of rollouts and tasks."""
         mean = "no reward" if self.mean is None else f"mean reward {self.mean:.3f}{in_words(self.interval)}"
         covered = f"{self.scored} of {plural(self.planned, 'rollout')} scored, {plural(len(self.tasks), 'task')}"
         return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}"
@@ -108,7 +108,7 @@ class RunScores:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One task: the mean reward of its scored rollouts in the first run and in the other."""
+    """One task, with its mean reward in the first run and in the other."""
 
     task: str
     first: float
@@ -116,7 +116,7 @@ class Pair:
 
     @property
     def difference(self) -> float:
-        """The difference of the rewards, above zero if the first run did better."""
+        """The first run's reward minus the other's."""
         return self.first - self.other
 
 
@@ -162,7 +162,7 @@ class RunComparison:
 
 
 def compare(first: RunScores, other: RunScores, *, unscored: float | None = None) -> RunComparison:
-    """Compare by task id. A rollout without a reward is left out, or counts as `unscored`.
+    """Compare two runs by task id. A rollout without a reward is left out, or counts as `unscored`.
 
     Raises `ValueError` if no task has a reward in both runs.
     """
@@ -193,7 +193,7 @@ def _undecided(
     unpaired: Sequence[str],
     asked_otherwise: Sequence[str],
 ) -> str:
-    """Return the reason why neither run can be called better; empty if one of them can."""
+    """Return the reason why no winner can be named; empty if one can."""
     if unpaired:
         return f"{plural(len(unpaired), 'task')} with a reward in only one of the runs"
     if first.scored * other.planned != other.scored * first.planned:

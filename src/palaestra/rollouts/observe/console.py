@@ -1,7 +1,7 @@
 """Shows the progress of a run: a live view on a terminal, plain lines in a log, or nothing.
 
-It subscribes to a run's events and writes only to the given stream. Neither a closed stream nor the text of a task or a
-model can end the run.
+A console subscribes to a run's events and writes only to the given stream. Neither a closed stream nor the text of a
+task or a model can end the run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Console:
     def __init__(self, clock: Clock | None = None) -> None:
         self.score_name = "reward"
         self.in_flight: InFlight = {}
-        """The work that is counted as running: `EventStream.in_flight` of the run."""
+        """The work in flight, which the run replaces by its `EventStream.in_flight`."""
         self._clock = clock or SystemClock()
         self._started_at = self._clock.monotonic()
         self.groups_total: int | None = None
@@ -90,7 +90,7 @@ class Console:
         self.groups_done += 1
 
     def note(self, text: str) -> None:
-        """Show a line that the user should read now."""
+        """Show a line to the user immediately."""
 
     @property
     def rollouts_total(self) -> int | None:
@@ -102,7 +102,8 @@ class Console:
 
     @property
     def eta_s(self) -> float | None:
-        """The seconds until the last group ends, at the pace so far; None while unknown or when no group is left.
+        """The estimated seconds until the last group ends, at the pace so far; None while unknown or when no group is
+        left.
 
         Groups that failed before they had a rollout count as done, so groups set the pace once one is done.
         """
@@ -122,7 +123,7 @@ class Console:
         return f"groups {groups} · rollouts {rollouts}"
 
     def results(self) -> str:
-        """Return mean reward, outcomes and pace, as far as they are known."""
+        """Return the mean reward, the outcomes and the pace as text, as far as they are known."""
         covered = f"{self.scored} of {self.rollouts_done} scored"
         parts = [f"{self.score_name} {self.reward_sum / self.scored:.3f} ({covered})"] if self.scored else []
         parts += [f"{name} {count}" for name, count in self.outcomes.most_common()]
@@ -132,7 +133,8 @@ class Console:
 
 
 class PlainConsole(Console):
-    """Writes lines for logs: one per finished group, and a status line at an event, at most every `STATUS_EVERY_S`."""
+    """Writes lines for logs: one per finished group, and status lines, which follow events and come at most every
+    `STATUS_EVERY_S` seconds."""
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         super().__init__(clock)
@@ -241,8 +243,8 @@ class LiveConsole(Console):
 def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, clock: Clock | None = None) -> Console:
     """Return the console of a run on `stream` (default: standard error).
 
-    With `enabled` None it is the live view on a terminal and plain lines otherwise; with True always the live view;
-    with False nothing is shown. Rich is imported only for the live view.
+    If `enabled` is None, the console is the live view on a terminal and plain lines elsewhere. If it is True, the
+    console is always the live view; if it is False, nothing is shown. Rich is imported only for the live view.
     """
     stream = stream or sys.stderr
     clock = clock or SystemClock()
@@ -295,7 +297,7 @@ def _of(done: int, total: int | None) -> str:
 
 
 def _pace(per_s: float) -> str:
-    """Return a rate in rollouts per second, or per minute if it is below one."""
+    """Return a rate as text: in rollouts per second, or per minute if it is below one per second."""
     return f"{per_s:.1f} rollouts/s" if per_s >= 1 else f"{per_s * 60:.1f} rollouts/min"
 
 

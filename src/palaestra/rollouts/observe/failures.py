@@ -1,4 +1,4 @@
-"""The failures of a run by cause. Each cause has the number of its failures and its first example."""
+"""Counts the failures of a run by cause, with the first example of each cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _LONGEST = 300
 
 @dataclass(slots=True)
 class Cause:
-    """Rollouts or whole groups that failed in the same way. `first` is the first one's id, `error` its message."""
+    """Rollouts or whole groups that failed in the same way. `first` is the id of the first of them, `error` its
+    message."""
 
     blame: str
     error: str

@@ -85,8 +85,8 @@ def _columns(clusters: Iterable[Cluster]) -> tuple[array[float], array[float]]:
 
 
 def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
-    """Return the interval of the mean of all values, given by task. Bounds are 0 and 1 if all values are within
-    them."""
+    """Return the interval of the mean of all values, which are given by task. The bounds of a value are 0 and 1 if all
+    values lie between them; otherwise values have no bounds."""
     values, totals, sizes = array("d"), array("d"), array("d")
     for each in tasks:
         values.extend(each)
@@ -101,8 +101,8 @@ def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
 
 
 def share_interval(tasks: Iterable[Cluster]) -> Interval | None:
-    """Return the interval of a share of trials. Each task gives its number of trials that count and its number of all
-    trials."""
+    """Return the interval of a share of trials. Each cluster has the number of a task's trials that count and the
+    number of all its trials."""
     totals, sizes = _columns(tasks)
     count, trials = math.fsum(totals), math.fsum(sizes)
     least = count / trials * (1 - count / trials) / trials if trials else 0.0
@@ -121,7 +121,7 @@ def with_interval(name: str, value: float, interval: Interval | None) -> dict[st
 
 
 def in_words(interval: Interval | None, form: str = ".3f") -> str:
-    """Return the interval as ` (LOW to HIGH)`, or the empty string."""
+    """Return the interval as the text ` (LOW to HIGH)`; empty if there is none."""
     return "" if interval is None else f" ({interval[0]:{form}} to {interval[1]:{form}})"
 
 

@@ -28,8 +28,8 @@ def _counts() -> array[int]:
 
 
 class Figures:
-    """Counts, rates and means over the groups that were added; `numbers` can be called at any time. A group with an
-    error counts as at least `group_size` planned rollouts."""
+    """Computes the metrics of the groups that were added so far. A group with an error counts as at least `group_size`
+    planned rollouts."""
 
     def __init__(self, group_size: int = 0) -> None:
         self.groups = 0
@@ -46,7 +46,7 @@ class Figures:
         self._rewards = _numbers()
         self._categories: dict[int, str] = {}
         self._tasks = _counts()
-        """The hash of each group's task, because the ids of very many tasks would take most of the memory."""
+        """The hash of each group's task id, because the ids of very many tasks would take most of the memory."""
         self._scored, self._lost, self._ran = _counts(), _counts(), _counts()
         """Rollouts of each group: those with a reward, those planned without one, and those that ended."""
         self._blamed: defaultdict[str, Counter[int]] = defaultdict(Counter)
@@ -101,8 +101,8 @@ class Figures:
         """Return the metrics by name.
 
         `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; in
-        metrics that end with `_with_unscored`, the others count as 0. `reward/std` is the standard deviation of the
-        population. `rollouts_planned` includes the rollouts of groups that could not be prepared or have not ended.
+        metrics that end with `_with_unscored`, unscored rollouts count as 0. `reward/std` is the standard deviation of
+        the population. `rollouts_planned` includes the rollouts of groups that could not be prepared or have not ended.
         `outcomes/<name>` and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and
         `cost` totals. `groups_prepared` counts groups with a prepared workspace, `groups_from_store` those whose
         workspace came from this machine's store. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean

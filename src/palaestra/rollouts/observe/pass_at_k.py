@@ -1,4 +1,5 @@
-"""pass@k, pass rate and mean reward of tasks from their rewards, with the intervals of `intervals.py`."""
+"""Computes pass@k, the pass rate and the mean reward from the rewards of tasks, with the intervals of
+`intervals.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 def pass_metrics(rewards: Iterable[Sequence[float]], attempts: int) -> dict[str, JSON]:
     """Return `scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, from the scored
-    rewards of each task, which are iterated repeatedly. A task with fewer than k rewards is left out of pass@k;
+    rewards of each task, over which it iterates several times. A task with fewer than k rewards is left out of pass@k;
     `pass@k/tasks` counts the other tasks."""
     sizes = array("q", map(len, rewards))  # arrays, because a run may have very many tasks
     passes = array("q", (sum(reward >= PASSED for reward in scored) for scored in rewards))

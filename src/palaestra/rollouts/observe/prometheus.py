@@ -1,9 +1,9 @@
 """A run's status as Prometheus text, and the endpoint GET /metrics that serves it. Source of the format: Prometheus,
 text exposition format 0.0.4.
 
-The endpoint listens only on this host unless the settings give another address and a token, since the text names tasks
-and models. Invariant: counters come from the journal, so they continue in a resumed run; a metric without a measurement
-has no line.
+The endpoint listens only on this host unless the settings give a different address and a token, since the text names
+tasks and models. Invariant: counters come from the journal, so they continue in a resumed run; a metric without a
+measurement has no line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from palaestra.rollouts.observe.status import RunReader, RunStatus
 from palaestra.rollouts.observe.status_file import StatusFile
 
 Samples = Mapping[tuple[tuple[str, str], ...], float]
-"""Values by their labels."""
+"""The values of one metric by their labels."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

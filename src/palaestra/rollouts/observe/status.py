@@ -33,7 +33,7 @@ RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A count, its share of all, and the 95 % interval of the share."""
+    """A count, its share of the total, and the 95 % interval of the share."""
 
     count: int
     share: float
@@ -51,7 +51,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The time that `count` rollouts spent at a stage: total, median and 95 % quantile, in seconds."""
+    """The time that `count` rollouts spent in a stage: total, median and 95 % quantile, in seconds."""
 
     count: int
     total_s: float
@@ -68,17 +68,18 @@ class RunStatus:
     """The status of a run at one moment.
 
     `kind` is run, eval, feed or batch. `state` is running, killed, elsewhere (on another host, where it cannot be
-    checked), or the reason why the run ended. `in_flight` counts work by stage. `prepared` counts the workspaces of
-    groups, and `from_store` those of them that were already prepared on the machine.
+    checked), or the reason why the run ended. `in_flight` counts work by stage. `prepared` counts the groups with a
+    prepared workspace, `from_store` those whose workspace was already prepared on the machine.
 
-    `blame` counts finished rollouts. `mean_reward` is over the scored rollouts; in `mean_with_unscored` the others
-    count as 0; `full` is the share of scored rollouts with a reward of 1 or more. `…_interval` is the 95 % interval of
-    a mean, or None for rewards outside 0 to 1 that do not vary. `planned` counts the rollouts of the groups that began.
+    `blame` counts finished rollouts by failure attribution. `mean_reward` is over the scored rollouts; in
+    `mean_with_unscored`, unscored rollouts count as 0; `full` is the share of scored rollouts with a reward of 1 or
+    more. `…_interval` is the 95 % interval of a mean, or None for rewards outside 0 to 1 that do not vary. `planned`
+    counts the rollouts of the groups that began.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
-    `stages` include discarded attempts. `cost` is None without prices, and leaves out the `unpriced_tokens` of parts of
-    the run without prices. `taken_up` counts the rollouts that continued after a kill; `begun_anew` counts those that
-    started again, by reason.
+    `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
+    parts of the run without prices. `taken_up` counts the rollouts that continued after a kill; `begun_anew` counts
+    those that started again, by reason.
     """
 
     run_id: str = ""
@@ -208,7 +209,7 @@ class _Paid:
         return self.prompt_tokens + self.completion_tokens
 
     def spent(self, prices: Prices | None) -> float:
-        """Return the cost, with unpriced tokens counted at `prices`."""
+        """Return the cost. Tokens without a known cost are charged at `prices`, or left out if `prices` is None."""
         return (self.cost or 0.0) + (prices.cost(*self.unpriced) if prices is not None else 0.0)
 
     def add(self, other: _Paid, times: int = 1) -> None:
@@ -266,7 +267,7 @@ _LINES = msgspec.json.Decoder(_Line)
 
 
 class RunReader:
-    """Reads one run; `read` may be called again."""
+    """Reads the status of one run. Each call of `read` returns the current status."""
 
     def __init__(self, journal: Path) -> None:
         self.folder = journal.parent
@@ -288,7 +289,8 @@ class RunReader:
         """The rollout id and start time of every attempt that ended."""
 
     def read(self) -> RunStatus:
-        """Return the current status. Raises `ConfigError` for a damaged journal."""
+        """Return the current status, from the lines added since the last call. Raises `ConfigError` for a damaged
+        journal."""
         with self.journal.open("rb") as file:
             file.seek(self._offset)
             for line in file:
@@ -442,7 +444,7 @@ class RunReader:
 
 
 def _size(path: Path) -> int:
-    """Return the disk usage of a file; 0 if it is gone."""
+    """Return the disk space that a file uses, in bytes; 0 if it is gone."""
     try:
         return path.stat().st_blocks * 512 if path.is_file() else 0
     except OSError:

@@ -1,7 +1,7 @@
 """`status.json`: a run's rollouts in flight, for other processes to read.
 
-The file has the rollouts' stages, since the journal has everything else, and identifies the process that wrote it, so
-that a reader can check whether that process is alive. The file is replaced atomically, at most once a second.
+The file has the rollouts' stages, since the journal has everything else. It also identifies the process that wrote it,
+so that a reader can check whether that process is alive. The file is replaced atomically, at most once a second.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class StatusFile:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file if it has changed. Errors are only logged: a full disk ends the run through its journal."""
+        """Write the file if its content has changed. Errors are only logged, because on a full disk the journal ends
+        the run."""
         current = dict(self._in_flight)
         if current == self._written:
             return
@@ -110,7 +111,7 @@ class StatusFile:
 
 
 def read_stages(folder: Path) -> StagesNow | None:
-    """Return the last stages that a run wrote, or None without a readable file."""
+    """Return the last stages that a run wrote; None if there is no readable file."""
     try:
         found = msgspec.json.decode((folder / STATUS_NAME).read_bytes(), type=StagesNow)
     except (OSError, msgspec.MsgspecError):

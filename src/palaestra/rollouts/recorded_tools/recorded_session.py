@@ -70,7 +70,8 @@ def call_key(tool: str, what: JSON, after: str = "") -> str:
 
 
 def with_defaults(arguments: Mapping[str, JSON], parameters: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the arguments with the schema's defaults: `{}` and `{"limit": 5}` may be the same call."""
+    """Return the arguments, completed with the schema's defaults, because `{}` and `{"limit": 5}` may be the same
+    call."""
     defaults = {
         name: each["default"] for name, each in parameters.items() if isinstance(each, dict) and "default" in each
     }

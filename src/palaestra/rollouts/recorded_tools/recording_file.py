@@ -81,7 +81,7 @@ class Writer:
         return self._file
 
     async def commit(self) -> None:
-        """Return when all appended lines are on the disk."""
+        """Return once all appended lines are on the disk."""
         if self._file is not None:
             await self._file.commit()
 
@@ -129,9 +129,9 @@ class Reader:
         """Return the reply to the `n`th call of this key in this rollout, or None.
 
         The rollout's own reply comes first. Otherwise a reply of another rollout is used, always the same one:
-        successful replies before failures, then the reply to the `n`th call, then the latest reply before it. A call
-        that is made more often than it was recorded gets the last reply each further time. Without `failures`, only
-        successful replies are used.
+        successful replies before failures, then the reply to the `n`th call, then the latest reply before it. Once a
+        call has been made as often as it was recorded, it gets the last reply each further time. Without `failures`,
+        only successful replies are used.
         """
         heard = {each: place for each, place in self._places.get(key, {}).items() if failures or not place.failed}
         if not heard:
@@ -167,7 +167,8 @@ def _line(heard: RecordedCall) -> bytes:
 
 
 def recording_at(path: Path) -> Path:
-    """Return the recording at this path, or in the run folder at this path. Raises `ConfigError` if there is none."""
+    """Return the path of the recording: `path` itself, or the recording in the run folder `path`. Raises `ConfigError`
+    if there is none."""
     found = path / WORLD_NAME if path.is_dir() else path
     if not found.is_file():
         raise ConfigError(
@@ -183,7 +184,8 @@ def recording_in(path: Path) -> Path:
 
 
 def _distance(recorded: int, wanted: int) -> tuple[bool, int]:
-    """Return the distance of a recorded call from the wanted one; later calls sort after all earlier ones."""
+    """Return a sort key: the distance of a recorded call from the wanted call, with later calls after all earlier
+    ones."""
     return recorded > wanted, abs(recorded - wanted)
 
 

@@ -59,7 +59,7 @@ class RunWorld:
         self._before: Reader | None = None
 
     def remember(self, path: Path) -> None:
-        """Give continued rollouts the replies that an earlier part of the run recorded at `path`."""
+        """Let continued rollouts use the replies that an earlier part of the run recorded at `path`."""
         if path.is_file():
             self._before = Reader(path)
             self._readers.append(self._before)
@@ -85,12 +85,12 @@ class RunWorld:
         return outcome
 
     async def commit(self) -> None:
-        """Return when all recorded replies are on the disk."""
+        """Return once all recorded replies are on the disk."""
         for writer in (*self._added, *self._kept):
             await writer.commit()
 
     def close(self) -> None:
-        """Flush and close. Idempotent."""
+        """Flush and close the files. Idempotent."""
         for writer in (*self._added, *self._kept):
             writer.close()
         for reader in self._readers:

@@ -1,7 +1,7 @@
 """`classify` finds the reason why an observation differs from the recorded one: time, pid, order, randomness or other.
 
-It compares two texts, given the agent's calls. In doubt the reason is `other`. A different exit code, or any other
-different number in the tool's own reply, is always `other`.
+It compares two texts, given the agent's calls. In case of doubt, the reason is `other`. A different exit code, or any
+other different number in the tool's own reply, is always `other`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHAPES: dict[Kind, re.Pattern[str]] = {
         r"\b0x[0-9a-fA-F]{6,}\b|\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b|\btmp[._]?\w{6,}"
     ),
 }
-"""For each kind of difference, the pattern of the texts whose form alone shows it."""
+"""For each kind of difference, a pattern for texts whose form alone shows that the difference is of this kind."""
 
 _HINTS: dict[Kind, tuple[re.Pattern[str], re.Pattern[str]]] = {
     Kind.PID: (re.compile(r"\$\$|\$!|\b\w*pids?\b|\bps\b|\bpgrep\b|\bpstree\b|\btop\b|\bjobs\b"), re.compile(r"\d+")),
@@ -57,7 +57,7 @@ _HINTS: dict[Kind, tuple[re.Pattern[str], re.Pattern[str]]] = {
         re.compile(r"[^\s\[\](){},:'\"]+"),
     ),
 }
-"""For each kind, a pattern to find in the agent's calls, and the pattern of the text that may then differ."""
+"""For each kind, a pattern to find in the agent's calls, and a pattern for the text that may differ if it is found."""
 
 _CODE = re.compile(r'"(?:exit_code|returncode|success)": ?(-?\w+)')
 

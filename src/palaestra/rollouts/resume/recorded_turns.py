@@ -1,7 +1,7 @@
 """Resumes a rollout by executing its recorded turns again, with the recorded replies of the model.
 
 The rollout runs as usual, in a fresh slot, but replies that are in the journal are not sampled again. So files,
-counters and budgets become the same as before, and the ledger has the same tokens. `replay.py` replays whole runs.
+counters and budgets become the same as before, and the ledger gets the same tokens. `replay.py` replays whole runs.
 
 The model sees the recorded conversation, word for word. If the workspace cannot reproduce an observation, `failed` has
 the reason and the rollout starts over. An observation may differ in times of day, durations and the order of lines; the
@@ -60,8 +60,8 @@ class _RecordedCall:
 class RecordedTurns:
     """The recorded turns of one rollout, for one attempt at resuming it.
 
-    With `forked` the rollout begins with turns of another rollout. The calls in those turns are answered from the
-    record and not run again, because the slot starts from `snapshot`, which has their effects (None if they had none).
+    If `forked`, the rollout begins with turns of another rollout. The calls in those turns are answered from the record
+    and not run again, because the slot starts from `snapshot`, which has their effects (None if they had none).
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class RecordedTurns:
         self.evidence = ""
         self.cut_off = cut_off
         self.journalled = journalled
-        """Becomes False once an attempt with these turns was discarded."""
+        """Whether the journal still counts these turns. False for the retry of a discarded attempt, which writes them
+        again."""
         self.turns = sum(event.turn > 0 for event in cut_off.events)
         started = max(place for place, event in enumerate(cut_off.events) if not event.turn)
         self.seconds = sum(sum(event.seconds) for event in cut_off.events[started:])
@@ -129,7 +130,8 @@ class RecordedTurns:
         raise self.fail(Mismatch.QUESTION)
 
     def was_given(self, sampled: SampledTurn) -> bool:
-        """Return whether these tokens came from the record. Call this only once for each sample."""
+        """Return whether these tokens came from the record. Call this only once for each sample, because each call
+        counts one use."""
         sent = sampled.pieces[0].sent
         given = self._given[sent] > 0
         self._given[sent] -= given
@@ -156,13 +158,14 @@ class RecordedTurns:
         return _completion(event)
 
     async def answer(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Answer as chat middleware: with the recorded reply, or with the server's once every turn has been used."""
+        """Answer a call as chat middleware: with the recorded reply or, once every turn has been used, with the
+        server's reply."""
         recorded = self.reply(call.messages)
         return await ask(call) if recorded is None else recorded
 
     def expected_observation(self, name: str, arguments: Mapping[str, JSON]) -> str | None:
-        """Return the recorded answer to this call, or None. Calls, including parallel ones, must ask in the order in
-        which they started."""
+        """Return the recorded answer to this call, or None. Call this in the order in which the tool calls started,
+        also for parallel calls."""
         same = [call for call in self._calls if call.name == name]
         call = next((call for call in same if _decoded(call.arguments) == arguments), same[0] if same else None)
         if call is None:
@@ -171,18 +174,18 @@ class RecordedTurns:
         return call.observed
 
     def match_observation(self, expected: str, text: str) -> str:
-        """Return the recorded answer, which the model sees in place of `text`. Raises `CannotResume` if they do not
-        match."""
+        """Return the recorded answer `expected`, which the model sees in place of `text`. Raises `CannotResume` if the
+        two do not match."""
         if text == expected or classify(expected, text, asked="") in HARMLESS:
             return expected
         was, now = first_difference(expected, text)
         raise self.fail(Mismatch.OBSERVATION, f"{was!r} was recorded, but it is {now!r} now")
 
     def match_turn(self, turn: Turn | None, messages: Sequence[Message], sampled: Sequence[SampledTurn]) -> bool:
-        """Return whether the turn that was just taken is a recorded one. If `turn` is None, these are the opening
-        messages.
+        """Match the turn that was just taken with the next recorded turn, and return True; return False if no recorded
+        turn is left. If `turn` is None, `messages` are the opening messages.
 
-        Raises `CannotResume` if a different turn is recorded in its place.
+        Raises `CannotResume` if the recorded turn is a different one.
         """
         if self.caught_up and self.failed is None:
             return False

@@ -1,4 +1,5 @@
-"""Parts of replaying a recorded run: `Playback` returns the recorded replies, `Comparison` compares the observations.
+"""Two parts of a replay of a recorded run: `Playback` returns the recorded replies, `Comparison` compares the
+observations.
 
 The usual runner replays a run with the environment's tools and slots. The agent repeats its recorded replies, word for
 word, whatever it observes, so the compared observations always answer the same calls.
@@ -113,7 +114,7 @@ class Comparison:
 
     @property
     def rate(self) -> float | None:
-        """The share of equal observations, or None without any observation."""
+        """The share of equal observations; None if there are no observations."""
         return self.equal / self.observations if self.observations else None
 
     @property
@@ -171,7 +172,7 @@ class Comparison:
                 asked.append(call)
                 continue
             if message.get("content") == NOT_FINISHED or place not in now:
-                continue  # no one read it, or the replay ended before it, which `_end` reports
+                continue  # the model never read it, or the replay ended before it, which `_end` reports
             was, is_now = _content(message), _content(now[place])
             self.observations += turn > 0
             if was == is_now:

@@ -1,7 +1,8 @@
-"""The work that the earlier parts of a run have done, read from its journal, so that a resumed run repeats none of it.
+"""Reads from a run's journal the work that its earlier parts have done, so that a resumed run does not repeat it.
 
-Finished groups are kept unchanged, and so are the finished rollouts of unfinished groups. A rollout that the end of the
-run or the model server cut off counts as missing; its recorded turns are in a `CutOff`, from which it can continue.
+Finished groups are kept unchanged, and so are the finished rollouts of unfinished groups. A rollout that was cut off,
+by the end of the run or by a failure of the model server, counts as missing; its recorded turns are in a `CutOff`, from
+which it can continue.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from palaestra.rollouts.records import Beside, Fork, Group, Trajectory
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
 
 CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
-"""A rollout that failed for one of these reasons is rolled out again."""
+"""A rollout whose failure has one of these attributions is rolled out again."""
 
 
 @dataclass(slots=True)
@@ -43,8 +44,8 @@ class CutOff:
     """An unfinished rollout: its turns and the hash of its tools.
 
     `replies` has the replies recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is
-    the record of the cut-off rollout, or None if the run was killed before it was written. With a `parent`, `events`
-    also has the turns that the rollout continues.
+    the record of the cut-off rollout, or None if the run was killed before that record was written. With a `parent`,
+    `events` also has the turns that the rollout continues.
     """
 
     tools_hash: str
@@ -115,7 +116,8 @@ class EarlierWork:
 
 
 def read_finished(path: Path) -> EarlierWork:
-    """Read a journal. Raises `ConfigError` if the journal does not begin with a run, or if lines are missing."""
+    """Return the work that a journal records. Raises `ConfigError` if the journal does not begin with a run, or if
+    lines are missing."""
     events = read_journal(path)
     run = next(events, None)
     if run is None:
@@ -212,13 +214,13 @@ class _Reader:
 
 
 def taken_until(events: Sequence[TurnTaken], turn: int) -> list[TurnTaken]:
-    """Return the opening messages and the turns up to this one."""
+    """Return the events of the opening messages and of the turns up to `turn`."""
     return [event for event in events if event.turn <= turn]
 
 
 def _in_the_middle(event: TurnTaken) -> bool:
-    """Return whether a turn was cut off during a call. The code searches for the marker in the text, because some
-    agents write calls as text."""
+    """Return whether a turn was cut off during a call. The marker is searched for in the text, because some agents
+    write calls as text."""
     return any(_NOT_FINISHED in str(message.get("content")) for message in event.messages)
 
 

@@ -159,7 +159,7 @@ class DockerBackend(RemoteBackend):
             raise
 
     async def _prepare(self, image: str) -> None:
-        """Unpack an image given by path, if that is not done yet, and remember its root directory."""
+        """Unpack an image given by path, unless that has already been done, and remember its root directory."""
         async with self._unpacking:
             if image in self._roots:
                 return

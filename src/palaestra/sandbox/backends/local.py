@@ -11,20 +11,20 @@ allowed hosts needs root: the slot's network then contains only a proxy that enf
 share. Owners of system files are mapped, so the slot can change everything in its root. Control groups limit memory
 (including files in the workspace and /tmp), the number of processes, and processor time.
 
-`userns` needs no root. The slot's root user is the caller (or, if the caller is root, a private uid range), and no
-other user exists: system files cannot be changed, and `chown` to other users fails. Memory is limited per process;
+`userns` needs no root. The slot's root user is the caller (or, if the caller is root, a uid from a private range), and
+no other user exists: system files cannot be changed, and `chown` to other users fails. Memory is limited per process;
 processor time is not limited.
 
 `confined` is for ordinary containers, which do not allow namespaces. A slot is a directory whose commands run with
 Landlock, a system call filter, limits per process and, if the server is root, a user of their own. They are cut off
 from files outside the slot's workspace, home and TMPDIR (except that they can read the system's programs and settings),
 and from other slots' signals, tracing and System V objects; with the network off, also from TCP, UDP and abstract
-sockets. Not isolated or limited are the names and command lines of all processes in the container, sockets that are
-files open to all users (without root: to the same user), total disk and memory, processor time, and, before Linux 6.12,
-abstract sockets while the network is on. The other differences are: no list of hosts; no image; mounts only at
-their own path; `/workspace` is a link, if root was able to make it (the link does not work in programs that close all
-descriptors); TMPDIR replaces /tmp; absolute paths into a workspace are wrong in its forks, which are copies. Without
-root there is one slot at a time, and a command can end its own slot.
+sockets. The following are neither isolated nor limited: the names and command lines of all processes in the container,
+socket files that all users may open (without root: the same user), total disk and memory, processor time, and, before
+Linux 6.12, abstract sockets while the network is on. The other differences are: no list of hosts; no image; mounts only
+at their own path; `/workspace` is a link, if root was able to make it (the link does not work in programs that close
+all descriptors); TMPDIR replaces /tmp; absolute paths into a workspace are wrong in its forks, which are copies.
+Without root there is one slot at a time, and a command can end its own slot.
 
 `none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
@@ -61,7 +61,8 @@ class LocalBackend(ServerBackend):
     """Slots on this machine. If `service` names a service, the slots belong to a separate process: they survive this
     backend, and the next backend with the same `service` lists them in `leases`.
 
-    Slots with the network on reach the `host_ports` of this machine's loopback under the name `host.internal`.
+    Slots with the network on can reach the ports `host_ports` of this machine's loopback under the name
+    `host.internal`.
     """
 
     name = "local"
@@ -135,13 +136,13 @@ class LocalBackend(ServerBackend):
 
     @property
     def capacity(self) -> int | None:
-        """The maximum number of slots: one on `confined` without root, because a second slot would have the same
-        user."""
+        """The maximum number of slots: one at `confined` without root, because a second slot would have the same user;
+        otherwise None."""
         return 1 if self.rung is Rung.CONFINED and os.geteuid() != 0 else None
 
     @property
     def server_pid(self) -> int:
-        """The number of the process that watches the slot server."""
+        """The pid of the process that watches the slot server."""
         return self._running().pid
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:

@@ -1,10 +1,10 @@
 """Runs slots in Modal sandboxes, with many slots in each sandbox. Needs the extra `modal` and an account with Modal.
 
 A sandbox is created with the image and resources of the configuration; the slot server runs in it as a command whose
-streams are the connection. Modal isolates it from everything else (gVisor); its slots are isolated from each other at
-the best level that Modal allows. The image needs Python 3.11 as `python3`.
+streams are the connection. Modal isolates the sandbox from everything else (gVisor); its slots are isolated from each
+other at the best level that Modal allows. The image needs Python 3.11 as `python3`.
 
-A sandbox costs money as long as it runs, so it is ended early. It ends with its place, and `max_lifetime` after its
+A sandbox costs money as long as it runs, so it is ended early: when its place closes, and `max_lifetime` after its
 start at the latest. It also ends `idle_timeout` after its server has ended, and the server ends when this process has
 been silent for `idle_timeout`. Each sandbox is also tagged with the process that started it: a later run on this
 machine ends the sandboxes of processes that are gone.
@@ -65,8 +65,8 @@ _PIECE = 256 << 10
 _ENTRIES = 100
 
 _OWN_VARIABLES = ("TMPDIR", "HOME", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "TERM", "LANG")
-# Prints the environment, and which of the given directories exist. If no directory is given, it also links the
-# sandbox's Python at the path where tools call Python on this machine.
+# Prints the environment, and which of the given directories exist. If no directory is given, it also makes a link to
+# the sandbox's Python at the path where tools expect this machine's Python.
 _PREPARE = """
 import json, os, sys
 version, path, *folders = sys.argv[1:]
@@ -77,7 +77,7 @@ print(json.dumps([dict(os.environ), [folder for folder in folders if os.path.isd
 """
 _NOT_COPIED = ("site-packages", "dist-packages", "test", "idlelib", "__pycache__")
 _VERSION = "{}.{}".format(*sys.version_info)
-# Unpacks its input into the given directory, or a new one, and prints its name.
+# Unpacks its input into the given directory, or a new one, and prints the directory's name.
 _UNPACK = """
 import os, sys, tarfile, tempfile
 folder = sys.argv[1] or tempfile.mkdtemp(prefix="palaestra-")
@@ -92,7 +92,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModalSandboxConfig:
-    """The settings of one profile's sandboxes, with the contract's names and defaults. Times are in seconds, `memory`
+    """The settings of one profile's sandboxes, with the contract's names and defaults. Times are in seconds; `memory`
     is in megabytes.
 
     At least `min_sandboxes` and at most `max_sandboxes` run; sandboxes above the minimum end after `idle_timeout`
@@ -203,8 +203,8 @@ class ModalSandboxConfig:
 class ModalBackend(RemoteBackend):
     """Slots in Modal sandboxes.
 
-    `rollout_s` is the maximum time for which a rollout may hold a slot, not counting grading; if it is None, a slot may
-    start in any sandbox. `rung` and `require` mean the same as in `ServerBackend`.
+    `rollout_s` is the maximum time in seconds for which a rollout may hold a slot, not counting grading; if it is None,
+    a slot may start in any sandbox. `rung` and `require` mean the same as in `ServerBackend`.
     """
 
     name = "modal"
@@ -240,8 +240,8 @@ class ModalBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> ModalBackend:
-        """Return the backend for the settings of a run. If the user does not set the lifetime of sandboxes, it is made
-        long enough for a rollout."""
+        """Return the backend for the settings of a run. If the user does not set the lifetime of sandboxes, the backend
+        makes it long enough for a rollout."""
         rung, require = levels(config.isolation, config.require_sandbox)
         wanted = ModalSandboxConfig.from_agent_env_config(config)
         rollout_s = config.worker_timeout if config.worker_timeout > 0 else None
@@ -373,7 +373,8 @@ class ModalBackend(RemoteBackend):
             await self._notify()
 
     async def _fill(self) -> None:
-        """Start sandboxes of the configured image up to the minimum, as long as Modal has capacity."""
+        """Start sandboxes with the configured image until `min_sandboxes` run. A failure to start one is only
+        logged."""
         missing = self.config.min_sandboxes - len(self._places)
         await asyncio.gather(*(self._start_place() for _ in range(missing)))
 
@@ -529,7 +530,7 @@ class ModalPlace(Place):
         return {**fields, "env": {**self._variables, **own}}
 
     async def _root(self, image: str) -> str:
-        """Return the directory in the sandbox for an image on this machine, which is copied there on first use."""
+        """Return the directory in the sandbox to which an image on this machine is copied on first use."""
 
         async def copy() -> str:
             folder = await self._backend.images.directory(image)
@@ -554,7 +555,7 @@ class ModalClient(DistantClient):
     async def start_in(
         cls, sandbox: modal.Sandbox, silence_s: float, rung: Rung, settings: Fields, on_lost: OnLost
     ) -> Self:
-        """Start a server in a sandbox. The server ends when its client has been silent for `silence_s`. Raises
+        """Start a server in a sandbox. The server ends when its client has been silent for `silence_s` seconds. Raises
         `SandboxError`."""
         client = cls(on_lost, sandbox, silence_s)
         try:
@@ -577,7 +578,7 @@ class ModalClient(DistantClient):
         await send_server(stream)
 
     async def _send_all(self, ours: socket.socket, process: modal.container_process.ContainerProcess[bytes]) -> None:
-        """Forward the client's bytes; each call sends everything that has arrived."""
+        """Forward the client's bytes to the server as they arrive."""
         try:
             while piece := await self.loop.sock_recv(ours, _PIECE):
                 process.stdin.write(piece)
@@ -620,7 +621,7 @@ def load_sdk() -> Any:  # The type is the module `modal`, whose functions have a
 
 
 async def _within(limit_s: float, work: Awaitable[T]) -> T:
-    """Return the result of a call. Raises OSError if the call takes longer than `limit_s`."""
+    """Return the result of a call. Raises OSError if the call takes longer than `limit_s` seconds."""
     try:
         return await asyncio.wait_for(work, limit_s)
     except TimeoutError:
@@ -636,7 +637,7 @@ async def _call(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _created(creating: Coroutine[Any, Any, modal.Sandbox]) -> modal.Sandbox:
-    """Return a new sandbox, and end it if the caller stops waiting for it."""
+    """Wait for a new sandbox and return it. If the caller stops waiting, the sandbox is ended."""
     task = asyncio.ensure_future(creating)
     try:
         return await _within(_CREATE_S, asyncio.shield(task))
@@ -707,7 +708,7 @@ async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]
 
 
 def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
-    """Yield the directory and everything in it, parents first."""
+    """Yield the directory and everything in it, parents first, without the directories named in `skipped`."""
     yield source
     for folder, folders, files in os.walk(source):
         folders[:] = [name for name in folders if name not in skipped]

@@ -113,7 +113,7 @@ class Allocation:
     leaving: bool = False
     free_since: float = 0.0
     restarts: int = 0
-    """The task's restart count when it last worked."""
+    """The task's restart count when the task last worked."""
 
     @property
     def is_running(self) -> bool:
@@ -195,7 +195,7 @@ class NomadJob:
     async def register(self, name: str) -> None:
         """Register the job under `name`, or under a name unique to this run if another live run has it.
 
-        Raises `SandboxError` with the reason if Nomad cannot place it.
+        Raises `SandboxError` with the reason if Nomad cannot place the job.
         """
         self.name = await self._free_name(name)
         job = self._specification()
@@ -297,7 +297,8 @@ class NomadJob:
         return f"the task of the Nomad job {self.name}{image} does not run: {allocation.problem}{tail}"
 
     async def _answers(self, allocation: Allocation) -> bool:
-        """Check that the server answers; if it does not, wait for it."""
+        """Send the server its files if it lacks them. Return False, after a short pause, if the server does not answer
+        yet."""
         try:
             if allocation.address is None:
                 allocation.address = await address_of(self._api, allocation.allocation_id)
@@ -357,7 +358,7 @@ class NomadJob:
                 await self._scale(count)
 
     async def _watch(self) -> None:
-        """Update the allocations from Nomad's reports."""
+        """Update the allocations from Nomad's reports, and scale the job down when allocations are idle."""
         index = 0
         wait_s = max(0.1, min(self._config.health_check_interval_s, self._config.scale_cooldown_s))
         while True:
@@ -388,7 +389,8 @@ class NomadJob:
 
 
 def _failed(stub: Mapping[str, JSON]) -> bool:
-    """Return whether an ended allocation has failed without a successor, and is kept to report why."""
+    """Return whether an allocation has failed and has no successor. Such an allocation is kept to report why it
+    failed."""
     return stub.get("ClientStatus") == "failed" and not stub.get("NextAllocation")
 
 
@@ -461,7 +463,8 @@ class NomadPlace(Place):
         return await super().create(spec, trajectory_id, snapshot)
 
     async def start(self) -> None:
-        """Take an allocation before any isolation level is tried, so that the level is not blamed if that fails."""
+        """Take an allocation before any isolation level is tried, so that a missing allocation is not blamed on the
+        level."""
         async with self._holding:
             if self._server is None:
                 await self._hold()
@@ -542,7 +545,7 @@ class NomadBackend(RemoteBackend):
         return NomadPlace(self, spec, number, rung=rung, require=self._required)
 
     async def job(self, image: str | None) -> NomadJob:
-        """Return the job whose servers have the image, and register it first if it does not exist."""
+        """Return the job whose servers have the image, registering the job first if necessary."""
         task = self._jobs.get(image)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._jobs[image] = asyncio.create_task(self._register(image))

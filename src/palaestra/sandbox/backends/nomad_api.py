@@ -35,7 +35,8 @@ class NomadRefused(SandboxError):
 
 class NomadAPI:
     """A client of one Nomad agent. Requests are repeated while the agent is briefly unreachable or overloaded;
-    `throttled` is called with the number of seconds for which an overloaded agent asks clients to wait."""
+    `throttled` is called with the number of seconds for which an overloaded agent asks clients to wait, or None if it
+    names no time."""
 
     def __init__(
         self, address: str, token: str | None = None, *, throttled: Callable[[float | None], Awaitable[object]]
@@ -68,11 +69,11 @@ class NomadAPI:
             raise ConfigError(f"Nomad at {self.address} has no leader: wait for it, or set another nomad_address")
 
     async def get(self, path: str, **query: str) -> JSON:
-        """Return the answer to a GET."""
+        """Return the answer to a GET request."""
         return (await self._request("GET", path, None, query))[0]
 
     async def find(self, path: str) -> JSON:
-        """Return the answer to a GET; None for an object that does not exist."""
+        """Return the answer to a GET request; None for an object that does not exist."""
         try:
             return await self.get(path)
         except NomadRefused as refused:
@@ -87,11 +88,11 @@ class NomadAPI:
         return await self._request("GET", path, None, query, wait_s * (1 + 1 / 16) + _TIMEOUT_S)
 
     async def post(self, path: str, body: JSON) -> JSON:
-        """Return the answer to a POST."""
+        """Return the answer to a POST request."""
         return (await self._request("POST", path, body, {}))[0]
 
     async def delete(self, path: str, **query: str) -> JSON:
-        """Return the answer to a DELETE."""
+        """Return the answer to a DELETE request."""
         return (await self._request("DELETE", path, None, query))[0]
 
     async def _request(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def this_host() -> str:
-    """Return the name of this machine since its last boot, as seen from this process's process namespace."""
+    """Return a name for this machine that changes with each boot and differs between process namespaces."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 

@@ -96,7 +96,7 @@ def require_read(names: str, settings: Iterable[str]) -> None:
 
 
 _HOSTS = {"docker": "docker_hosts", "docker_direct": "docker_hosts", "ssh": "ssh_hosts"}
-"""The setting that holds the hosts of each backend."""
+"""For each backend with hosts, the setting that lists them."""
 
 
 def make_backend(names: str, config: JSON) -> Backend:

@@ -2,11 +2,12 @@
 
 A place is started by a local command whose standard input and output are the stream to its server (`docker run -i`,
 `ssh`). The place ends when that stream ends, so nothing is left of it when this process is killed. The slots of a place
-are isolated from each other at the level that the server reaches there (`backends/local.py` describes the levels); the
-platform isolates the place itself.
+are isolated from each other at the level that the server reaches in that place (`backends/local.py` describes the
+levels); the platform isolates the place itself.
 
 Slots that start from a snapshot start in the place that made it. If a place dies, its slots and snapshots are lost, and
-the next slot starts a new place. A host whose places do not start is left out for a while if there is another host.
+the next request for a slot starts a new place. A host whose places do not start is left out for a while if there is
+another host.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Place(ServerBackend):
         self._last_epoch = number * _EPOCHS
         self.opening = asyncio.Lock()
         self.begun_at: float | None = None
-        """The time at which the place began to start."""
+        """The monotonic time at which the place began to start; None before that."""
         self._starting = asyncio.Lock()
 
     @property
@@ -170,11 +171,11 @@ class RemoteBackend(StartedBackend):
         self._started = False
 
     def begin_at(self, epoch: int) -> None:
-        """Set the lowest epoch of the leases, before the first one."""
+        """Set the lowest epoch of this backend's leases. Call it before the first lease."""
         self._numbers = itertools.count(epoch // _EPOCHS)
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
-        """Return the local command that starts a place, runs `call` there, and ends the place when its standard input
+        """Return the local command that starts a place, runs `call` in it, and ends the place when its standard input
         ends."""
         raise NotImplementedError(f"the backend {self.name} overrides neither `command` nor `make_place`")
 
@@ -279,7 +280,7 @@ class RemoteBackend(StartedBackend):
                 await self._tidy()
 
     async def _answers(self) -> bool:
-        """Wait until a host answers, at most `away_s` seconds; returns whether one does."""
+        """Wait up to `away_s` seconds until a host answers. Returns False if none does."""
         begun, noted = time.monotonic(), False
         while time.monotonic() - begun < self.away_s:
             await asyncio.sleep(_ASK_S)  # a daemon that is being stopped still answers for a moment
@@ -311,7 +312,7 @@ class RemoteBackend(StartedBackend):
             await self._tidy()
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot. Its changes, limited to `view`, become an immutable layer."""
+        """End the slot and return a snapshot whose topmost layer is the slot's changes, limited to `view`."""
         place = self._holder(slot)
         try:
             return self._kept(place, await place.seal(slot, view))
@@ -341,7 +342,7 @@ class RemoteBackend(StartedBackend):
             await self._tidy()
 
     def stats(self) -> Mapping[str, JSON]:
-        """Return the current counts."""
+        """Return the current counts, as `Backend.stats` describes, and the number and running time of containers."""
         places = list(self._places.values())
         lost = self._lost + sum(int(place.stats()["lost"]) for place in places)
         return {
@@ -355,7 +356,7 @@ class RemoteBackend(StartedBackend):
         }
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
-        """Return the place for a new slot: one that runs and has room, or a new one on the host with the fewest
+        """Return the place for a new slot: an existing place that has room, or a new one on the host with the fewest
         slots."""
         wanted = self.place_spec(spec)
         return self._with_room(wanted, without) or self._add_place(wanted, without)

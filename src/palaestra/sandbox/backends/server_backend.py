@@ -66,14 +66,14 @@ class StartedBackend(ABC):
 
 
 class ServerBackend(StartedBackend):
-    """One slot server and its slots. `rung` requests exactly that isolation level, `require` that level or a better
-    one. The default is the best available level. If the server dies, its slots are lost, and the next request for a
-    slot starts the server again.
+    """One slot server and its slots. `rung` requests exactly that isolation level, and `require` requests that level or
+    a better one. By default, the server runs at the best available level. If the server dies, its slots are lost, and
+    the next request for a slot starts the server again.
     """
 
     name: str
     where = "here"
-    """The words for messages that describe where the slots are."""
+    """How messages describe where the slots are."""
 
     def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
         self._wanted, self._required = rung, require
@@ -87,7 +87,7 @@ class ServerBackend(StartedBackend):
         self._restarting = asyncio.Lock()
 
     def begin_at(self, epoch: int) -> None:
-        """Set the lowest epoch of the leases, before the first one."""
+        """Set the lowest epoch of this backend's leases. Call it before the first lease."""
         self._last_epoch = epoch
 
     @abstractmethod
@@ -100,7 +100,7 @@ class ServerBackend(StartedBackend):
         anything that the place does not offer."""
 
     async def start(self) -> None:
-        """Start the server at the best allowed level and prove it in a throw-away slot. Idempotent.
+        """Start the server at the best allowed level, and prove the level in a throw-away slot. Idempotent.
 
         If every level fails, raises `IsolationUnavailable` with the reasons, before any other slot exists. Raises
         `SandboxError` instead if no server ran, or if every level failed for the same reason.
@@ -133,7 +133,8 @@ class ServerBackend(StartedBackend):
         return allowed
 
     async def attempt(self, rung: Rung) -> str | None:
-        """Start at one level and prove it; returns the reason for a failure, after which nothing is left running."""
+        """Start at one level and prove it. Returns None, or the reason for a failure, after which nothing is left
+        running."""
         try:
             await self._start(rung)
             hello = self._running().hello
@@ -267,11 +268,12 @@ class ServerBackend(StartedBackend):
             await self._running().call("forget", {"layers": list(layers)})
 
     def stats(self) -> Mapping[str, JSON]:
-        """Return the current counts."""
+        """Return the current counts, as `Backend.stats` describes."""
         return {"backend": self.name, "rung": self.rung.label, "slots": len(self._slots), "lost": self._lost}
 
     async def _living(self) -> SlotClient:
-        """Return the server. If it has died, start it again; its slots and snapshots are then lost."""
+        """Return the running server. If the server has died, start a new one; the slots and snapshots of the old server
+        are lost."""
         async with self._restarting:
             server, rung = self._running(), self.rung
             if server.ended:

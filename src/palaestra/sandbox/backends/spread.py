@@ -41,7 +41,7 @@ class BackendName:
 
 
 def parse_names(text: str) -> list[BackendName]:
-    """Return the backends that a setting names. Raises `ConfigError`."""
+    """Return the backends that a setting names. Raises `ConfigError` if all of them are for overflow."""
     found = []
     for word in text.split():
         name, _, rest = word.partition("=")
@@ -67,7 +67,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """The share of the backend's capacity that is in use."""
+        """The share of the backend's capacity that is in use; close to 0 if the backend has no limit."""
         capacity = self.backend.capacity
         used = len(self.slots) + self.making
         return used / capacity if capacity else used / 1e6
@@ -161,7 +161,8 @@ class SpreadBackend(StartedBackend):
                     self._leave_out(part, error)
 
     def _choose(self, tried: Sequence[Part]) -> Part | None:
-        """Return the next backend to try, or None. A backend that is left out is tried only if there is no other."""
+        """Return the next backend to try; None if no untried backend has room. A backend that is left out is tried only
+        if there is no other."""
         left = [part for part in self._parts if part not in tried and part.share < 1]
         for overflow in (False, True):
             usable = [part for part in left if part.overflow is overflow and not part.is_left_out]
@@ -186,7 +187,7 @@ class SpreadBackend(StartedBackend):
         part.slots.discard(slot.epoch)
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End the slot. Its changes, limited to `view`, become an immutable layer."""
+        """End the slot and return a snapshot whose topmost layer is the slot's changes, limited to `view`."""
         part = self._holder(slot)
         try:
             return _kept(part, await part.backend.seal(slot, view))

@@ -6,7 +6,7 @@
     partial/         unfinished or removed images
 
 A directory gets its name by a rename once it is complete. The next process that takes the lock removes leftovers in
-`partial/`. Only the owner can enter the folder, since images hold set-uid files of all users.
+`partial/`. Only the owner can enter the folder, because the files in an image may belong to any user.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def default_folder(kind: str = "images") -> str:
 
 
 class ImageStore:
-    """Turns the image of a spec into a directory, and keeps it until `aclose`."""
+    """Provides the directories of images, unpacking images as needed, and keeps these directories in use until
+    `aclose`."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class ImageStore:
         if os.path.isdir(path) and not unpack.is_layout(path):
             if not any(os.path.isdir(os.path.join(path, name)) for name in ("bin", "usr")):
                 raise ImageError(f"the image {image!r} is not a root file system: {path} has neither bin nor usr")
-            return path  # used in place, because its owner made it to be an image
+            return path  # used in place, because its owner prepared it as an image
         if not os.path.exists(path):
             raise ImageError(f"the image {image!r} does not exist; give a root directory, a tar file or an OCI layout")
         async with self._asking.setdefault(path, asyncio.Lock()):
@@ -94,7 +95,7 @@ class ImageStore:
         self._stop.clear()
 
     def _unpacked(self, path: str) -> str:
-        """Return the directory of an image, and unpack the image first if it is missing. Runs in a thread."""
+        """Return the directory of an image, unpacking the image first if necessary. Runs in a thread."""
         os.makedirs(f"{self._folder}/known", mode=0o700, exist_ok=True)
         os.makedirs(f"{self._folder}/partial", mode=0o700, exist_ok=True)
         os.chmod(self._folder, 0o700)

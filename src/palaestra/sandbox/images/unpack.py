@@ -59,8 +59,8 @@ _INSIDE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 
 
 class Entry(tarfile.TarInfo):
-    """A tar entry that rejects long names and extended headers. `tarfile` itself would read names and headers of any
-    size into memory, and a compressed archive can claim terabytes."""
+    """A tar entry that rejects names and extended headers of more than 1 MiB. `tarfile` itself would read names and
+    headers of any size into memory, and a compressed archive can claim terabytes."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _HEADERS and not 0 <= self.size <= _MAX_HEADER_BYTES:
@@ -210,7 +210,7 @@ def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
 
 
 def _first_names(archive: tarfile.TarFile) -> Iterator[str]:
-    """Yield the first names of an archive, enough to recognise a root."""
+    """Yield the first names in an archive, enough to recognise a root file system."""
     for count, member in enumerate(archive):
         yield member.name
         top = member.name.removeprefix("./").partition("/")[0]
@@ -261,7 +261,8 @@ class Unpacking:
                 self._directories[""] = member
 
     def finish(self) -> None:
-        """Give the directories their modes and times, now that they are complete."""
+        """Give the directories their modes and times, now that they are complete. Raises `ImageError` if the image is
+        not a root file system."""
         self._leave_parent()
         for path, member in sorted(self._directories.items(), reverse=True):
             with contextlib.suppress(OSError), self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
@@ -411,7 +412,7 @@ def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_by
 
 
 def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None:
-    """Unpack an archive of plain files, compressed or not, into a directory. Messages call the archive `name`.
+    """Unpack an archive of plain files, compressed or not, into a directory. Error messages call the archive `name`.
 
     Raises `ImageError`. Links in the archive are created and may lead anywhere; do not follow them.
     """

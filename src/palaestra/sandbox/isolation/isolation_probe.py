@@ -37,8 +37,8 @@ WARNINGS = {
 
 
 async def probe() -> list[RungStatus]:
-    """Return the status of every isolation level, best first; for a level that is not available, with the reason. Takes
-    a fraction of a second."""
+    """Return the status of every isolation level, best first, with the reason if a level is not available. Takes a
+    fraction of a second."""
     return [await _try(rung) for rung in BUILT]
 
 

@@ -1,6 +1,6 @@
 """Checks from the inside whether a fresh slot is really isolated, before anything else runs at its isolation level.
 
-The check detects a kernel, container or policy that accepted a call but did not perform it. At the levels without
+The check detects a kernel, container or policy that accepts a call but does not perform it. At the levels without
 namespaces, the check tries to escape with shell builtins and redirections (sockets only in bash), so that any refusal
 comes from the kernel, not from a program.
 
@@ -113,8 +113,8 @@ def _claims(facts: dict[str, list[str]], rung: Rung) -> dict[str, bool]:
 
 
 def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[str, bool]:
-    """Return for each check, named by the message for its failure, whether it passed. `facts` holds the lines that the
-    script wrote, by their first word. Two checks are skipped if the server is not root: a command can then signal its
+    """Return whether each check passed, keyed by the check's failure message. `facts` holds the lines that the script
+    wrote, keyed by their first word. Two checks are skipped if the server is not root: a command can then signal its
     own init, and processes keep their capability bounding set, which `no_new_privs` does not reduce.
     """
     uid = facts.get("uid", [""])[0]
@@ -135,7 +135,7 @@ def confined_claims(facts: dict[str, list[str]], server_is_root: bool) -> dict[s
 
 
 def explain(message: str) -> str:
-    """Return the message with its usual cause added."""
+    """Return the message, followed by its usual cause and remedy if these are known."""
     for pattern, hint in _HINTS:
         if re.search(pattern, message):
             return f"{message} ({hint})"

@@ -72,7 +72,7 @@ class Pending:
             self.waiter.set_result(None)
 
     async def outcome(self) -> Frame:
-        """Wait for the answer and return it; if it is an error, raise that."""
+        """Wait for the answer and return it; if the answer is an error, raise that error."""
         if not self.answered:
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
@@ -101,9 +101,9 @@ class Requests(ABC):
     async def call(
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
-        """Send a request and wait for its answer. The call owns `fields` from then on and may change it. `on_data` and
-        `on_hole` receive the data that comes before the answer; an error in either ends the request. Raises ValueError
-        for a request that is too long."""
+        """Send a request and wait for its answer. The call owns `fields` from then on and may change the mapping.
+        `on_data` and `on_hole` receive the data that comes before the answer; an error in either ends the request.
+        Raises ValueError for a request that is too long."""
 
     @abstractmethod
     async def make(self, op: str, fields: Fields, undo: Undo) -> Fields:
@@ -122,32 +122,32 @@ class Requests(ABC):
         """Close every descriptor and nothing else, in a forked child."""
 
     async def read(self, op: str, fields: Fields) -> bytes:
-        """Send a request whose answer may be long and come in pieces."""
+        """Send a request and return the bytes of its answer, which may come in pieces."""
         pieces: list[bytes] = []
         last = await self.call(op, fields, on_data=pieces.append)
         return b"".join((*pieces, last.data)) if pieces else last.data
 
     async def listing(self, op: str, fields: Fields) -> list[dict[str, JSON]]:
-        """Send a request whose answer is a list of objects, sorted by path."""
+        """Send a request whose answer is a list of objects, and return the list sorted by path."""
         found: list[dict[str, JSON]] = json.loads(await self.read(op, fields))
         return sorted(found, key=lambda entry: str(entry["path"]))
 
     async def download(self, fields: Fields, file: IO[bytes]) -> None:
-        """Copy a file of a slot into a file on this machine, and keep its holes."""
+        """Copy a file in a slot into a file on this machine, and keep its holes."""
         fields = {**fields, "holes": True}
         last = await self.call("read", fields, b"", file.write, lambda size: file.seek(size, os.SEEK_CUR))
         file.write(last.data)
         file.truncate()
 
     async def upload(self, fields: Fields, data: bytes) -> None:
-        """Write a file of a slot."""
+        """Write a file in a slot."""
         if len(data) <= CHUNK:
             await self.call("write", fields, data)
         else:
             await self.send_file(fields, _pieces_of(data))
 
     async def upload_file(self, fields: Fields, file: IO[bytes]) -> int:
-        """Copy a file on this machine into a file of a slot, piece by piece; returns its size."""
+        """Copy a file on this machine into a file in a slot, piece by piece; returns its size."""
         await self.send_file(fields, _pieces_from(file))
         return file.tell()
 
@@ -157,7 +157,7 @@ class Requests(ABC):
     def _send(self, kind: FrameKind, number: int, fields: Fields, data: bytes = b"") -> None: ...
 
     def _begin(self, on_data: OnData | None = None, on_hole: OnHole | None = None) -> Pending:
-        """Return a new pending request; the caller removes it."""
+        """Return a new pending request, which the caller must remove from the table."""
         number = next(self._numbers)
         pending = self._pending[number] = Pending(number, on_data, on_hole)
         return pending
@@ -280,7 +280,7 @@ class SlotClient(Requests):
             )
 
     async def _deliver(self, stream: socket.socket) -> None:
-        """Send the process everything that it needs to become a server. On this machine it needs nothing."""
+        """Send the process everything that it needs to become a server. A process on this machine needs nothing."""
 
     def _sockets_for_server(self) -> Sequence[socket.socket]:
         """Return additional sockets that the server inherits; this process closes its own copies."""
@@ -300,7 +300,7 @@ class SlotClient(Requests):
 
     @property
     def pid(self) -> int:
-        """The number of the process that watches the server, or of the service to which the server belongs."""
+        """The pid of the process that watches the server, or of the service to which the server belongs."""
         return int(self.hello["pid"]) if self._process is None else self._process.pid
 
     @property
@@ -378,7 +378,7 @@ class SlotClient(Requests):
         """Do nothing: this client holds no resources of a single slot."""
 
     def close_in_child(self) -> None:
-        """Close the stream in a forked child. The event loop's descriptors are still its parent's."""
+        """Close the stream in a forked child. The event loop's descriptors still belong to its parent."""
         if self._stream is not None:
             self._over = self._over or SlotLost("slots cannot be used in a forked process")
             self._stream.close()
@@ -457,7 +457,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 async def settle(future: asyncio.Future[JSON], patience_s: float | None = None) -> None:
     """Wait for the end of work that must not be interrupted, even if the caller is cancelled meanwhile. After
-    `patience_s`, cancel the work."""
+    `patience_s` seconds, cancel the work."""
     while not future.done():
         with contextlib.suppress(asyncio.CancelledError):
             done, _ = await asyncio.wait([future], timeout=patience_s)

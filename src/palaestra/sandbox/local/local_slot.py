@@ -1,7 +1,7 @@
 """A leased slot of a slot server, with its shells and processes.
 
-Each method sends its requests to the server or, for commands and small files of a slot at the level `full`, to
-`direct/`. `SlotClient.create` makes that choice.
+Each method sends its requests to the server or, for commands, shells and small files of a slot at the level `full`, to
+`direct/`. `SlotClient.create`, which `DirectClient` overrides, makes that choice.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LONGEST_WAIT_S = 30.0  # the longest wait of one request; a longer wait takes s
 
 
 class LocalSlot(Slot):
-    """Implements `Slot` until its lease ends. Made by `ServerBackend.create`, which passes the function `fork`."""
+    """Implements `Slot` for one lease. Made by `ServerBackend.create`, which passes the function `fork`."""
 
     def __init__(
         self, requests: Requests, slot_id: str, epoch: int, rung: Rung, spec: SlotSpec, trajectory_id: str,
@@ -76,7 +76,7 @@ class LocalSlot(Slot):
         return {"slot": self.slot_id, "epoch": self.epoch}
 
     def release(self) -> None:
-        """End the lease on this side."""
+        """End the lease in this process, without a request to the server."""
         self.released = True
         self.requests.slot_ended()
 
@@ -172,7 +172,7 @@ class LocalSlot(Slot):
         return await self.requests.read("read", fields)
 
     async def write_bytes(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write atomically, creating parent directories. Links are followed inside the slot."""
+        """Write a file atomically, creating parent directories. Links are followed inside the slot."""
         fields = {**self.lease(), "path": path}
         if mode is not None:
             fields["mode"] = mode
@@ -241,7 +241,7 @@ class LocalSlot(Slot):
         return self._fork(self)
 
     def result(self, reply: Frame, timeout_s: float) -> ExecutionResult:
-        """Return the result of a command from its RESULT frame, and give it the next id."""
+        """Return the result of a command from its RESULT frame, with the next execution ID."""
         data = reply.data
         code, flags, head, tail, total, duration_s, cpu_s, max_rss_bytes = frames.decode_result(data)
         data = data[frames.RESULT_SIZE :]
@@ -280,8 +280,9 @@ class LocalSlot(Slot):
         return self.result(Frame(frames.FrameKind.RESULT, 0, fields, result + text), 0)
 
 
-# Options are restored last, since some of them would abort the rest. Variables of bash itself and read-only variables
-# cannot be set. The command runs in a subshell, so that the shell itself does not change.
+# Prints commands that restore the state of a shell. Options are restored last, because some of them would abort the
+# rest. Variables of bash itself and read-only variables cannot be set. The command runs in a subshell, so that the
+# shell itself does not change.
 _SAVE = r"""(printf '__slot_options() {\n'; set +o; shopt -p; umask -p; printf '}\n'; set +eux
 for __slot_name in $(compgen -v); do
   case $__slot_name in

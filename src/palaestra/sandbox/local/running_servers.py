@@ -1,4 +1,4 @@
-"""Lists the slot servers on this machine. It reads the process table, which is never out of date.
+"""Lists the slot servers on this machine from the process table, which is never out of date.
 
 A server is a process named `slotd`, and a slot is a process named `slot-init`. Each is the first process of a process
 namespace; a process inside a slot can take these names, but cannot be the first process of a namespace. Only root sees

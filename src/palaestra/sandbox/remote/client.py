@@ -46,7 +46,8 @@ class DistantClient(SlotClient):
     _beating: asyncio.Task[None] | None = None
 
     def beat(self, silence_s: float) -> None:
-        """Send the server requests at intervals, and end the connection when it has not answered for `silence_s`."""
+        """Send the server requests at intervals, and end the connection when the server has not answered for
+        `silence_s` seconds."""
         self._beating = asyncio.create_task(self._beat(silence_s))
 
     async def _beat(self, silence_s: float) -> None:
@@ -145,7 +146,7 @@ def slotd_files() -> list[Path]:
 
 
 def packed(paths: Mapping[str, Path | None]) -> bytes:
-    """Return a compressed tar archive of files, given by their names in it; None stands for an empty file."""
+    """Return a compressed tar archive. `paths` maps names in the archive to files; None stands for an empty file."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz", compresslevel=6) as files:
         for name, path in paths.items():

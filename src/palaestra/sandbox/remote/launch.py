@@ -45,7 +45,8 @@ def receive_line() -> bytes:
 
 
 def relay(server: socket.socket, silence_s: float | None = None) -> None:
-    """Forward bytes in both directions until one side ends, or nothing has come from the client for `silence_s`."""
+    """Forward bytes in both directions until one side ends, or nothing has come from the client for `silence_s`
+    seconds."""
     server_fd = server.fileno()
     to_server, to_client = bytearray(), bytearray()
     heard_at = time.monotonic()
@@ -84,7 +85,7 @@ def relay(server: socket.socket, silence_s: float | None = None) -> None:
 
 
 def main(rung: str, silence_s: float | None = None) -> int:
-    """Receive the server, run it at an isolation level, and remove it.
+    """Receive the server's files, run the server at an isolation level, and remove the files. Returns the exit status.
 
     `silence_s` is for networks and platforms that keep a client's streams open after the client is gone.
     """

@@ -92,7 +92,7 @@ async def ask(address: tuple[str, int], token: str, method: str, path: str, body
 
 
 async def deliver(address: tuple[str, int], token: str) -> None:
-    """Send the server's files, unless they are there already. Raises `SandboxError` or OSError."""
+    """Send the server its files, unless it already has them. Raises `SandboxError` or OSError."""
     status, _ = await ask(address, token, "GET", "/health")
     if status == 503:
         status, _ = await ask(address, token, "PUT", "/server", archive())

@@ -27,7 +27,7 @@ from typing import NoReturn
 NEEDED = (3, 11)
 PREFIX = "palaestra-port-"
 HEAD_S, BODY_S = 10.0, 60.0
-"""Seconds that a request and its body may take in total."""
+"""Seconds that a request's head, and then its body, may take in total."""
 MAX_HEAD, MAX_BODY, MAX_CONNECTIONS = 64 << 10, 64 << 20, 64
 
 
@@ -39,11 +39,11 @@ class DeadlineConnection:
         self.allow(HEAD_S)
 
     def allow(self, seconds: float) -> None:
-        """Set the deadline."""
+        """Set the deadline to this many seconds from now."""
         self._ends_at = time.monotonic() + seconds
 
     def receive(self, most: int) -> bytes:
-        """Return at least one byte, or no bytes at the end of the stream. Raises OSError at the deadline."""
+        """Return from 1 to `most` bytes, or none at the end of the stream. Raises OSError at the deadline."""
         self._stream.settimeout(max(0.001, self._ends_at - time.monotonic()))
         return self._stream.recv(most)
 
@@ -99,7 +99,7 @@ def unpack(archive: bytes) -> str:
 
 
 def answer(connection: DeadlineConnection, token: str, arrived: Callable[[str], None]) -> None:
-    """Answer one request. If it brings the files, `arrived` gets their folder before the answer is sent."""
+    """Answer one request. If the request delivers the files, `arrived` gets their folder before the answer is sent."""
     first, headers, begun = receive_head(connection)
     status, text = "503 Service Unavailable", '{"status": "waiting"}'
     if not hmac.compare_digest(headers.get("authorization", "").encode(), b"Bearer " + token.encode()):
@@ -146,7 +146,7 @@ def serve(listener: socket.socket, token: str) -> str:
 
 
 def main(host: str, port: str, slots: str) -> NoReturn:
-    """Listen, and replace this process by the server."""
+    """Listen until the files have arrived, and then replace this process by the server."""
     if sys.version_info < NEEDED:
         here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
         sys.exit(f"python3 is {here} there, but the slot server needs {needed}")

@@ -82,7 +82,7 @@ class Request:
     body: bytes = b""
 
     def json(self) -> JSON:
-        """Return the body. Raises `Refused` if it is not JSON."""
+        """Return the decoded JSON body. Raises `Refused` if the body is not JSON."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -113,7 +113,7 @@ class Here(ServerBackend):
 
 @dataclass
 class Numbered:
-    """A slot of the contract's routes."""
+    """A slot that the contract's routes address by number."""
 
     slot_id: str
     slot: Slot | None = None
@@ -160,7 +160,7 @@ class PortServer:
             writer.close()
 
     async def _answer(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Answer a request; returns whether the connection cannot be used for another request."""
+        """Answer a request. Return True if the connection cannot be used for another request."""
         known = False
         try:
             sent = request.headers.get("authorization", "").encode()
@@ -402,8 +402,8 @@ def _described(each: Numbered) -> JSON:
 
 
 def is_of_a_slot(peer: tuple[str, int], here: tuple[str, int]) -> bool:
-    """Return whether a connection was made by a user of a slot on this host, according to the kernel's list. Source:
-    proc(5), net/tcp."""
+    """Return whether a user of a slot on this host made the connection, according to the kernel's list of sockets. A
+    closed socket counts as a slot's. Source: proc(5), net/tcp."""
     wanted = _hexadecimal(peer), _hexadecimal(here)
     with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
         for line in table:

@@ -6,7 +6,7 @@ stay. The next client gets the leases of these slots with new epochs, so that la
 refused. If this process is killed, the slot server ends with every slot.
 
 `service_client.py` starts the process and makes the socket (mode 0600, in a directory that only the user can enter).
-The process ends on request, when the slot server has died, or after a minute without a client and slots.
+The process ends on request, when the slot server has died, or after a minute with neither a client nor slots.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Broker:
                 self._drop(made)
 
     async def watch_idleness(self) -> None:
-        """End the service after `IDLE_S` seconds without a client and slots."""
+        """End the service after `IDLE_S` seconds with neither a client nor slots."""
         idle_s = 0.0
         while idle_s < IDLE_S:
             await asyncio.sleep(1.0)

@@ -39,7 +39,7 @@ class Service:
 
 
 def default_directory() -> Path:
-    """Return the directory of this user's services. If possible, it is not on a disk. Slots cannot see it."""
+    """Return the directory of this user's services, in /run if possible. Slots cannot see the directory."""
     run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
     return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
 
@@ -61,7 +61,7 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
 
 
 async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
-    """Attach to a service, and start it if it is not running. Raises `SandboxError` while another process is
+    """Attach to a service, starting it first if it is not running. Raises `SandboxError` while another process is
     attached."""
     async with _turn(path):
         if not _listens(path):
@@ -151,7 +151,7 @@ async def _start(path: Path, rung: str, settings: dict[str, JSON]) -> None:
 
 
 def _turn(path: Path) -> contextlib.AbstractAsyncContextManager[None]:
-    """Return the lock for deciding whether a service is running."""
+    """Return the lock to hold while deciding whether a service is running."""
     return file_lock(path.with_suffix(".lock"), poll_s=_TURN_S)
 
 

@@ -77,7 +77,8 @@ class EpollLoop:
         self._watched[fd] = call
 
     def watch_soon(self, fd: int, call: Callback) -> None:
-        """Do what `watch` does. A subclass may begin a little later; the output is read at the command's end anyway."""
+        """Do what `watch` does. A subclass may start watching a little later, because the output of a command is read
+        at its end anyway."""
         self.watch(fd, call)
 
     def watches(self, fd: int) -> bool:
@@ -159,7 +160,8 @@ class EpollLoop:
         return self._epoll.fileno()
 
     def patience(self) -> float | None:
-        """Return the number of seconds until the next timer, for which a round may wait; None if there is no timer."""
+        """Return the number of seconds for which a round may wait: 0 if there are jobs, otherwise the time until the
+        next timer; None if there is no timer either."""
         if self._jobs:
             return 0
         timers = self._timers

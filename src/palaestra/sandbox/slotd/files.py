@@ -33,7 +33,8 @@ _PAUSE_EVERY = 256
 
 
 def absolute(path: str) -> str:
-    """Return the path from the slot's root. Raises OSError for a path that no file can have."""
+    """Return an absolute path in the slot; a relative `path` starts at the workspace. Raises OSError for a path that no
+    file can have."""
     if not path:
         raise FileNotFoundError(errno.ENOENT, "the path is empty", path)
     if not path.isascii():
@@ -82,7 +83,8 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
 
 class Writing:
     """One file that is being written. `finish` puts it in place, `discard` drops it; after `finish`, `close` can wait
-    until the answer is sent. Raises OSError: FileNotFoundError for a missing directory without `make_folders`."""
+    until the answer is sent. Raises OSError, for example FileNotFoundError for a missing directory if `make_folders` is
+    false."""
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int, *, make_folders: bool = True) -> None:
         wanted = None if mode is None else mode & 0o7777

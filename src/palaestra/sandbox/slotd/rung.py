@@ -76,7 +76,7 @@ class SlotInit(Protocol):
         """Start the init, which serves the other end of `control`; returns its pid. Never returns in the init."""
 
     def gone(self) -> bool:
-        """Once the init is dead, return whether no process of the slot is left. Kills any processes that are left."""
+        """Return whether no process of the slot is left, and kill any that are. Called once the init is dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Checkpoints(Protocol[F, L]):
 
 
 class RungDriver(Protocol[F, L]):
-    """One isolation level at work in one server."""
+    """Makes and changes the slots and layers of one server at one isolation level."""
 
     @property
     def checkpoints(self) -> Checkpoints[F, L] | None:
@@ -164,7 +164,8 @@ class RungDriver(Protocol[F, L]):
         """Yield the changes in a layer; None stands for a pause."""
 
     def locate(self, files: F, root: int, path: str, writing: bool = False) -> Place:
-        """Return the place of an absolute path of a slot. Raises OSError if the slot may not read (or write) it."""
+        """Return where the server finds the slot's absolute path `path`. Raises OSError if the slot may not read that
+        path or, with `writing`, may not write to it."""
 
 
 AnyDriver = RungDriver[Any, Any]

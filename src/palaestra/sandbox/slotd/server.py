@@ -1,5 +1,5 @@
-"""The slot server: serves one client's requests, and owns all slots and layers of a run. In addition to the requests of
-`server_slot.OPERATIONS`, it serves:
+"""The slot server: serves one client's requests, and owns that client's slots and layers. In addition to the requests
+of `server_slot.OPERATIONS`, it serves:
 
     op                  fields                                      RESULT
     create              image, layers, network, allow, limits,      slot, epoch, exposed: why it shares the
@@ -63,7 +63,7 @@ _WAIT_FOR_CHECKPOINT = ("exec", "spawn", "run", "shell", "checkpoint", "freeze",
 
 
 class RequestError(Exception):
-    """A request that cannot be served; the fields are those of the ERROR frame."""
+    """A request cannot be served; `fields` are the fields of the ERROR frame."""
 
     def __init__(self, error: str, message: str) -> None:
         super().__init__(message)
@@ -71,9 +71,9 @@ class RequestError(Exception):
 
 
 class SlotServer:
-    """The only server of a run. `open_driver` starts the isolation level with the settings in the client's HELLO.
+    """The server of one client. `open_driver` starts the isolation level with the settings in the client's HELLO.
 
-    Over `handover`, a SOCK_SEQPACKET, a client that is also root gets descriptors of its slots.
+    Over `handover`, a SOCK_SEQPACKET socket, a client that is also root gets descriptors of its slots.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class SlotServer:
     def _create(self, frame: Frame) -> Job | None:
         _require_descriptors()
         names = frame.fields["layers"]
-        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # even forgotten layers
+        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # also forgotten layers
         try:
             variables = env_block(frame.fields["env"])
         except ValueError as error:
@@ -357,7 +357,7 @@ class SlotServer:
 
     @contextlib.contextmanager
     def _at(self, slot: ServerSlot, path: str, writing: bool = False) -> Iterator[Place]:
-        """Yield the place of a path in a slot. Errors in the block name the path as the slot sees it."""
+        """Yield where the server finds a path of a slot. Errors in the block name the path as the slot sees it."""
         place = self._locate(slot, path, writing)
         try:
             yield place
@@ -370,7 +370,8 @@ class SlotServer:
     # Frozen slots and checkpoints
 
     def _hold(self, frame: Frame) -> bool:
-        """Return whether a request has to wait for a checkpoint of its slot. Thaws a frozen slot."""
+        """Return whether a request has to wait for a freeze or checkpoint of its slot. If not, thaw the slot if it is
+        frozen."""
         if not self._held and not self._frozen:
             return False
         name, op = frame.fields.get("slot", ""), frame.fields["op"]

@@ -1,7 +1,7 @@
 """Manages one slot in the server: its init, its descriptors, its processes, and its end.
 
-A slot is dead when the process descriptor of its init reports it. Its control socket closes earlier, while other
-processes may still run.
+A slot's death is noticed through the process descriptor of its init. The slot's control socket closes earlier, while
+other processes may still run.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SlotState(Enum):
 
 
 class ServerSlot:
-    """One slot of the server. After `start`, either `on_ready` or `on_end` is called; `on_end` is called once, when the
-    slot is dead. Implements `SlotOwner`."""
+    """One slot of the server. `on_ready` is called when the init is ready. `on_end` is called once, when the slot is
+    dead, unless `kill` has replaced it. Implements `SlotOwner`."""
 
     def __init__(
         self, name: str, epoch: int, new: NewSlot, loop: EpollLoop,
@@ -56,7 +56,7 @@ class ServerSlot:
         self.failure = "its first process died"  # why it could not be made
         self.root = self.process = -1  # descriptors of its root directory and of its init's process
         self.was_made = False  # whether its init has reported that it is ready
-        self.pid = -1  # its init, as the server numbers processes
+        self.pid = -1  # the pid of its init, as the server sees it
         self.ending: Callable[[], None] | None = None  # set by `kill`; called instead of `on_end`
         self.uploads: set[Upload] = set()  # files that are being written
         self.supervisor: Supervisor
@@ -101,7 +101,7 @@ class ServerSlot:
         return self._oom_kills > kills
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
-        """Call `then` with `ran_out_of_memory`."""
+        """Call `then` with the result of `ran_out_of_memory`."""
         then(self.ran_out_of_memory())
 
     def open_line(self) -> socket.socket | None:

@@ -77,7 +77,7 @@ class Download:
         open_requests[number] = self
 
     def on_frame(self, frame: Frame) -> None:
-        """Handle a frame of the client, which has read some bytes or cancels the request."""
+        """Handle the client's frame, which grants credit or cancels the request."""
         if frame.kind is FrameKind.CREDIT:
             self._credit += frame.fields["bytes"]
             self.pump()

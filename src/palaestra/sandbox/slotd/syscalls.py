@@ -43,7 +43,7 @@ PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 24, 38, 47
 
 
 def check(result: int, what: str) -> int:
-    """Return the result of a call of the C library. Raises OSError if it is negative."""
+    """Return the result of a C library call. Raises OSError if the result is negative."""
     if result < 0:
         errno = ctypes.get_errno()
         raise OSError(errno, f"{what}: {os.strerror(errno)}")
@@ -106,7 +106,7 @@ def capset(keep: int) -> None:
 
 
 def tgkill(pid: int, thread: int, number: int) -> None:
-    """Call tgkill(2): a signal to one thread of a process."""
+    """Call tgkill(2), which sends a signal to one thread of a process."""
     if _TGKILL is None:
         raise OSError(38, f"no system call table for {MACHINE}")
     check(raw(_TGKILL, pid, thread, number), f"tgkill {pid}")
@@ -153,7 +153,7 @@ def move_mount(tree: int, target: str) -> None:
 
 
 def detached_tmpfs(options: str) -> int:
-    """Return a descriptor of a new tmpfs that is mounted nowhere; nosuid and nodev. The options are those of
+    """Return a descriptor of a new tmpfs with nosuid and nodev that is mounted nowhere. `options` are those of
     mount(8)."""
     context = check(_libc.syscall(_FSOPEN, b"tmpfs", 1), "fsopen tmpfs")
     try:

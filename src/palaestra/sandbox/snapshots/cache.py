@@ -1,4 +1,4 @@
-"""Keeps prepared workspaces on disk, so that later runs reuse them.
+"""Keeps prepared workspaces on disk, so that later runs can reuse them.
 
 A `Recipe` describes the preparation (image, files, commands); its cache key names the result. `Prepared` returns the
 snapshot of a recipe from disk, or makes a new snapshot and keeps it. A snapshot that is lost (evicted, damaged, or gone
@@ -29,7 +29,7 @@ from palaestra.sandbox.snapshots.folder import SCHEMA, SnapshotStore, to_the_end
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A file of the workspace. Relative paths start at the workspace."""
+    """A step that writes a file. A relative `path` starts at the workspace."""
 
     path: str
     data: bytes
@@ -38,7 +38,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A command that must succeed."""
+    """A step that runs a command, which must succeed."""
 
     command: str
     timeout_s: float = 600.0
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Describes how a workspace is prepared. Change `version` when anything else changes on which the steps depend.
+    """Describes how a workspace is prepared. Change `version` when anything else that the steps depend on changes.
     `name` is for people, and is not part of the cache key."""
 
     spec: SlotSpec = SlotSpec()
@@ -87,10 +87,11 @@ def _raise(trouble: ConfigError) -> None:
 
 @dataclass
 class Prepared:
-    """Prepares workspaces for one backend. `store` opens the store on first use: `SnapshotStore(folder).open`.
+    """Prepares workspaces for one backend. `store` opens the store on first use, for example
+    `SnapshotStore(folder).open`.
 
-    Without a store, or on `confined`, snapshots last as long as the server. `trouble` is called with the reason if a
-    snapshot cannot be kept; by default it raises.
+    Without a store, or at levels below `userns`, snapshots last only as long as the server. `trouble` is called with a
+    `ConfigError` if the store cannot be used or a snapshot cannot be kept; by default, it raises that error.
     """
 
     backend: LocalBackend
@@ -104,8 +105,7 @@ class Prepared:
     _looking: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def get(self, recipe: Recipe) -> Snapshot:
-        """Return the snapshot of a recipe, and make it first if it does not exist. Raises `PrepareError` for a step
-        that fails.
+        """Return the snapshot of a recipe, making it first if necessary. Raises `PrepareError` for a step that fails.
 
         The snapshot belongs to this object: do not `forget` it.
         """
@@ -118,9 +118,9 @@ class Prepared:
             return snapshot
 
     async def take(self, recipe: Recipe, make: Callable[[], Awaitable[Snapshot]]) -> Taken:
-        """Return the snapshot of a recipe from the store, or a new one from `make`, which is then kept.
+        """Return the snapshot of a recipe from the store, or a new one from `make`, which is then kept in the store.
 
-        The caller owns the snapshot and calls `forget`. Waits while another run makes the same snapshot. Raises the
+        The caller owns the snapshot and must `forget` it. Waits while another run makes the same snapshot. Raises the
         errors of `make`.
         """
         if self.store is None or self.backend.rung < Rung.USERNS:  # without layers, no snapshot can be used in place
@@ -184,8 +184,8 @@ class Prepared:
         return None
 
     async def _starts_a_slot(self, snapshot: Snapshot, recipe: Recipe, store: SnapshotStore) -> bool:
-        """Return whether slots can start from the store's disk, because overlays do not support every file system. A
-        slot is made once to find out."""
+        """Return whether slots can start from snapshots on the store's disk. Overlays do not support every file system,
+        so a slot is made once to find out. If that fails, the store is not used again."""
         if not self._proved:
             try:
                 await self.backend.destroy(await self.backend.create(recipe.spec, "proof", snapshot))
@@ -214,7 +214,8 @@ class Prepared:
             self.trouble(_cannot(store, f"keep {recipe.name or key[:12]}: {error}; make room, or name another folder"))
 
     async def make(self, recipe: Recipe) -> Snapshot:
-        """Run the steps of a recipe in a slot. Raises `PrepareError` for a step that fails."""
+        """Run the steps of a recipe in a new slot, and return the slot's snapshot. Raises `PrepareError` for a step
+        that fails."""
         slot = await self.backend.create(recipe.spec, "prepare")
         try:
             for number, step in enumerate(recipe.steps, 1):
@@ -239,7 +240,7 @@ def _cannot(store: SnapshotStore, what: str) -> ConfigError:
 
 
 def _describe(recipe: Recipe) -> JSON:
-    """Return the recipe in a form for people who look into the store."""
+    """Return a description of the recipe for people who look into the store."""
     steps = [step.path if isinstance(step, Put) else step.command for step in recipe.steps]
     about = {"name": recipe.name, "image": recipe.spec.image, "steps": steps, "version": recipe.version}
     return about | {"limits": asdict(recipe.spec.limits)}

@@ -89,7 +89,7 @@ def of_directory(path: str) -> JSON:
 
 @functools.cache
 def of_machine() -> JSON:
-    """Return the kernel and processor, on which programs compiled for this machine depend."""
+    """Return the kernel's release and the processor's features, on which programs compiled for this machine depend."""
     cpu: list[str] = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

@@ -92,7 +92,7 @@ class SnapshotStore:
         return sorted(found, key=lambda entry: entry.used_at)
 
     def has(self, key: str) -> bool:
-        """Return whether there is an entry, complete or not."""
+        """Return whether the store has an entry for a key, even a damaged one."""
         return (self.folder / key).exists()
 
     def is_whole(self, key: str) -> bool:
@@ -192,13 +192,14 @@ class SnapshotStore:
         return True
 
     def turn(self, key: str, clock: Clock) -> contextlib.AbstractAsyncContextManager[None]:
-        """Serialise the makers of one key across runs; a run that dies loses its turn."""
+        """Return a lock that lets only one run at a time make the entry of a key. If a run dies, its lock is
+        released."""
         return file_lock(self.folder / f"turn-{key[:3]}", poll_s=_TURN_S, sleep=clock.sleep)
 
 
 async def to_the_end(work: Callable[[], None]) -> None:
-    """Run `work` in a thread and wait for its end even if the caller is cancelled, since the caller may remove the
-    files afterwards."""
+    """Run `work` in a thread and wait until it has ended even if the caller is cancelled, because the caller may remove
+    the files afterwards."""
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)

@@ -1,7 +1,7 @@
 """Types into a terminal of a slot and reads its screen, as a person (or tmux) would.
 
-The program runs as a background process with a terminal of its own. Whenever the screen is captured, it is emulated
-here from the program's output, and the program's queries, such as the cursor's position, are answered.
+The program runs as a background process with a terminal of its own. When the screen is captured, an emulator in this
+process derives it from the program's output, and answers the program's queries, for example for the cursor's position.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _PIECE_BYTES = 128 << 10
 _LONGEST_WAIT_S = 30.0
 
 PROMPTED = {"PROMPT_COMMAND": r"printf '\e]133;D;%s\a' $?"}
-"""The environment of a shell whose commands `command_ended` waits for. Before every prompt, such a shell writes an
-invisible sequence with the exit code of the last command.
+"""The environment to give a shell so that `command_ended` can wait for its commands. Before every prompt, such a shell
+writes an invisible sequence with the exit code of the last command.
 
 The sequence is the one proposed for semantic prompts:
 https://gitlab.freedesktop.org/Per_Bothner/specifications/blob/master/proposals/semantic-prompts.md
@@ -59,7 +59,7 @@ class ScreenShot:
 
 
 class Terminal:
-    """One terminal. Made by `open`; `async with` ends the program in it."""
+    """One terminal, made by `open`. At the end of an `async with` block, its program is killed."""
 
     def __init__(self, process: Process, size: TerminalSize, screen: Screen) -> None:
         self.process = process
@@ -77,7 +77,7 @@ class Terminal:
         env: Mapping[str, str] | None = None,
         emulator: str = "best",
     ) -> Terminal:
-        """Start a program in a terminal of the slot; `emulator` has the meaning it has for `open_screen`."""
+        """Start a program in a terminal of the slot; `emulator` is passed to `open_screen`."""
         window = size or TerminalSize()
         screen = open_screen(window, emulator)
         process = await slot.spawn(command, cwd=cwd, env=env, terminal=window)
@@ -111,7 +111,8 @@ class Terminal:
         self._size = size
 
     async def capture(self, *, quiet_s: float = 0.05, timeout_s: float = 1.0) -> ScreenShot:
-        """Return the screen once the program has written nothing for `quiet_s`, or at the latest after `timeout_s`."""
+        """Return the screen once the program has written nothing for `quiet_s` seconds, or after `timeout_s` seconds at
+        the latest."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while await self._take(quiet_s) and asyncio.get_running_loop().time() < deadline:
             pass
@@ -130,8 +131,8 @@ class Terminal:
                 raise TimeoutError(f"the terminal did not show {pattern!r} within {timeout_s:g}s:\n{shot.text}")
 
     async def command_ended(self, cursor: int, patience_s: float) -> int | None:
-        """Wait for the end of a command after the output at `cursor`, in a shell with `PROMPTED`. Returns its exit
-        code, or None if it did not end in time."""
+        """Wait up to `patience_s` seconds until the output after `cursor` shows the end of a command, in a shell with
+        `PROMPTED`. Returns the command's exit code, or None if it did not end in time."""
         deadline = asyncio.get_running_loop().time() + patience_s
         seen = b""
         while (left := deadline - asyncio.get_running_loop().time()) > 0:
@@ -144,7 +145,7 @@ class Terminal:
         return None
 
     async def _take(self, wait_s: float) -> bool:
-        """Feed new output to the screen; returns whether there was any."""
+        """Feed new output to the screen, waiting up to `wait_s` seconds for it. Returns False if none came."""
         piece = await self.process.read(self._cursor, max_bytes=_PIECE_BYTES, wait_s=wait_s)
         if piece.lost:
             self._lost += piece.lost

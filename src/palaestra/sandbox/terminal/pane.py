@@ -1,7 +1,7 @@
 """Serves the contract's `tmux` calls in one slot: types into a shell's terminal and reads its screen.
 
 `palaestra.tools.builtin.tmux` is the tool for models. This module answers existing clients of a slot server's port, and
-works without a terminal emulator if none is installed there.
+works even where no terminal emulator is installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Derives the screen of a terminal from the bytes that a program has sent to it.
 
-`GhosttyScreen` is a real emulator (libghostty, in the extra `screen`): full-screen programs, the alternate screen, wide
-characters, answers to a program's queries. `PlainScreen` drops control sequences and keeps the last lines, which is
-right for scrolling output and wrong for editors; its `emulated` is False.
+`GhosttyScreen` is a real emulator (libghostty, in the extra `screen`). It handles full-screen programs, the alternate
+screen and wide characters, and answers a program's queries. `PlainScreen` drops control sequences and keeps the last
+lines, which is right for scrolling output and wrong for editors; its `emulated` is False.
 
 `cursor` is row and column, counted from 0. `application_cursor` is true if the program has requested the alternative
 codes of the cursor keys. `feed` adds output of the program and returns the terminal's answers.
@@ -136,6 +136,6 @@ def plain(data: bytes) -> tuple[str, bytes]:
 
 
 def _broken_character(text: str) -> str:
-    """Return the bytes of an incomplete character at the end, at most three."""
+    """Return the bytes of an incomplete character at the end of the text, at most three, as surrogates."""
     tail = re.search(r"[\udcc2-\udcf4][\udc80-\udcbf]{0,2}\Z", text)
     return tail.group() if tail else ""

@@ -98,7 +98,7 @@ async def _missing(slots: SlotSource, spec: SlotSpec, needs: Iterable[str]) -> f
 
 
 def write_tasks(out: Path, tasks: Iterable[GeneratedTask]) -> None:
-    """Replace the file with all tasks at once; an interrupted build keeps the old file."""
+    """Write all tasks to the file, which is replaced atomically: an interrupted build keeps the old file."""
     with writing(out), replaced(out) as lines:
         lines.writelines(map(to_line, tasks))
 

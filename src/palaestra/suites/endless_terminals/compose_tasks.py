@@ -120,7 +120,7 @@ def _task(selection: TaskSelection, families: Sequence[Family], number: int) -> 
     stream = Stream(*name, "shape")
     level = min(selection.level(stream), len(families))
     chain = _Chain(name, stream)
-    # In each round of len(families) tasks every family comes first once.
+    # In each round of len(families) tasks, every family provides the first part of one task.
     around, place = divmod(number, len(families))
     chain.add(Stream(selection.seed, "round", around).shuffled(families)[place])
     while len(chain.parts) < level:
@@ -129,7 +129,8 @@ def _task(selection: TaskSelection, families: Sequence[Family], number: int) -> 
 
 
 def _next(stream: Stream, families: Sequence[Family], chain: _Chain) -> Family:
-    """Return the family of the next part: a new one, preferably one that can read the last output."""
+    """Return the family of the next part: one that the task does not have yet, preferably one that can read the last
+    output."""
     left = [family for family in families if family.name not in chain.names]
     source = chain.source
     if source is not None and stream.chance(_FEED_PERCENT):

@@ -62,7 +62,7 @@ Build: TypeAlias = Callable[[Draw, str, DataFile | None], TaskPart]
 
 
 class UnfitInputError(ValueError):
-    """A family cannot use its input; the part gets its own files instead."""
+    """Raised if a family cannot use its input. The part gets its own files instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Stream:
         return Stream(*self._name, *name)
 
     def below(self, end: int) -> int:
-        """Return a uniform number from 0 to `end` - 1."""
+        """Return an integer from 0 to `end` - 1; each is equally likely."""
         if end < 1:
             raise ValueError(f"there is no number below {end}")
         space = 1 << 8 * _WORD
@@ -38,7 +38,7 @@ class Stream:
         return next(word for word in self._words if word < limit) % end
 
     def between(self, first: int, last: int) -> int:
-        """Return a uniform number from `first` to `last`, both included."""
+        """Return an integer from `first` to `last`, both included; each is equally likely."""
         return first + self.below(last - first + 1)
 
     def pick(self, values: Sequence[T]) -> T:
@@ -57,7 +57,7 @@ class Stream:
         return self.sample(values, len(values))
 
     def chance(self, percent: int) -> bool:
-        """Return True with a probability of `percent` in a hundred."""
+        """Return True with a probability of `percent` %."""
         return self.below(100) < percent
 
 
@@ -86,11 +86,11 @@ class Draw(Stream):
         return [self.fresh() for _ in range(count)]
 
     def sentence(self, words: Sequence[str] = NOUNS, shortest: int = 4, longest: int = 9) -> str:
-        """Return words without punctuation."""
+        """Return random words, separated by spaces."""
         return " ".join(self.pick(words) for _ in range(self.between(shortest, longest)))
 
     def prose(self, lines: int) -> str:
-        """Return lines of words, each with a newline."""
+        """Return lines of random words, each with a newline at its end."""
         return "".join(f"{self.sentence()}\n" for _ in range(lines))
 
     def date(self, year: int = 2024) -> str:

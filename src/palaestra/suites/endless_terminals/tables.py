@@ -1,5 +1,5 @@
 """Small tables with typed columns: renders them as text in four formats, and holds the Python code with which solutions
-read them.
+read and write them.
 
 Values are integers, or text that never looks like a number, so a column has the same meaning in every format.
 """
@@ -28,7 +28,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under columns."""
+    """The columns of a table, and its rows."""
 
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
@@ -124,4 +124,4 @@ def write(path, form, names, rows):
             writer.writeheader()
             writer.writerows(rows)
 """
-"""Code for solutions: `read(path, form)` gives a list of dictionaries, `write(path, form, names, rows)` saves it."""
+"""Code for solutions: `read(path, form)` returns a list of dictionaries, `write(path, form, names, rows)` saves it."""

@@ -44,7 +44,7 @@ HOME = "/home/user"
 """The working directory of the recipe's tasks."""
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/root", f"{HOME}/.local")
-"""Programs, libraries and settings of the system, which tests always see as prepared."""
+"""Programs, libraries and settings of the system, which tests always see in their prepared state."""
 
 _TESTS = "/tmp/palaestra-tests"  # noqa: S108  in the slot
 _TEST_FILE = "test_state.py"

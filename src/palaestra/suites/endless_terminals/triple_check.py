@@ -69,7 +69,8 @@ async def _check_trivial(task: GeneratedTask, slots: SlotSource, snapshot: Snaps
 
 
 def trivial_attempts(task: GeneratedTask) -> list[tuple[str, str]]:
-    """Return shell scripts that write empty files, or copies of the first input, to every output path."""
+    """Return the name and the shell script of each attempt: empty files, or copies of the first input, at every output
+    path."""
     paths = list(dict.fromkeys(path for check in task.final for path in check.made()))
     sources = {"empty files": "/dev/null", **{f"copies of {source}": source for source in list(task.files)[:1]}}
     targets = {name: [path for path in paths if path != source] for name, source in sources.items()}

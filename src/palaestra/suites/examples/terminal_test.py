@@ -75,7 +75,7 @@ class TerminalTestEnv(HermesAgentBaseEnv):
         return str(item["prompt"])
 
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        """Return 1.0 for the right content, 0.5 for the right words with another layout."""
+        """Return 1.0 for the right content, 0.5 for the right words with a different layout, else 0.0."""
         seen = ctx.read_file(item["path"]).get("content", "")
         if seen.strip() == item["content"]:
             return 1.0

@@ -51,7 +51,8 @@ class Places:
 
 
 class ControlsTimedOut(GraderError):
-    """The reference solution timed out as well, so the machine is too slow to judge work that passed the tests."""
+    """Raised if the reference solution times out as well: the machine is too slow to judge work that passed the
+    tests."""
 
     certain = True
 
@@ -88,7 +89,8 @@ def hard_alarm(alarms: Collection[Alarm], expected: Collection[Alarm] | None) ->
 
 @dataclass(frozen=True, slots=True)
 class ControlResult:
-    """`tampering` is why the reward is not earned, or None. `uncontrolled` are tests that no control covers."""
+    """`tampering` is the reason why the reward is not earned, or None. `uncontrolled` are tests that no control
+    covers."""
 
     tampering: str | None
     uncontrolled: tuple[str, ...] = ()
@@ -166,11 +168,11 @@ class Controls:
     async def calibrate(
         self, reference: RunTexts | None, broken: RunTexts | None = None, *, briefly: RunTexts | None = None
     ) -> None:
-        """Run the reference solution on rewritten tests to learn what to expect. Without one, use only the certain
-        sites.
+        """Run the reference solution on rewritten tests to learn what to expect. Without a reference solution, use only
+        the certain sites.
 
-        Tests without a working falsification run over a broken solution, if there is one, and must fail there. Raises
-        `ControlsTimedOut` if the reference solution times out.
+        Tests without a working falsification run over a broken solution, if there is one, which they must detect.
+        Raises `ControlsTimedOut` if the reference solution times out.
         """
         await self._try_sites(reference, briefly or reference)
         if broken is None or not self.uncontrolled:
@@ -196,8 +198,8 @@ class Controls:
             raise ControlsTimedOut("the reference solution did not finish its rewritten tests in time")
 
     def _trial(self, certain: bool) -> RewrittenTests:
-        """Return one unchanged copy of every test, and one for each sampled site that is falsified only there.
-        `certain` omits sites that may never end."""
+        """Return one unchanged copy of every test, and one copy per sampled site that is falsified only at that site.
+        `certain` omits sites whose falsification may never end."""
         chosen: dict[TestPlace, list[Mapping[int, Falsification]]] = {}
         for place, test in self._tests.items():
             sites = [(number, site) for number, site in enumerate(test.sites) if site.certain or not certain]
@@ -208,7 +210,8 @@ class Controls:
         return rewrite(self._trees, chosen, self._random, moved=self._moved)
 
     def _learn(self, copy: RewrittenTests, run: TestRun) -> bool:
-        """Record which falsifications work. Returns whether nearly all right variants passed."""
+        """Record which falsifications work. Returns whether the run was complete and nearly all right variants
+        passed."""
         self.expected = frozenset(run.alarms) | (self.expected or frozenset())
         passed: dict[TestPlace, set[str]] = {place: set() for place in self._tests}
         failed: dict[TestPlace, dict[int, set[str]]] = {place: {} for place in self._tests}
@@ -244,7 +247,8 @@ class Controls:
         ]
 
     def _owns(self, place: TestPlace, name: str) -> bool:
-        """Return whether this function is the named test: defined in its class, or inherited by it."""
+        """Return whether the function at `place` is the test with the node id `name`: its class defines or inherits
+        the function."""
         if place.path not in ("", name.partition("::")[0]):
             return name in self._inherited and _function_of(name) == place.name
         prefix, head = f"{place.path}::" if place.path else "", name.partition("[")[0]
@@ -275,7 +279,8 @@ class Controls:
         return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, ceil(_BITS / bits))) if bits else _FEWEST_ROUNDS
 
     async def find_tampering(self, work: RunTexts, reference: RunTexts | None) -> ControlResult:
-        """Run the rounds over passing work. Each call of `work` and `reference` starts from a fresh workspace."""
+        """Run the rounds over passing work, up to the first that shows tampering. Each call of `work` and `reference`
+        starts from a fresh workspace."""
         for test in self._tests.values():
             test.offset = self._random.randrange(1000)
         for number in range(self._rounds()):
@@ -384,7 +389,8 @@ class TaskControls:
     async def check(
         self, task_id: str, run: TestRun, make: Callable[[], Awaitable[Controls]], places: Places
     ) -> ControlResult:
-        """Check whether work tampered with its tests; `run` is its passing run. Raises what the arguments raise."""
+        """Check whether work tampered with its tests; `run` is its passing run. Raises what `make` and the functions of
+        `places` raise."""
         async with self._making.setdefault(task_id, asyncio.Lock()):
             if task_id not in self._made:
                 made = await make()

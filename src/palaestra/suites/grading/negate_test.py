@@ -20,7 +20,7 @@ from typing import TypeGuard
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MOST_ALTERNATIVES = 3
-"""The maximum number of values that a site offers besides the right one."""
+"""The maximum number of values that a site offers in addition to the right one."""
 
 _OPPOSITE: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -64,7 +64,7 @@ class Falsification:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One place of a test, with changes that each make the test fail."""
+    """One place in a test, with changes that each make the test fail."""
 
     alternatives: tuple[Falsification, ...]
     certain: bool
@@ -143,7 +143,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _other_values(node: ast.AST, random: Random) -> list[Falsification]:
-    """Return changes of the constant that an assertion compares with."""
+    """Return changes to the constant that an assertion compares with."""
     sides: Sequence[ast.expr] = ()
     if isinstance(node, ast.Call):
         sides = node.args[:2] if _called(node) in _EQUALITY and len(node.args) >= 2 else ()
@@ -165,8 +165,8 @@ def _may_change(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
-    """Return changes of a constant to other values. The right value has a random rank among them, so its rank does not
-    reveal it."""
+    """Return changes that give a constant other values. The right value has a random rank among them, so its rank does
+    not reveal it."""
     value, found = node.value, list[object]()
     if isinstance(value, bool):
         found.append(not value)
@@ -277,7 +277,8 @@ def _in_calls(function: Function, random: Random) -> list[Site]:
 
 
 def _at_end(function: Function, random: Random) -> list[Site]:
-    """Return a false assertion after the last statement; every variant contains true ones."""
+    """Return a site after the last statement, where a false assertion is added. Every variant has true assertions
+    of the same form."""
     if any(map(_leaves, function.body)):
         return []
     numbers = random.sample(range(1000), MOST_ALTERNATIVES + 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SourceEdit:
-    """Replace bytes `start` to `end` of a UTF-8 source by `text`."""
+    """Replace bytes `start` to `end` of a UTF-8 source with `text`."""
 
     start: int
     end: int

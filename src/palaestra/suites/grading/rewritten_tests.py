@@ -142,10 +142,11 @@ def rewrite(
     watched: bool = False,
     moved: bool = True,
 ) -> RewrittenTests:
-    """Write the variants of every chosen test.
+    """Write the variants of every test in `chosen`.
 
-    Falsifications refer to nodes of `trees`, which stay unchanged. Tests that are not chosen are left out. `watched`
-    watches compared values. `moved` puts tests at the end of their module or class.
+    Falsifications refer to nodes of `trees`, which stay unchanged. All other tests are left out. With `watched`, a
+    comparison with an object that equals everything raises `TAMPERED`. `moved` puts tests at the end of their module or
+    class.
     """
     texts: dict[str, str] = {}
     variants: dict[str, Variant] = {}
@@ -236,7 +237,7 @@ class _File:
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces constants by calls that look them up in a table of the module."""
+    """Replaces constants with calls that look them up in a table of the module."""
 
     def __init__(self, name: str, random: Random) -> None:
         self._name = name
@@ -248,7 +249,7 @@ class _Constants(ast.NodeTransformer):
         function.body[first:] = [self.visit(each) for each in function.body[first:]]
 
     def table(self) -> str:
-        """Return the function that looks constants up."""
+        """Return the source of the function that looks up constants in the table; empty if there are none."""
         key = self._random.randrange(1, 256)
         data = bytes(byte ^ key for byte in repr(tuple(self._values)).encode("utf-8", "surrogatepass")).hex()
         return _TABLE.format(name=self._name, key=key, data=data) if self._values else ""
@@ -310,7 +311,7 @@ class _Restyle(ast.NodeTransformer):
 
 
 def _rename_locals(function: Function, fresh: Callable[[str], str]) -> None:
-    """Rename the local variables that only plain names refer to."""
+    """Rename the local variables, except those that a parameter, an import or another construct also binds."""
     fixed: set[str | None] = set()
     stored: set[str] = set()
     for node in ast.walk(function):
@@ -340,7 +341,7 @@ def _rename_locals(function: Function, fresh: Callable[[str], str]) -> None:
 
 
 class _Watch(ast.NodeTransformer):
-    """Wraps both sides of `==` and the arguments of unittest's equality assertions."""
+    """Wraps both sides of `==` and the arguments of unittest's equality assertions in calls that watch the values."""
 
     def __init__(self, name: str) -> None:
         self._name = name

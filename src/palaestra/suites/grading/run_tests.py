@@ -45,7 +45,8 @@ _CANARY = "def test_canary():\n    assert 1 + 1 == 2\n"
 
 
 class TestsTimedOut(GraderError):
-    """A test session did not end in time. A second session can show whether the work or a slow machine is the cause."""
+    """Raised if a test session did not end in time. A second session can show whether the work or a slow machine is the
+    cause."""
 
     __test__: ClassVar[bool] = False  # pytest: not a test class
 
@@ -93,7 +94,8 @@ class FailedTest:
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """One run of pytest. `complete`: pytest ended its session by itself, after a report on each collected test.
+    """One run of pytest. `complete` means that pytest ended its session by itself, after a report on each collected
+    test.
 
     `alarms` are what the audit hook reported, `output` is what pytest printed. `known_as` are further names of tests,
     as a runner other than pytest prints them.
@@ -118,7 +120,7 @@ class TestRun:
             raise TestsTimedOut(f"{what}: its tests timed out:\n{self.output[-1500:]}")
 
     def passed(self, node_ids: Collection[str]) -> int:
-        """Return how many of these tests passed. Skipped, xfailed and missing tests did not."""
+        """Return how many of these tests passed. Skipped, xfailed and missing tests do not count."""
         return sum(self.statuses.get(node_id) is Status.PASSED for node_id in node_ids)
 
 

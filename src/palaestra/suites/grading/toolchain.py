@@ -5,7 +5,7 @@ repository.
 read-only, so no rollout can change it. `install_editable` makes a virtual environment with the repository in it, inside
 the preparation slot and outside the repository, for rows of the public data sets.
 
-Invariant: nothing of a repository is executed on the host. Installs on the host use wheels only.
+Invariant: no code of a repository is executed on the host. Installs on the host use wheels only.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _SYSTEM = ("/usr", "/bin", "/lib")
 class Install:
     """What the tests of a repository need.
 
-    `requirements` are pinned and mounted read-only. With `editable`, they may be any requirement of pip, `.[extra]` of
-    the repository, or `-rFILE` inside it. `python_path` are importable directories of the repository; `pytest_args`
-    precede the tests. `editable` requests a virtual environment in which the repository is installed, made once per
-    commit; rows of the public data sets run this way.
+    `requirements` are pinned and mounted read-only. With `editable`, they may be any pip requirements, including
+    `.[extra]` of the repository or `-rFILE` inside it. `python_path` are importable directories of the repository;
+    `pytest_args` precede the tests. `editable` requests a virtual environment in which the repository is installed,
+    made once per commit; rows of the public data sets run this way.
     """
 
     requirements: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Install:
 
     @classmethod
     def parse(cls, raw: JSON) -> Install:
-        """Parse the decoded `install` column of a row; None gives the default of public rows. Raises `TaskError`."""
+        """Parse the decoded `install` column of a row; None gives the default for public rows. Raises `TaskError`."""
         if raw is None:
             return cls(editable=True)
         if not isinstance(raw, Mapping) or set(raw) - {"requirements", "python_path", "pytest_args", "editable"}:
@@ -96,8 +96,8 @@ class Toolchain:
     bin_dir: str = ""
 
     def environment(self, repo_dir: str) -> dict[str, str]:
-        """Return variables for an agent's commands, so that the agent uses the `python` and `pytest` that grade its
-        work."""
+        """Return environment variables for an agent's commands, so that the agent uses the `python` and `pytest` that
+        grade its work."""
         path = [f"{repo_dir}/{part}".removesuffix("/.") for part in self.python_path] + list(self.dependencies)
         found = {"PATH": f"{self.bin_dir}:{DEFAULT_PATH}" if self.bin_dir else DEFAULT_PATH}
         return {**found, "PYTHONPATH": ":".join(path)} if path else found
@@ -105,7 +105,7 @@ class Toolchain:
 
 def interpreter() -> tuple[str, tuple[Mount, ...]]:
     """Return the path of this Python in slots, and the mount that it needs if it is outside the system directories."""
-    base = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment may have a copy
+    base = getattr(sys, "_base_executable", None) or sys.executable  # a virtual environment may have a copy of it
     executable, prefix = Path(base).resolve(), Path(sys.base_prefix).resolve()
     if str(prefix).startswith(_SYSTEM):
         return str(executable), ()
@@ -173,10 +173,11 @@ async def install_editable(
 ) -> Toolchain:
     """Make a virtual environment with the repository and pytest, inside a preparation slot (network on).
 
-    `env` are variables of the installer, such as PIP_INDEX_URL. Raises `PrepareError` with the end of its output.
+    `env` are environment variables for the installer, such as PIP_INDEX_URL. Raises `PrepareError` with the end of the
+    installer's output.
     """
     python, mounts = interpreter()
-    # The host's certificates, if the slot has them, so that an index behind a private authority is trusted.
+    # Use the host's certificates if the slot has them, so that pip trusts an index with a privately signed certificate.
     trust = {"PIP_CERT": CERTIFICATES} if await slot.stat(CERTIFICATES) else {}
     variables = {"PIP_NO_CACHE_DIR": "1", **trust, **(env or {})}
     await _in_slot(slot, [python, "-m", "venv", "--symlinks", VENV_DIR], "/", timeout_s, variables)

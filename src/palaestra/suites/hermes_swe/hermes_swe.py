@@ -37,7 +37,7 @@ from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
 
 BUILT_IN = "built-in"
-"""The built-in dataset."""
+"""The name of the built-in dataset."""
 
 SYSTEM_PROMPT = (
     "You are a software engineer who works in a terminal. Your commands start in the working directory. Look at what "
@@ -103,7 +103,8 @@ class HermesSweEnvironment(ContractEnvironment):
                     raise PrepareError(f"{task.id}: its reference solution does not pass {name}:\n{error[-1000:]}")
 
     def recipe(self, task: Task) -> JSON:
-        """Return the task and the time limit, because the preparation depends on nothing else."""
+        """Return the cache key of the preparation: the task and the time limit, on which alone it depends. Return None
+        if a subclass overrides `prepare`."""
         if type(self).prepare is not HermesSweEnvironment.prepare:
             return None
         return [cache_key.of_data(task.data, task.id), self.settings.test_timeout_s]
@@ -215,7 +216,7 @@ class HermesSweEnv(ListedEnv):
 
 
 async def run_suite(slot: Slot, python: str, root: str, text: str, *, timeout_s: float) -> TestRun:
-    """Run the tests of a text over the files in `root`. Raises `GraderError` if the harness did not start."""
+    """Run the tests in `text` over the files in `root`. Raises `GraderError` if the harness did not start."""
     records, done = await run_harness(
         slot,
         [python, "-I", "-S", "-B"],

@@ -25,7 +25,7 @@ from palaestra.suites.grading.negate_test import tests_in
 from palaestra.suites.task_files import RowFields
 
 MODULE = "solution"
-"""The module of tasks that name no file."""
+"""The name of the module for tasks that name no file."""
 
 _IDS = ("id", "task_id", "instance_id")
 _TESTS = ("test", "tests", "test_code")
@@ -53,13 +53,13 @@ class ProgrammingTask:
 
 
 def parse_row(row: Row, number: int, prompt_field: str = "prompt") -> ProgrammingTask:
-    """Return the task of a row. Raises `TaskError` that names the row."""
+    """Return the task of a row. Raises a `TaskError` that names the row."""
     name = next((str(row[column]) for column in _IDS if row.get(column) not in (None, "")), f"row-{number}")
     try:
         return _parse(RowFields(row), name, prompt_field)
     except TaskError as error:
         raise TaskError(f"row {number} ({name}): {error}") from None
-    except (RecursionError, MemoryError):  # Python's parser and compiler raise either
+    except (RecursionError, MemoryError):  # Python's parser and compiler may raise either
         raise TaskError(f"row {number} ({name}): its Python or JSON is nested too deeply to be read") from None
 
 
@@ -144,7 +144,8 @@ def make_suite(code: str, entry_point: str = "", known: Collection[str] = (), pr
 
 
 def _as_one(tree: ast.Module, entry_point: str) -> ast.Module:
-    """Make plain statements the body of one test, below the imports. A `check(candidate)` without a call is called."""
+    """Make plain statements the body of one test, below the imports. If `check(candidate)` is defined but never called,
+    add the call."""
     head = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     body = [node for node in tree.body if node not in head]
     checks = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in body)

@@ -107,7 +107,7 @@ class UserSlot(Slot):
         )
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
-        """Raise PermissionError: a stateful shell runs as root."""
+        """Raise PermissionError, because a stateful shell would run as root."""
         raise PermissionError(1, f"a stateful shell as the user {self._user} is not available")
 
     async def spawn(

@@ -2,7 +2,7 @@
 
 Used for builds in a slot without a container runtime (`slot_build.py`), and for ready root file systems that come
 without a configuration. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with heredocs and
-continuation lines. Dockerfiles with several stages are refused.
+continuation lines. Dockerfiles with several stages are rejected.
 """
 
 from __future__ import annotations

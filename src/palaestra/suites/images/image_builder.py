@@ -2,7 +2,7 @@
 
 The result is a tar file in the cache, named by the content of the build folder, next to a JSON file with the image's
 configuration. Slots use the tar file (`sandbox/images`); no container runs during a rollout. The tool is the first of
-docker, podman and buildah that answers, or the command of a setting.
+docker, podman and buildah that answers, or the command that a setting specifies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _ASK_S, _EXPORT_S = 20.0, 600.0
 _SHOWN = 1500
 
 _LAYER_REMOVED, _TRIES = "unknown parent image ID", 5
-"""Docker's message if removing another image removed a layer that this build started with."""
+"""Docker's message if removing another image removed a layer that this build started with, and the maximum number of
+attempts to build."""
 
 
 class ImageBuilder:

@@ -6,8 +6,8 @@ starts without `site`, so that no start-up file runs. The directories that `site
 added after our packages.
 
 Otherwise an interpreter of this machine runs the tests. It is mounted at its own path, with the libraries that it loads
-but without the C library. If it cannot run in an image either (another C library, or an interpreter in this machine's
-system directories), the image's own `python3` runs our packages alone.
+but without the C library. If it cannot run in an image either (a different C library, or an interpreter in this
+machine's system directories), the image's own `python3` runs our packages alone.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ async def image_modules(slot: Slot) -> frozenset[str]:
 
 
 async def _libraries(cache: Path) -> Path:
-    """Return a folder with the libraries that this interpreter loads. The folder is empty if they cannot be listed; an
-    image may have the libraries itself."""
+    """Return a folder with the libraries that this interpreter loads. If they cannot be listed, the folder is empty;
+    the image may then still have the libraries itself."""
     key = hashlib.sha256(f"{sys.executable}\0{sys.version}".encode()).hexdigest()[:20]
 
     async def gather(fresh: Path) -> None:

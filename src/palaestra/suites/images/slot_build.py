@@ -1,8 +1,8 @@
 """Build a Dockerfile in a slot over a given base, without a container runtime or registry.
 
 FROM is ignored; the slot starts from the base. RUN, COPY and ADD of local files, ENV, ARG, WORKDIR, USER and SHELL are
-executed, instructions about the start of a container are skipped, and any other instruction is refused. Files in `/tmp`
-are lost, because no layer holds them.
+executed, instructions about the start of a container are skipped, and any other instruction is rejected. Files in
+`/tmp` are lost, because no layer holds them.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class TaskRoots:
             raise ImageError(f"the folder of root file systems {self.image_dir} does not exist")
 
     async def of(self, name: str, recipe: ImageRecipe) -> TaskRoot:
-        """Return the root for the task of that name. Raises `TaskError` or `ImageError`."""
+        """Return the root for the task with this name. Raises `TaskError` or `ImageError`."""
         ready = self.ready(name)
         if ready is not None:
             return TaskRoot(str(ready), _described(ready, recipe))
@@ -61,7 +61,8 @@ class TaskRoots:
         return TaskRoot(str(archive), config)
 
     def ready(self, name: str) -> Path | None:
-        """Return the ready root of that name, if there is one. Raises `ImageError` for a path that does not exist."""
+        """Return the ready root with this name, or None. Raises `ImageError` if a path in the settings does not
+        exist."""
         if name in self.images:
             return self._existing(local_path(self.images[name]))
         if self.image_dir is None:

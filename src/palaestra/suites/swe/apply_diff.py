@@ -68,7 +68,7 @@ def between(path: str, before: str, after: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextReplacement:
-    """Replace the only occurrence of `old_text` by `new_text`."""
+    """Replace the only occurrence of `old_text` with `new_text`."""
 
     old_text: str
     new_text: str
@@ -102,9 +102,9 @@ def replacements(file: FileDiff, before: str) -> tuple[TextReplacement, ...]:
 def solution_steps(patch: str, texts: Mapping[str, str], repo_dir: str) -> tuple[ToolStep, ...]:
     """Return the tool calls that apply a reference solution: one `patch` call per hunk, in order.
 
-    `patch` is a diff against the agent's tree, `texts` the files it changes as the agent gets them. New files are
-    written whole; the terminal deletes and renames files, and writes binary ones. Raises `DiffError` if the diff does
-    not match.
+    `patch` is a diff against the agent's tree; `texts` holds the files that it changes, as the agent gets them. New
+    files are written whole; the terminal deletes and renames files, and writes binary ones. Raises `DiffError` if the
+    diff does not match.
     """
     return tuple(step for file in parse(patch) for step in _file_steps(file, texts, repo_dir.rstrip("/")))
 
@@ -133,7 +133,7 @@ def _file_steps(file: FileDiff, texts: Mapping[str, str], repo_dir: str) -> list
 
 
 def _writing(path: str, data: bytes) -> list[ToolStep]:
-    """Return terminal calls that write a file with any bytes."""
+    """Return the terminal calls that write arbitrary bytes to a file."""
     folder, quoted, encoded = shlex.quote(path.rpartition("/")[0]), shlex.quote(path), b64encode(data).decode()
     pieces = [encoded[start : start + _PIECE] for start in range(0, len(encoded), _PIECE)]
     first = ToolStep("terminal", {"command": f"mkdir -p -- {folder} && : > {quoted}"})

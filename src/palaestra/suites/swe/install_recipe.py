@@ -39,7 +39,7 @@ def install_of(row: RowFields) -> Install:
             raise TaskError("column 'install_config' must be an object")
         found += _of_recipe(recipe)
     found += pip_requirements(row.optional("eval_script"))
-    if recipe is None:  # with a recipe, the column has resolved versions for another Python
+    if recipe is None:  # with a recipe, the column has the versions resolved for a different Python
         found += [name for line in _lines(row.values.get("requirements")) if (name := _requirement(line))]
     return Install(requirements=tuple(dict.fromkeys(found)), editable=True)
 
@@ -59,8 +59,8 @@ def pip_requirements(script: str) -> list[str]:
 
 
 def is_requirement(text: str) -> bool:
-    """Return whether this word may go to pip: a requirement, the repository with extras (`.[test]`), or `-rFILE` inside
-    it."""
+    """Return whether this word may be passed to pip: a requirement, the repository with extras (`.[test]`), or `-rFILE`
+    with a file of the repository."""
     if text.startswith("-r"):
         return _FILE.fullmatch(text[2:]) is not None and ".." not in text.split("/")
     return (_REPOSITORY.fullmatch(text) or _REQUIREMENT.fullmatch(text)) is not None

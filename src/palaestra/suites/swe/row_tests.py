@@ -1,8 +1,8 @@
 """Run the tests that a row names in any supported form, and find out why some could not run.
 
 Invariant: correct work is never judged by tests that could not run. If the agent's tests could not be imported or
-collected, or their session did not end, the same session on the prepared workspace decides. If it cannot run the tests
-either, `GraderError` is raised; otherwise the work broke them.
+collected, or their session did not end, the same session on the prepared workspace decides. If the tests cannot run on
+the prepared workspace either, `GraderError` is raised; otherwise the work broke them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
     """Correct the agent's run with the same session on the prepared workspace, whose files are `files`.
 
     A test that must keep passing and calls `pytest.xfail` in both sessions counts as expected to fail. Raises
-    `GraderError` if tests could not run in either.
+    `GraderError` if tests could not run in either session.
     """
     if not prepared.complete:
         raise _TestsCannotRun(

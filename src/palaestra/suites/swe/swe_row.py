@@ -175,7 +175,7 @@ def _locate(row: SweRow, source: Path) -> SweRow:
 
 
 def parse_row(raw: Mapping[str, JSON], number: int = 0) -> SweRow:
-    """Parse one row. `number` is its place in its file. Raises `TaskError` that names the row and the column."""
+    """Parse one row. `number` is its position in the file. Raises a `TaskError` that names the row and the column."""
     name = str(raw.get("instance_id") or f"row {number}")
     try:
         return _parse(RowFields(raw))
@@ -220,7 +220,7 @@ def _image_name(row: RowFields) -> str:
 
 
 def _names(row: RowFields) -> TestNames:
-    """Return how the row names its tests: by its log parser, else by the names themselves."""
+    """Return the form in which the row names its tests, found from its log parser or else from the names."""
     recipe = row.decoded("install_config")
     told = recipe.get("log_parser") if isinstance(recipe, Mapping) else None
     parser = row.optional("log_parser") or str(told or "")
@@ -244,7 +244,8 @@ def _kind(row: RowFields) -> RowKind:
 
 
 def _matching(pattern: re.Pattern[str], value: str, complaint: str) -> str:
-    """Return a value that may become part of a path or an argument of git: no traversal, no leading dash."""
+    """Return the value if it may become part of a path or an argument of git: no traversal, no leading dash. Raises
+    `TaskError`."""
     if not pattern.fullmatch(value) or ".." in value:
         raise TaskError(f"{complaint}: {value!r}")
     return value

@@ -72,7 +72,7 @@ REPOSITORY = WORKSPACE
 """The repository in a slot, where the agent's commands start."""
 
 BUILT_IN = "built-in"
-"""The built-in dataset: tasks built from real packages by the manifest."""
+"""The name of the built-in dataset, whose tasks are built from the packages and bugs that the manifest pins."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -379,7 +379,7 @@ class SweEnvironment(ContractEnvironment):
 
     @asynccontextmanager
     async def _fork(self, view: GradedView, work: ResolvedRow, shown: Shown) -> AsyncIterator[Slot]:
-        """Yield a fresh fork of the graded work, or of the code `shown` in its place."""
+        """Yield a fresh fork with the graded work, or with the code that `shown` selects instead."""
         async with view.slot.fork() as fork:
             if shown is not Shown.WORK:
                 solved = shown is Shown.RIGHT

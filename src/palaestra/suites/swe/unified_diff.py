@@ -1,7 +1,7 @@
 """Parse, render and reverse unified diffs. `apply_diff.py` applies them to texts.
 
-It serves diffs that must match exactly: the bug of a task, its reference solution, its tests. Hunks are not matched
-with fuzz or at an offset. Copies and binary changes without their data ("Binary files differ") are refused.
+The module is for diffs that must match exactly: the bug of a task, its reference solution, its tests. Hunks are not
+matched with fuzz or at an offset. Copies and binary changes without their data ("Binary files differ") are rejected.
 
 Format: the output of `git diff --binary`, git-diff(1) "Generating patch text"; the data of binary files is described in
 git's `apply.c` and gitformat-pack(5) "Deltified representation". Lines keep their own ends, so CRLF files and files
@@ -158,7 +158,7 @@ def _git_file(lines: list[str], index: int) -> tuple[FileDiff, int]:
 
 
 def _extended(file: FileDiff, line: str) -> FileDiff:
-    """Apply one line between `diff --git` and the first hunk."""
+    """Return the file's diff, extended by one of the header lines between `diff --git` and the first hunk."""
     key, _, value = line.rstrip("\r\n").partition(" mode ")
     if key in ("old", "deleted file"):
         file = replace(file, old_mode=value)
@@ -198,14 +198,14 @@ def _binary(lines: list[str], index: int) -> tuple[tuple[BinaryChange, ...], int
 
 
 def _line_bytes(line: str) -> bytes:
-    """Return the bytes of one line: a letter for their number, then base 85."""
+    """Return the bytes that one line encodes: a letter for their number, then base 85."""
     letter, text = line[0], line.strip()[1:]
     count = ord(letter) - (ord("A") - 1 if letter.isupper() else ord("a") - 27)
     return b85decode(text)[:count]
 
 
 def _with_delta(before: bytes, delta: bytes) -> bytes:
-    """Apply a delta: two sizes, then commands that copy a part of `before` or insert bytes."""
+    """Return `before`, changed by a delta: two sizes, then commands that copy a part of `before` or insert bytes."""
     position, sizes = 0, []
     for _ in range(2):
         size = shift = 0

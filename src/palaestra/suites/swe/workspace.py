@@ -75,7 +75,8 @@ async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None) ->
 
 
 async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """Return the files of the named tests, and for SWE-bench rows those that its patch adds, as grading runs them."""
+    """Return the test files as grading runs them: those with the named tests and, for a SWE-bench row, those that its
+    `test_patch` adds."""
     known = set(await cache.list_files(row))
     texts = {
         path: (await cache.read_file(row, path)).decode("utf-8", "surrogateescape")
@@ -157,7 +158,7 @@ def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: st
 async def replace_work(
     slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, changed: Collection[str], *, solved: bool
 ) -> None:
-    """Replace an agent's change in a grading slot by the reference solution (`solved`) or by the bug.
+    """Replace an agent's change in a grading slot with the reference solution (`solved`) or with the bug.
 
     `changed` are the paths of the change (`work_paths`). Directories of the change that are empty afterwards are
     removed, because Python imports an empty directory as a package.

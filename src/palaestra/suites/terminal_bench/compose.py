@@ -1,4 +1,4 @@
-"""Read a task's compose file. A slot is one container, so several services are refused."""
+"""Read a task's compose file. A slot is one container, so a file with several services is rejected."""
 
 from __future__ import annotations
 

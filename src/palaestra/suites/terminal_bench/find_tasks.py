@@ -33,7 +33,7 @@ from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 MAX_UNPACKED_BYTES = 1 << 30
 
 _LONGEST_NAME = 255
-"""The longest folder name of common file systems, in bytes."""
+"""The maximum length, in bytes, of a folder name on common file systems."""
 
 
 class LeftOut(TaskError):

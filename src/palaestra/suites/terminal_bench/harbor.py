@@ -11,8 +11,8 @@ A step's tests are copied over the task's tests. A step without its own `test.sh
 Format: `TaskConfig`, `StepConfig`, `MultiStepTrial` and the path rules of Harbor 0.25, with the older spellings of
 published tasks (`version`, `memory = "2G"`, `allow_internet`). Unknown keys are ignored, as Harbor does.
 
-Refused: several containers, GPUs, Windows, tool servers, health checks (a slot does not run the image's entry point),
-and a verifier with its own environment.
+A task is rejected if it needs several containers, GPUs, Windows, tool servers, health checks (a slot does not run the
+image's entry point), or a verifier with its own environment.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ script runs.
 
 Invariant: only lines that are recognised as a whole are changed, and `OfflineScript.replaced` lists them. Other Python
 packages that a script installs are in `requirements`. Other system packages are not installed; instead, the script
-checks whether they are there.
+checks whether the slot has them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def parts_of(task: TerminalTask) -> tuple[GradedPart, ...]:
 
 def _read_script(task: TerminalTask) -> OfflineScript:
     name, files = task.verifier.script, task.verifier.files()
-    text = read_text(files.pop(name, task.verifier.folder / name))  # Terminal-Bench 1 keeps it next to the folder
+    text = read_text(files.pop(name, task.verifier.folder / name))  # Terminal-Bench 1 has the script next to the folder
     others = {each: read_text(found) for each, found in files.items() if each.endswith(".sh")}
     script = with_others(offline(text), others)
     # In Terminal-Bench 1, the only verdict is pytest's.
@@ -98,7 +98,7 @@ def offline(text: str) -> OfflineScript:
     """Return the script without its bootstrap.
 
     If a script does not start pytest, the packages that it installs are meant for the image's own Python. They are not
-    provided; the script checks whether they are there.
+    provided; the script checks whether the image has them.
     """
     lines = _whole_lines(text)
     provided = [_replaced(line, "") for line in lines]
@@ -134,7 +134,7 @@ def _uses_pytest(text: str) -> bool:
 
 
 def _whole_lines(text: str) -> list[str]:
-    """Return lines with their continuation lines."""
+    """Return the lines of a script, each together with its continuation lines."""
     found: list[str] = []
     pending = ""
     for line in text.splitlines():

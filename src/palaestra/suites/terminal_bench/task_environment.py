@@ -382,7 +382,8 @@ class _Steps:
         self.scores: list[Score] = []
 
     async def run(self) -> AgentResult:
-        """Let the agent work step by step. A step that ended at a limit is verified, and the next may follow."""
+        """Let the agent work step by step. A step that ended at a limit is verified too, and the next step may
+        follow."""
         rollout, work = self._rollout, self._rollout.task.data
         try:
             for number, part in enumerate(work.parts):
@@ -423,7 +424,7 @@ class _Steps:
         return score
 
     async def _close(self) -> None:
-        """Close the agent's slot first, because it uses layers of the grading snapshots."""
+        """Close the agent's slot, then the gradings, because the slot uses layers of the grading snapshots."""
         if self._gradings and not self._gradings[-1].live:
             await self._rollout.aclose()
         for grading in reversed(self._gradings):

@@ -82,7 +82,7 @@ MEAN, FINAL = "mean", "final"
 
 @dataclass(frozen=True, slots=True)
 class TerminalTask:
-    """One task. Times are in seconds; for None, the environment's settings apply.
+    """One task. Times are in seconds; if a time is None, the environment's setting applies.
 
     `live` selects grading in the agent's own slot, for tasks about a running service. A task with `steps` has the
     instruction, verifier and solution of its first step; `reward_strategy` combines the rewards of the steps.

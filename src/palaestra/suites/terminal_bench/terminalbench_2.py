@@ -26,7 +26,7 @@ from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 
 BUILT_IN = "built-in"
-"""The built-in dataset: two small tasks that need only a shell."""
+"""The name of the built-in dataset: two small tasks that need only a shell."""
 
 BUILT_IN_TASKS = Path(__file__).parent / "builtin"
 

@@ -4,8 +4,8 @@ The order is Harbor's: old rewards are removed, the tests are copied into the sl
 `test-stdout.txt`, its exit status is ignored, and the reward is read from the files it wrote. A Terminal-Bench 1 script
 writes no reward: every test that pytest reports must pass.
 
-If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised and the work is not scored 0.0.
-The only exception is work that kept the tests from running, because a module of the workspace is missing or broken and
+If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised; the work is not scored 0.0. The
+only exception is work that kept the tests from running, because a module of the workspace is missing or broken and
 pytest could not collect the tests.
 
 A positive verdict is checked again, each time in a fork of the same work: once with the same tests, and twice with
@@ -116,7 +116,7 @@ async def verify(
     alone: bool,
     made: Collection[str] = (),
 ) -> VerifierVerdict:
-    """Check the work in a slot. `alone` kills every other process of the slot afterwards.
+    """Check the work in a slot. `alone` kills every other process of the slot after the script has run.
 
     `made` are the paths that the agent created or changed. Raises `GraderError`.
     """
@@ -284,7 +284,7 @@ async def _session(
 ) -> _Session:
     """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it gave no verdict."""
     await place_tests(slot, task, script, instead)
-    bait = {"PALAESTRA_NONCE": secrets.token_hex(16)}  # no record carries it
+    bait = {"PALAESTRA_NONCE": secrets.token_hex(16)}  # genuine records do not contain it
     result = await slot.execute(
         as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setup.user),
         cwd=setup.workdir,
@@ -334,7 +334,8 @@ async def _once(
 
 
 async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
-    """Return why the reward is not the verifier's: tests failed, or another process writes rewards."""
+    """Return the reason to doubt that the reward is the verifier's, or None. Reasons are failed tests, tampering, and
+    another process that writes rewards."""
     failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
     if reward > 0 and run is not None and not run.complete:
         return "there is a reward, but not every test reported, or the test session did not end"

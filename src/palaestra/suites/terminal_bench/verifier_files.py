@@ -1,5 +1,5 @@
-"""Place the files of a verifier in a slot (its tests, and our replacements for its bootstrap), and find changes that it
-must not see.
+"""Place the files of a verifier in a slot (its tests, and our replacements for its bootstrap), and find the agent's
+changes that the verifier must not see.
 
 `hidden_paths` selects changes of the agent that could influence its grade: the folders of the verifier, pytest's
 configuration above the tests, and start-up files of shells if the verifier's script loads them. It adds them to the
@@ -100,7 +100,7 @@ for name in sys.argv[1:]:
 
 
 def script_name(task: TerminalTask) -> str:
-    """Return the name of the script below `TESTS_DIR`."""
+    """Return the file name, below `TESTS_DIR`, of the verifier's script."""
     return task.verifier.script.rpartition("/")[2]
 
 
@@ -169,7 +169,8 @@ async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"
 async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> tuple[str, ...]:
     """Remove the agent's links that lead to the verifier's files or into `/proc`, before those files exist.
 
-    Returns their paths. The files of `/tmp` are now in `carried`, but links are resolved as if they were in place.
+    Returns the paths of the links. The files of `/tmp` are now in `carried`, but links are resolved as if these files
+    were still in `/tmp`.
     """
     removed = []
     for change in changes:
@@ -180,7 +181,8 @@ async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> t
 
 
 async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
-    """Return whether a link ends below a hidden path. A chain of too many links counts as such a link."""
+    """Return whether a link leads to or through a path in `_NOT_FOR_LINKS`. A chain of too many links counts as such a
+    link."""
     path = f"/tmp{path.removeprefix(carried)}" if is_below(path, (carried,)) else path  # noqa: S108  in the slot
     parts = [part for part in path.split("/") if part]
     at, followed = "", 0
@@ -253,8 +255,8 @@ async def find_shadows(
     prepared: Prepared,
 ) -> tuple[str, ...]:
     """Return the agent's files that the verifier's own programs would load in place of files of the image. These are
-    files in directories where `script`, or a variable of `env`, lets Python, shells, the loader or another interpreter
-    look first.
+    files in directories that Python, shells, the loader or another interpreter search first because of `script` or of
+    a variable in `env`.
 
     Files that the task's texts name are not included.
     """
@@ -344,7 +346,8 @@ async def _image_files(slot: Slot, wanted: Sequence[str], scope: ShadowScope) ->
 
 
 def _is_module(inside: str, had: Collection[str]) -> bool:
-    """Return whether one of these files is below a directory for modules, at this path or in a package of this name."""
+    """Return whether the image had the module at the path `inside`: one of the files `had` is below a directory of
+    modules, either at that path or with the same name in a package of the same name."""
     package, name = inside.partition("/")[0], basename(inside)
     for path in had:
         if path.endswith(f"/{inside}"):
@@ -391,7 +394,7 @@ async def _real(slot: Slot, folders: set[str], changes: Sequence[Change], scope:
 
 
 def _leads_to(link: str, folders: Collection[str]) -> bool:
-    """Return whether one of the directories is this path or below it."""
+    """Return whether one of the directories is the path `link` or is below it."""
     return any(is_below(folder, (link,)) for folder in folders)
 
 

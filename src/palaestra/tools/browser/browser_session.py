@@ -32,13 +32,13 @@ T = TypeVar("T")
 
 MAX_TABS = 8
 NEW_TAB_S = 0.15
-"""Seconds to wait for a click or key to open a new tab. A tab that opens later is reported by the next reply."""
+"""The time, in seconds, that a click or key has to open a new tab. The next reply reports a tab that opens later."""
 SETTLE_S = 5.0
-"""The maximum seconds that a page may load before the reply shows its current state."""
+"""The maximum time, in seconds, that a page may load before the reply shows its current state."""
 ANSWER_S = 3.0
-"""The maximum seconds for a page to answer a trivial script. A page that takes longer is replaced."""
+"""The maximum time, in seconds, for a page to answer a trivial script. A page that takes longer is replaced."""
 HANG_S = 10.0
-"""Seconds beyond a call's own time limit after which a page that has not answered counts as hung."""
+"""The time, in seconds, beyond a call's own time limit after which a page that has not answered counts as hung."""
 
 MOST_ENTRIES, MOST_NOTES = 200, 20
 LONGEST_ENTRY = 2000
@@ -170,7 +170,7 @@ class BrowserSession:
         return response.status
 
     async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
-        """Return the response of the address; None without one, or if a script navigated elsewhere first."""
+        """Open `url` and return the response; None if there is none, or if a script navigated elsewhere first."""
         page, limit_s = self.page, settings.browser_navigation_timeout_s
         for _ in range(3):
             try:

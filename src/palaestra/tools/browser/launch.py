@@ -142,7 +142,8 @@ class Way:
 
 
 async def start(playwright: Playwright, executable: str, proxy: ProxySettings, home: Path) -> tuple[Browser, Way]:
-    """Start Chromium with `home` as its only directory. Raises `ToolUnavailable` if no way works."""
+    """Start Chromium with `home` as its only directory, in the first way that works. Raises `ToolUnavailable` if none
+    does."""
     from playwright.async_api import Error
 
     problems: list[str] = []
@@ -177,7 +178,7 @@ def _ways() -> Iterator[Way]:
 
 
 def _script(home: Path, executable: str, uid: int) -> str:
-    """Write a program for Playwright to start, which switches to the user first."""
+    """Write a program that switches to the user and then starts Chromium. Return its path, for Playwright to start."""
     (home / "home").mkdir(parents=True)
     home.chmod(0o711)
     os.chown(home / "home", uid, uid)

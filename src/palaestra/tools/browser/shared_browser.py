@@ -63,7 +63,7 @@ class BrowserProxy:
         self.address = ""
 
     async def start(self) -> None:
-        """Listen at `address`."""
+        """Listen on a free port, and set `address`."""
         self._server = await asyncio.start_server(self._forwarder.accept, "127.0.0.1", 0, limit=HEAD_BYTES)
         self.address = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 

@@ -1,6 +1,6 @@
 """The `delegate_task` tool: gives work to sub-agents, which have their own conversations and report results.
 
-The agent shares a `Delegation` with its tools, which does the work (`agent/subagents.py`). A sub-agent sees only its
+The agent gives its tools a `Delegation`, which runs the sub-agents (`agent/subagents.py`). A sub-agent sees only its
 goal and context; it works in the same slot with the same files and background processes.
 """
 
@@ -46,7 +46,7 @@ cannot be carried out as requested, and `PalaestraError`."""
 
 @dataclass(slots=True)
 class Delegation:
-    """The work function of one rollout; without one, `missing` has the reason."""
+    """The work function of one rollout. If it is None, `missing` is the reason."""
 
     work: Work | None = None
     missing: str = "no agent is running whose model sub-agents could use"

@@ -49,7 +49,7 @@ folder="$TMPDIR/{name}"
 command -v python3 > /dev/null || exit 127
 exec python3 -I -S "$folder/supervisor.py" "$folder"
 """
-"""In a slot without its own file system, /tmp of the file channel is $TMPDIR for commands."""
+"""Starts the supervisor. In a slot without its own file system, the file channel's /tmp is $TMPDIR for commands."""
 
 SCHEMA = ToolSchema(
     name="execute_code",

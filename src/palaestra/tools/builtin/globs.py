@@ -83,7 +83,7 @@ def _expanded(glob: str) -> list[str]:
 
 
 def _spread(globs: list[str]) -> list[str]:
-    """Replace `**` inside a name, as in `a**b`, by its two meanings: `a*b` and `a*/**/*b`."""
+    """Replace `**` inside a name, as in `a**b`, with its two meanings: `a*b` and `a*/**/*b`."""
     spread: list[str] = []
     while globs:
         glob = globs.pop(0)
@@ -120,7 +120,7 @@ def _checked(found: re.Match[str]) -> str:
 
 
 def _matches(parts: list[re.Pattern[str] | None], names: list[str]) -> bool:
-    """Return whether the names match. Backtracks only to the last `**`."""
+    """Return whether the names match the patterns in `parts`. Backtracks only to the last `**`."""
     at = here = 0
     again: tuple[int, int] | None = None
     while here < len(names):

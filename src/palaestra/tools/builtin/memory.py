@@ -113,7 +113,7 @@ class Notes:
 
 
 async def run_memory(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Perform `action`; the reply has the notes after it."""
+    """Perform `action`; the reply has the resulting notes."""
     action, target = arguments["action"], arguments["target"]
     for name in _NEEDED[action]:
         if not str(arguments.get(name, "")).strip():

@@ -47,7 +47,7 @@ def mixture_tool(settings: ToolSettings) -> Tool:
 
 
 def mixture_problem(settings: ToolSettings) -> str | None:
-    """Return the reason why no models can be asked, and the remedy, or None."""
+    """Return the reason why the tool cannot be used, and the remedy, or None."""
     if settings.moa_base_url is None or not settings.moa_models:
         return missing_model("no models to ask are", "moa", "moa_models")
     return None

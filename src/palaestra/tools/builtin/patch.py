@@ -150,8 +150,8 @@ async def _computed(size: int, function: Callable[[], T]) -> T:
 
 
 def _paths(changes: list[FileChange]) -> list[str]:
-    """Return all paths of a patch. Raises `PatchError` for two spellings of one file, because the result would depend
-    on their order."""
+    """Return all paths of a patch. Raises `PatchError` if two different paths name one file, because the result would
+    depend on their order."""
     paths = [path for change in changes for path in (change.path, change.target) if path is not None]
     if len({in_slot(path) for path in paths}) < len(set(paths)):
         raise PatchError("The patch names one file by two different paths")

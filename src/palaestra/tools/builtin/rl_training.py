@@ -39,9 +39,9 @@ from palaestra.tools.training.training_process import (
 )
 
 COMMAND_S = 120.0
-"""The maximum seconds for a command that lists or shows environments."""
+"""The maximum time, in seconds, for a command that lists or shows environments."""
 TEST_S = 600.0
-"""The maximum seconds for the test of one model."""
+"""The maximum time, in seconds, for the test of one model."""
 HISTORY = 10
 """The maximum number of steps in the results of a training run."""
 
@@ -439,7 +439,7 @@ def _flags(settings: ToolSettings, on_training: Mapping[str, JSON]) -> list[str]
 
 
 def _metrics(training: TrainingProcess) -> dict[str, JSON]:
-    """Return the latest step and the latest evaluation."""
+    """Return the metrics of the latest step and of the latest evaluation."""
     latest = {str(each.get("kind")): each for each in training.lines()}
     step, evaluation = latest.get("step", {}), latest.get("evaluation", {})
     return {

@@ -147,7 +147,7 @@ def _cut(line: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SearchQuery:
-    """A search for a regular expression below `root`, limited in seconds."""
+    """A search for a regular expression below `root`, with a time limit in seconds."""
 
     pattern: str
     root: str
@@ -176,7 +176,7 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
         found = _COUNT.fullmatch(text)
         if found is not None and ".git" not in path.split("/"):
             counts[_shown(path)] = int(text)
-    if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise one file could not be read
+    if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise, just one file could not be read
         raise ToolMistake(_engine_error(result, query))
     return dict(sorted(counts.items()))
 

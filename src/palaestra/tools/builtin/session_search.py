@@ -1,5 +1,5 @@
-"""The `session_search` tool and the earlier conversations that it searches: files in one folder, each a JSON object
-`palaestra.session/1` that is written when a conversation ends.
+"""The `session_search` tool and the earlier conversations that it searches: files in one folder, one per conversation,
+each a JSON object of the schema `palaestra.session/1`, written when the conversation ends.
 
 It shows excerpts and does not summarise. Without a folder (`Sessions`), the agent loop answers the call itself.
 
@@ -33,7 +33,7 @@ MAX_SESSION_BYTES = 8 << 20
 EXCERPT_CHARS = 400
 EXCERPTS = 3
 _YEAR_9999_S = 253_370_764_800
-"""The latest start time that can be formatted."""
+"""The latest start time, in seconds since the epoch, that can be formatted."""
 _WORD = re.compile(r"\w+")
 _NAME = re.compile(r"[\w.-]{1,128}")
 
@@ -83,8 +83,8 @@ class SessionSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """The conversations of one folder or of a `source`; without either, none are kept. Searches leave out
-    `current`, the id of the conversation that asks.
+    """The conversations of one folder or of a `source`; without either, none are kept. Searches leave out `current`,
+    the conversation that searches, given by its id.
 
     Methods block. A file that cannot be read as a session is left out of searches.
     """
@@ -94,7 +94,8 @@ class Sessions:
     source: SessionSource | None = None
 
     def save(self, session: Session) -> Path:
-        """Write a conversation. Raises `OSError`, and `ConfigError` for an id that cannot be a file's name."""
+        """Write a conversation and return its file. Raises `OSError`, and `ConfigError` without a folder or for an id
+        that cannot be a file's name."""
         if self.folder is None:
             raise ConfigError("there is no folder for sessions")
         if _NAME.fullmatch(session.session_id) is None or session.session_id.startswith("."):

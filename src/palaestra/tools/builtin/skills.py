@@ -109,7 +109,7 @@ class Skills:
         return sorted(found.values(), key=lambda skill: (skill.category, skill.name))
 
     def find(self, name: str) -> Skill:
-        """Return the skill of this name. Raises `ToolMistake` with the known names."""
+        """Return the skill with this name. Raises `ToolMistake` with the known names."""
         skills = self.all()
         for skill in skills:
             if skill.name == name:

@@ -21,12 +21,12 @@ MAX_CHECKED_CHARS = 128 << 10
 _MAX_DEPTH = 100
 """The maximum nesting of a YAML file that is checked: the cost of a token grows with the depth."""
 _MAX_DOTS = 1000
-"""The maximum number of dots in a line of a TOML file that is checked: a key of very many parts takes minutes to
+"""The maximum number of dots in a line of a TOML file that is checked: a key with very many parts takes minutes to
 parse."""
 
 
 def check_syntax(path: str, text: str) -> str | None:
-    """Return "ok", or the first error with its place; None if files of this kind are not checked."""
+    """Return "ok", or the first error with its position; None if files of this kind are not checked."""
     kind = posixpath.splitext(path)[1].lower()
     check = _CHECKS.get(kind)
     if check is None:
@@ -42,14 +42,14 @@ def check_syntax(path: str, text: str) -> str | None:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else "?"
         return f"YAML: line {line}: {error.problem}"
-    except (ValueError, yaml.YAMLError) as error:  # errors in JSON and TOML name their place
+    except (ValueError, yaml.YAMLError) as error:  # errors in JSON and TOML include their position
         return f"{kind[1:].upper()}: {error}"
     return "ok"
 
 
 def _python(text: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they concern the model's file, not this program
+        warnings.simplefilter("ignore")  # warnings would be about the model's file, not this program
         ast.parse(text)
 
 

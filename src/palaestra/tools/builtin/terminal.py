@@ -34,8 +34,9 @@ MIN_CHECK_INTERVAL_S = 30.0
 
 
 class ContractReplies:
-    """If shared with a task's tools, makes terminals reply like the contract's sandbox server: standard error follows
-    standard output and a line `[stderr]`; both streams are also separate keys, next to facts about the sandbox."""
+    """Shared with a task's tools, an object of this class makes terminals reply like the contract's sandbox server:
+    standard error follows standard output, after a line `[stderr]`; both streams are also separate keys, next to facts
+    about the sandbox."""
 
 
 _FACTS = ("returncode", "timeout", "sandboxed", "network_isolated", "stateful")
@@ -190,7 +191,7 @@ async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dic
 async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tuple[str, dict[str, JSON]]:
     """Return the output for a reply, and the keys that describe a cut.
 
-    `kept` is given if `text` is incomplete: it has `output_total_bytes` and the place of the rest.
+    `kept` is given if `text` is incomplete: it has `output_total_bytes` and the path of the saved output, if any.
     """
     if kept is not None:
         return cut(text, f"{kept['output_total_bytes']} bytes"), dict(kept)
@@ -214,7 +215,8 @@ def contract_facts(result: ExecutionResult) -> dict[str, JSON]:
 
 
 def cut(text: str, total: str) -> str:
-    """Return head and tail of an output, `MAX_OUTPUT_CHARS` together, with a line between that marks the cut."""
+    """Return the head and the tail of an output, with a line between them that marks the cut: `MAX_OUTPUT_CHARS`
+    characters in all."""
     note = f"\n... [OUTPUT CUT HERE: this is the beginning and the end of {total}] ...\n"
     tail = MAX_OUTPUT_CHARS - HEAD_CHARS - len(note)
     return text[:HEAD_CHARS] + note + text[-tail:]

@@ -75,7 +75,7 @@ def in_slot(path: str) -> str:
 
 
 async def read_text_file(slot: Slot, path: str) -> DecodedFile:
-    """Return a text file of the slot. Raises `ToolMistake` for anything else."""
+    """Return a text file in the slot. Raises `ToolMistake` for anything else."""
     info = await file_info(slot, path)
     data = await read_file_bytes(slot, path, info)
     if is_binary(data):
@@ -117,20 +117,21 @@ async def file_info(slot: Slot, path: str) -> FileInfo | None:
 
 
 async def write_file_bytes(slot: Slot, path: str, data: bytes, mode: int | None = None) -> None:
-    """Write a file of the slot. Raises `ToolMistake` if that fails."""
+    """Write a file in the slot. Raises `ToolMistake` if that fails."""
     _check_name(path)
     with as_mistake(f"Cannot write {path}"):
         await slot.write_bytes(path, data, mode=mode)
 
 
 async def remove_file(slot: Slot, path: str) -> None:
-    """Remove a file of the slot. Raises `ToolMistake` if that fails."""
+    """Remove a file in the slot. Raises `ToolMistake` if that fails."""
     with as_mistake(f"Cannot remove {path}"):
         await slot.remove(path)
 
 
 async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Return a file of the slot with this `stat` result. Raises `ToolMistake` if it is not a file or is too large."""
+    """Return the bytes of a file in the slot, whose `stat` result is `info`. Raises `ToolMistake` if it is not a file
+    or is too large."""
     if info is not None and info.kind == "dir":
         raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
     if info is not None and info.kind == "other":
@@ -147,7 +148,7 @@ async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_
 
 
 async def not_found(slot: Slot, path: str) -> ToolMistake:
-    """Return a `ToolMistake` for a file that does not exist, with similar names."""
+    """Return a `ToolMistake` for a file that does not exist; its message suggests similar names."""
     parent, name = posixpath.split(in_slot(path))
     try:
         entries = [posixpath.basename(info.path) for info in await slot.list_dir(parent)]

@@ -23,7 +23,7 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, 
 ROWS, COLUMNS = 40, 160
 DEFAULT_MAX_WAIT_S, MIN_QUIET_S = 10.0, 0.1
 MIN_TYPING_S = 1.0
-"""The minimum seconds that a program gets to read typed keys."""
+"""The minimum time, in seconds, that a program gets to read typed keys."""
 DEFAULT_STREAM_BYTES = 20_000
 
 SCHEMA = ToolSchema(

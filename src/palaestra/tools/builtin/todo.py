@@ -51,7 +51,7 @@ class TodoList:
         self._steps: dict[str, dict[str, JSON]] = {}
 
     def write(self, steps: Sequence[Mapping[str, JSON]], *, merge: bool) -> None:
-        """Replace the list, or with `merge` change and add steps. Raises `ToolMistake` for an id given twice."""
+        """Replace the list or, with `merge`, change and add steps. Raises `ToolMistake` for an id given twice."""
         given = {str(step["id"]): {name: step[name] for name in ("id", "content", "status")} for step in steps}
         if len(given) != len(steps):
             twice, _ = Counter(str(step["id"]) for step in steps).most_common(1)[0]

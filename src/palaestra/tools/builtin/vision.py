@@ -114,7 +114,8 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 
 async def _key(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> JSON:
-    """Return the arguments, for a path with the file's hash, because the reply depends on the file's content."""
+    """Return the arguments and, if they name a path, the file's hash, because the reply depends on the file's
+    content."""
     where = arguments["image_url"]
     if where.startswith(("http://", "https://", "data:")):
         return arguments

@@ -80,8 +80,8 @@ def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
 
 
 def page_reader(name: str, settings: ToolSettings) -> PageReader:
-    """Return a reader on this machine, or a provider. A user's own server is asked only for pages that this
-    machine may read."""
+    """Return the reader on this machine (`fetch`), or the provider called `name`. A user's own server gets requests
+    only for pages that this machine may read."""
     policy = AddressPolicy(settings.web_allow)
     if name == "fetch":
         return Fetcher(policy, settings.lane())
@@ -89,7 +89,8 @@ def page_reader(name: str, settings: ToolSettings) -> PageReader:
 
 
 async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolReply:
-    """Search; the reply has `success`, and `data.web` with `position`, `title`, `url` and `description` of each."""
+    """Search; the reply has `success`, and `data.web` with the `position`, `title`, `url` and `description` of each
+    result."""
     query, limit = str(arguments["query"]).strip(), int(arguments.get("limit", 5))
     if not query:
         raise ToolMistake("The query is empty; specify what to search for")

@@ -1,8 +1,8 @@
 """The `web_crawl` tool: reads pages of a site, starting at one page. The contract fixes the name and the parameters.
 
 It is available on request only, because `web_search` and `web_extract` find more with fewer pages. `instructions` only
-decide which links are followed first. Links are followed within the host. Pages are read by `page_text.py`, each from
-an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
+decide which links are followed first. Only links with the first page's origin are followed. Pages are read by
+`page_text.py`, each from an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
 
 Invariants: a reply is bounded, and reports cuts and omissions. The same site gives the same pages in the same
 order unless time runs out, which is reported. Pages that are fewer links away from the first page come first; among
@@ -116,8 +116,8 @@ class _Visit:
 class _Crawl:
     """One crawl: at most `limit` pages, unreadable ones included, up to `depth` links away from the first.
 
-    `pages` holds each page once, in reading order, even if links lead to several of its addresses; `left` links were
-    not followed.
+    `pages` holds each page once, in reading order, even if links lead to several of its addresses. `left` is the number
+    of links that were not followed.
     """
 
     def __init__(self, fetcher: Fetcher, arguments: Mapping[str, JSON]) -> None:

@@ -99,7 +99,8 @@ class TerminalPerson:
 
 @contextlib.contextmanager
 def _line_by_line(terminal: int) -> Iterator[None]:
-    """During the block, pass on each newly typed line, and Ctrl-C; drop earlier input."""
+    """Set the terminal, during the block, to deliver each line when it is complete, and Ctrl-C as input. Drop what was
+    typed before."""
     before = termios.tcgetattr(terminal)
     termios.tcsetattr(terminal, termios.TCSANOW, _asking_mode(before))
     try:

@@ -221,7 +221,7 @@ class Connection:
         return self._client
 
     async def _hold(self) -> None:
-        """Enter the session, report that it is ready, wait for the end, leave it."""
+        """Enter the session, report that it is ready, and leave it when it is to end."""
         from mcp import Client
         from mcp.types import Implementation
 

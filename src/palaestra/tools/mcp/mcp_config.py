@@ -35,7 +35,7 @@ class MCPToolChoice(Settings):
     exclude: list[str] = Field(default_factory=list, description="Do not offer these tools.")
 
     def has(self, name: str) -> bool:
-        """Return whether the tool is chosen."""
+        """Return whether the agent gets the tool with this name."""
         return (self.include is None or name in self.include) and name not in self.exclude
 
 
@@ -170,8 +170,8 @@ def read_servers(path: Path) -> dict[str, JSON]:
 def servers_of(
     told: str | Path | Mapping[str, JSON], variables: Mapping[str, str] | None = None
 ) -> dict[str, MCPServerConfig]:
-    """Return the servers in a file, or in its content, with their variables. Raises `ConfigError`, for example if a
-    variable is not set."""
+    """Return the servers that a file, or a mapping with a file's content, defines, with their variables. Raises
+    `ConfigError`, for example if a variable is not set."""
     written = _by_name(told, "mcp") if isinstance(told, Mapping) else read_servers(Path(told))
     servers = configured(written)
     checked_names(servers)
@@ -188,7 +188,7 @@ def _by_name(content: JSON, where: str) -> dict[str, JSON]:
 
 
 def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServerConfig]:
-    """Return the servers, checked. Raises `ConfigError` with the server's name."""
+    """Check the settings of the servers, and return them. Raises a `ConfigError` that names the server."""
     made: dict[str, MCPServerConfig] = {}
     for name, written in servers.items():
         try:

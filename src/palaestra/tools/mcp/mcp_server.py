@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 TOOLSET_PREFIX = "mcp-"
 _MOST_NAME = 64
-"""The maximum number of characters of a tool's name that model servers accept."""
+"""The maximum number of characters that model servers accept in a tool's name."""
 
 
 def toolset_of(server: str) -> str:
-    """Return the toolset of a server's tools."""
+    """Return the name of the toolset that contains a server's tools."""
     return TOOLSET_PREFIX + server
 
 
@@ -88,8 +88,8 @@ class MCPServer:
     async def _called(
         self, known: _Known, arguments: Mapping[str, JSON], not_carried_out: type[ToolServerUnavailable]
     ) -> CallToolResult:
-        """Return the result of a call. If its session ended, a call that had no effect or may be repeated is sent
-        again."""
+        """Return the result of a call. If its session ended, the call is sent again, provided that the server did not
+        carry it out or that it may be repeated."""
         connection = await self._session()
         try:
             return await connection.call(known.name, arguments)

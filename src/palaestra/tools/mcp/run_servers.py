@@ -138,7 +138,8 @@ class ServersOnDemand:
             logger.warning("a server that is not required is left out: %s", error)
 
     async def start(self, name: str) -> None:
-        """Start one server unless it runs. Raises `ConfigError` and `ToolServerError`; the next call tries again."""
+        """Start one server unless it was started before. Raises `ConfigError` and `ToolServerError`; the next call
+        tries again."""
         closed = ToolServerUnavailable(f"The session was closed while MCP server '{name}' was being started")
         async with self._ending.block(closed), self._starting[name]:
             if name in self._started:

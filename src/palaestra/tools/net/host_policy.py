@@ -26,7 +26,8 @@ IPAddress: TypeAlias = IPv4Address | IPv6Address
 IPNetwork: TypeAlias = IPv4Network | IPv6Network
 
 _REFUSAL = "it is at a private or reserved address, which web tools do not reach"
-"""The same text for all addresses of a name, so that they give one error, which does not reveal the address."""
+"""The reason for refusing an address. It is the same for all addresses, so that a name with several of them gives one
+error, which does not reveal an address."""
 
 
 _UNICAST = IPv6Network("2000::/3")
@@ -63,7 +64,7 @@ class AddressPolicy:
                 raise ConfigError(f"web_allow: {each!r} is not an address or a network such as 10.1.0.0/16") from None
 
     def covers(self, address: IPAddress) -> bool:
-        """Return whether tools may connect to the address. Cloud metadata is refused, whatever `allowed` has."""
+        """Return whether tools may connect to the address. Cloud metadata is refused, whatever `allowed` contains."""
         if allowlist.is_metadata(address):
             return False
         address = _carried(address)
@@ -125,7 +126,7 @@ class HostPolicy:
         return None
 
     def address_refusal(self, host: str, port: int, address: Address) -> str | None:
-        """Return the reason not to connect to `address` for `host`, which may be the address itself, or None."""
+        """Return the reason not to connect to `address` for `host`, or None. `host` may be the address itself."""
         if allowlist.is_metadata(address):
             return f"{_as(host, address)} serves cloud metadata and is never reached"
         if any(_covers(rule, str(address), port) for rule in self._blocked):

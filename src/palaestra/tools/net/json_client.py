@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TRY_TIMEOUT_S = 30.0
 TIMEOUT_S = 120.0
-"""Limits in seconds of one attempt, and of one request with all its attempts."""
+"""The time limits, in seconds, of one attempt, and of one request with all its attempts."""
 MAX_REPLY_BYTES = 16 << 20
 RETRY = RetryPolicy(attempts=5, first_s=0.5, longest_s=30.0)
 _SHOWN_CHARS = 300

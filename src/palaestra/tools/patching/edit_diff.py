@@ -1,4 +1,4 @@
-"""The unified diff of an edit, bounded in length and in the time it takes."""
+"""Makes the unified diff of an edit, bounded in length and in computing time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Trimmed(difflib.SequenceMatcher[str]):
     """A comparison of only the changed part, without the equal head and tail of both texts."""
 
     b2j: dict[str, list[int]]
-    """The places of each line that is not too frequent; documented, but not in the type stubs."""
+    """The indices of each line that is not too frequent; documented, but not in the type stubs."""
 
     def __init__(self, old: list[str], new: list[str]) -> None:
         self._head = _common(old, new)

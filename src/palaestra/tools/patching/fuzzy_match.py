@@ -21,7 +21,8 @@ from palaestra.tools.patching.lines import Reindent, carriage_return, nearest, p
 BLOCK_SIMILARITY = 0.8
 """The minimum similarity of the inner lines of a block if only its first and last line match exactly."""
 _MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
-"""The maximum number of lines in such blocks, and of character pairs in them, that are compared."""
+"""The maximum number of lines in such blocks, and of character pairs in their lines. Beyond either, no block is
+compared."""
 _MAX_LINES_LOOKED_AT = 2_000_000
 """The maximum number of lines, in all places together, whose indentation is compared."""
 _MOST_NAMED = 10
@@ -91,8 +92,8 @@ def _found(text: str, wanted: str, step: int) -> Iterator[int]:
 
 
 def _by_lines(same: Callable[[str], str], *, reindent: bool) -> Strategy:
-    """Return a strategy that finds whole lines which are equal after `same`. With `reindent`, the new text gets the
-    file's indentation."""
+    """Return a strategy that finds whole lines that are equal once `same` is applied to them. With `reindent`, the new
+    text gets the file's indentation."""
 
     def strategy(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
         wanted, ends_line = _split(old)
@@ -114,7 +115,7 @@ def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpa
 
 
 def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Find the text after removing superfluous blank lines before or after it, from both old and new."""
+    """Find the text without superfluous blank lines before and after it. They are removed from both old and new."""
     begins, ends = old.startswith("\n"), old.endswith("\n")
     if not (begins or ends):
         return ()
@@ -140,7 +141,7 @@ def _of_lines(
 
 
 def _escapes(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Find text that was escaped once too often, as `\\n` for a line end. Unescapes both texts."""
+    """Find text that was escaped once too often, such as `\\n` for a line end. Unescapes both texts."""
     bare = _unescape(old)
     return _exact(text, bare, _unescape(new), apart) if bare != old and bare.strip() else ()
 
@@ -192,7 +193,8 @@ def _windows(
     apart: bool,
     fits: Callable[[list[str]], bool] | None = None,
 ) -> Iterator[_Window]:
-    """Yield windows whose lines equal `keys` after `same` and pass `fits`; none if too many lines would be compared."""
+    """Yield the windows whose lines equal `keys` once `same` is applied to them, and pass `fits`. Yield none if too
+    many lines would be compared."""
     lines = text.split("\n")
     starts = places([same(line) for line in lines], keys)
     if fits is not None and len(starts) * len(keys) > _MAX_LINES_LOOKED_AT:

@@ -67,7 +67,7 @@ def _sharing_words(line: str, others: set[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Reindent:
-    """Maps each indentation that a model wrote to the file's indentation there."""
+    """Maps each indentation that a model wrote to the file's indentation in the corresponding lines."""
 
     mapping: Mapping[str, str]
 
@@ -95,8 +95,8 @@ class Reindent:
         return self._shallower(indent) + line[len(indent) :]
 
     def _shallower(self, indent: str) -> str:
-        """Translate an indentation that is less deep than any known one: the file's indentation is shallower by the
-        same amount."""
+        """Translate an indentation that is shallower than a known one: the file's indentation is shallower by the same
+        amount."""
         nearest = min((seen for seen in self.mapping if seen.startswith(indent)), key=len, default=None)
         if nearest is None:
             return indent

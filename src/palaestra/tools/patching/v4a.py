@@ -15,7 +15,7 @@
 Places are found by their text; line numbers are ignored. The caller writes the files.
 
 Invariant: a patch is read and applied completely or raises `PatchError`, even if it was cut off before its end. A
-change with an uncertain place is an error; context lines stay exactly as the file has them.
+change that could apply at several places is an error; context lines stay exactly as the file has them.
 Source: the apply_patch format of OpenAI's published prompting guide for GPT-4.1; `Move File` is a common dialect.
 """
 
@@ -170,7 +170,7 @@ def _check(changes: Sequence[FileChange]) -> None:
 
 
 _MAX_LINES_LOOKED_AT = 20_000_000
-"""The maximum product of the lines and the changes of one file that is searched."""
+"""A file is searched only if the number of its lines times the number of its changes is at most this."""
 
 
 def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -221,7 +221,7 @@ def _updated(change: FileChange, before: str) -> str:
 
 
 def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
-    """Return the line index of the hunk, at or after `at`. Raises `PatchError` unless there is exactly one."""
+    """Return the line index, at or after `at`, where the hunk fits. Raises `PatchError` unless there is exactly one."""
     below = _below_anchors(lines, at, hunk.anchors)
     if not hunk.old:
         return _insertion(lines, below, hunk)
@@ -238,7 +238,7 @@ def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
 
 
 def _insertion(lines: list[str], below: list[int], hunk: PatchHunk) -> int:
-    """Return the line index for added lines without context."""
+    """Return the line index at which to insert added lines that have no context."""
     if hunk.at_end or not lines:
         return len(lines)
     if not hunk.anchors:
@@ -249,7 +249,7 @@ def _insertion(lines: list[str], below: list[int], hunk: PatchHunk) -> int:
 
 
 def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[int]:
-    """Return the index below every place where the anchors occur in sequence."""
+    """Return the index of the line below every place where the anchors occur in sequence."""
     starts: list[int] | None = None
     for anchor in anchors:
         found = _anchor_places(lines, at, anchor)

@@ -3,7 +3,7 @@
 `module_text` writes the module `palaestra_tools` into the slot, with one function for each tool of the agent. The
 function has the tool's name and parameters. The module needs Python 3.7 or newer. `ProgramChannel` reads the program's
 frames from the output of a background process and writes answers to its input; `program_supervisor.py`, which runs in
-the slot, describes them.
+the slot, describes the frames.
 
 Invariant: all data from the slot is bounded and checked here, because the program can write anything to the channel;
 anything that is not a frame ends the program. The tool runtime checks the calls.

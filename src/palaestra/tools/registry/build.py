@@ -126,8 +126,8 @@ def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] 
 
 
 def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed]:
-    """Return the tools of other packages, by default of entry points. A package that uses a taken name has a
-    `problem` instead of tools."""
+    """Return the tools of other packages, by default of entry points. A package with a tool or toolset whose name
+    already exists has a `problem` instead of tools."""
     taken = set(BUILTIN_NAMES)
     kept: list[Installed] = []
     for each in installed_tools() if others is None else others:
@@ -146,8 +146,9 @@ def usable_packages(others: Iterable[Installed] | None = None) -> list[Installed
 class RunConditions:
     """The conditions under which a run uses its tools.
 
-    Without `network`, tools with `touches_world` are chosen only by the name of their toolset. With `replayed`, such
-    tools are never missing, because a recording answers. `shared` holds the objects that the run's rollouts share.
+    Without `network`, tools with `touches_world` are selected only if their toolset is named. With `replayed`, such
+    tools are never missing, because a recording answers their calls. `shared` holds the objects that the run's rollouts
+    share.
     """
 
     network: bool = True
@@ -209,8 +210,8 @@ def get_tool_definitions(
     *,
     strict: bool = False,
 ) -> list[dict[str, JSON]]:
-    """Return the OpenAI definitions of the chosen tools. Their names are logged unless `quiet_mode`. Raises
-    `ConfigError`."""
+    """Return the OpenAI definitions of the tools that the toolsets select. Their names are logged unless `quiet_mode`.
+    Raises `ConfigError`."""
     registry = build_tool_registry(enabled_toolsets, disabled_toolsets, strict=strict)
     if not quiet_mode:
         logger.info("%d tools: %s", len(registry.list_tools()), ", ".join(registry.list_tools()))

@@ -19,7 +19,7 @@ from palaestra.core.types import JSON
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """`chances` maps toolsets to percent, in the order in which they are drawn."""
+    """A distribution. `chances` maps toolsets to their chances in percent, in the order in which they are drawn."""
 
     description: str
     chances: Mapping[str, int]
@@ -65,7 +65,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = {
 
 
 def find_distribution(name: str) -> Distribution:
-    """Return the distribution of that name. Raises `ConfigError`, with the nearest name, for an unknown one."""
+    """Return the distribution with this name. Raises `ConfigError`, with the nearest name, for an unknown name."""
     found = DISTRIBUTIONS.get(name)
     if found is None:
         raise ConfigError(

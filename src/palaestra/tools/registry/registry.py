@@ -20,7 +20,7 @@ from palaestra.tools.tool import States, Tool, ToolRun, ToolSchema, run_tool
 
 
 class ToolRegistry:
-    """Tools by name, in the order of registration. `missing` has the requested tools that are not here, with reasons.
+    """Tools by name, in the order of registration. `missing` maps requested tools that are left out to the reasons.
 
     `shared` holds the objects that rollouts with these tools share, and its creator closes it; with None, each rollout
     has its own. With `replayed`, a recording answers for tools with `touches_world`, so they are never missing.
@@ -80,7 +80,7 @@ class ToolRegistry:
         return None if tool is None else tool.missing_in(replayed=self.replayed)
 
     def known_as(self, name: str) -> str:
-        """Return the registered name of a tool that code calls by the alias `name`, else `name`."""
+        """Return the registered name of the tool with the alias `name`; any other name is returned unchanged."""
         other = TOOL_ALIASES.get(name, name)
         return other if name not in self._tools and other in self._tools else name
 

@@ -92,7 +92,7 @@ class ExecutorStats:
 
 
 class ToolExecutor:
-    """Binds tool calls to trajectories' slots. An async context manager; `close` returns every slot.
+    """Binds tool calls to trajectories' slots. An async context manager; `close` gives back every slot.
 
     `backend` (or `pool`, another name for it) hands out the slots, made from `spec` with the configured network.
     `shared` are objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of
@@ -153,7 +153,7 @@ class ToolExecutor:
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
         """Run one call in the trajectory's slot. Cancelling it kills the command. Raises `InfraError`.
 
-        The time limit is `timeout_s`, or otherwise the call's own `timeout`, limited to 1 to 600 seconds. It
+        The time limit is `timeout_s`, or otherwise the call's own `timeout`, clamped to between 1 and 600 seconds. It
         ends commands and external tools; other tools read it (`run.timeout_s`).
         """
         started = time.monotonic()
@@ -222,7 +222,7 @@ class ToolExecutor:
         return known
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
-        """Return the trajectory's slot. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
+        """Give back the trajectory's slot. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
 
         `reset_workspace` is part of the contract and has no effect, because no returned slot is reused without a reset.
         """
@@ -231,7 +231,7 @@ class ToolExecutor:
             await known.release()
 
     async def close(self) -> None:
-        """Return all slots. Unfinished calls raise `StaleLease`. Idempotent."""
+        """Give back all slots. Unfinished calls raise `StaleLease`. Idempotent."""
         self._closed = True
         while self.trajectories:
             await self.release_trajectory(next(iter(self.trajectories)))
@@ -303,7 +303,7 @@ class TrajectoryTools:
         return self.slot
 
     async def release(self) -> None:
-        """End the delegated work and the tools, then return the slot."""
+        """End the delegated work and the tools, then give back the slot."""
         self._released = True
         await self._delegated.end()
         slot, self.slot = self.slot, None
@@ -314,8 +314,8 @@ class TrajectoryTools:
                 await self._executor.source.release(slot)
 
     def _ending(self, done: Work) -> Work:
-        """Return a function that does the same work but ends with the trajectory, because it may wait long for a
-        model."""
+        """Return a function that does the same work but ends with the trajectory, because the work may wait a long time
+        for a model."""
 
         async def work(assignments: Sequence[Assignment]) -> list[SubagentReport]:
             released = StaleLease(f"Trajectory {self._trajectory_id} was released while sub-agents worked for it")

@@ -132,7 +132,7 @@ class ToolSession:
     async def handle_async(
         self, name: str, arguments: Mapping[str, JSON] | str, task_id: str | None = None, user_task: str | None = None
     ) -> str:
-        """The async form of `handle`. Cancelling it kills the command."""
+        """Do what `handle` does, asynchronously. Cancelling the call kills the command."""
         return await asyncio.wrap_future(self._post(self._reply(name, arguments, task_id or DEFAULT_TASK)))
 
     def definitions(
@@ -231,7 +231,7 @@ class ToolSession:
             return await self._executor.trajectory(task_id).spawn(command, **options)
 
     async def _recover(self) -> int:
-        """Take over, once, the kept slots of each task and the processes in them."""
+        """Take over, once, the kept slots of each task and the processes in them. Returns the number of processes."""
         async with self._recovering:
             if self._lasting is not None and self._recovered is None:
                 await self._slots.start()
@@ -377,7 +377,7 @@ async def handle_function_call_async(
     task_id: str | None = None,
     user_task: str | None = None,
 ) -> str:
-    """The async form of `handle_function_call`; `HermesAgentLoop` calls it by default."""
+    """Do what `handle_function_call` does, asynchronously. `HermesAgentLoop` calls this function by default."""
     if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
         return await found.tools().handle(function_name, function_args)
     return await default_session().handle_async(function_name, function_args, task_id, user_task)

@@ -30,7 +30,7 @@ class CheckedCall:
     """A call that may run: the tool exists and `arguments` fit its schema.
 
     `conversation` is copied from the runtime. `by_agent` is false for a call from code: a program, a hook, another
-    tool. `call_id` is the model's id of the agent's call.
+    tool. `call_id` is the id that the model gave the agent's call.
     """
 
     tool: Tool

@@ -43,7 +43,7 @@ def _of_session(
         having = [(session.started_at, each) for each in living() if (session := each.get(session_id)) is not None]
         if not having:
             return not_found(session_id)
-        registry = max(having, key=lambda pair: pair[0])[1]  # if a repeated run has the same session, the later one
+        registry = max(having, key=lambda pair: pair[0])[1]  # the later one, if a repeated run has the same session
         try:
             return _wait(registry, functools.partial(method, registry, session_id, *args, **options), method.__name__)
         except (SlotLost, StaleLease) as error:
@@ -152,8 +152,8 @@ class SharedProcesses:
         return any(self._each(ProcessRegistry.has_active_for_session, session_key, max_age_s))
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:
-        """End the waits for processes of that task and that conversation, not the processes. Returns the number of
-        waits."""
+        """End the waits for processes of that task and that conversation, but not the processes themselves. Returns the
+        number of waits."""
 
         async def interrupt(registry: ProcessRegistry) -> int:
             return registry.interrupt(task_id=task_id, session_key=session_key)

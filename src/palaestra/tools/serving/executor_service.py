@@ -3,7 +3,7 @@
 The contract's routes over one `ToolExecutor` and one pool: POST /execute, /release, /artifacts/{read,list,archive}; GET
 /, /health, /status.
 
-Invariants: a trajectory without calls is released after its lease, and its later calls are refused (`Leases`); a
+Invariants: a trajectory without calls is released when its lease expires, and its later calls are refused (`Leases`); a
 draining service refuses new calls and finishes the running ones.
 """
 

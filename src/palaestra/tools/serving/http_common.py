@@ -39,7 +39,7 @@ OPEN_PATHS = frozenset({"/", "/health"})
 
 
 class RequestRefused(Exception):
-    """A reply with a status other than 200. `status` is the HTTP status."""
+    """Raised to reply with the HTTP status `status`, which is not 200."""
 
     def __init__(self, status: int, detail: str, error: str = "Refusal", **more: JSON) -> None:
         super().__init__(detail)

@@ -53,7 +53,7 @@ class ToolServer:
         self.total_requests = self.total_errors = 0
 
     def app(self) -> web.Application:
-        """Return the routes."""
+        """Return the web application."""
         gets = {"/": self._root, "/health": self._health, "/tools": self._definitions}
         return application(self._token, gets, {"/execute": self._execute, "/release": self._release})
 

@@ -42,7 +42,7 @@ INPROCESS = "inprocess"
 """Used in place of an address: external tools run in this process, as without a tool server."""
 _CONNECT_S = 10.0
 _SLACK_S = 10.0
-"""Seconds that a reply may take beyond the call's own limit."""
+"""The time, in seconds, that a reply may take beyond the call's own time limit."""
 _SHOWN_CHARS = 300
 
 

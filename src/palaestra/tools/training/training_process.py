@@ -1,11 +1,11 @@
 """One training run that an agent started: a folder, and a separate `palaestra train` process that works in it.
 
-    request.json   the environment, the owner, the settings, and the process of the training
+    request.json   the environment, the owner, the settings, and the id of the training process
     config.yaml    the environment's settings, for --config
     run/           the run's folder; its `training/` has the steps and checkpoints (docs/train.md)
     train.log      its progress and errors; result.json has its result
-    lock           held (flock(2)) as long as the training runs, so that any process can check
-    ended          the reason if it was ended on request: stopped or interrupted
+    lock           held (flock(2)) while the training process runs, so that any process can check whether it does
+    ended          the reason, if the run was ended on request: stopped or interrupted
 
 Invariant: at most one process trains in a folder. A training run outlives its starter, unless the starter stops it.
 """
@@ -35,14 +35,14 @@ REQUEST_SCHEMA = "palaestra.rl-run/1"
 TRAIN = (sys.executable, "-m", "palaestra", "train")
 
 READY_S = 60.0
-"""The maximum seconds that `start` waits until training is ready. Loading a large model or checking an environment
-takes longer."""
+"""The maximum time, in seconds, that `start` waits until training is ready. Loading a large model or checking an
+environment takes longer."""
 STOP_S = 60.0
-"""The maximum seconds for training to finish its rollouts after SIGTERM. Then it is killed."""
+"""The maximum time, in seconds, for training to finish its rollouts after SIGTERM. Then the process is killed."""
 _KILL_S = 10.0
 _POLL_S = 0.1
 _LOCK_FD = 3
-"""The descriptor that holds the lock in the training's process."""
+"""The descriptor that holds the lock in the training process."""
 _LOG_BYTES = 2000
 """The maximum number of bytes from the log's end that an error shows."""
 
@@ -133,7 +133,7 @@ class TrainingProcess:
         return found if isinstance(found, dict) else None
 
     def error(self) -> str:
-        """Return the reason why the training failed: its error message, or the end of its log."""
+        """Return the reason why training failed: its error message, or the end of its log."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - _LOG_BYTES))
@@ -150,9 +150,9 @@ class TrainingProcess:
         return list(read_lines(self.run / "training" / "steps.jsonl"))
 
     async def start(self, request: TrainingRequest, command: Sequence[str] = TRAIN) -> str:
-        """Start the training, or continue it from its last checkpoint, and wait until it is ready, has ended, or
-        `READY_S` have passed. Returns its status. The caller must have checked that no training runs here. `command`
-        takes the arguments of `palaestra train`."""
+        """Start training, or continue it from the last checkpoint, and wait until training is ready or has ended, but
+        at most `READY_S` seconds. Returns the status. The caller must have checked that no process trains in this
+        folder. `command` takes the arguments of `palaestra train`."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         begun = (self.run / "training" / "settings.json").is_file()
         for left in (self.path / "ended", self.path / "result.json"):
@@ -175,7 +175,7 @@ class TrainingProcess:
         return status
 
     async def stop(self, why: str = STOPPED) -> None:
-        """End the training, after at most `STOP_S` to finish its rollouts. Idempotent."""
+        """End training. The process gets at most `STOP_S` seconds to finish its rollouts. Idempotent."""
         if not self.alive():
             return
         (self.path / "ended").write_text(why)

@@ -24,7 +24,8 @@ MAX_MEMORY_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """The text of a page. `note` is set if `text` is all text of the page, not only the main text."""
+    """The text of a page. `note` is set if a limit was reached, so that `text` is all text of the page and not only
+    its main text."""
 
     title: str
     text: str
@@ -66,7 +67,7 @@ def all_text(source: str) -> tuple[str, str]:
 
 
 async def _apart(source: str, url: str, limit_s: float) -> Article | None:
-    """Run `find_article` in a separate process; None if it reached a limit."""
+    """Run `find_article` in a separate process. Return None if the process reached a limit."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__, url),
         stdin=asyncio.subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""Fetches a page that a model names: one GET with bounds on time and size, and never from a private address.
+"""Fetches a page that a model names: one GET with bounds on time and size, and only from addresses that the policy
+allows.
 
 A page that cannot be fetched raises `PageUnreadable`, whose message the model reads: missing, slow or forbidden pages
 are not infrastructure failures. Invariant: requests go only to checked addresses; `cut` marks an incomplete
@@ -30,7 +31,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class PageUnreadable(ValueError):
-    """The reason why a page could not be read, for the model."""
+    """Raised if a page could not be read. The message is the reason, for the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ async def fetch(
 
 
 async def screen(url: str, policy: AddressPolicy) -> None:
-    """Resolve the address without a request. Raises `PageUnreadable` if any result is private."""
+    """Resolve the host of `url` without sending a request. Raises `PageUnreadable` if the policy refuses any result."""
     parsed = _checked(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)

@@ -34,7 +34,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class WebPage:
-    """One page as text, or why it could not be read. `note` describes an omission."""
+    """One page as text, or the reason why it could not be read. `note` describes an omission."""
 
     url: str
     title: str = ""
@@ -65,7 +65,8 @@ class _Provider:
     server: JsonServer
 
     def results(self, reply: JSON, path: tuple[str, ...], url: str, *description: str) -> list[SearchResult]:
-        """Return the results at `path` of a reply, with their address and extract in the fields of these names."""
+        """Return the results at `path` of a reply. The field `url` has the address of a result, and the first of the
+        fields `description` that has text has its extract."""
         return [
             SearchResult(text(row, "title"), text(row, url), text(row, *description))
             for row in rows(self.server, reply, *path)
@@ -217,14 +218,14 @@ _APIS: Mapping[str, tuple[Callable[[JsonServer], Any], str, Callable[[str], dict
 
 @dataclass(frozen=True, slots=True)
 class ProviderChoice:
-    """The provider with a name, or the reason why none can be used."""
+    """The name of a provider (empty if none was found), and the reason why it cannot be used, or None."""
 
     name: str = ""
     missing: str | None = None
 
 
 def choose_searcher(settings: ToolSettings) -> ProviderChoice:
-    """Return the provider of web_search."""
+    """Return the choice of provider for web_search."""
     name = settings.web_provider
     if name != "auto":
         return ProviderChoice(name, _lacks(name, settings))
@@ -239,7 +240,7 @@ def choose_searcher(settings: ToolSettings) -> ProviderChoice:
 
 
 def choose_reader(settings: ToolSettings) -> ProviderChoice:
-    """Return the page reader of web_extract."""
+    """Return the choice of page reader for web_extract."""
     name = settings.web_extract_provider
     if name != "fetch":
         return ProviderChoice(name, _lacks(name, settings))
@@ -252,13 +253,13 @@ def choose_reader(settings: ToolSettings) -> ProviderChoice:
 
 
 def searcher(name: str, settings: ToolSettings) -> Searcher:
-    """Return the search provider of that name, whose requirements must be met."""
+    """Return the search provider with this name, whose requirements must be met."""
     made: Searcher = Ddgs(settings.lane()) if name == "ddgs" else _made(name, settings)
     return made
 
 
 def reader(name: str, settings: ToolSettings) -> PageReader:
-    """Return the page provider of that name, whose requirements must be met; `fetch` is not a provider."""
+    """Return the page provider with this name, whose requirements must be met; `fetch` is not a provider."""
     made: PageReader = _made(name, settings)
     return made
 

@@ -38,8 +38,8 @@ PATIENCE_S = 600.0
 
 
 class BatchTrainer:
-    """Trains with the open `trainer`. `folder` holds its files; `sequences` is the number of sequences in a batch.
-    `run` returns after the last step."""
+    """Trains with `trainer`, which must be open. `folder` holds the training run's files; `sequences` is the number of
+    sequences in a batch. `run` returns after the last step."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class BatchTrainer:
                 raise RequestRefusal(422, message, field=field)
 
     def _received(self, step: int) -> list[ScoredData] | None:
-        """Return the batch of a step, if an earlier process received it."""
+        """Return the batch of a step, or None if no earlier process received it."""
         path = self._path(step)
         try:
             return msgspec.json.decode(path.read_bytes(), type=list[ScoredData])
@@ -196,8 +196,9 @@ class BatchTrainer:
 
 
 def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None, scaled: bool = True) -> Batch:
-    """Return the rows of a batch, without rows of more than `most_tokens`. The advantages are those that the groups
-    contain, or else those that `trainers.batch.advantages` computes."""
+    """Return the rows of a batch. Rows of more than `most_tokens` tokens, groups without log-probabilities, and groups
+    with equal scores and no advantages are left out. The advantages are those that the groups contain, or else those
+    that `trainers.batch.advantages` computes."""
     batch = Batch()
     for number, group in enumerate(groups):
         batch.rewards += group.scores
@@ -223,7 +224,8 @@ def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None
 
 
 def _only(values: Sequence[float]) -> float:
-    """Return the advantage of a row, which must be the same for all its tokens."""
+    """Return the one advantage of a row's tokens, ignoring zeros, or 0.0 if all are zero. Raises `ConfigError` if there
+    are several."""
     found = {value for value in values if value}
     if len(found) > 1:
         raise ConfigError("tokens of one sequence have different advantages, but this trainer accepts one per sequence")
@@ -233,7 +235,8 @@ def _only(values: Sequence[float]) -> float:
 def _row(
     tokens: list[int], masks: Sequence[int], logprobs: Sequence[float], score: float, name: str
 ) -> ExportedRow | None:
-    """Return a sequence as a row, or None if none of its tokens is trained."""
+    """Return a sequence as a row, or None if no token is trained or if the first one is, because a row needs a
+    prompt."""
     start = next((place for place, mask in enumerate(masks) if mask != UNTRAINED), None)
     if not start:  # without a prompt, no token predicts the first one
         return None

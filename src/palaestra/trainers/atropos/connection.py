@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """The answer from the address `asked`. `retry_s` is how long the server asks the client to wait before the next
-    request."""
+    """The answer from the address `asked`. `retry_s` is the time that the server asks the client to wait before the
+    next request."""
 
     asked: str
     status: int
@@ -55,7 +55,7 @@ class ServerAnswer:
     retry_s: float | None = None
 
     def read(self, shape: type[T]) -> T:
-        """Return the body as a `shape`. Raises `TrainerRefused` if a trajectory server would not send such a body."""
+        """Return the body as a `shape`. Raises `TrainerRefused` if the body cannot come from a trajectory server."""
         try:
             return msgspec.convert(self.body, shape, strict=False)
         except msgspec.ValidationError as error:
@@ -66,7 +66,7 @@ class ServerAnswer:
 
     @property
     def detail(self) -> str:
-        """The reason for a failure, for a message."""
+        """The reason for a failure, as text for an error message."""
         detail = self.body.get("detail") if isinstance(self.body, dict) else self.body
         return f"HTTP {self.status}: {str(detail)[:500]}"
 
@@ -94,8 +94,8 @@ class TrajectoryClient:
             await session.close()
 
     async def ask(self, method: str, path: str, payload: JSON = None) -> ServerAnswer:
-        """Send one request. Raises `TrainerUnavailable` if no answer comes; the request may have arrived
-        nevertheless."""
+        """Send one request. Raises `TrainerUnavailable` if there is no answer, although the request may have
+        arrived."""
         body = None if payload is None else encode_json(payload)
         headers = {"Content-Type": "application/json", **self._headers}
         if body is not None and len(body) >= PACKED_BYTES:
@@ -109,7 +109,7 @@ class TrajectoryClient:
                 self.answered_s = self._clock.monotonic()
                 asked_s = retry_after_s(reply.headers.get("Retry-After"), self._clock.wall())
                 return ServerAnswer(self.url + path, reply.status, _decoded(content), asked_s)
-        except (aiohttp.ClientError, OSError) as error:  # a time-out is an OSError too
+        except (aiohttp.ClientError, OSError) as error:  # a time-out is also an OSError
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise TrainerUnavailable(f"the trajectory server {self.url} does not answer {path}: {what}") from None
 
@@ -123,8 +123,9 @@ def _decoded(content: bytes) -> JSON:
 
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
-    """How an environment registers and feeds. `patience_s` is how long the server may be silent before the feed gives
-    up; `poll_s` is the time between status requests while it waits for the trainer, `heartbeat_s` afterwards."""
+    """How an environment registers and feeds. `patience_s` is the time that the server may be silent before the feed
+    gives up; `poll_s` is the time between status requests while the environment waits for the trainer, `heartbeat_s`
+    afterwards."""
 
     name: str
     group_size: int
@@ -142,8 +143,8 @@ class Standing:
     """The server's last report. Queue sizes count groups of our size, `batch_size` counts sequences.
 
     `keeps` is true if the server recognizes repeated deliveries and stores groups. `alone` is true if the server has no
-    groups of other environments. `starving` is true if no choice of the waiting groups fills a batch, although there
-    are enough sequences for one.
+    groups of other environments. `starving` is true if no combination of the waiting groups fills a batch, although
+    there are enough sequences for one.
     """
 
     env_id: int
@@ -220,7 +221,8 @@ class TrainerConnection:
             await self._clock.sleep(max(self._settings.poll_s, 0.0))
 
     async def _register(self) -> Standing | str:
-        """Register and ask for the batch size; return the reason to wait if that is not possible yet."""
+        """Register, request the batch size and return the standing, or return the reason to wait if that is not
+        possible yet."""
         settings, client = self._settings, self._client
         registration = {
             "max_token_length": settings.max_token_length,
@@ -271,7 +273,7 @@ class TrainerConnection:
                 self.changed.notify_all()
 
     def lose_patience(self, error: TrainerUnavailable) -> None:
-        """Raise the error once the server has been silent for too long."""
+        """Raise `error` if the server has been silent for too long."""
         if self._clock.monotonic() - self._client.answered_s > self._settings.patience_s:
             raise error
 
@@ -283,7 +285,7 @@ class TrainerConnection:
             await self._clock.sleep(self._settings.heartbeat_s)
 
     async def watch(self) -> None:
-        """Ask an original server, which stores no groups, how many groups wait, for as long as any of them wait.
+        """Ask an original server, which stores no groups, repeatedly how many groups wait, as long as any of them do.
 
         The newer the groups are, the more often it asks, because an idle trainer takes a batch immediately.
         """
@@ -305,7 +307,7 @@ class TrainerConnection:
             self.lose_patience(error)
 
     async def ask(self, standing: Standing) -> bool:
-        """Request the status once; return whether the server still knows us."""
+        """Request the status once; return whether the server still knows this environment."""
         async with self._asking:
             asked = self._unsaved.asking()
             answer = await self._client.ask("GET", "/status-env", {"env_id": standing.env_id})
@@ -339,7 +341,7 @@ class TrainerConnection:
             self.changed.notify_all()
 
     async def leave(self) -> None:
-        """Disconnect if the server is reachable, so that its weights no longer include this environment."""
+        """Disconnect if the server is reachable, so that the server no longer gives this environment a weight."""
         if self.current is not None:
             try:
                 async with asyncio.timeout(LEAVE_S):

@@ -22,7 +22,7 @@ MIN_ENV_WEIGHT = 0.01
 """The minimum share of the work reported to an environment, so that no environment starves."""
 
 SILENT_S = 120.0
-"""After this many seconds without a request, an environment no longer counts for weights and allocations."""
+"""After this many seconds without a request, an environment no longer gets a weight or an allocation."""
 
 
 class ServerEvent(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults=True):
@@ -46,7 +46,7 @@ class EnvRegistered(ServerEvent, tag="env"):
 
 
 class EnvDisconnected(ServerEvent, tag="disconnect"):
-    """An environment ended."""
+    """An environment disconnected."""
 
     env_id: int
 
@@ -74,7 +74,7 @@ AnyEvent = TrainerRegistered | TrainerStarted | EnvRegistered | EnvDisconnected 
 
 
 class Env(msgspec.Struct):
-    """A registered environment; its id is its place in the list."""
+    """A registered environment. Its id is its index in the list of environments."""
 
     registration: EnvRegistration
     name: str
@@ -118,7 +118,7 @@ class Exchange:
         self._deliveries: set[str] = set()
 
     def apply(self, event: AnyEvent, now_s: float = 0.0) -> None:
-        """Change the state by an event."""
+        """Apply an event to the state."""
         match event:
             case TrainerRegistered(registration=registration):
                 if self.trainer is None or _counts_from(registration) != _counts_from(self.trainer):
@@ -179,7 +179,8 @@ class Exchange:
     def register(self, registration: Registration) -> TrainerRegistered:
         """Return the registration of a trainer, of another process of the same trainer, or of a restarted trainer. A
         restarted trainer has a different `starting_step` or `num_steps`, and steps are counted from there. Raises
-        `RequestRefusal` (409) if its batches differ from the first one's.
+        `RequestRefusal` with 422 for an invalid registration, and with 409 if the batches differ from those of the
+        first registration.
         """
         if registration.batch_size < 1 or registration.max_token_len < 1:
             field = "batch_size" if registration.batch_size < 1 else "max_token_len"
@@ -194,7 +195,7 @@ class Exchange:
     def register_env(self, registration: EnvRegistration, now_s: float) -> EnvRegistered | None:
         """Return the registration of an environment, or None until a trainer has started. Raises `RequestRefusal` with
         422 for an invalid registration, and with 503 while other environments hold the share of a batch that it needs.
-        Its own former process holds a share until that process counts as silent."""
+        The environment's own former process holds its share until it counts as silent."""
         share = registration.min_batch_allocation
         if registration.group_size < 1:
             raise RequestRefusal(422, "group_size: must be at least 1", field="group_size")
@@ -214,7 +215,7 @@ class Exchange:
         return EnvRegistered(registration=registration)
 
     def disconnect(self, env_id: int) -> EnvDisconnected:
-        """Return the disconnection of an environment. Raises `RequestRefusal` (404)."""
+        """Return the event that disconnects an environment. Raises `RequestRefusal` (404)."""
         self.env(env_id)
         return EnvDisconnected(env_id=env_id)
 
@@ -226,8 +227,8 @@ class Exchange:
         return self.envs[env_id]
 
     def receive(self, data: ScoredData) -> GroupReceived | None:
-        """Return the receipt of a group, or None if its delivery was accepted before. Raises `RequestRefusal` (404,
-        422, 429 or 503)."""
+        """Return the event that accepts a group, or None if its delivery was already accepted. Raises `RequestRefusal`
+        (404, 422, 429 or 503)."""
         if self.trainer is None:
             raise RequestRefusal(503, "no trainer has registered, so no trainer would get this group", retry_s=5.0)
         if data.delivery_id is not None and data.delivery_id in self._deliveries:
@@ -246,7 +247,7 @@ class Exchange:
         return GroupReceived(sequences=len(data.tokens), env_id=data.env_id, delivery_id=delivery_id, group=group)
 
     def _check_size(self, data: ScoredData, trainer: Registration) -> None:
-        """Refuse a group that no batch could ever take."""
+        """Refuse a group that is too large for any batch, or that has a sequence longer than the trainer accepts."""
         if len(data.tokens) > trainer.batch_size:
             detail = f"tokens: {len(data.tokens)} sequences never fit a batch of {trainer.batch_size}"
             raise RequestRefusal(422, detail, field="tokens")
@@ -293,8 +294,8 @@ class Exchange:
         )
 
     def _starving(self, now_s: float) -> bool:
-        """Return whether enough sequences wait for a batch but no choice of groups fills it exactly, so that only new
-        groups can help."""
+        """Return whether enough sequences wait for a batch but no combination of groups fills it exactly, so that only
+        new groups can help."""
         if self.trainer is None or sum(each.sequences for each in self.queue) < self.trainer.batch_size:
             return False
         chosen = self._promised(self.trainer.batch_size, now_s)
@@ -302,7 +303,7 @@ class Exchange:
 
     def _filled(self, chosen: Mapping[int, WaitingGroup], batch_size: int) -> list[WaitingGroup] | None:
         """Return the chosen groups together with groups from the queue that fill the batch exactly, or None if no
-        choice does."""
+        combination does."""
         left = batch_size - sum(each.sequences for each in chosen.values())
         others = [each for each in self.queue if each.serial not in chosen]
         places = exact([each.sequences for each in others], left)
@@ -332,7 +333,7 @@ class Exchange:
         return chosen
 
     def _minima(self, batch_size: int, now_s: float) -> Iterator[tuple[int, int]]:
-        """Yield each environment's least number of sequences in a batch."""
+        """Yield each environment's id with its minimum number of sequences in a batch."""
         for env_id, env in enumerate(self.envs):
             share = env.registration.min_batch_allocation
             if share is not None and self._alive(env, now_s):
@@ -353,8 +354,8 @@ def _counts_from(registration: Registration) -> tuple[int, int]:
 
 
 def exact(sizes: Sequence[int], target: int) -> list[int] | None:
-    """Return the indices of entries of `sizes` (each at least 1), in order, that sum to `target`, or None if no choice
-    does.
+    """Return the indices of entries of `sizes` (each at least 1), in order, that sum to `target`, or None if no entries
+    do.
 
     The search considers as few entries as possible, and prefers the choice with the oldest entries. Bit `s` of
     `reached[n]` is set if some of the first n sizes sum to s.

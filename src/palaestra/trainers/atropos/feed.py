@@ -3,11 +3,11 @@
 Invariants: a group is sent under the same delivery id until the server has it, even across restarts. No more groups
 begin than the trainer's off-policy limit allows.
 
-A server of this project accepts a delivery only once, so repeating is safe. The original server has no delivery ids: if
-an answer is lost, the feed compares the server's last group with its own before it sends the group again. The original
-server does not store groups either: `UnsavedGroups` decides which groups are sent again after a restart. It also never
-recovers from a group that arrives before its trainer, so before each group the feed asks whether the server still knows
-this environment.
+This project's server accepts each delivery only once, so repeating a delivery is safe. The original server has no
+delivery ids: if an answer is lost, the feed compares the server's last group with its own before it sends the group
+again. The original server does not store groups either: `UnsavedGroups` decides which groups are sent again after a
+restart. The original server also never recovers from a group that arrives before its trainer, so before each group the
+feed asks whether the server still knows this environment.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Feed:
             return not connection.finished
 
     def _has_room(self) -> bool:
-        """Return whether the off-policy limit leaves room, or the next batch still lacks groups from any environment.
+        """Return whether the off-policy limit leaves room, or the groups that wait or have begun are too few for the
+        next batch.
 
         If the waiting groups do not fill a batch, one more group at a time may begin; otherwise the trainer would wait
         forever.
@@ -203,7 +204,8 @@ class Feed:
         return connection.current is standing and await connection.ask(standing)
 
     async def _arrived(self, line: dict[str, JSON]) -> bool:
-        """After a lost answer, return whether the server's last group is this one."""
+        """Return whether the server's last group is this one, or False if the server does not answer. Called when an
+        answer was lost."""
         try:
             answer = await self._client.ask("GET", "/latest_example")
         except TrainerUnavailable:
@@ -239,7 +241,7 @@ async def feeding(
     """Yield a registered feed. At the end of the block, all offered groups have been sent, and the environment has
     disconnected.
 
-    Raises `TrainerUnavailable` and `TrainerRefused`, alone or in a group with the error that ended the work.
+    Raises `TrainerUnavailable` and `TrainerRefused`, alone or in an exception group with the error that ended the work.
     """
     client = TrajectoryClient(url, token=token, clock=clock)
     feed: Feed | None = None

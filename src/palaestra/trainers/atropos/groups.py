@@ -32,7 +32,7 @@ def fitting(group: Group, most_tokens: int | None) -> Group:
 
 
 def longest_row(trajectory: Trajectory) -> int:
-    """Return the number of tokens of the longest row."""
+    """Return the number of tokens in the longest row."""
     return max((tokens for tokens, _ in trajectory.row_sizes), default=0)
 
 
@@ -159,7 +159,7 @@ class UnsavedGroups:
         return QuestionTime(self._count, self._busy)
 
     def heard(self, waiting: int, asked: QuestionTime) -> None:
-        """Record the server's answer: how many of our groups wait."""
+        """Record the server's answer, which is the number of our groups that wait."""
         older = sum(each.number <= asked.given for each in self.given)
         del self.given[: max(0, older - waiting)]
         if not asked.busy and not self._busy and self._count == asked.given:

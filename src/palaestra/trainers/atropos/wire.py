@@ -36,8 +36,8 @@ class RequestRefusal(Exception):
 
 
 class Registration(msgspec.Struct, kw_only=True):
-    """A trainer. `batch_size` counts sequences, `max_token_len` the tokens of one. A negative `num_steps` means no
-    limit."""
+    """A trainer. `batch_size` is a number of sequences, `max_token_len` the maximum number of tokens in one sequence. A
+    negative `num_steps` means no limit."""
 
     wandb_group: str | None = None
     wandb_project: str | None = None
@@ -86,7 +86,7 @@ class BatchInfo(msgspec.Struct):
 class EnvStatus(msgspec.Struct, kw_only=True):
     """The answer of `GET /status-env`. Queue sizes count groups of the size that the asking environment registered.
 
-    `starving` is our addition: enough sequences for a batch wait, but no choice of the groups fills one.
+    `starving` is our addition: enough sequences for a batch wait, but no combination of the groups fills one.
     """
 
     current_step: int
@@ -104,8 +104,8 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 class ScoredData(msgspec.Struct, kw_only=True):
     """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and optional fields.
 
-    `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]`, each of T values or one. An empty list counts as
-    absent.
+    `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]`, with T values or one value for each sequence. An
+    empty list counts as absent.
     """
 
     tokens: list[list[TokenId]]

@@ -1,5 +1,5 @@
-"""Stores the training server's checkpoints on disk: `FOLDER/RUN/KIND/NAME.json`, and the folder with tensors that it
-names.
+"""Stores the training server's checkpoints on disk: `FOLDER/RUN/KIND/NAME.json`, and the folder with tensors that this
+file names.
 
 The folder can be loaded by peft (LoRA) or transformers (full weights); AdamW's state is a file next to the weights.
 Invariants: a checkpoint exists once its JSON file has its final name, which happens after all its content is on the
@@ -167,7 +167,7 @@ class CheckpointFolder:
         model.restore(weights, state, steps if optimizer else 0)
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
-        """Return the folder with the tensors."""
+        """Return the folder that holds a checkpoint's tensors."""
         return self._file(CheckpointPath(checkpoint.run, checkpoint.kind, checkpoint.name)).parent / checkpoint.folder
 
     def delete(self, path: str) -> None:
@@ -255,7 +255,7 @@ def _weights_file(lora: LoraSettings | None) -> str:
 
 
 def _public_names(state: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> dict[str, torch.Tensor]:
-    """Return the tensors under the names that peft gives adapters in files. Full weights keep their names."""
+    """Return the tensors under the names that peft uses in adapter files. Full weights keep their names."""
     if lora is None:
         return {name: tensor.contiguous() for name, tensor in state.items()}
     return {f"base_model.model.{name.replace('.default.', '.')}": value.contiguous() for name, value in state.items()}
@@ -269,7 +269,8 @@ def _own_names(saved: Mapping[str, torch.Tensor], lora: LoraSettings | None) -> 
 
 
 def _expiry(ttl_s: float | None) -> float | None:
-    """Return when a checkpoint expires. Raises `UserError` if `ttl_s` is more than `MOST_TTL_S`."""
+    """Return when a checkpoint expires, or None if it never does. Raises `UserError` if `ttl_s` is more than
+    `MOST_TTL_S`."""
     if ttl_s is not None and ttl_s > MOST_TTL_S:
         raise UserError(f"ttl_seconds is {ttl_s:g}; it must be at most {MOST_TTL_S:g}, or null.")
     return None if ttl_s is None else time.time() + ttl_s

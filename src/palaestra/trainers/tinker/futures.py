@@ -24,7 +24,7 @@ MOST_WAITING = 8192
 """The maximum number of requests without an answer."""
 
 MOST_BYTES = 1 << 30
-"""The maximum number of bytes of kept answers and of requests that wait or are being read."""
+"""The maximum size in bytes of all kept answers, and also of all requests that wait or are being read."""
 
 
 class Busy(Exception):
@@ -56,7 +56,7 @@ class PendingRequest:
     cancel: Callable[[], object] | None = None
     answer: FutureAnswer | None = None
     size: int = 0
-    """The bytes of the request, which are held until it is done."""
+    """The size of the request in bytes, which counts towards `MOST_BYTES` until the request is done."""
     done_s: float = 0.0
     fetched_s: float | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -130,7 +130,7 @@ class Futures:
         )
 
     def end_session(self, session_id: str) -> None:
-        """Cancel and drop everything of a session."""
+        """Cancel and drop all requests of a session."""
         for pending in self._of(session_id):
             if pending.cancel is not None:
                 pending.cancel()

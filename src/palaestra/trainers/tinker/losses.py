@@ -120,7 +120,8 @@ and a weighted `cross_entropy`."""
 
 
 def total(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: LossConfig) -> Tensor:
-    """Return the loss of one datum. For policy losses, a datum's `weights` multiply each position."""
+    """Return the loss of one datum. For policy losses, each position's loss is multiplied by the datum's `weights`, if
+    there are any."""
     kind = LOSSES[name]
     positions = kind.positions(logprobs, inputs, {**kind.settings, **config})
     if "weights" in inputs and name != "cross_entropy":

@@ -36,7 +36,8 @@ LORA_ALPHA = 32
 """The scale of an adapter is this value divided by the adapter's rank, as in Tinker (thinkingmachines.ai/blog/lora)."""
 
 MOST_LOGITS = 1 << 27
-"""The maximum number of logits of one forward pass: 512 MiB in float32. More tokens are computed in several passes."""
+"""The maximum number of logits of one forward pass: 512 MiB in float32. Larger batches are computed in several
+passes."""
 
 DEFAULT_WINDOW_TOKENS = 4096
 
@@ -183,7 +184,7 @@ class TrainedModel:
         """Return the loss and the log-probabilities of `rows`; with `backward`, the gradient is added to the
         accumulated one.
 
-        Raises `UserError` if the loss is not finite; the gradients are then as before.
+        Raises `UserError` if the loss is not finite; the gradients are then unchanged.
         """
         tensors = list(self.trained().values())
         before = [tensor.grad for tensor in tensors]
@@ -232,7 +233,7 @@ class TrainedModel:
 
     def step(self, adam: Adam) -> dict[str, float]:
         """Take one AdamW step with the accumulated gradient, which is then dropped. Returns the gradient's norm before
-        clipping. Raises `UserError` if there is no gradient, or if it is not finite; the weights are then as before.
+        clipping. Raises `UserError` if there is no gradient, or if it is not finite; the weights are then unchanged.
         Also raises `UserError` if the step has ruined the weights; only loading another state repairs them."""
         import torch
 
@@ -347,7 +348,7 @@ def target_logprobs(logits_tv: torch.Tensor, targets: torch.Tensor) -> torch.Ten
 
 
 def passes(lengths: Sequence[int], vocabulary: int) -> Iterator[list[int]]:
-    """Yield indices of rows that are computed together, longest first, to limit padding."""
+    """Yield the indices of the rows of each forward pass. Longer rows come first, to limit padding."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     start = 0
     while start < len(order):

@@ -37,7 +37,8 @@ class Scoring:
     """The scores to compute for `ids[T]`, whose first `prompt` ids are the prompt.
 
     `first` is the first position with log-probabilities, at least 1. `targets[prompt - 1, K]` are ids to score at each
-    prompt position after the first, -1 for none. `alternatives` are drawn at each of these positions.
+    prompt position after the first, -1 for none. `alternatives` is the number of tokens to draw at each of these
+    positions.
     """
 
     ids: Sequence[int]
@@ -201,7 +202,7 @@ def _top(logprobs_tv: torch.Tensor, count: int, first: int) -> tuple[torch.Tenso
 
 
 def _draws(logprobs_tv: torch.Tensor, scoring: Scoring) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens drawn with replacement at the request's temperature, and the model's own log-probabilities of
+    """Return tokens drawn with replacement at the request's temperature, and the log-probabilities that the model gives
     them."""
     import torch
 

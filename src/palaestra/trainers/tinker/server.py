@@ -468,7 +468,7 @@ async def serving(
     seed: int | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[ServedModel]:
-    """Run a server of one base model. Port 0 selects a free port.
+    """Run a server for one base model. Port 0 selects a free port.
 
     Raises `ConfigError` if the model cannot be loaded, the folder cannot be written, the token lacks the prefix `tml-`
     (which the SDK requires), or the host is not the loopback and there is no token.

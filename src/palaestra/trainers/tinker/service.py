@@ -52,11 +52,12 @@ SESSION_S = 900.0
 """Seconds without a heartbeat (the SDK sends one every 10 s) after which a session has ended."""
 
 SILENT_S = 30.0
-"""Seconds without a heartbeat after which a session loses its models to a client that needs their place, because a
-client that was killed cannot end its session."""
+"""Seconds without a heartbeat after which a session loses its models to a client that needs the room, because a client
+that was killed cannot end its session."""
 
 MOST_RECORDED_TOKENS = 1 << 24
-"""The maximum number of tokens of sequences recorded for `stable_reinforce`; beyond it, the oldest are forgotten."""
+"""The maximum number of tokens in all sequences recorded for `stable_reinforce`; beyond it, the oldest sequences are
+forgotten."""
 
 RECORDED_S = 86_400.0
 """Seconds after which a recorded sequence is forgotten, counted from its last use."""
@@ -100,7 +101,7 @@ class ModelTraining:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     worker: asyncio.Task[None] | None = None
     inflight: str | None = None
-    """The key of the weights that its inflight samplers share."""
+    """The key of the weights that the model's in-flight samplers share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,7 +213,7 @@ class TinkerService:
             self._forget(sequence_id)
         await self._evict(0)
 
-    # ModelTraining
+    # Models in training
 
     def create_model(self, request: types.CreateModelRequest) -> PendingRequest:
         model_id = f"{self.session(request.session_id).session_id}:train:{request.model_seq_id}"
@@ -284,8 +285,9 @@ class TinkerService:
         self.futures.finish(pending, answer)
 
     async def _free_place(self, session_id: str) -> None:
-        """Wait for a place for a model, if one of the other sessions may be dead. A session that sends a heartbeat
-        during the wait is alive; a session that is silent for `SILENT_S` ends. Raises `UserError` if all are alive."""
+        """Wait until there is room for a model, if one of the other sessions may be dead. A session that sends a
+        heartbeat during the wait is alive; a session that is silent for `SILENT_S` ends. Raises `UserError` if all are
+        alive."""
         began_s = self._clock.monotonic()
         while len(self.trainings) >= self._most_models:
             owners = {training.session_id for training in self.trainings.values()} - {session_id}
@@ -324,7 +326,7 @@ class TinkerService:
     def submit(
         self, model_id: str, sequence: int | None, run: Callable[[TrainedModel], FutureAnswer]
     ) -> PendingRequest:
-        """Queue a request under its number. A number that was already submitted returns the future of that request.
+        """Queue a request under its number. For a number that was already submitted, return the future of that request.
         Raises `NotFound`, `Busy`, and `UserError` for a number that has passed."""
         training = self.training(model_id)
         number = sequence or max([training.expected - 1, *training.waiting]) + 1
@@ -349,7 +351,8 @@ class TinkerService:
             self.futures.finish(job.pending, answer)
 
     async def _next_job(self, training: ModelTraining) -> _Job:
-        """Return the job with the next number. If it does not arrive, the jobs after it fail."""
+        """Return the job with the next number. If that job does not arrive within `GAP_S` seconds, the jobs after it
+        fail."""
         while True:
             job = training.waiting.pop(training.expected, None)
             if job is not None:
@@ -588,7 +591,7 @@ class TinkerService:
         return self._tokenizer
 
     async def _sampler(self, sampling: SamplingSession) -> Sampler:
-        """Return the weights of a sampling session, loaded again if they were dropped."""
+        """Return the sampler of a sampling session. Its weights are loaded again if they were dropped."""
         key = sampling.key
         if sampling.training is not None and sampling.training.inflight is not None:
             key = sampling.training.inflight

@@ -1,7 +1,7 @@
 """Decodes and encodes the messages of the Tinker SDK 0.38: protobuf batches in, protobuf results out.
 
-The message classes are the SDK's own (`tinker.proto`, `tinker.types`), so both sides read a message alike. Tensors
-are little-endian bytes. Position i of a datum holds the target for the token after `model_input[i]`.
+The message classes are the SDK's own (`tinker.proto`, `tinker.types`), so that client and server read messages in the
+same way. Tensors are little-endian bytes. Position i of a datum holds the target for the token after `model_input[i]`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class GptOss(Grammar):
         return end
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """Return text in the commentary channel if calls follow it, in the final channel otherwise."""
+        """Return the text and then the calls. The calls are in the commentary channel; the text is in the final channel
+        if no calls follow, otherwise also in the commentary channel."""
         channel = "commentary" if calls else "final"
         messages = [f"{_CHANNEL}{channel}{_MESSAGE}{text}<|end|>"] if text else []
         for call in calls:

@@ -1,4 +1,5 @@
-"""Calls whose arguments are JSON: between tags, or as elements of a list. Here: Hermes, Qwen, Granite 4 and LongCat.
+"""Calls whose arguments are JSON: between tags, or as elements of a list. This module covers Hermes, Qwen, Granite 4
+and LongCat.
 
     <tool_call>
     {"name": "f", "arguments": {...}}
@@ -44,7 +45,8 @@ _STRAY = re.compile(r"[)} \t\r\n]*")
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The tag that begins a call and those that end it, with white space between them. `last` ends the call."""
+    """The tag that begins a call, and the tags that end it, which may have white space between them. `last` ends the
+    call."""
 
     open: str
     close: tuple[str, ...]
@@ -55,7 +57,7 @@ class Tags:
 
 
 class JsonBody(NamedTuple):
-    """The JSON of one call, where the call ends, and its problem."""
+    """The JSON of one call, where the call ends, and why it is broken, if it is."""
 
     text: str
     end: int
@@ -63,7 +65,7 @@ class JsonBody(NamedTuple):
 
 
 def tagged_body(output: OutputReader, start: int, tags: Tags) -> JsonBody:
-    """Return the object that begins at `start`, and the end tags after it."""
+    """Return the body of the call whose object begins at `start`. The call ends after its end tags."""
     text = output.text
     begin = skip(text, start)
     if not text.startswith("{", begin):
@@ -82,20 +84,20 @@ def tagged_body(output: OutputReader, start: int, tags: Tags) -> JsonBody:
 
 
 def untagged_body(output: OutputReader, begin: int, scan: Scan) -> JsonBody:
-    """Return the scanned object that begins at `begin`; a broken one ends where its brackets are balanced."""
+    """Return the scanned object that begins at `begin`. A broken object ends where its brackets are balanced."""
     end = extent(output, begin, scan)
     return JsonBody(output.text[begin:end], end, None if scan.complete else why_not_json(output, begin, scan.end))
 
 
 def cut_off(output: OutputReader, ending: Closing) -> Malformed | None:
-    """Return the problem of a call with this end: the end tag may be missing after a stop token, but not after a
-    cut."""
+    """Return the problem of a call with this end, if any: the end tag may be missing after a stop token, but not after
+    a cut."""
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if ending.how == "output" and output.cut else None
 
 
 def _next_end(text: str, start: int, tags: Tags) -> int:
-    """Return the position after the next end tag, before the next call if that comes first, or at the end of the
-    output."""
+    """Return the position after the next end tag. If another call begins earlier, return its start; if neither follows,
+    the end of the output."""
     found = find(text, start, tags.open, tags.last)
     if found is None:
         return len(text)
@@ -119,7 +121,8 @@ def _end_of_broken(text: str, start: int, failed: int, tags: Tags) -> int:
 
 
 def extent(output: OutputReader, begin: int, scan: Scan) -> int:
-    """Return the end of a scanned value; if it is not JSON, where its brackets are balanced or the output ends."""
+    """Return the end of a scanned value. If it is not JSON, it ends where its brackets are balanced, or with the
+    output."""
     return scan.end if scan.complete or scan.end >= output.end else scan_brackets(output.text, begin)
 
 

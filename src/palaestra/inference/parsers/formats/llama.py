@@ -197,7 +197,7 @@ def _unfollowed(output: OutputReader, after: int) -> Malformed | None:
     return Malformed(BrokenReason.UNCLOSED, CUT_OFF) if output.cut else None
 
 
-# Values are parsed as Python and never evaluated; only those that JSON can express are accepted. Argument names are
+# Values are parsed as Python and never evaluated; only values that JSON can express are accepted. Argument names are
 # read without Python's parser, because some are reserved words in Python (`from`, `class`).
 
 _OUTSIDE = re.compile(r"[^'\"()\[\]{}]*")
@@ -244,7 +244,7 @@ def keyword_arguments(text: str) -> dict[str, JSON]:
 
 
 def _value_end(text: str, at: int) -> int:
-    """Return where the value at `at` ends: at a comma, at a closing bracket or with the text."""
+    """Return where the value at `at` ends: at a comma, at a closing bracket or at the end of the text."""
     while True:
         at = skip(text, at, _VALUE)
         sign = text[at : at + 1] or ","
@@ -259,7 +259,7 @@ def _value_end(text: str, at: int) -> int:
 def _literal(text: str) -> JSON:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes that Python does not know
+            warnings.simplefilter("ignore")  # warnings about unknown escapes
             return _json_value(ast.parse(f"({text})", mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise Malformed(BrokenReason.MALFORMED_MARKUP, f"not a literal: {error}"[:200]) from None

@@ -16,8 +16,8 @@
               (4.5 has every tag on a line of its own; line ends between tags do not matter)
 
 Sources: the chat templates of Qwen/Qwen3-Coder, zai-org/GLM-4.5 and GLM-4.7; the chat template and the tool-calling
-guide of MiniMaxAI/MiniMax-M2; the encoding published with deepseek-ai/DeepSeek-V3.2, whose section V4 names
-`tool_calls`.
+guide of MiniMaxAI/MiniMax-M2; the encoding published with deepseek-ai/DeepSeek-V3.2, in which V4 renames the section's
+tag to `tool_calls`.
 
 Values are bare text without quoting, so a value ends at the first end tag after which the markup continues: an end tag
 inside code stays in the value. Invariants: a value that was never closed breaks its call and never absorbs the next
@@ -61,7 +61,7 @@ class Markup(Grammar):
 
     @abstractmethod
     def argument(self, output: OutputReader, call: str, head: str, value: str) -> tuple[str, JSON]:
-        """Return key and value of an argument. Raises `Malformed`."""
+        """Return the key and value of an argument. Raises `Malformed`."""
 
     def read(self, output: OutputReader, mark: Mark) -> int | None:
         begin = mark.start
@@ -158,7 +158,8 @@ class Markup(Grammar):
 
 
 def end_of_broken(text: str, broken: int, close: str, *begins: str) -> int:
-    """Return the position after the next end tag of a call, or `broken` if one of `begins` is at that position."""
+    """Return the position after the first `close` that follows `broken`, or `broken` itself if one of `begins` is
+    there. If no `close` follows, return the end of the text."""
     if text.startswith(begins, broken):
         return broken
     found = find(text, broken, close)
@@ -276,7 +277,7 @@ class DeepSeekV32(Markup):
     """Several calls per section. White space belongs to the value.
 
     A value with `string="true"` is text, whatever the schema says; one with `string="false"` is JSON; anything else in
-    that attribute makes the call malformed. An `invoke` may close itself, or hold one JSON object instead of
+    that attribute makes the call malformed. An `invoke` element may be self-closing, or hold one JSON object instead of
     parameters.
     """
 

@@ -5,9 +5,9 @@
     from v13             [TOOL_CALLS]f[ARGS]{...}, with an optional [CALL_ID]id before [ARGS]
     Granite              <|tool_call|>[{"name": "f", "arguments": {...}}, ...]
 
-Sources: mistral-common's instruct tokenizers and the models' templates; the chat templates of
-ibm-granite/granite-3.0 to 3.3, of which 3.1 to 3.3 also write `<tool_call>`. A list begins with a bracket, a name never
-does. Mistral's ids are nine letters and digits, as its templates require. Granite 4 writes the Hermes form.
+Sources: mistral-common's instruct tokenizers and the models' templates; the chat templates of ibm-granite/granite-3.0
+to 3.3, of which 3.1 to 3.3 also write `<tool_call>`. A list begins with a bracket; a name never does. Mistral's ids are
+nine letters and digits, as its templates require. Granite 4 writes the Hermes form.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Mistral(Grammar):
         return end
 
     def _body(self, output: OutputReader, begin: int) -> JsonBody:
-        """Return the arguments. Broken ones end before the mark that breaks them, or where the brackets are
+        """Return the arguments. Broken arguments end before the mark that breaks them, or where the brackets are
         balanced."""
         scan = scan_value(output.text, begin)
         if scan.complete:

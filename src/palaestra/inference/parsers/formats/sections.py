@@ -39,7 +39,7 @@ class Header(NamedTuple):
 
 
 class Sections(Grammar):
-    """Calls in a section: `section` are the tags around all calls, `tags` those of one call."""
+    """Calls in a section: `section` holds the tags around all calls, `tags` the tags of one call."""
 
     section: ClassVar[tuple[str, str]]
     tags: ClassVar[Tags]
@@ -97,7 +97,7 @@ _FENCE = "```json"
 
 
 class DeepSeekV31(Sections):
-    """The name is the header."""
+    """The header is the name."""
 
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     tags = Tags(_BEGIN, (_END,))
@@ -114,7 +114,7 @@ class DeepSeekV31(Sections):
 
 
 class DeepSeekV3(DeepSeekV31):
-    """The type, the name and a code fence are the header; the fence is closed before the end tag."""
+    """The header is the type, the name and a code fence; the fence is closed before the end tag."""
 
     tags = Tags(_BEGIN, ("```", _END))
 
@@ -148,7 +148,7 @@ _ID = re.compile(r"(?!functions\.:)(?:functions\.)?([^\s:]+):\d+")
 
 
 class KimiK2(Sections):
-    """The id before the arguments is the header."""
+    """The header is the id before the arguments."""
 
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     tags = Tags(_KIMI_BEGIN, (_KIMI_END,))
@@ -167,7 +167,7 @@ class KimiK2(Sections):
         return Header(found[1], call_id, mark.end)
 
     def render(self, calls: Sequence[ParsedCall], text: str) -> str:
-        """Write the calls. A call without an id of this form gets one from its position."""
+        """Write the calls. A call without an id of this form gets an id made from its position."""
         blocks = []
         for index, call in enumerate(calls):
             found = _ID.fullmatch(call.id)

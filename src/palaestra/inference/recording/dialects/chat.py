@@ -98,7 +98,8 @@ class ChatDialect:
 
 
 class ChunkStream:
-    """Chunks of choices, as OpenAI streams chat completions and legacy ones. Every chunk has the fields of `shared`."""
+    """Chunks of choices, as OpenAI streams chat completions and legacy completions. Every chunk has the fields of
+    `shared`."""
 
     def __init__(self, request: ModelRequest, shared: Mapping[str, JSON]) -> None:
         self._usage, self._shared = request.stream_usage, shared
@@ -179,7 +180,8 @@ def reasoning_text(message: AssistantMessage) -> str:
 
 
 def take_response_format(request: ModelRequest, wanted: JSON, features: Collection[str]) -> None:
-    """Pass a response format on to an engine that supports it. Raises `Refusal` for any other engine."""
+    """Pass a response format other than text on to the engine. Raises `Refusal` if the engine does not support
+    formats."""
     if wanted in (None, _TEXT):
         return
     if not isinstance(wanted, dict):

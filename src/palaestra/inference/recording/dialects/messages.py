@@ -1,8 +1,8 @@
 """Anthropic's messages: `POST /v1/messages`, and `/v1/messages/count_tokens`.
 
 Source: the Anthropic API reference (Messages, streaming messages, errors). Tools that Anthropic's servers run, or whose
-schema its models know, are reported as ignored. Arguments of a call are an object in this dialect; malformed ones
-appear as `{"malformed_arguments": TEXT}`.
+schema Anthropic's models know, are reported as ignored. A call's arguments are an object in this dialect; malformed
+arguments appear as `{"malformed_arguments": TEXT}`.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def _error(refusal: Refusal) -> JSON:
 
 
 class MessagesStream:
-    """The events of one reply. Text and thinking may come in pieces; calls come whole."""
+    """The events of one reply. Text and thinking may be sent in pieces; each call is sent whole."""
 
     def __init__(self, request: ModelRequest, reply_id: str) -> None:
         self._request, self._id = request, reply_id

@@ -2,7 +2,7 @@
 
 Source: the OpenAI API reference (`CreateResponse`, `Response`, `ResponseStreamEvent`). Functions are offered to the
 model as they are, free-form tools as functions with one text parameter, `input`, and the functions of a namespace as
-`NAMESPACE__NAME`. Tools that OpenAI's servers run are reported as ignored, because nothing here runs them.
+`NAMESPACE__NAME`. Tools that OpenAI's servers run are reported as ignored, because this endpoint cannot run them.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ def _response(
 
 
 class ResponsesStream:
-    """The events of one reply. Text and thinking may come in pieces; calls come whole."""
+    """The events of one reply. Text and thinking may be sent in pieces; each call is sent whole."""
 
     def __init__(self, request: ModelRequest, reply_id: str, created: int) -> None:
         self._request, self._id, self._created = request, reply_id, created

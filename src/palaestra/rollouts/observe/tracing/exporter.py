@@ -85,7 +85,7 @@ def _warning_once(exporter: SpanExporter, endpoint: str, note: Note) -> SpanExpo
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             try:
                 result = exporter.export(spans)
-            except Exception:  # for a run, any error of the HTTP client is a lost batch
+            except Exception:  # whatever error the HTTP client raises, the batch is lost
                 result = SpanExportResult.FAILURE
             if result is not SpanExportResult.SUCCESS and not self.warned:
                 self.warned = True

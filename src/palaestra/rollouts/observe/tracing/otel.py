@@ -40,7 +40,7 @@ from palaestra.tools.tool import ToolOutcome
 
 
 def messages_text(messages: Sequence[Message], finish_reason: str | None = None) -> str:
-    """Return the messages as JSON text. With a `finish_reason`, they are the model's reply."""
+    """Return the messages as JSON text. Pass a `finish_reason` if they are the model's reply."""
     ended = {} if finish_reason is None else {"finish_reason": finish_reason}
     return json.dumps([{"role": said.role, "parts": _parts(said)} | ended for said in chat_messages(messages)])
 
@@ -72,8 +72,8 @@ _REQUEST = {name: f"gen_ai.request.{name}" for name in ("temperature", "max_toke
 class Spans:
     """The spans of one run: a subscriber to its events, and middleware for its model and tool calls.
 
-    `provider` is the kind of model server; `content` puts texts on spans. `start` opens the run's span, and `end`
-    closes all open spans.
+    `provider` is the kind of model server; if `content` is true, texts are put on spans. `start` opens the run's span,
+    and `end` closes all open spans.
     """
 
     def __init__(self, tracer: Tracer, *, env: str, model: str, provider: str, run_id: str, content: bool = False):
@@ -167,7 +167,7 @@ class Spans:
     def _begin(
         self, name: str, stage: str, title: str, attributes: Attributes, context: Context, links: Sequence[Link] = ()
     ) -> None:
-        # a lone surrogate, which models sometimes write, would lose the whole batch of spans
+        # because of a lone surrogate, which models sometimes write, the whole batch of spans would be lost
         span = self._tracer.start_span(plain(title), context, attributes=plain(attributes), links=links)
         self._open.setdefault(name, []).append((stage, span))
 

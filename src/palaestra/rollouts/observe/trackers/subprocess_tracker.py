@@ -98,7 +98,7 @@ def _last_line(log: Path) -> str:
 async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTracker | None:
     """Start the tracker of a service. Returns None, with a warning, if its library is missing or it cannot start."""
     found = importlib.util.find_spec(service)
-    if found is None or found.origin is None:  # without an origin it is only a folder that the service left
+    if found is None or found.origin is None:  # without an origin, it is only a folder that the service created
         note(f"WARNING: {service} was requested but is not installed (pip install 'palaestra[{service}]')")
         return None
     log = label.folder / f"{service}.log"

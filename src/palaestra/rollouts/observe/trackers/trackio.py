@@ -17,7 +17,7 @@ class TrackioClient:
 
     def __init__(self, label: Mapping[str, Any]) -> None:
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        known = inspect.signature(trackio.init).parameters  # the last parameter came in a later release
+        known = inspect.signature(trackio.init).parameters  # a later release added the last parameter
         self._run = trackio.init(
             project=label["project"],
             name=label["name"],

@@ -1,7 +1,7 @@
 """The process that talks to a tracking service: `python -m palaestra.rollouts.observe.trackers.worker SERVICE`.
 
-It reads JSON lines from standard input (first the run's label, then metrics and rollouts) until the end and then
-finishes the run. It uses only the standard library and the service's own client.
+It reads JSON lines from standard input (first the run's label, then metrics and rollouts) and finishes the run at the
+end of input. It uses only the standard library and the service's own client.
 """
 
 from __future__ import annotations

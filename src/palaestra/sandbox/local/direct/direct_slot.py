@@ -1,4 +1,5 @@
-"""Serves a slot's commands, shells and small files without the slot server, which saves two process wake-ups.
+"""Serves a slot's commands, shells and small files without the slot server, which saves two process wake-ups per
+request.
 
 At the level `full`, the server and its client run as root on the same machine. For each slot the server hands over a
 descriptor of the slot's root and a line (a second socket) to its init, and the client then acts like the server, with
@@ -41,7 +42,7 @@ from palaestra.sandbox.slotd.protocol.frames import (
 from palaestra.sandbox.slotd.protocol.init_messages import EnvBlock, env_block
 from palaestra.sandbox.slotd.rung import Place
 
-_MOMENT_S = 0.01  # most commands have ended by then
+_MOMENT_S = 0.01  # most commands end within this time
 _FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's numbers, so that a shell's number shows who runs the shell
 _IN_A_ROW = 16  # the number of file calls, none of which waits, that run before the event loop gets a turn
 _QUICK_BYTES = 1 << 20  # larger reads are done in a thread
@@ -53,7 +54,8 @@ _file_calls = itertools.count(1)
 
 
 class DirectClient(SlotClient):
-    """The client of a slot server that hands over its slots; `create` makes a `DirectSlot` for each slot."""
+    """The client of a slot server that hands over its slots; `create` makes a `DirectSlot` for each slot that is handed
+    over."""
 
     def __init__(self, on_lost: OnLost) -> None:
         super().__init__(on_lost)
@@ -199,7 +201,8 @@ class DirectSlot(Requests):
         return await super().read(op, fields)
 
     async def upload(self, fields: Fields, data: bytes) -> None:
-        """Upload a small file in this process, to an existing directory; otherwise see `Requests.upload`."""
+        """Write a small file to an existing directory in this process if possible; otherwise upload it, as
+        `Requests.upload` does."""
         if isinstance(data, bytes) and len(data) <= CHUNK and not self._surveys and self._has_file(fields):
             try:
                 path = files.absolute(fields["path"])

@@ -51,7 +51,7 @@ _PTMX = os.makedev(5, 2)
 
 
 class BackgroundProcesses:
-    """The background processes of one slot, oldest first. `numbers` names them."""
+    """The background processes of one slot, oldest first. `numbers` yields their names."""
 
     def __init__(self, supervisor: Supervisor, numbers: Iterator[int]) -> None:
         self._supervisor, self._numbers = supervisor, numbers
@@ -165,14 +165,14 @@ class BackgroundProcess:
     # Requests
 
     def read(self, number: int, cursor: int, max_bytes: int, wait_s: float) -> None:
-        """Answer with the output from `cursor`. If there is none, wait up to `wait_s` for output or for the end of the
-        process."""
+        """Answer with the output from `cursor`. If there is none, wait up to `wait_s` seconds for output or for the end
+        of the process."""
         if cursor < 0:
             cursor = max(0, self._ring.total + cursor)
         self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
 
     def wait(self, number: int, wait_s: float) -> None:
-        """Answer when the process has ended, or after `wait_s`."""
+        """Answer when the process has ended, or after `wait_s` seconds."""
         self._wait(_Reader(number, None, 0, None), wait_s)
 
     def write(self, number: int, data: bytes, close: bool) -> None:
@@ -313,7 +313,8 @@ class BackgroundProcess:
             self._pause(_BREATH_S)
 
     def _pause(self, seconds: float) -> None:
-        """Stop reading for a while: a descriptor without a peer is always ready."""
+        """Stop reading for a while. Without such pauses, a flood of output, or a terminal that no process has open,
+        would keep the loop busy."""
         if not self._paused:
             self._paused = True
             self._loop.unwatch(self._output)

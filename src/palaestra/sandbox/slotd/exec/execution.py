@@ -1,8 +1,8 @@
 """Follows one running command: reads its pipes into a bounded capture, enforces its time limit, and reports its end.
 
 A command ends with its main process. The output pipe is then read until it is empty, but not until its end: a daemon
-may hold it open, and then the pipe is drained slowly. This process keeps the pipe's writing end open until the command
-has ended; otherwise the end of the pipe, shortly before the report, would wake this process one more time.
+may hold the pipe open, in which case it is drained slowly. This process keeps the pipe's writing end open until the
+command has ended; otherwise the end of the pipe, shortly before the report, would wake this process one more time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CommandSpec(NamedTuple):
 
 
 def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env: EnvBlock) -> CommandSpec:
-    """Return the command of an `exec` or `run` request, with default limits."""
+    """Return the command of an `exec` or `run` request, with default limits where the request sets none."""
     fields = frame.fields
     return CommandSpec(
         argv, shell, cwd, env, frame.data, fields.get("timeout_s", USUAL_TIMEOUT_S),
@@ -232,7 +232,7 @@ class Execution:
             self._close_verdict()
 
     def _read_errors(self) -> int | None:
-        """Take the next piece of standard error. Returns its size: 0 at the end, None if there is nothing now."""
+        """Take the next piece of standard error. Returns its size: 0 at the end, None if no data is available now."""
         data = pipes.read(self._errors)
         if data is None:
             return None

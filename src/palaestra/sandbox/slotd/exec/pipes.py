@@ -53,8 +53,8 @@ def is_empty(fd: int) -> bool:
 
 
 def read(fd: int) -> bytes | None:
-    """Return the next piece of data: empty at the end, None if there is no data now. A terminal reports its end as an
-    error."""
+    """Return the next piece of data: empty at the end, None if there is no data now. The error EIO, with which a
+    terminal reports its end, counts as the end."""
     try:
         return os.read(fd, READ_BYTES)
     except BlockingIOError:
@@ -73,7 +73,7 @@ def nothing() -> int:
 
 
 class MemoryFile:
-    """A file in memory. A process of the slot opens `/proc/self/fd/N` each time it reads a new content."""
+    """A file in memory. A process of the slot opens `/proc/self/fd/N` each time it reads new content."""
 
     def __init__(self) -> None:
         self.fd = -1
@@ -119,7 +119,7 @@ def close(*fds: int) -> None:
 
 
 def receive(channel: socket.socket, size: int, count: int) -> tuple[bytes, list[int]]:
-    """Return one message and at most `count` descriptors, all close-on-exec."""
+    """Receive one message and at most `count` descriptors, all close-on-exec."""
     fds = array.array("i")
     space = socket.CMSG_SPACE(count * fds.itemsize)
     data, ancillary, _, _ = channel.recvmsg(size, space, socket.MSG_CMSG_CLOEXEC)
@@ -209,7 +209,7 @@ _MAX_FILES = 8
 
 
 class Shelf:
-    """The spill files of one slot. `locate` finds a path of the slot for writing."""
+    """The spill files of one slot. `locate` returns where the server can write a path of the slot."""
 
     def __init__(self, locate: Callable[[str], Place]) -> None:
         self._locate = locate
@@ -217,8 +217,8 @@ class Shelf:
         self._count = 0
 
     def open(self, name: str) -> tuple[int, str] | None:
-        """Return a descriptor of a new file, open for writing, and the path by which commands find the file; None if it
-        cannot be made in the slot."""
+        """Return a descriptor of a new file, open for writing, and the path by which commands find the file; None if
+        the file cannot be made in the slot."""
         self._count += 1
         path = f"{DIRECTORY}/{self._count}-{name}.txt"
         with contextlib.suppress(OSError):

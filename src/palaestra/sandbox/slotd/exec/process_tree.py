@@ -78,8 +78,9 @@ def _load() -> int:
 
 
 def inside(init: int, noted: Noted) -> Moment:
-    """Convert a moment from this process's namespace to the namespace of a slot's init. Ids only order processes that
-    started in the same tick, so the result has the id of the youngest living process of that tick, or 0."""
+    """Convert a moment from this process's namespace to the namespace of a slot's init. Ids serve only to order
+    processes that started in the same tick, so the result has the id of the youngest living process of that tick, or
+    0."""
     started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
     return started, max(before, default=0)
@@ -109,8 +110,8 @@ def kill_tree(
     *,
     kill_slot: KillSlot,
 ) -> bool:
-    """Kill until no process of the command lives. Returns True if `kill_slot` had to do it. Spares processes that
-    started up to the moment `after`, with their descendants; with `spare`, also the main process."""
+    """Kill until no process of the command lives. Returns True if only `kill_slot` could end the tree. Spares processes
+    that started up to the moment `after`, with their descendants; with `spare`, also the main process."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())

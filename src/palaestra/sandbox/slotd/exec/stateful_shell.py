@@ -50,7 +50,7 @@ LOOK_EVERY_S = 0.005  # the seconds between reads of background output while no 
 
 
 class ShellProcesses:
-    """The stateful shells of one slot. `numbers` names them and their processes."""
+    """The stateful shells of one slot. `numbers` yields names for the shells and their processes."""
 
     def __init__(self, supervisor: Supervisor, numbers: Iterator[int]) -> None:
         self._supervisor, self._numbers = supervisor, numbers
@@ -237,7 +237,8 @@ class ShellProcess:
             pass
 
     def _read_status(self) -> None:
-        """Read lines of `number status`; ignore anything else that a command may have written there."""
+        """Read lines with a command's number and exit status. Ignore anything else that a command may have written to
+        the status descriptor."""
         data = pipes.read(self._status) if self._status >= 0 else None
         if data == b"":
             self._loop.unwatch(self._status)
@@ -329,7 +330,8 @@ class ShellProcess:
             self._loop.watch_soon(self._output, self._read_between)
 
     def _stop_waiting(self) -> bool:
-        """Stop the timer of an interrupt; returns whether the shell has returned in time."""
+        """Stop the timer of an interrupt. Returns True if the timer was running, so that the shell has returned in
+        time."""
         patience, self._patience = self._patience, None
         if patience is not None:
             patience.cancel()

@@ -192,8 +192,8 @@ class Supervisor:
         self._order(init_messages.encode(Order.SIGNAL, child, number))
 
     def kill_child(self, child: int, after: process_tree.Moment = process_tree.ALWAYS, spare: bool = False) -> None:
-        """Kill the processes that a child has started (since a moment), and the child itself unless `spare` is set. The
-        report KILLED follows."""
+        """Kill the processes that a child has started since the moment `after`, and the child itself unless `spare` is
+        set. The report KILLED follows."""
         order = self._dying[child] = object()
         self._order(init_messages.encode_kill(child, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))

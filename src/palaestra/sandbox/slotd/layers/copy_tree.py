@@ -76,7 +76,7 @@ class TreeCopy:
         self.index[status.st_ino] = (status.st_ctime_ns, status.st_size, target)
 
     def _link(self, status: os.stat_result, target: str) -> bool:
-        """Link to an existing copy of the same file. Returns False if none exists."""
+        """Link to an existing copy of the same file. Returns False if there is none that can be linked to."""
         same = self.index.get(status.st_ino)
         path = same[2] if same is not None else self.earlier and self.earlier(status)
         if path is None:
@@ -92,7 +92,7 @@ class TreeCopy:
 
 
 def copy_data(source: int, target: str) -> Iterator[int]:
-    """Copy an open file's data and holes to a new one, so that a sparse file stays small. Yields the size of each
+    """Copy an open file's data and holes to a new file, so that a sparse file stays small. Yields the size of each
     piece. Raises OSError."""
     sink = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -64,8 +64,8 @@ def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
-    """Return a path with the root's links followed, and these links. A link in the last component is not followed, nor
-    is a circle of links."""
+    """Return a path with the root's links followed, and these links. A link in the last component is not followed. At
+    most `_MAX_LINKS` links are followed, so that a circle of links ends."""
     links: list[str] = []
     done: list[str] = []
     pending = _parts(path)
@@ -121,7 +121,8 @@ class OverlayCut:
             self._drop(path)
 
     def _drop_all(self) -> str:
-        """Replace the layer by an empty directory like the one in the stack below; returns the path of the old one."""
+        """Replace the layer by an empty directory like the one in the stack below; returns the path of the old
+        layer."""
         old = f"{self._trash}/{self._dropped}"
         self._dropped += 1
         os.rename(self._layer, old)
@@ -157,8 +158,8 @@ class OverlayCut:
                 self._like_below(f"{self._layer}/{parent}", parent, f"{old}/{parent}")
 
     def _open_up(self, directory: str, path: str, passage: str, wanted: bool) -> bool:
-        """Make one name in a directory show the entry below, if that is `wanted`. Returns False if no further change is
-        needed for the path."""
+        """Make the name `passage` in a directory show the entry below, if that is `wanted`. Returns False if no further
+        change is needed for the path."""
         status = _lstat(directory)
         if status is None:
             return False

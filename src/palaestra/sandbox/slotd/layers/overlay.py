@@ -57,7 +57,7 @@ class Marks:
 @dataclass(frozen=True, slots=True)
 class StackEntry:
     """The visible entry at a path. If it is a directory, `directories` are the directories merged into it, topmost
-    first; otherwise it is empty."""
+    first; otherwise `directories` is empty."""
 
     status: os.stat_result
     path: str

@@ -24,7 +24,7 @@ _PERIOD_US = 100_000
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
     """One mounted hierarchy: its controllers, and the parent of all servers' directories. A hierarchy of version 2
-    without controllers, next to version 1, serves slots that share the host's network."""
+    without controllers, next to version 1, is used only for slots that share the host's network."""
 
     version: int
     controllers: tuple[str, ...]
@@ -102,12 +102,12 @@ class ServerCgroup:
         return made
 
     def guarded(self, slot: str, prefix: str = "") -> str | None:
-        """Return the directory of a slot in a hierarchy of version 2, if there is one."""
+        """Return the directory of a slot in a hierarchy of version 2; None if there is no such hierarchy."""
         parents = [hierarchy.parent for hierarchy in self._hierarchies if hierarchy.version == 2]
         return f"{prefix}{parents[0]}/{self._name}/{slot}" if parents else None
 
     def remove(self) -> bool:
-        """Remove all empty directories of this server; returns whether none of its directories is left."""
+        """Remove this server's directories that no process uses any more. Returns True if none of them is left."""
         gone = remove([f"{hierarchy.parent}/{self._name}" for hierarchy in self._hierarchies])
         for hierarchy in self._hierarchies:
             with contextlib.suppress(OSError):  # the parent holds other servers' directories
@@ -184,7 +184,7 @@ def _mounts(prefix: str) -> list[tuple[str, str, set[str]]]:
 
 
 def abandoned(directory: str) -> bool:
-    """Return whether no living server holds the lock of a directory."""
+    """Return whether a directory exists and no living server holds its lock."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -88,8 +88,8 @@ def _stop_threads(pid: int) -> None:
 
 
 def _all_still(table: list[tuple[int, bytes]]) -> bool:
-    """Return whether all processes are stopped. A thread in vfork cannot stop, but cannot act either while its child is
-    stopped."""
+    """Return whether all processes are stopped or have ended. A thread in vfork cannot stop, but cannot act either
+    while its child is stopped."""
     states = {state for _, state in table}
     return states - {b"D"} <= _STILL and (b"D" not in states or b"T" in states)
 

@@ -1,5 +1,5 @@
-"""Prepares the server's own root, and the parts that all of its slots share: lower directories, the base system, the
-user namespace.
+"""Prepares the server's own root, and the parts that all of its slots share: lower directories, the base system, and
+the source of user namespaces.
 
 The server makes a tmpfs its root and keeps the host's root below it as /host. It does so in a mount namespace of its
 own and over an existing directory, so nothing is created on the host.

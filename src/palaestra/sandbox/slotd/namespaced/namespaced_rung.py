@@ -51,7 +51,7 @@ _DEFAULT_DISK_BYTES = 8 << 30
 
 class NamespaceDriver:
     """Implements `RungDriver`. `group` holds the server's control groups, for `full`. Names of layers contain a token,
-    because a client's snapshot outlives its server and must not name another server's files."""
+    because a client's snapshot may outlive its server, and must not name another server's files."""
 
     def __init__(self, full: bool, group: cgroups.ServerCgroup | None, settings: Fields) -> None:
         self._host, self._group = prepare(full, settings), group
@@ -201,7 +201,7 @@ class NamespaceDriver:
         return f"layer-{self._token}-{next(self._layers)}"
 
     def locate(self, files: OverlayFiles, root: int, path: str, writing: bool = False) -> Place:
-        """Return the path as it is, because everything is below the slot's own root."""
+        """Return a place with the path unchanged, because everything is below the slot's own root."""
         return Place(root, path, self._host.owner)
 
 
@@ -211,12 +211,12 @@ class NamespaceInit:
 
     program: int  # a descriptor of the program that is pid 1
     root: RootPlan
-    shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty one
+    shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty network
     groups: tuple[str, ...]
     user_namespaces: namespaces.RangeNamespaces | None  # the source of one; with None, the init makes its own
     open_files: int | None
     processes: int | None  # a limit per user, if no control group counts them
-    data_bytes: int | None  # a limit per process, if no control group sums them up
+    data_bytes: int | None  # a limit per process, if no control group limits memory
     stores: tuple[int, ...]  # descriptors, from `layer_store.FIRST_STORE` on, that the root's paths name
     _taken: int | None = None
 
@@ -272,7 +272,7 @@ class NamespaceInit:
                 os.close(fd)
 
     def _enter(self) -> Iterator[BuildStep]:
-        """Enter the slot's groups, namespaces and root, with the server's privileges."""
+        """Yield the steps that enter the slot's groups, namespaces and root, with the server's privileges."""
         yield from (BuildStep(Do.JOIN, (directory,)) for directory in self.groups)
         if self.user_namespaces is None:  # opened here, because the slot's own /proc/sys is read-only
             yield BuildStep(Do.OPEN, ("/proc/sys",), _SETTINGS)
@@ -288,7 +288,8 @@ class NamespaceInit:
         yield BuildStep(Do.UMASK, (), 0o022)
 
     def _confine(self) -> Iterator[BuildStep]:
-        """Drop everything that the slot must not have. No program of the slot runs before this is done."""
+        """Yield the steps that drop everything the slot must not have. No program of the slot runs before they are
+        done."""
         yield BuildStep(Do.SESSION)
         if self.user_namespaces is None:
             yield from _single_user_namespace()
@@ -318,7 +319,7 @@ class NamespaceInit:
 
 
 def _single_user_namespace() -> Iterator[BuildStep]:
-    """Yield the steps to a new user namespace, in which the process is root and no other user exists."""
+    """Yield the steps that enter a new user namespace, in which the process is root and no other user exists."""
     yield BuildStep(Do.UNSHARE, (), syscalls.CLONE_NEWUSER)
     yield BuildStep(Do.WRITE, ("/proc/self/setgroups", "deny"), 1)  # the outer namespace may deny it already
     yield BuildStep(Do.WRITE, ("/proc/self/uid_map", "0 0 1"))
@@ -326,7 +327,7 @@ def _single_user_namespace() -> Iterator[BuildStep]:
 
 
 def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> list[str]:
-    """Return the mount points of a tree, relative to it."""
+    """Return the mount points of `binds` in a tree, relative to the tree."""
     return [bind.target[len(tree.target) :].strip("/") for bind in binds if _tree_of(bind.target, trees) == tree]
 
 

@@ -1,7 +1,7 @@
 """Makes and enters the user, process and network namespaces of slots.
 
-There are two kinds of user namespace. A server that runs as root gives each slot one in which uids 0 to 65535 are a
-private range outside. All slots share the range (they cannot see each other's files or processes), but not the
+There are two kinds of user namespace. A server that runs as root gives each slot a namespace whose uids 0 to 65535 are
+a private range outside. All slots share the range (they cannot see each other's files or processes), but not the
 namespace: the kernel counts inotify instances, queued signals, message queues and locked memory per namespace, and
 charges them to the user who made the namespace. Each namespace therefore has a separate maker, a uid with no other use.
 A server without root gives each slot a namespace in which only uid 0 exists: the user who started the server.
@@ -144,8 +144,8 @@ def open_network(process: int) -> list[int]:
 
 def open_in(places: Sequence[int], make: Callable[[], Sequence[int]]) -> list[int]:
     """Return the descriptors that `make` opens in a network namespace from `open_network`. A child enters the
-    namespace, since a process without root cannot return. Raises OSError if the namespace cannot be entered, or if
-    `make` raises it."""
+    namespace, because a process without root could not return to its own. Raises OSError if the namespace cannot be
+    entered, or if `make` raises it."""
     network, user = places
     with contextlib.ExitStack() as opened:
         ours, theirs = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -162,8 +162,8 @@ def open_in(places: Sequence[int], make: Callable[[], Sequence[int]]) -> list[in
 
 
 def _hand_over(channel: socket.socket, network: int, user: int, make: Callable[[], Sequence[int]]) -> NoReturn:
-    """Open the descriptors in the child and send them. Without root, the child enters the user namespace first: its
-    owner has rights only inside it."""
+    """Open the descriptors in the child and send them. Without root, the child enters the user namespace first, because
+    the namespace's owner has rights only inside it."""
     try:
         try:
             syscalls.setns(network, syscalls.CLONE_NEWNET)

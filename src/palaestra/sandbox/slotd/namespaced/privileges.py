@@ -53,7 +53,7 @@ _UNIX, _INET, _NETLINK = 1, (2, 10), 16
 # These two report interfaces, addresses and routes, and the sockets of the network namespace. The other protocols carry
 # messages between processes, configure the kernel, or report events of the whole machine.
 _NETLINK_ROUTE, _NETLINK_SOCK_DIAG = 0, 4
-# The default of the type, ICMP, TCP, UDP, ICMPv6. For other protocols, the kernel may load a module.
+# The default protocol of the socket type, ICMP, TCP, UDP, ICMPv6. For other protocols, the kernel may load a module.
 _INET_PROTOCOLS = (0, 1, 6, 17, 58)
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
@@ -138,9 +138,9 @@ def program(
     machine: str = syscalls.MACHINE, *, inet: bool = True, ipc: bool = True, unix: bool = True, own_user: bool = True
 ) -> bytes:
     """Return the filter for one architecture, as packed `struct sock_filter`s. The other arguments are for slots
-    without namespaces. `inet` False blocks internet sockets. `ipc` False blocks System V objects and message queues,
-    which would outlive the slot. `unix` False blocks sockets with a path or a name, through which services of the host
-    can be reached (socket pairs still work). `own_user` False keeps each process from changing the limits and
+    without namespaces. `inet=False` blocks internet sockets. `ipc=False` blocks System V objects and message queues,
+    which would outlive the slot. `unix=False` blocks sockets with a path or a name, through which services of the host
+    can be reached (socket pairs still work). `own_user=False` keeps each process from changing the limits and
     priorities of other processes, which may belong to the user and not to the slot."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),

@@ -161,7 +161,7 @@ def _present_devices() -> list[str]:
 
 
 def _make_devices() -> bool:
-    """Make files for the devices; returns whether this process may make them, and they work."""
+    """Make files for the devices. Returns True if this process may make these files and they work."""
     try:
         for name in _present_devices():
             os.mknod(f"{_DEV}/{name}", 0o666 | stat.S_IFCHR, os.stat(f"{HOST}/dev/{name}").st_rdev)
@@ -194,8 +194,8 @@ def system_links() -> dict[str, str]:
 
 
 def build(plan: RootPlan, place: int) -> Iterator[BuildStep]:
-    """Mount the root at `plan.stage` and make it the process's `/`, in the slot's own mount namespace. The descriptors
-    `place` and `place` + 1 must be free."""
+    """Yield the steps that mount the root at `plan.stage` and make it the process's `/`, in the slot's own mount
+    namespace. The descriptors `place` and `place` + 1 must be free."""
     root, inside = place, place + 1
     yield native_init.mount("none", "/", flags=MS_REC | syscalls.MS_PRIVATE)
     for overlay in plan.overlays:
@@ -231,7 +231,8 @@ def _overlay(overlay: Overlay, plan: RootPlan) -> BuildStep:
 
 
 def _volatile(plan: RootPlan, tmp: str) -> Iterator[BuildStep]:
-    """Mount one file system for /dev/shm and /tmp, which are in no snapshot; its size limits both together."""
+    """Yield the steps that mount one file system for /dev/shm and /tmp, which are in no snapshot; its size limits both
+    together."""
     # The number of inodes also limits extended attributes, which do not count against the size.
     options = f"size={plan.tmp_bytes},nr_inodes={most_inodes(plan.tmp_bytes)},mode=755"
     yield native_init.mount("tmpfs", _SHM, "tmpfs", MS_NOSUID | MS_NODEV, options)

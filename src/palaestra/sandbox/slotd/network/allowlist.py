@@ -55,7 +55,7 @@ class Rule:
     ports: frozenset[int] | None
 
     def covers(self, host: str, port: int) -> bool:
-        """Return whether the entry covers a host, in the form in which it was requested."""
+        """Return whether the entry covers this port of this host, which is written as in the request."""
         if self.ports is not None and port not in self.ports:
             return False
         address = literal(host)

@@ -1,7 +1,8 @@
 """Gives slots network access: opens their network devices and listening sockets, and starts the process that serves
 them.
 
-The process is forked for the first such slot, and again if it has died, because the server keeps the descriptors.
+The server forks the process for the first such slot, and again if the process has died. The server keeps the
+descriptors, so that a new process can take over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forwards HTTP requests in absolute form and CONNECT to destinations that a judge allows.
+"""Forwards HTTP requests in absolute form, and CONNECT requests, to destinations that a judge allows.
 
 `proxy.py` runs a `Forwarder` for slots, in a separate process; other proxies of this project use the class too. The
 owner of a listener passes each connection to `Forwarder.accept`.
@@ -152,7 +152,7 @@ class Forwarder:
 
 
 def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
-    """Return method, host, port, and the request as it is forwarded (RFC 9112, 3.2). Raises `Refused`."""
+    """Return the method, the host, the port, and the request as it is forwarded (RFC 9112, 3.2). Raises `Refused`."""
     lines = head[:-4].decode("latin-1").split("\r\n")
     try:
         method, target, version = lines[0].split(" ")
@@ -172,7 +172,8 @@ def parse_request(head: bytes) -> tuple[str, str, int, bytes]:
 
 
 async def copy(reader: StreamReader, writer: StreamWriter, patience_s: float | None) -> None:
-    """Copy until the end. Raises OSError, and TimeoutError if no data arrives for `patience_s` seconds."""
+    """Copy data until the reader's end, and then end the writer's output. Raises OSError, and TimeoutError if no data
+    arrives for `patience_s` seconds."""
     while True:
         async with asyncio.timeout(patience_s):
             data = await reader.read(_PIECE_BYTES)

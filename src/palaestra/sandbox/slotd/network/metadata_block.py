@@ -1,9 +1,9 @@
-"""Keeps slots that share the host's network from cloud metadata addresses.
+"""Keeps slots that share the host's network from reaching cloud metadata addresses.
 
-The kernel runs BPF programs for the sockets of a control group (bpf(2), bpf-cgroup). One of them refuses packets to
-these addresses. Four others refuse connections, so that a program in the slot gets an error instead of no answer. The
-kernel removes the programs together with the group. Port 53 stays open, because on some clouds the same address is the
-resolver.
+The kernel runs BPF programs for the sockets of a control group (bpf(2), bpf-cgroup). One of the programs refuses
+packets to these addresses. Four others refuse connections, so that a program in the slot gets an error instead of no
+answer. The kernel removes the programs together with the group. Port 53 stays open, because on some clouds the same
+address is the resolver.
 
 This needs root and a control group of version 2, with or without controllers. Slots without a network cannot reach
 these addresses, and the proxy refuses them to slots with a list of hosts (`allowlist.py`).

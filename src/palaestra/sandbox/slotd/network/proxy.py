@@ -1,8 +1,9 @@
 """The process that runs in the host's network and connects slots to it.
 
 A slot with a list of hosts has an empty network with one listening socket on its loopback, on which this process
-accepts connections. The process answers HTTP requests in absolute form and CONNECT according to the list; the slot has
-no other connection, not even DNS. For a slot with the network on, it serves the slot's network device (`tunnel.py`).
+accepts connections. The process answers CONNECT requests, and HTTP requests in absolute form, according to the list;
+the slot has no other connection, not even DNS. For a slot with the network on, the process serves the slot's network
+device (`tunnel.py`).
 
 The process reads untrusted input, so it holds nothing of value: after the server has forked it, it closes all
 descriptors but its control socket, gives up root, and gets only lists, listeners and devices. In an encrypted
@@ -57,7 +58,7 @@ def run(control: socket.socket) -> NoReturn:
 
 
 class _Rules:
-    """The list of one slot. Implements `Judge`."""
+    """The list of hosts of one slot. Implements `Judge`."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self._rules = rules

@@ -7,9 +7,9 @@ terminates the slot's connection at this socket, and the two connections are joi
 a socket. Packets of other protocols are dropped.
 
 Invariant: every destination is judged (`refusal`), and connections go to the judged address. The host's own addresses,
-above all its loopback, are refused, except for named ports, which slots reach at the gateway's address. Cloud metadata
-addresses are refused too, except for port 53, where some clouds have their resolver. The gateway's port 53 is the
-host's resolver.
+above all its loopback, are refused, except for the ports in `host_ports`, which slots reach at the gateway's address.
+Cloud metadata addresses are refused too, except for port 53, where some clouds have their resolver. The gateway's port
+53 is the host's resolver.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def refusal(address: Address, port: int) -> str | None:
 
 
 def is_own(address: Address) -> bool:
-    """Return whether an address belongs to this machine. The kernel then chooses it as the source address too."""
+    """Return whether an address belongs to this machine. To reach such an address, the kernel uses the same address as
+    the source."""
     with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((str(address), 9))
@@ -115,7 +116,7 @@ class Tunnel:
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> None:
-        """Serve until `close`."""
+        """Start to serve the slot, until `close`."""
         for listener in self._listeners.values():
             listener.setblocking(False)
             self._servers.append(await asyncio.start_server(self._accept, sock=listener))

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Sequence
 
 # The addresses of the slot and of the tunnel, from the range for benchmarks (RFC 2544) and a private range (RFC 4193).
-# At the tunnel's address, the slot also finds its resolver and the host's named ports.
+# At the tunnel's address, the slot also finds its resolver and the ports in `host_ports`.
 SLOT = {4: ipaddress.ip_address("198.18.0.1"), 6: ipaddress.ip_address("fdc6:1200::1")}
 GATEWAY = {4: ipaddress.ip_address("198.18.0.2"), 6: ipaddress.ip_address("fdc6:1200::2")}
 HOST_NAME = "host.internal"  # the gateway's name in /etc/hosts

@@ -101,7 +101,7 @@ class SendFrame(Protocol):
 
 
 class OpenRequest(Protocol):
-    """A request that is not answered yet; it handles the CREDIT, CANCEL, DATA and END frames with its number."""
+    """A request that has not been answered yet; it handles the CREDIT, CANCEL, DATA and END frames with its number."""
 
     def on_frame(self, frame: Frame) -> None: ...
 
@@ -131,8 +131,8 @@ _to_json, _from_json = _encoder(), make_scanner(json.JSONDecoder())  # type: ign
 
 
 def encode(kind: FrameKind, request: int, fields: Fields | None = None, data: bytes = b"") -> bytes:
-    """Return one frame as bytes. Raises ValueError if it is too long, TypeError if `fields` or `data` have a wrong
-    type."""
+    """Return one frame as bytes. Raises ValueError if the frame is too long, and TypeError if `fields` or `data` has a
+    wrong type."""
     text = "".join(_to_json(fields, False)).encode() if fields else b""
     if len(text) + len(data) > MAX_FRAME:
         raise ValueError(f"{len(text) + len(data)} bytes are more than the {MAX_FRAME} of one message to a slot")
@@ -191,8 +191,9 @@ class FrameDecoder:
 class FrameConnection:
     """One end of the stream: frames in, frames out, without blocking.
 
-    Calls `on_frame` for each frame, and `on_end` once when the other side has closed the stream. Each request's window
-    bounds the server's unrequested data, so the outgoing buffer is bounded by the number of open requests.
+    Calls `on_frame` for each frame, and `on_end` once when the other side has closed the stream. The window of each
+    request bounds the data that the server sends for the request, so the number of open requests bounds the outgoing
+    buffer.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class FrameConnection:
 
     @property
     def waiting(self) -> bool:
-        """Whether something has not been sent yet."""
+        """Whether data is waiting to be sent."""
         return bool(self._outgoing)
 
     def _ready(self) -> None:

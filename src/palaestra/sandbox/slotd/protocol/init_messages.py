@@ -114,7 +114,7 @@ def encode_spawn(
     command: int, argv: list[str], cwd: str, env: EnvBlock, places: Places,
     terminal: bool = False, announce: bool = False,
 ) -> bytes:  # fmt: skip
-    """Return a `Spawn` as an order. Raises ValueError for an empty program, a NUL, too many arguments."""
+    """Return a `Spawn` as an order. Raises ValueError for an empty program, a NUL or too many arguments."""
     text = "\0".join((cwd, *argv)).encode("utf-8", "surrogateescape")
     if not argv[0] or len(argv) + env.size >= _MAX_STRINGS or text.count(b"\0") != len(argv):
         raise ValueError("no program, a NUL, or too many arguments")

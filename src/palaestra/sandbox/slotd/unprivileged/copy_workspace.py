@@ -1,4 +1,5 @@
-"""Works with complete copies of workspaces: starts a slot from a layer, finds its changes, and cuts a layer to a view.
+"""Works with complete copies of workspaces: copies a layer into a new slot, finds a slot's changes, and cuts a layer to
+a view.
 
 A layer here holds complete trees, not differences. Layers are never written to, so they share files by hard links; a
 slot gets copies. An agent chose the names and modes in a layer, so links are never followed, and a server without root
@@ -58,7 +59,7 @@ def open_up(tree: str) -> None:
 
 
 def move(source: str, target: str) -> None:
-    """Rename an entry, even if it is a directory that is not writable, or a parent on either side is not."""
+    """Rename an entry, even if the entry is a read-only directory, or a parent on either side is read-only."""
     mode = os.lstat(source).st_mode
     with _writable(os.path.dirname(source)), _writable(os.path.dirname(target)):
         closed = stat.S_ISDIR(mode) and not mode & stat.S_IWUSR

@@ -4,8 +4,8 @@ A process restricts itself and everything that it starts, permanently and withou
 directory and hold for everything below the directory; everything else is denied. The numbers are those of the kernel's
 `linux/landlock.h`.
 
-Users, permissions and the system call filter (for UDP and other protocols) restrict the rest, except connections to a
-socket that is a file, and `stat` of any path.
+Users, permissions and the system call filter (for UDP and other protocols) restrict the rest, except connections to
+socket files, and `stat` of any path.
 """
 
 from __future__ import annotations

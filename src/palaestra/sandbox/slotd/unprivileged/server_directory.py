@@ -180,7 +180,7 @@ def clear_shared_memory(first_user: int, count: int = 1) -> None:
 
 @contextlib.contextmanager
 def _held(parent: str) -> Iterator[None]:
-    """Serialise starts and ends of servers."""
+    """Lock the parent directory, so that servers start and end one at a time."""
     fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
 """The init of a slot without namespaces: restricts itself, then starts commands as the slot's user.
 
 If slots have users of their own, the init stays root, so that no command can signal or trace it. Every command inherits
-the init's restrictions (Landlock, system calls, capabilities, limits), and `_start` adds the user. Without such users,
-a command can end its init, and with it the slot, but from Landlock version 6 on nothing outside the slot. For `none`,
-the only restriction is that signals stay in the slot.
+the init's restrictions (Landlock, system calls, capabilities, limits), and `_start` also switches to the slot's user.
+Without such users, a command can end its init, and with it the slot, but from Landlock version 6 on nothing outside the
+slot. For `none`, the only restriction is that signals stay in the slot.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def run(plan: UnprivilegedPlan, control: socket.socket) -> NoReturn:
 
 
 def _prepare(plan: UnprivilegedPlan) -> None:
-    """Fill the workspace. The copy is made in this process, so that the server does not wait for it."""
+    """Make and fill the slot's directories. The copy is made in this process, so that the server does not wait for
+    it."""
     os.setsid()
     syscalls.set_name("slot-init")
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -130,7 +131,7 @@ def _confine(plan: UnprivilegedPlan) -> None:
 
 @functools.cache
 def readable(network: bool) -> list[str]:
-    """Return the paths of the system that commands may read, if their permissions allow it."""
+    """Return the system's paths that commands may read, as far as file permissions allow it."""
     patterns = (*_SETTINGS, *(_SETTINGS_WITH_NETWORK if network else ()))
     found = [path for pattern in patterns for path in glob.glob(f"/etc/{pattern}")]
     return [*_READ_ONLY, *(path for path in found if not host.is_private(path))]
@@ -366,7 +367,7 @@ def _enter(directory: str) -> None:
 
 
 def above(highest: int, fds: Sequence[int]) -> list[int]:
-    """Return copies of descriptors above a number."""
+    """Duplicate descriptors to numbers above `highest`, and return the duplicates."""
     return [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, highest + 1) for fd in fds]
 
 

@@ -218,7 +218,7 @@ class UnprivilegedDriver:
         return Place(root, path, owner)
 
     def _require_public(self, path: str, writing: bool, network: bool) -> None:
-        """Refuse a path that a command of the slot could not read (or write)."""
+        """Raise PermissionError if the slot's commands may not read the path, or if `writing` is set."""
         denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         if writing:
             raise denied

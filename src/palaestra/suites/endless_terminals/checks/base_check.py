@@ -1,7 +1,7 @@
 """The base class of checks. A check is one claim about a workspace, and is stored in a task's row.
 
 A check reads from the slot and compares on the host, so the expected value never enters a slot. `fault` returns an
-empty string if the claim holds, else one line of text.
+empty string if the claim holds, else one line that explains why it does not.
 
 Invariant: a missing, huge, binary or malformed file of the agent is a fault; only a failing slot raises.
 """
@@ -18,10 +18,10 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import FileInfo, Slot
 
 MOST_BYTES = 1 << 20
-"""The largest file that a check reads."""
+"""The maximum size, in bytes, of a file that a check reads."""
 
 TIMEOUT_S = 30.0
-"""The time limit for each program that a check runs."""
+"""The time limit, in seconds, for each program that a check runs."""
 
 
 class BaseCheck(msgspec.Struct, frozen=True, tag_field="check", tag=str.lower, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ async def read_bytes(slot: Slot, path: str) -> bytes:
 
 
 async def read_text(slot: Slot, path: str) -> str:
-    """Return a file as UTF-8. Raises `UnreadableFile`."""
+    """Return the text of a UTF-8 file. Raises `UnreadableFile`."""
     try:
         return (await read_bytes(slot, path)).decode()
     except UnicodeDecodeError:
@@ -76,12 +76,13 @@ def plain(text: str) -> list[str]:
 
 
 def different(path: str, got: JSON, wanted: JSON) -> str:
-    """Return the fault if the values differ. It shows the found value, never the expected one."""
+    """Return a fault if the values differ, otherwise an empty string. The fault shows the value found, never the
+    expected one."""
     return "" if got == wanted else something_else(path, got)
 
 
 def something_else(path: str, got: JSON) -> str:
-    """Return the fault of an unexpected value."""
+    """Return the fault for an unexpected value."""
     try:
         shown = reprlib.repr(got)
     except ValueError:  # TOML and YAML may contain integers in base 16 with more digits than Python prints

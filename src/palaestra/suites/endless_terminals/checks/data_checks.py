@@ -14,7 +14,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.suites.endless_terminals.checks.base_check import BaseCheck, different, read_text, something_else
 
 _MOST_YAML = 1 << 16
-"""The longest YAML text to parse, in characters, because parsing YAML is slow."""
+"""The maximum length, in characters, of a YAML text, because parsing YAML is slow."""
 
 
 def _same(got: JSON, wanted: JSON) -> bool:

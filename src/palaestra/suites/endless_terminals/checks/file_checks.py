@@ -54,7 +54,7 @@ class Exists(BaseCheck, frozen=True):
 
 
 class Absent(BaseCheck, frozen=True):
-    """No entry exists."""
+    """No entry exists at `path`."""
 
     async def fault(self, slot: Slot) -> str:
         return f"{self.path} exists" if await look(slot, self.path) else ""
@@ -121,7 +121,7 @@ class Files(BaseCheck, frozen=True):
 
 
 class Digests(BaseCheck, frozen=True):
-    """Lines of `sha256sum` for these files, each once, in any order, with paths relative to the workspace."""
+    """A file with a line of `sha256sum` for each of these files, in any order, with paths relative to the workspace."""
 
     files: list[str]
     algorithm: str = "sha256"

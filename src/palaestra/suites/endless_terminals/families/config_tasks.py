@@ -13,7 +13,7 @@ from palaestra.suites.endless_terminals.words import CITIES, SERVICES
 
 
 def _sections(draw: Draw, count: int) -> dict[str, dict[str, str]]:
-    """INI sections of small settings."""
+    """Return INI sections, each with a few settings."""
     return {
         service: {
             "host": f"{draw.fresh()}.internal",

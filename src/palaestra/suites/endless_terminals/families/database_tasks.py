@@ -35,7 +35,7 @@ def _rows(table: Table) -> list[list[int | str]]:
 
 
 def imported(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Import a text table into a database, numbers as integers."""
+    """Import a text table into a database, with its numbers as integers."""
     source, table, files = table_source(draw, place, given)
     path, name = f"{place}/{draw.fresh()}.db", f"{draw.fresh()}_rows"
     numbers = [f"`{column.name}`" for column in table.columns if column.kind in ("id", "number")]
@@ -61,7 +61,7 @@ def imported(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def queried(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Export a grouped query over one table as CSV."""
+    """Export the result of a grouped query over one table as CSV."""
     name, table = fresh_table(draw, rows=draw.between(15, 30))
     group, number = draw.pick(table.of_kind("group")), draw.pick(table.of_kind("number"))
     path = f"{place}/{draw.fresh()}.db"

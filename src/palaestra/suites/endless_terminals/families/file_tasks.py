@@ -35,7 +35,7 @@ def _under(folder: str, files: dict[str, str]) -> dict[str, str]:
 
 
 def renamed(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Rename files to one style."""
+    """Rename files to one naming style."""
     folder = f"{place}/{draw.fresh()}"
     ending = draw.pick(_ENDINGS)
     words = draw.words(12)
@@ -184,7 +184,7 @@ def verified(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def reassembled(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Join chunks in numeric order, without leading zeros."""
+    """Join chunks in numeric order; their numbers have no leading zeros."""
     count = draw.between(11, 14)
     folder, target = f"{place}/chunks", f"{place}/{draw.fresh()}.txt"
     chunks = [draw.prose(draw.between(1, 3)) for _ in range(count)]
@@ -371,7 +371,7 @@ def zipped(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def rotated(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Count lines in logs of which some are compressed."""
+    """Count lines in logs, some of which are compressed."""
     folder = f"{place}/logs"
     word, count = draw.fresh().upper(), draw.between(3, 5)
     others = draw.words(6)

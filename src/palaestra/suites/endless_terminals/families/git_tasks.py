@@ -22,7 +22,7 @@ _TOLD = "Where git wants an identity, any will do."
 
 
 def _begun(folder: str) -> str:
-    """Return a shell script that creates an empty repository with the branch main and enters it."""
+    """Return a shell script that creates an empty repository with the branch main and enters its folder."""
     return f"{_IDENTITY}mkdir -p {folder}\ncd {folder}\ngit init -q -b main .\n"
 
 

@@ -53,7 +53,7 @@ def between_times(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
     start, end = records[first][0], records[last][0]
     level = draw.pick(LEVELS)
     log = f"{place}/{draw.fresh()}.log"
-    records[first] = (start, level, *records[first][2:])  # so that a record has this level
+    records[first] = (start, level, *records[first][2:])  # so that at least one record has this level
     found = [f"{r[0]} {r[1]} [{r[2]}] {r[3]}" for r in records[first : last + 1] if r[1] == level]
     target = DataFile(f"{place}/{draw.fresh()}.log", "lines", lines=tuple(found))
     ask = (

@@ -18,7 +18,7 @@ _BASH, _PYTHON = "bash", "python3"
 class ProgramTask:
     """A program to write: its description, a solution, an example for the prompt, and the cases of the check.
 
-    `broken` is a version with a mistake; the task is to fix it.
+    `broken`, if not empty, is a version with a mistake; the task is then to fix it.
     """
 
     ask: str
@@ -116,7 +116,7 @@ def column_sum(draw: Draw) -> ProgramTask:
 
 
 def log_filter(draw: Draw) -> ProgramTask:
-    """Return a shell filter with an option."""
+    """Print the numbered messages of one service, in a shell script."""
     services = draw.sample(SERVICES, 3)
 
     def case(service: str) -> Case:

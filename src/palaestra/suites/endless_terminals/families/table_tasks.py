@@ -182,7 +182,7 @@ def cross_count(draw: Draw, table: Table) -> ReportOp:
 
 
 def joined(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Join with a second table that lacks some groups; their rows are dropped."""
+    """Join with a second table that lacks some groups; the rows of those groups are dropped."""
     source, table, files = table_source(draw, place, given)
     group = draw.pick(need(table.of_kind("group"), "groups"))
     known = sorted({str(value) for value in table.values(group)})
@@ -232,7 +232,7 @@ def partitioned(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def unioned(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Join the shards of one table, sorted by id."""
+    """Combine the shards of one table, sorted by id."""
     _, table = fresh_table(draw)
     key = table.of_kind("id")[0]
     rows = draw.shuffled(table.rows)

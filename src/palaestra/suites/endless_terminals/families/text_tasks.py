@@ -152,7 +152,7 @@ def longer(draw: Draw, lines: tuple[str, ...]) -> LineOp:
 
 
 def replaced(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Replace a whole word in every file with one ending."""
+    """Replace a whole word in every file whose name has a given ending."""
     old, new = draw.fresh(), draw.fresh()
     others = draw.words(4)
     folder = f"{place}/{draw.fresh()}"

@@ -96,7 +96,7 @@ def _matters(event: str, args: tuple[Any, ...], frame: FrameType | None, own: st
 
 
 def _caller(frame: FrameType | None, prefix: str, trusted: tuple[str, ...], most: int) -> str | None:
-    """Return the first file of the workspace among the innermost frames."""
+    """Return the first workspace file among the `most` innermost frames, or None."""
     for _ in range(most):
         if frame is None:
             return None

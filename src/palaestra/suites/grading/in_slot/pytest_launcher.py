@@ -4,7 +4,7 @@ The first argument is the name under which this program was called. `uv run` and
 packages that the script requested; commands that only install packages do nothing. Any other command is reported as
 `unmet`, which counts as the grader's failure.
 
-Invariant: nothing of the workspace is on the import path before pytest is imported.
+Invariant: nothing from the workspace is on the import path before pytest is imported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _unmet(what: str) -> None:
 
 
 def _python(plan: dict[str, Any], arguments: list[str]) -> None:
-    """Replace this process by Python with the provided packages."""
+    """Replace this process with a Python that can import the provided packages."""
     path = os.pathsep.join([*plan["dependencies"], *filter(None, [os.environ.get("PYTHONPATH")])])
     os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path})  # noqa: S606
 

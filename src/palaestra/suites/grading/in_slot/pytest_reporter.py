@@ -5,7 +5,7 @@ and channel work; no code of the workspace has run yet), `collect` (a file that 
 (the tests that were found), `test` (one phase of one test), `finish` (pytest ended its session). Reports of the audit
 hook (`alarm`) come in between.
 
-Invariant: nothing of the workspace is imported before `start` is sent and the audit hook is installed, and standard
+Invariant: nothing from the workspace is imported before `start` is sent and the audit hook is installed, and standard
 output carries no verdict. Nothing in this process shows which reports earn a reward.
 """
 
@@ -132,7 +132,7 @@ def main() -> None:
     channel = VerdictChannel()
     channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
     audit_hook.install(channel, plan["root"])
-    plan.update(nonce=secrets.token_hex(16), names=[])  # a bait: records do not carry it
+    plan.update(nonce=secrets.token_hex(16), names=[])  # bait: genuine records do not contain it
 
     os.chdir(plan["root"])
     first = len(sys.path) - len(plan["dependencies"])  # after the standard library, before installed packages

@@ -1,9 +1,9 @@
 """Run the tests of one Python text, without pytest, and report each on the verdict channel.
 
-Tests are functions without arguments, or methods of classes (unittest's too).
+Tests are functions without arguments, or methods of classes (also of `unittest.TestCase`).
 
 Input: one JSON object on standard input, written by `hermes_swe/hermes_swe.py`. Output: `start` (no code of the
-workspace has run yet), `collected` (their names), `test` (one for each), `finish`.
+workspace has run yet), `collected` (the names of the tests), `test` (one for each test), `finish`.
 
 Invariant: no file of the slot contains the tests, and the standard library precedes the workspace on the import path.
 """
@@ -89,7 +89,7 @@ def main() -> None:
     channel = VerdictChannel()
     channel.send("start", python=sys.version.split()[0])
     audit_hook.install(channel, plan["root"])
-    plan |= {"nonce": secrets.token_hex(16), "names": []}  # a bait: records do not carry it
+    plan |= {"nonce": secrets.token_hex(16), "names": []}  # bait: genuine records do not contain it
     os.chdir(plan["root"])
     sys.path.append(plan["root"])
     sys.pycache_prefix = os.path.join(_HERE, "pycache")

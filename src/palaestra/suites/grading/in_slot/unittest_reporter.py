@@ -84,7 +84,7 @@ def main() -> None:
     channel.send("start", python=sys.version.split()[0])
     audit_hook.install(channel, plan["root"])
     framework = audit_hook.Framework(channel)
-    plan.update(nonce=secrets.token_hex(16), names=[])  # a bait: records do not carry it
+    plan.update(nonce=secrets.token_hex(16), names=[])  # bait: genuine records do not contain it
     folder = os.path.dirname(os.path.join(plan["root"], plan["script"]))
     os.chdir(folder)
     sys.path[:0] = [folder, *plan["python_path"], plan["root"]]

@@ -7,14 +7,14 @@ import os
 import random
 
 DESCRIPTOR = 3
-"""Where `Slot.execute(verdict=True)` reads the verdict."""
+"""The descriptor from which `Slot.execute(verdict=True)` reads the verdict."""
 
 
 class VerdictChannel:
     """Sends JSON lines. A crash can tear only the last line.
 
-    The descriptor moves to a high number; otherwise code that writes to every low descriptor would add records. `send`
-    keeps the functions that it needs, before workspace code can replace them.
+    The descriptor moves to a high number; otherwise code that writes to every low descriptor would add records. The
+    functions that `send` needs are stored at the start, before workspace code can replace them.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,8 @@ class Flips:
 
 
 def flips(base: TestRun, mutated: TestRun, flaky: Sequence[str] = ()) -> Flips:
-    """Compare two runs. Raises `TaskError` if pytest did not finish with the bug."""
+    """Return the tests that the bug breaks and those that keep passing. Raises `TaskError` if pytest did not finish
+    with the bug."""
     stable = [name for name, status in base.statuses.items() if status is Status.PASSED and name not in set(flaky)]
     if not mutated.complete:
         raise TaskError("the tests do not finish with the bug")
@@ -65,7 +66,7 @@ def flips(base: TestRun, mutated: TestRun, flaky: Sequence[str] = ()) -> Flips:
 
 
 def apply_pinned(repository: Repository, mutation: PinnedMutation) -> str:
-    """Return the file with the bug. Raises `TaskError` if the file does not contain the pinned text at its place."""
+    """Return the text of the file with the bug. Raises `TaskError` if the pinned text is not at the pinned position."""
     if mutation.path not in repository.files:
         raise TaskError(f"{mutation.id}: {repository.package.name} has no file {mutation.path}")
     data = repository.files[mutation.path].data

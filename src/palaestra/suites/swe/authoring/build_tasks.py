@@ -94,7 +94,8 @@ async def build(
     options: BuildOptions,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SweBuild:
-    """Build rows for these packages (`name==version`; by default all of the manifest) and write them to `options.out`.
+    """Build rows for these packages (`name==version`; by default all packages of the manifest) and write them to
+    `options.out`.
 
     Raises `ConfigError` for a bad name, and the first problem if no row could be built.
     """
@@ -132,7 +133,8 @@ def pick(packages: Sequence[PinnedPackage], limit: int = 0, select: Sequence[str
 
 
 def _named(packages: Sequence[str], pinned: Manifest, options: BuildOptions) -> list[PinnedPackage]:
-    """Return the named packages: pinned ones, or bare ones to search."""
+    """Return the named packages. A package that is not in the manifest has no bugs yet; it must be searched for
+    them."""
     if not packages:
         return list(pinned.packages)
     known = {(package.name, package.version): package for package in pinned.packages}
@@ -215,7 +217,8 @@ class _Builder:
         return replace(repository, package=replace(repository.package, mutations=found.mutations, flaky=found.flaky))
 
     async def _rows(self, trial: PackageTrial, repository: Repository) -> list[Mapping[str, JSON]]:
-        """Run the unchanged package once, then every bug concurrently."""
+        """Run the unchanged package once, then every bug concurrently. Return a row for each bug that could be
+        built."""
         mutations = repository.package.mutations
         tests = sorted({path for mutation in mutations for path in mutation.tests})
         if missing := set(tests) - set(test_files(repository.files)) - set(repository.files):
@@ -250,7 +253,7 @@ class _Builder:
 
 
 def _write(out: Path, rows: Sequence[Mapping[str, JSON]]) -> None:
-    """Replace the file with all rows at once; an interrupted build keeps the old file."""
+    """Write all rows to the file, which is replaced atomically: an interrupted build keeps the old file."""
     with writing(out), replaced(out) as lines:
         lines.writelines((json.dumps(row, ensure_ascii=False) + "\n").encode() for row in rows)
 
@@ -315,7 +318,7 @@ async def find_bugs(
     max_tries: int = 120,
     progress: Callable[[str], None] = lambda line: None,
 ) -> FoundBugs:
-    """Try candidates until `want` of them are kept or `max_tries` have run."""
+    """Try candidates until `want` of them qualify as bugs or `max_tries` have run."""
     chosen = tuple(tests) or test_files(repository.files)
     base, flaky = await steady_base(trial, chosen)
     budget_s = 10 + 4 * sum(base.durations_s.values())

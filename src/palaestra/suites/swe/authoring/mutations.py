@@ -41,7 +41,7 @@ _ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """Replace the bytes `start`..`end` of the UTF-8 file at `path` by `replacement`.
+    """Replace the bytes `start`..`end` of the UTF-8 file at `path` with `replacement`.
 
     `function` is the qualified name of the enclosing function, `line` the first line of the change (1-based).
     """
@@ -219,7 +219,7 @@ def change_default(scope: Scope) -> Iterator[Proposal]:
 
 
 def wrong_name(scope: Scope) -> Iterator[Proposal]:
-    """Read the next parameter of the signature in place of a parameter."""
+    """Replace a use of a parameter with the next parameter in the signature."""
     arguments = scope.node.args
     names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     names = [name for name in names if name not in ("self", "cls")]
@@ -247,7 +247,7 @@ def fix_condition(scope: Scope) -> Iterator[Proposal]:
 
 
 def remove_statement(scope: Scope) -> Iterator[Proposal]:
-    """Remove a statement that calls a function or assigns to an existing name or element, or replace it by `pass`."""
+    """Remove a statement that calls a function or assigns to an existing name or element, or replace it with `pass`."""
     for body in _bodies(scope):
         for statement in body:
             if isinstance(statement, ast.AugAssign) or _is_call(statement) or _rebinds(statement, scope):
@@ -303,7 +303,7 @@ def _called_name(call: ast.Call) -> str:
 
 
 def _operator(scope: Scope, kind: str, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Proposal]:
-    """Replace the operator between two operands, if it is the only one there and no comment is next to it."""
+    """Replace the operator between two operands, if it occurs only once between them and without a comment."""
     start, end = scope.source.span(left)[1], scope.source.span(right)[0]
     between = scope.source.cut(start, end)
     pattern = rf"(?<![\w<>=!*/]){re.escape(old)}(?![\w<>=*/])".replace(r"\ ", r"\s+")
@@ -331,7 +331,7 @@ def _other_default(value: object) -> str | None:
 
 
 def _is_elif_chain(node: ast.If) -> bool:
-    """Return whether an `elif` follows that has an `else` of its own."""
+    """Return whether an `elif` follows that is itself followed by an `elif` or `else`."""
     return len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If) and bool(node.orelse[0].orelse)
 
 
@@ -349,7 +349,7 @@ def _is_call(statement: ast.stmt) -> bool:
 
 
 def _rebinds(statement: ast.stmt, scope: Scope) -> bool:
-    """Return whether the statement assigns to a parameter or an element: without it, every name stays bound."""
+    """Return whether the statement assigns to a parameter or an element, so that every name stays bound without it."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
         return False
     target = statement.targets[0]

@@ -32,7 +32,8 @@ class PackageTrial:
         self._toolchain = toolchain
 
     async def run(self, tests: Sequence[str], *, timeout_s: float, changed: Mapping[str, str] | None = None) -> TestRun:
-        """Run all tests of these files with `changed` files of the package. Raises `InfraError`."""
+        """Run all tests in these files. `changed` maps files of the package to their changed texts. Raises
+        `InfraError`."""
         slot = await self._slots.acquire(f"build-{self._name}", spec=self._spec, snapshot=self._snapshot)
         try:
             for path, text in (changed or {}).items():
@@ -46,7 +47,7 @@ class PackageTrial:
 async def open_trial(
     slots: SlotSource, name: str, files: Mapping[str, SourceFile], toolchain: Toolchain
 ) -> AsyncIterator[PackageTrial]:
-    """Prepare the snapshot; it is removed when the block ends."""
+    """Prepare a snapshot of the package and yield its trial. The snapshot is removed when the block ends."""
     spec = SlotSpec(mounts=toolchain.mounts)
     slot = await slots.acquire(f"build-{name}", spec=spec)
     try:

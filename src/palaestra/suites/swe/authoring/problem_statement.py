@@ -138,7 +138,7 @@ def _actual(message: str, *, on_the_right: bool) -> str | None:
 
 
 def _with_values(node: ast.AST, params: Mapping[str, str]) -> ast.AST:
-    """Replace the parameters of the test by their values, if their `repr` is code."""
+    """Replace the parameters of the test with their values, where the `repr` of a value is code."""
     values = {name: parsed for name, text in params.items() if (parsed := _expression(text)) is not None}
 
     class Substitute(ast.NodeTransformer):
@@ -167,7 +167,7 @@ def mentions(statement: str, secrets: Sequence[str]) -> tuple[str, ...]:
 
 
 def _statement_at(module: ast.Module, line: int) -> tuple[ast.FunctionDef, ast.stmt] | None:
-    """Return the innermost statement at a line, and the outermost function around it."""
+    """Return the outermost function around a line, and the innermost statement at the line; None if there is none."""
     for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
         if function.lineno <= line <= (function.end_lineno or 0):
             inside = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
@@ -223,7 +223,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _inlined(claim: _Claim, function: ast.FunctionDef, statement: ast.stmt) -> _Claim:
-    """Replace variables that only hold the result or the expected value by their assigned expressions."""
+    """Replace variables that only hold the result or the expected value with the expressions assigned to them."""
     if not isinstance(claim.call, ast.expr):
         return claim
     call = _assigned(claim.call, function, statement)
@@ -259,7 +259,8 @@ def _setup_for(module: ast.Module, function: ast.FunctionDef, statement: ast.stm
 
 
 def _makes(statement: ast.stmt, needed: set[str]) -> bool:
-    """Return whether a statement binds one of these names or changes its object; never an assertion."""
+    """Return whether a statement binds one of these names or changes the object that it names. Assertions do not
+    count."""
     if isinstance(statement, ast.Assert | ast.FunctionDef | ast.ClassDef):
         return False
     if isinstance(statement, ast.Expr):
@@ -299,7 +300,7 @@ def _alias(alias: ast.alias) -> str:
 
 
 def _names(node: ast.AST) -> set[str]:
-    """Return the names that are read or bound, without builtins."""
+    """Return the names that a node reads or binds, without builtins."""
     return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)} - set(dir(builtins))
 
 

@@ -4,7 +4,7 @@ This code contains no index address: the caller's flag comes first, then pip's c
 then the default that pip prints in its own help. Wire formats: the simple repository API, HTML (PEP 503) and JSON (PEP
 691), https://packaging.python.org/specifications/simple-repository-api/
 
-Invariants: downloaded bytes have the requested sha256, or the one that the index states. Nothing of a package is
+Invariants: downloaded bytes have the requested sha256, or the one that the index states. No part of a package is
 executed or unpacked to disk: archive members go straight to git.
 """
 
