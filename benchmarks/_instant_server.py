@@ -9,16 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 
 Conversation = Sequence[bytes]
 """The replies in order, each a whole body. The last reply repeats without end."""
 
+_STREAM = re.compile(rb'"stream": ?true')
 
-def chat_reply(content: str | None, calls: Sequence[tuple[str, dict[str, object]]] = (), turn: int = 0) -> bytes:
+
+def chat_reply(
+    content: str | None,
+    calls: Sequence[tuple[str, dict[str, object]]] = (),
+    turn: int = 0,
+    reasoning: str | None = None,
+) -> bytes:
     """Return a chat completion with text or with tool calls, each given by name and arguments."""
     message: dict[str, object] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
             {
@@ -33,6 +43,18 @@ def chat_reply(content: str | None, calls: Sequence[tuple[str, dict[str, object]
     return json.dumps(
         {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
     ).encode()
+
+
+def streamed(reply: bytes) -> bytes:
+    """Return the same chat completion as server-sent events, in one piece."""
+    body = json.loads(reply)
+    (choice,) = body["choices"]
+    delta = choice.pop("message")
+    for index, call in enumerate(delta.get("tool_calls", ())):
+        call["index"] = index
+    choice["delta"] = delta
+    chunk = json.dumps(body | {"object": "chat.completion.chunk"}).encode()
+    return b"data: " + chunk + b"\n\ndata: [DONE]\n\n"
 
 
 def token_reply(ids: Sequence[int]) -> bytes:
@@ -65,8 +87,10 @@ class InstantServer(asyncio.Protocol):
                 return
             body, path = self._buffer[head_end + 4 : end], head.split(b" ", 2)[1]
             self._buffer = self._buffer[end:]
-            reply = self._reply(path, body)
-            start = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(reply)
+            reply, kind = self._reply(path, body), b"application/json"
+            if path.endswith(b"/chat/completions") and _STREAM.search(body):
+                reply, kind = streamed(reply), b"text/event-stream"
+            start = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (kind, len(reply))
             if self._delay_s and path.endswith((b"/generate", b"/chat/completions")):
                 asyncio.get_running_loop().call_later(self._delay_s, self._transport.write, start + reply)
             else:
