@@ -121,6 +121,25 @@ def test_approval_no_then_yes(tmp_path: Path) -> None:
     assert "Interrupted" in results[2]
 
 
+def test_ctrl_c_interrupts_an_approved_command_and_a_turn_that_begins(tmp_path: Path) -> None:
+    """A prompt takes the signal over while it asks, and the chat is still loading when the first message is sent."""
+    with echo_server(delay_s=0.3) as server, terminal(tmp_path, server) as child:
+        seen(child, PROMPT)
+        child.send(f"say {'word ' * 50}\r")
+        seen(child, r"\x1b\[\?2004l")  # the prompt has ended; the message has not been sent
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('rm -rf nothing; echo started; sleep 60')}\r")
+        seen(child, "Run it")
+        time.sleep(0.3)
+        child.send("y\r")
+        seen(child, "│ started")
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        finish(child)
+
+
 def test_ctrl_c_interrupts_the_model_and_a_command_and_keeps_the_conversation(tmp_path: Path) -> None:
     with echo_server(delay_s=0.3) as server, terminal(tmp_path, server) as child:
         seen(child, PROMPT)

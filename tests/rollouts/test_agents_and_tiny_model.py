@@ -15,10 +15,10 @@ from bug_fixing import fix_calc
 from test_installed_agents import installable
 
 import palaestra
+from model_logprobs import own_logprobs
 from palaestra.agent.programs import PROGRAMS, NpmProgram
 from palaestra.core.types import Blame, Outcome
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.torch_decoder import load_model
 from palaestra.testing.tiny_model import make_tiny
 
 pytestmark = [
@@ -42,17 +42,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_TOKENS}))
     return folder
-
-
-def own_logprobs(model: Path, tokens: list[int], places: list[int]) -> list[float]:
-    """The model's log-probabilities of the tokens at some places, all read in one pass."""
-    import torch
-
-    with torch.no_grad():
-        logits = load_model(str(model), "cpu")(input_ids=torch.tensor([tokens])).logits[0]
-    before = torch.tensor(places) - 1
-    chosen = torch.log_softmax(logits[before].double(), dim=-1)
-    return [float(row[tokens[place]]) for row, place in zip(chosen, places, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["opencode", "codex", "pi"])

@@ -101,7 +101,8 @@ class ChatTerminal:
         self._ready: asyncio.Task[None] | None = None
         self._session: PromptSession[str] | None = None
         self._asking = asyncio.Lock()
-        self._turn_runs = False
+        self._turn_runs = self._stop_soon = False
+        self._handling: asyncio.Task[None] | None = None
         self._ended = False
         self._options: ChatOptions
         self._store: ConversationStore
@@ -113,7 +114,11 @@ class ChatTerminal:
     async def run(self) -> int:
         """Read and handle messages and commands until the chat ends; returns the exit code."""
         self._session = self._prompt_session()
+        loop = asyncio.get_running_loop()
+        # One handler for the whole chat: those of prompts, and of asyncio, would leave gaps in which Ctrl-C ends it.
+        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         async with self._stack:
+            self._stack.callback(loop.remove_signal_handler, signal.SIGINT)
             self._ready = asyncio.create_task(self._load())
             self._ready.add_done_callback(self._loaded)
             if any(name in self._own for name in ("-c", "--resume", "--fork")):
@@ -126,13 +131,30 @@ class ChatTerminal:
                     break
                 if not text.strip():
                     continue
-                await self._ready
+                self._handling = asyncio.create_task(self._handle(text))
+                if self._stop_soon:
+                    self._handling.cancel()
                 try:
-                    await self._handle(text)
-                except PalaestraError as error:
+                    await asyncio.wait([self._handling])
+                finally:
+                    self._handling.cancel()
+                if self._handling.cancelled():
+                    self._screen.line(f"{YELLOW}interrupted{PLAIN}")
+                elif (error := self._handling.exception()) is not None:
+                    if not isinstance(error, PalaestraError) or self._talk is None:  # a fault, or loading failed
+                        raise error
                     self._screen.line(f"{RED}{_clean(str(error))}{PLAIN}")
             self._screen.line(f"{DIM}{self._farewell()}{PLAIN}")
         return DONE
+
+    def _on_interrupt(self) -> None:
+        """Stop the turn, or the command or message that no turn has begun for yet."""
+        if self._turn_runs:
+            self._stop_soon = not self._conversation.interrupt()
+        elif self._handling is not None and not self._handling.done():
+            self._handling.cancel()
+        else:  # a prompt has ended and its message is not handled yet, or one is shown, which reads Ctrl-C itself
+            self._stop_soon = self._session is not None and not self._session.app.is_running
 
     def _farewell(self) -> str:
         talk = self._talk
@@ -233,10 +255,11 @@ class ChatTerminal:
     async def _read(self) -> str | None:
         """Return the next message or command; None at the end of input."""
         assert self._session is not None
+        self._stop_soon = False
         while True:
             try:
                 async with self._asking:
-                    return await self._session.prompt_async(_PROMPT)
+                    return await self._session.prompt_async(_PROMPT, handle_sigint=False)
             except KeyboardInterrupt:
                 continue
             except EOFError:
@@ -258,6 +281,8 @@ class ChatTerminal:
     # Messages
 
     async def _handle(self, text: str) -> None:
+        assert self._ready is not None
+        await asyncio.shield(self._ready)
         if text.startswith("/"):
             word, _, rest = text.strip().partition(" ")
             near = [word] if word in COMMANDS else [name for name in COMMANDS if name.startswith(word)]
@@ -281,17 +306,16 @@ class ChatTerminal:
         """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""
         from palaestra.chat.events import Notice
 
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._conversation.interrupt)
         self._turn_runs = True
         try:
             with _no_echo():
                 async for event in events:
                     if not isinstance(event, Notice):  # `People.notice` already shows them
                         self._screen.show(event)
+                    if self._stop_soon:
+                        self._stop_soon = not self._conversation.interrupt()
         finally:
-            self._turn_runs = False
-            loop.remove_signal_handler(signal.SIGINT)
+            self._turn_runs = self._stop_soon = False
         await self._offer_changes()
 
     async def _offer_changes(self) -> None:
@@ -382,7 +406,7 @@ class ChatTerminal:
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
             session: PromptSession[str] = PromptSession(output=create_output(self._raw))
             try:
-                return (await session.prompt_async(_clean(prompt))).strip()
+                return (await session.prompt_async(_clean(prompt), handle_sigint=False)).strip()
             except KeyboardInterrupt:
                 if self._turn_runs:
                     self._conversation.interrupt()

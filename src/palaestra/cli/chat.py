@@ -68,7 +68,11 @@ FLAGS_OF_CHAT = {
 @click.pass_context
 def command(context: click.Context, words: tuple[str, ...]) -> None:
     own, rest = own_flags(words)
-    if not {"-p", "--list", "--search", "--consent"} & own.keys():
+    if "--consent" in own:
+        _set_consent(own.pop("--consent"), rest)
+        if not own:
+            return
+    if not {"-p", "--list", "--search"} & own.keys():
         from palaestra.chat.terminal import run_terminal
 
         context.exit(run_terminal(which, own, rest))
@@ -80,18 +84,27 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
     options = options_or_answer(rest, "palaestra chat")
     if options is None:
         return
-    if "--consent" in own:
-        if own["--consent"] not in ("yes", "no"):
-            raise ConfigError("--consent must be yes or no")
-        with open_store(options.config) as store:
-            store.set_consent("", own["--consent"] == "yes")
-        return
     if "--list" in own or "--search" in own:
         with open_store(options.config) as store:
             click.echo(list_conversations(store, as_json="--json" in own, query=own.get("--search", "")))
         return
     piped, how = read_stdin(own["-p"]), {"as_json": "--json" in own, "allow": "--yes" in own}
     context.exit(asyncio.run(answer_once(options, which(own), own["-p"], piped=piped, **how)))
+
+
+def _set_consent(given: str, words: Sequence[str]) -> None:
+    """Store whether conversations may be exported. Raises `ConfigError`."""
+    from palaestra.chat.config import open_store
+
+    if given not in ("yes", "no"):
+        raise ConfigError(f"--consent must be yes or no, not {given!r}")
+    options = options_or_answer(words, "palaestra chat")
+    if options is None:
+        return
+    with open_store(options.config) as store:
+        store.set_consent("", given == "yes")
+    may = "may export" if given == "yes" else "does not export"
+    click.echo(f"palaestra export --from sessions {may} your conversations", err=True)
 
 
 def options_or_answer(words: Sequence[str], program: str) -> ChatOptions | None:

@@ -158,7 +158,7 @@ def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: F
 
     def write(file: IO[bytes]) -> ExportReport:
         left_out: Counter[str] = Counter()
-        names = [named] if named else []
+        names = [] if named in ("", "all") else [named]
         groups = session_groups(store, names, left_out, tokens=exporter.name in ("rows", "atropos"))
         report = exporter.export(wanted.of(groups), file, meta)
         report.left_out += left_out + wanted.left_out
