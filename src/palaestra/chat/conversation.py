@@ -56,6 +56,7 @@ from palaestra.chat.service import ChatService
 from palaestra.chat.store import ConversationRecord, Effect, StoredTurn
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, EngineError, InfraError, PalaestraError, SandboxError
+from palaestra.core.exits import plural
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.inference.chat_server import ChatServer, SessionContext
 from palaestra.inference.engine import ChatCompletion
@@ -570,6 +571,8 @@ class Conversation:
             problem = str(error)
         else:
             outcome, problem = result.outcome.value, result.error
+            if result.outcome is Outcome.MAX_TURNS:
+                problem = f"the limit of {plural(self._service.settings.max_turns, 'model call')} for one message"
         for message in self.messages[self._written :]:
             if message.get("role") == "tool" and message["content"] == NOT_FINISHED:
                 begun = message["tool_call_id"] in self._calls
