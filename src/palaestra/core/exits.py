@@ -138,7 +138,7 @@ def read_failure(error: BaseException) -> ProcessFailure | None:
 
 def report_failure(error: BaseException, argv: Sequence[str] = (), *, as_json: bool = False) -> int:
     """Report a failure on stderr, with settings named as in `argv`, and return its exit code. An interruption by the
-    user is reported only as JSON. A bug is raised again, unchanged."""
+    user is reported only if `as_json` is true. A bug is raised again, unchanged."""
     from palaestra.core.config import flags_as_typed  # imported here, because most programs do not fail
 
     failure = read_failure(error)

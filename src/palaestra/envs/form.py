@@ -30,7 +30,7 @@ class Form(Protocol):
     def config_type(self) -> type[BaseEnvConfig]: ...
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """Return the environment's own settings, or None if it sets nothing, and its own servers."""
+        """Return the environment's default settings (None if it has none) and its default servers."""
         ...
 
     def check_values(self) -> Mapping[str, JSON]:

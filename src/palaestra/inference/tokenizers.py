@@ -48,8 +48,8 @@ class Tokenizer(Protocol):
 
 class FastTokenizer:
     """A `tokenizer.json` with the other files of its folder. Extra: `tokens`. `special` maps names (`bos_token`, …) to
-    the tokens' texts. `stop_ids` end a turn. The text of each of the `added_ids` always becomes that one token; the
-    `special_ids` among them are never text."""
+    the tokens' texts. `stop_ids` end a turn. `added_ids` are tokens added to the vocabulary: the text of such a token
+    is always encoded as this one id. `special_ids` are those of them that are control tokens."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""`DockerDirectBackend`, the contract's class for a pool in which each trajectory can have its own docker image."""
+"""`DockerDirectBackend`: a pool in which each trajectory can have its own docker image. Existing programs use the
+name."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def guard(
 
 
 def require_token(host: str, token: str | None) -> None:
-    """Raise `ConfigError` for a server beyond the loopback without a token."""
+    """Raise `ConfigError` if `host` is not a loopback address and there is no token."""
     if not token and not is_loopback(host):
         raise ConfigError(
             f"a server on {host} needs a token, because programs on other machines and in slots could call it; "

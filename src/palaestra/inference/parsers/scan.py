@@ -57,7 +57,8 @@ def breaks_off(text: str, position: int, *tags: str) -> bool:
 
 
 class Closing(NamedTuple):
-    """How a call ends: with its end tags, with the output, or with something `else`."""
+    """Where and how a call ends: at its end tags (`tags`), because the output ended first (`output`), or because other
+    text follows (`else`)."""
 
     end: int
     how: Literal["tags", "output", "else"]

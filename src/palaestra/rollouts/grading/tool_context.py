@@ -68,9 +68,9 @@ def _placed(
 class ToolContext:
     """Full access to the workspace and tools of one rollout, for scoring. `task_id` names the rollout.
 
-    A run passes the `slot` and `tools` of the grading view. Without these arguments, the context uses the slot in which
-    `handle_function_call` and `HermesAgentLoop` run the tools of that task or, inside a rollout of this name, the
-    rollout's own slot.
+    A run passes the `slot` and `tools` of the grading view. If they are omitted, the context uses the current rollout's
+    slot and tools if its id is `task_id`, otherwise those that `handle_function_call` and `HermesAgentLoop` use for
+    `task_id`.
     """
 
     def __init__(

@@ -128,10 +128,10 @@ class Reader:
     def find(self, key: str, rollout: str, n: int, *, failures: bool = True) -> RecordedCall | None:
         """Return the reply to the `n`th call of this key in this rollout, or None.
 
-        The rollout's own reply comes first. Otherwise a reply of another rollout is used, always the same one:
-        successful replies before failures, then the reply to the `n`th call, then the latest reply before it. Once a
-        call has been made as often as it was recorded, it gets the last reply each further time. Without `failures`,
-        only successful replies are used.
+        The rollout's own reply comes first. Otherwise the choice among the other replies is deterministic: a success
+        rather than a failure, then the reply to the `n`th call, or to the nearest earlier call. Once a call has been
+        made as often as it was recorded, it gets the last reply each further time. Without `failures`, only successful
+        replies are used.
         """
         heard = {each: place for each, place in self._places.get(key, {}).items() if failures or not place.failed}
         if not heard:

@@ -135,7 +135,8 @@ class ModalSandboxConfig:
         return replace(self, app_name=app_name)
 
     def get_app_name(self) -> str:
-        """Return the name of the Modal app for these sandboxes; each profile except the default has its own app."""
+        """Return the name of the Modal app for these sandboxes: `app_name` if it is set, otherwise `DEFAULT_APP`,
+        followed by the profile's name except for the default profile."""
         if self.app_name is not None:
             return self.app_name
         return DEFAULT_APP if self.name == "default" else f"{DEFAULT_APP}-{self.name}"

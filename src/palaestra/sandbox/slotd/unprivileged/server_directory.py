@@ -103,7 +103,7 @@ def _parent() -> str:
             status = os.lstat(path)
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
                 return path
-            failures.append(f"{path} belongs to another user")
+            failures.append(f"{path} is not a directory that belongs to this user and that only this user can write to")
         except OSError as error:
             failures.append(str(error))
     raise OSError(13, f"no place for slots: {'; '.join(failures)}")
