@@ -1,11 +1,12 @@
-"""Provides the module paths of the contract for scripts that cannot be changed: `import palaestra.compat` first.
+"""Lets an existing script that cannot be changed import names by their old module paths. Import `palaestra.compat`
+before the script.
 
     import palaestra.compat
     from environments.hermes_base_env import HermesAgentBaseEnv      # palaestra's
 
-No other module imports this one. Existing modules are imported as usual; only missing ones come from here. Importing a
-name without a counterpart raises an ImportError that names the alternative. `palaestra env port` rewrites the imports
-permanently.
+No other module imports this one. A module that is installed is imported as usual; only missing modules come from here.
+Importing a name without a counterpart raises an ImportError that names the alternative. `palaestra env port` rewrites
+the imports permanently.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _SUBMODULES = frozenset(
 
 
 class _OldModule(ModuleType):
-    """A stand-in for a module of the contract. Its names are those of this package."""
+    """A stand-in for a module that an existing script imports. It lists the names of the package `palaestra` and those
+    in `ELSEWHERE`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

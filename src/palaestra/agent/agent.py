@@ -3,7 +3,8 @@
     result = await Agent("Qwen/Qwen3-8B", base_url="http://localhost:8000/v1", tools=[forecast, "terminal"]).run("…")
     print(result.final_response)
 
-It runs the same agent loop as a rollout, with its own server, tools and sandbox. Nothing is recorded or scored.
+An `Agent` runs the same loop as a rollout, but needs no environment: the program passes the model server, the tools and
+the sandbox. Nothing is recorded or scored.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ ToolSource: TypeAlias = Tool | Callable[..., object] | str
 class Agent:
     """Answers prompts with a model. `tools` lists tools, typed functions and names of toolsets.
 
-    The model is `model` at `base_url`, or a `server` (`APIServerConfig`, or several). `sandbox` is an open sandbox that
-    the tools work in; without one, each `run` that needs a sandbox gets a new one, without a network. Raises
-    `ConfigError` for an unusable argument.
+    The model is `model` at `base_url`. If `server` is set (to one or more configurations), it replaces `model`,
+    `base_url` and `api_key`. The tools work in `sandbox`, which must be open. If `sandbox` is None, each `run` whose
+    tools need a sandbox opens a new one without a network. Raises `ConfigError` for an invalid argument.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Agent:
             ServerGroup(self._servers)  # checks the settings early; each run opens its own connections
 
     async def run(self, prompt: str | Sequence[Message]) -> AgentResult:
-        """Converse until the model is done or a limit is reached. `prompt` is the user's message, or messages.
+        """Converse until the model is done or a limit is reached. `prompt` is the user's message or a list of messages.
 
         The result's `outcome` and `error` report a failing server or sandbox. Raises `EngineError` if the server does
         not answer at the start.

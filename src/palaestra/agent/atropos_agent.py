@@ -1,8 +1,8 @@
 """`AtroposAgent`: an agent that writes its tool calls as Hermes XML, on top of the agent loop.
 
-It is for environments of the `AgentEnv` form, and for code that runs one agent by hand. `HermesAgentLoop` runs it, and
-`HermesText` translates its calls. Invariant: however a run ends, cancellation included, `agent.result` is a complete
-trajectory whose messages are the text turns that the model saw and wrote.
+Environments of the `AgentEnv` form use this agent, and so can programs that run a single agent themselves.
+`HermesAgentLoop` runs it, and `HermesText` translates its calls. Invariant: however a run ends, cancellation included,
+`agent.result` is a complete trajectory whose messages are the text turns that the model saw and wrote.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ExecuteTool: TypeAlias = Callable[[ToolCall], Awaitable[CallResult]]
 
 @dataclass(slots=True)
 class AgentConfig:
-    """Sampling settings and limits of the agent. The contract fixes their names and defaults."""
+    """Sampling settings and limits of the agent. Existing environments rely on these names and defaults."""
 
     temperature: float = 0.7
     max_tokens: int | None = 4096
@@ -63,15 +63,15 @@ class AgentConfig:
     tool_delay_s: float = 0.0
     """Seconds from the end of one tool call to the start of the next; if set, calls never run concurrently."""
     working_dir: str | None = None
-    """The directory for commands that do not set one; None means the workspace."""
+    """The `workdir` of calls that do not set it, for tools that have this parameter; None means the workspace."""
 
 
 class AtroposAgent:
     """One agent. `run` may be called again after it has returned, but not while it runs.
 
-    `execute_tool` runs one call and returns its result; it raises `InfraError` for an infrastructure failure. Tokens
-    come from the server, as it sampled them; `tokenizer` is accepted but not used. `on_loop` is called with every loop
-    before it starts, so that `Subagents` can connect to the loop. Raises `ConfigError` for tools without
+    `execute_tool` runs one call and returns its result; it raises `InfraError` for an infrastructure failure. The
+    result has the tokens that the server sampled; `tokenizer` is accepted but not used. `on_loop` is called with every
+    loop before it starts, so that `Subagents` can connect to the loop. Raises `ConfigError` if there are tools but no
     `execute_tool`.
     """
 
@@ -108,20 +108,21 @@ class AtroposAgent:
         self._called = False
 
     async def run(self, task: str, initial_messages: Sequence[Message] | None = None) -> AgentResult:
-        """Work on a task until a reply calls no tool. `initial_messages` precede the task in the conversation.
+        """Work on a task until a reply calls no tool or a limit is reached. `initial_messages` precede the task in the
+        conversation.
 
         Failures of the server or the sandbox are outcomes of the result; cancellation and bugs are raised.
         """
         return await self.converse([*(initial_messages or ()), {"role": "user", "content": task}])
 
     async def converse(self, messages: Sequence[Message]) -> AgentResult:
-        """Continue a conversation until a reply calls no tool. The agent's system prompt is added if the conversation
-        has none."""
+        """Continue a conversation until a reply calls no tool or a limit is reached. The agent's system prompt is added
+        if the conversation has none."""
         await self._go_on(self.opening(messages), self.config.max_steps)
         return self.result
 
     async def run_single_turn(self, messages: Sequence[Message], execute_tools: bool = True) -> AgentStep:
-        """Get one reply to exactly these messages; with `execute_tools`, also run its calls."""
+        """Get one reply to exactly these messages. If `execute_tools` is true, also run the calls in the reply."""
         if execute_tools:
             return (await self._go_on(messages, 1)).steps[-1]
         chat = HermesText(self.server)
@@ -137,15 +138,15 @@ class AtroposAgent:
         return steps_of([said], chat.as_text([said], turn))[0]
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the conversation with the tools described in its system prompt. A conversation without a system prompt
-        gets the agent's."""
+        """Return the conversation with the tools described in its system prompt, unless that prompt already has a
+        `<tools>` block. If the conversation has no system prompt, the agent's system prompt is added."""
         if messages and messages[0].get("role") == "system":
             prompt = with_tools(str(messages[0].get("content") or ""), self.tools.definitions())
             return [{**messages[0], "content": prompt}, *messages[1:]]
         return [{"role": "system", "content": self._build_system_prompt()}, *messages]
 
     def _build_system_prompt(self) -> str:
-        """Return the system prompt with the tools. Contract environments call it by this name."""
+        """Return the agent's system prompt with the tools. Existing environments call this method by name."""
         prompt = AGENT_SYSTEM_PROMPT if self.config.system_prompt is None else self.config.system_prompt
         return with_tools(prompt, self.tools.definitions())
 

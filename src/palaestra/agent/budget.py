@@ -1,7 +1,7 @@
 """The limits of one rollout: ceilings for turns, tokens, output and cost, and a wall clock that ends a conversation.
 
-The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The client sets
-a request's timeout, and the tool sets a command's timeout.
+The loop checks the ceilings between turns; the wall clock also cuts off a call in progress. The timeouts of single
+requests and commands are set elsewhere, by the client and by the tool.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Ceilings for a whole rollout; None means no limit. A rollout that reaches one is scored, with outcome `budget`.
+    """Ceilings for a whole rollout; None means no limit. A rollout that reaches a ceiling ends with the outcome
+    `budget` and is scored.
 
-    `tokens` are prompt and completion tokens. `cost` needs `prices` and is in their currency. `wall_s` also cuts
-    off a call in progress and does not count `uncharged` time; the other ceilings are checked between turns, so the
-    last turn may exceed them. Raises `ConfigError` for a cost without prices.
+    `tokens` are prompt and completion tokens. `cost` needs `prices` and is in their currency. `wall_s` also cuts off a
+    call in progress. It does not include the time spent waiting for a slot or for an overloaded model server. The other
+    ceilings are checked between turns, so the last turn may exceed them. Raises `ConfigError` if `cost` is set without
+    `prices`.
     """
 
     turns: int | None = None
@@ -74,8 +76,8 @@ class Budget:
         return ""
 
     def left(self, used: Used, shares: int) -> Budget:
-        """Return one of `shares` equal shares of the remaining budget. Time is not divided, because the shares are used
-        concurrently."""
+        """Return one of `shares` equal shares of the remaining budget. The share has no `wall_s`: the shares are used
+        concurrently, and the caller sets their time limit."""
 
         def share(most: int | None, gone: int) -> int | None:
             return None if most is None else max(0, most - gone) // shares
@@ -145,8 +147,8 @@ class WallClock:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
-        """Stop the clock during the block. Blocks may overlap and may run on other threads' loops, as the tools of a
-        `ToolSession` do."""
+        """Stop the clock during the block. Blocks may overlap, and may run in the event loop of another thread, as the
+        tools of a `ToolSession` do."""
         self._on_own_loop(self._stop)
         try:
             yield

@@ -1,4 +1,5 @@
-"""Sub-agents for `delegate_task` calls that come from outside our agent loop, with their models and limits.
+"""Sub-agents for `delegate_task` calls that do not come from Palaestra's agent loop, with the sub-agents' models and
+limits.
 
     ToolSession(delegates=Delegates(APIServerConfig(base_url="http://127.0.0.1:8000/v1", model_name="m")))
 

@@ -193,8 +193,8 @@ def result_in(element: str) -> ToolResult:
 
 
 def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
-    """Yield the calls of one turn as text, in order: name, arguments, and the `<tool_response>` element that answers
-    it.
+    """Yield three texts for each call of one turn, in order: the call's name, its arguments, and the `<tool_response>`
+    element that answers it.
 
     Yields nothing unless the messages are a reply with calls and a user turn that answers each of them.
     """
@@ -230,8 +230,9 @@ def result_text(success: bool, output: str, error: str, metadata: Mapping[str, J
 
 
 def result_from(text: str) -> ToolResult:
-    """Return the result in a tool message. A call that the loop refused gives a failed result. The result has no id,
-    which would only cost tokens, because results are matched to calls by their order."""
+    """Return the result in a tool message. JSON with only an `error`, such as the answer to a call that the loop
+    refused, becomes a failed result. Other text becomes the output of a successful call. The result has no id: results
+    are matched to calls by their order, and an id would only cost tokens."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,9 +1,9 @@
 """The agent loop: ask the model, run the calls it requests, append the results, until the model is done or a limit is
 reached.
 
-The server samples, the tool runtime runs tools. Invariants: the history is the caller's own list and only grows (A2);
-however a rollout ends, cancellation included, `loop.result` is a complete trajectory with an outcome, and every call in
-it has an answer (A3).
+The server samples the replies, and the tool runtime runs the tools. Invariants: the history is the caller's own list
+and only grows (A2); however a rollout ends, cancellation included, `loop.result` is a complete trajectory with an
+outcome, and every call in it has an answer (A3).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """Run a call as the default handler does: with the tools of the rollout that `task_id` names, or else with the
-    package's tools in the task's own slot."""
+    """Run a call as the default handler does. If `task_id` names a rollout, its tools run the call; otherwise, the
+    package's tools run it in the task's own slot."""
     if (found := tools_of_task(task_id)) is not None:
         return await found.tools().handle(name, arguments)
     from palaestra.tools.runtime.function_calls import handle_function_call_async  # here: it imports the sandbox
@@ -54,13 +54,14 @@ class HermesAgentLoop:
     """One rollout of one agent. `run` may be called again after it has returned.
 
     `tool_schemas` are OpenAI function schemas; `valid_tool_names` defaults to their names. `tool_handler` runs one call
-    and returns the JSON text for the model, or is a `ToolRuntime`. The default is `handle_function_call`, which leases
-    a slot for the task until `cleanup_vm(task_id)`. `max_tokens` limits one reply, `max_context_tokens` the
-    conversation, `budget` the whole rollout. Calls of the `parallel_safe` tools may run concurrently. `beyond` allows
-    tools that reach beyond this conversation (`memory`, `session_search`); by default, these are refused, because
-    rollouts must not learn from each other.
+    and returns the JSON text for the model, or is a `ToolRuntime`. By default, calls run with the tools of the rollout
+    that `task_id` names, or, if there is no such rollout, through `handle_function_call`, which leases a slot for the
+    task until `cleanup_vm(task_id)`. `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the
+    whole rollout. Calls of the `parallel_safe` tools may run concurrently. The tools `memory` and `session_search`,
+    which use data from outside this conversation, are refused unless `beyond` names them, because rollouts must not
+    learn from each other.
 
-    `failure` is the infrastructure failure that ended the latest run, `wall` that run's clock.
+    `failure` is the infrastructure failure that ended the latest run, or None. `wall` is the clock of that run.
     """
 
     def __init__(
@@ -110,13 +111,13 @@ class HermesAgentLoop:
         self._unreported: tuple[Turn, int] | None = None
 
     async def run(self, messages: list[Message], *, after: AgentResult | None = None) -> AgentResult:
-        """Converse until the end, extending `messages` in place.
+        """Converse until the model is done or a limit is reached, and append the new messages to `messages`.
 
         Infrastructure failures are outcomes of the result. Cancellation, configuration errors and bugs are raised, and
         `self.result` is still complete.
 
-        `after` is the result of an earlier part of the conversation. Budgets of tokens and cost include that part;
-        `max_turns` and budgets of time and output cover only the new part.
+        `after` is the result of an earlier part of the conversation. The budget's limits on turns, tokens and cost
+        include that earlier part. `max_turns` and the budget's limits on time and output cover only the new part.
         """
         result = self.result = AgentResult(messages=messages, outcome=Outcome.CANCELLED)
         if after is not None:
@@ -160,7 +161,8 @@ class HermesAgentLoop:
         self._output_bytes += used.output_bytes
 
     def resize_tool_pool(self, size: int) -> None:
-        """Do nothing: tools are coroutines and need no threads. Kept for callers of the thread-based loop."""
+        """Do nothing: tools are coroutines and need no threads. Programs written for a thread-based loop call this
+        method."""
 
     async def _within_time(self, result: AgentResult) -> _End:
         """Converse within the wall-clock budget. Infrastructure failures become outcomes."""
@@ -235,7 +237,8 @@ class HermesAgentLoop:
         return turn
 
     async def _answer(self, result: AgentResult, reply: Reply, turn: Turn) -> bool:
-        """Run the calls and append their answers, even if running fails. Returns whether any call was valid."""
+        """Run the calls and append their answers, even if a call raises an error. Returns whether any call was
+        valid."""
         answers = self._calls.check(reply.calls, cut_off=reply.cut_off)
         valid = sum(answer.checked is not None for answer in answers)
         result.tool_calls_attempted += len(answers)

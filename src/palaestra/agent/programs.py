@@ -8,8 +8,9 @@ command line and its settings files. The rollout starts the program, waits for i
 A command line gets the task on its standard input and in `PALAESTRA_PROMPT_FILE`, and the model in `OPENAI_BASE_URL`,
 `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `PALAESTRA_MODEL`.
 
-An MCP server offers the environment's tools; each program finds it in its own settings format. A command line finds
-it in the file that `PALAESTRA_MCP_CONFIG` names. An agent without MCP support gets a program that calls the tools.
+An MCP server offers the environment's tools. A known program gets the server's address in its own settings format. A
+command line gets the address in the file that `PALAESTRA_MCP_CONFIG` names. Two known programs do not support MCP: `pi`
+gets an extension (`pi_tools.ts`), and `mini-swe-agent` gets a script (`tool_program.py`) that calls the tools.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ TOOL_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class AgentAssignment:
-    """A program's task and model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's. `tools_url`
-    is the MCP server with the environment's tools, empty if there are none. All three use the same key."""
+    """A program's task and model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's. `tools_url` is the
+    MCP server with the environment's tools, empty if there are none. All three addresses need the same key."""
 
     prompt: str
     url: str
@@ -71,14 +72,15 @@ class AgentProgram(Protocol):
     def name(self) -> str: ...
 
     async def install(self) -> Sequence[Mount]:
-        """Install the agent on this machine if necessary, and return the folders that slots need. Raises
-        `ConfigError`."""
+        """Install the agent on this machine if necessary, and return the folders to mount into the slots. Raises
+        `ConfigError` if the agent cannot be installed."""
 
     def launch(self, assignment: AgentAssignment) -> Launch: ...
 
 
 def model_variables(assignment: AgentAssignment) -> dict[str, str]:
-    """Return the environment variables in which SDKs look for a model."""
+    """Return the program's environment variables: its home folder, the model's addresses and key under the names that
+    SDKs read, and the `PALAESTRA_*` variables."""
     return {
         "HOME": HOME,
         "OPENAI_BASE_URL": assignment.openai_url,
@@ -93,8 +95,8 @@ def model_variables(assignment: AgentAssignment) -> dict[str, str]:
 
 
 def mcp_file(assignment: AgentAssignment) -> dict[str, str]:
-    """Return the MCP configuration file, by path, in the format that most programs read, or nothing if there are no
-    tools."""
+    """Return the path and the text of the MCP configuration file, in the format that most programs read. The mapping is
+    empty if there are no tools."""
     if not assignment.tools_url:
         return {}
     headers = {"Authorization": f"Bearer {assignment.key}"}
@@ -124,8 +126,8 @@ Settings = Callable[[AgentAssignment], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class NpmProgram:
-    """An agent from npm. It runs with `arguments`, where `{prompt}` stands for the task; `files` are its settings.
-    `tool_arguments` are added if the environment has tools."""
+    """An agent from npm. It runs with `arguments`, where `{prompt}` stands for the task. `files` returns its settings
+    files, by path. `tool_arguments` are added if the environment has tools."""
 
     name: str
     package: str
@@ -258,8 +260,8 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
 
 
 def _mounts(folder: Path, interpreter: Path) -> list[Mount]:
-    """Return the folders that slots need: the agent's folder, and its interpreter's folder unless it belongs to the
-    system."""
+    """Return the folders to mount into the slots: the agent's folder, and its interpreter's folder unless that folder
+    belongs to the system."""
     mounts = [Mount(str(folder), str(folder))]
     if interpreter.parent not in (Path("/"), Path("/usr"), Path("/usr/local")):
         needed = (interpreter, interpreter.with_name("lib"))  # not the parent folder, which may be a user's home
@@ -373,7 +375,8 @@ PROGRAMS: Mapping[str, AgentProgram] = {
 
 
 def program_named(name: str) -> AgentProgram:
-    """Return the agent of that name, or a command line as an agent. Raises `ConfigError` for other text."""
+    """Return the program with this name; any other text is taken as a command line. Raises `ConfigError` if the text is
+    empty or is not a valid command line."""
     if name in PROGRAMS:
         return PROGRAMS[name]
     try:

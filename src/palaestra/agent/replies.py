@@ -1,4 +1,4 @@
-"""Reads replies of model servers in any shape: our own records, SDK objects or plain dicts.
+"""Reads replies of model servers in any shape: Palaestra's own records, SDK objects or plain dicts.
 
 Names may be unknown and arguments malformed: `tool_calls.py` checks them. Invariant: the text of the content and of a
 call's arguments stays as the server sent it.
@@ -30,7 +30,7 @@ class RequestedCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One assistant turn. Token counts are the engine's, or 0 if it reported none."""
+    """One assistant turn. The token counts are those that the server reported, or 0 if it reported none."""
 
     content: str
     reasoning: str | None

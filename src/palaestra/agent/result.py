@@ -17,7 +17,8 @@ from palaestra.tools.tool import ToolMistake
 class ToolError(ToolMistake):
     """An error that the model reads: raise `ToolError("…")` in a tool, with `details` as further keys of the reply.
 
-    It is also the contract's record of one failed call, whose `arguments` and `tool_result` are the raw text.
+    It is also the record of one failed call in `AgentResult.tool_errors`. There, `arguments` and `tool_result` are the
+    raw texts.
     """
 
     turn: int
@@ -58,8 +59,8 @@ class Turn:
 
 @dataclass(slots=True)
 class SequenceData:
-    """The tokens of a rollout in the contract's format: `tokens[T]`, `masked_tokens[T]` (-100 if not trained) and
-    `logprobs[T]` (1.0 if not sampled). Results hold the ledger's rows, which have the same fields."""
+    """The tokens of a rollout in the format that existing environments use: `tokens[T]`, `masked_tokens[T]` (-100 if
+    not trained) and `logprobs[T]` (1.0 if not sampled). Results hold the ledger's rows, which have the same fields."""
 
     full_text: str
     tokens: list[int]
@@ -146,7 +147,8 @@ class AgentResult:
 
     @property
     def trajectory_data(self) -> JSON:
-        """The last row of exact tokens (`tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`), or None.
+        """The last row of exact tokens (`tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text`), or None if the
+        server returned no tokens.
 
         A rollout whose history was rewritten has several rows; `managed_state["nodes"]` holds all of them.
         """

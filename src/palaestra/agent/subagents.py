@@ -1,4 +1,5 @@
-"""Sub-agents: further conversations of a rollout on the same agent loop. Each does one piece of work and reports.
+"""Sub-agents: further conversations in a rollout, each with an agent loop of its own. Each sub-agent does one piece of
+work and reports.
 
 A sub-agent has its own messages, tool state and limits, and shares the slot, the background processes, the engine and
 the budget of the rollout. With a token-exact engine, the tokens of a sub-agent go into a segment of the rollout's
@@ -35,7 +36,7 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
 
 MAX_DEPTH = 1
-"""The maximum nesting of sub-agents; the deepest have no `delegate_task`."""
+"""The maximum nesting depth of sub-agents. A sub-agent at this depth has no `delegate_task`."""
 
 NOT_FOR_SUBAGENTS = frozenset({"clarify", "memory", "session_search", "send_message"})
 """Tools that address a person or keep notes for a person. Only the rollout's own agent has them."""
@@ -65,7 +66,7 @@ class SubagentSetup:
 
 
 class Agent(Protocol):
-    """An agent that delegates work: its server, and how it creates a sub-agent of its own kind."""
+    """An agent that delegates work. It has a server, and creates sub-agents of the same kind as itself."""
 
     @property
     def server(self) -> ChatServer: ...
@@ -130,9 +131,9 @@ class Subagents:
     """The sub-agents of the agent with this `loop` and these `tools`. `on_progress` is called after each sub-agent's
     turn.
 
-    `agent` creates the sub-agents; with None, the loop does. `depth` is the number of agents above this one. `numbers`
-    counts from 1 over the whole rollout. `wall_s` is the time limit of each sub-agent, or None if the clock of an agent
-    above already sets one.
+    `agent` creates the sub-agents; if it is None, each of them uses a plain loop with the settings of `loop`. `depth`
+    is 0 for the rollout's own agent. `numbers` counts from 1 over the whole rollout. `wall_s` is the time limit of each
+    sub-agent, or None if the clock of a parent agent already limits them.
     """
 
     loop: HermesAgentLoop
@@ -179,7 +180,7 @@ class Subagents:
         return ToolRegistry(tools, replayed=own.replayed)
 
     def _started(self, assignment: Assignment, registry: ToolRegistry, together: int) -> _Running:
-        """Return a sub-agent that is ready to run and already in the record."""
+        """Return a sub-agent that is ready to run. Its record is already in the parent agent's result."""
         number, above = next(self.numbers), self.loop
         own = self.tools
         tools = ToolRuntime(
@@ -226,7 +227,8 @@ class _Running:
     on_turn: Callable[[], None]
 
     async def run(self) -> SubagentReport:
-        """Do the work and report. Raises infrastructure failures."""
+        """Do the work and report. Raises the infrastructure failure that ended the work, but reports an assignment that
+        is too long for the context."""
         try:
             await self.conversation.run()
         finally:

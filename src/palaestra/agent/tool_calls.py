@@ -36,14 +36,15 @@ NOT_IN_ROLLOUTS = {
     "memory": "Memory is not available in RL environments.",
     "session_search": "Session search is not available in RL environments.",
 }
-"""Maps each tool that reaches beyond a rollout to the error that refuses it. A loop runs such a tool only if its
-`beyond` allows it."""
+"""Maps each tool that uses data from outside the rollout to the error with which its calls are refused. A loop runs
+such a tool only if the loop's `beyond` names it."""
 _ANY_OBJECT = ArgumentSchema({"type": "object", "properties": {}, "additionalProperties": True})
 
 
 @dataclass(slots=True)
 class CallAnswer:
-    """One requested call and its answer. `checked` is None for a malformed call, `outcome` for an unanswered one."""
+    """One requested call and its answer. `checked` is None if the call is malformed. `outcome` is None until the call
+    is answered."""
 
     call: RequestedCall
     checked: CheckedCall | None = None
@@ -64,7 +65,7 @@ class CallAnswer:
         return {"role": "tool", "tool_call_id": self.call.id, "content": self.text}
 
     def tool_error(self, turn: int) -> ToolError:
-        """Return the record of a failed call, in the contract's form."""
+        """Return the record of this failed call for `AgentResult.tool_errors`."""
         return ToolError(turn, self.call.name, self.call.arguments, self.error, self.text)
 
 

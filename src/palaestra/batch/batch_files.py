@@ -33,7 +33,7 @@ class BatchReport:
     kept: int = 0
     without_reasoning: int = 0
     rows: array[int] = field(default_factory=lambda: array("q"))
-    """The numbers of the rows that have a scored sample, in order."""
+    """The numbers of the rows of the prompt file that have a scored sample, in order."""
     discarded: Counter[str] = field(default_factory=Counter)
     failed: Counter[str] = field(default_factory=Counter)
     tools: dict[str, Counter[str]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class BatchReport:
     turns_with_reasoning: int = 0
 
     def add(self, line: Mapping[str, JSON]) -> None:
-        """Count a kept row."""
+        """Count a kept sample, given its line of data."""
         self.kept += 1
         for name, stats in line["tool_stats"].items():
             if stats["count"]:
@@ -83,7 +83,8 @@ def write_batch_files(folder: Path) -> BatchReport:
 
 
 def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: IO[bytes]) -> Iterator[dict[str, JSON]]:
-    """Yield the kept rows in order. Write a line with the reason to `refused` for every other sample."""
+    """Yield a line of data for each kept sample, in order. For every other sample, write a line with the reason to
+    `refused`."""
 
     def refuse(number: int, kind: Counter[str], reason: str) -> None:
         kind[reason] += 1

@@ -1,8 +1,8 @@
 """The environment of `palaestra batch`: every row of a file is a prompt, and no answer is graded.
 
-A sample that meets `require` scores 1; a discarded one scores 0, with the reason in its record. A task's id contains
-the number of its row, so that equal prompts in several rows are separate samples, and a hash of the row, so that a
-resumed batch detects a changed file.
+A sample that meets `require` scores 1. A sample that does not is discarded: it scores 0, and its record has the reason.
+A task's id contains the number of its row, so that equal prompts in several rows are separate samples. It also contains
+a hash of the row, so that a resumed batch detects a changed file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`palaestra acp`: the conversations of `palaestra chat` for editors, over the Agent Client Protocol on stdio.
 
 Protocol: agentclientprotocol.com, version 1. The package `agent-client-protocol` implements the transport. A session is
-a stored conversation, and its folder (`cwd`) is a shared folder (`workdir.py`): the agent works on a copy, and with
-`--write ask` the editor asks the person before changes are written back. Only the MCP servers in the settings are
+a stored conversation, and its folder (`cwd`) is a shared folder (`workdir.py`). The agent works on a copy. With
+`--write ask`, the editor asks the person before changes are written back. Only the MCP servers in the settings are
 started, not those that an editor requests.
 """
 
@@ -142,12 +142,12 @@ class ChatAgent:
         return schema.LoadSessionResponse()
 
     async def resume_session(self, session_id: str, cwd: str, **_: Any) -> schema.ResumeSessionResponse:
-        """Open a stored conversation whose history the editor already has."""
+        """Open a stored conversation without sending its history, which the editor already has."""
         self._opened(session_id, cwd)
         return schema.ResumeSessionResponse()
 
     async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
-        """Fork a conversation: return a new one that begins with the same history."""
+        """Fork a conversation: return a new conversation that begins with the same history."""
         people: list[str] = []
         other = await self._conversation(session_id).fork(people=self._people(people))
         self._join(other, self._folder(cwd), people)
@@ -180,7 +180,8 @@ class ChatAgent:
         self._conversation(session_id).interrupt()
 
     async def prompt(self, prompt: Sequence[Any], session_id: str, **_: Any) -> schema.PromptResponse:
-        """Answer a message. If a killed process left a turn open, finish that turn first."""
+        """Answer a message, then write the agent's changes back if the settings allow it. If a killed process left a
+        turn open, that turn is finished first."""
         conversation = self._conversation(session_id)
         try:
             if conversation.unfinished:
@@ -213,7 +214,7 @@ class ChatAgent:
         return ended
 
     def _update(self, event: Event) -> Any:
-        """Convert the event to an update of the protocol; None for an event without one."""
+        """Convert the event to an update of the protocol, or to None if the protocol has no such update."""
         if isinstance(event, TextDelta):
             return acp.update_agent_message_text(event.text)
         if isinstance(event, ReasoningDelta):

@@ -33,9 +33,9 @@ def _named(text: str) -> list[Path]:
 
 
 def with_files(text: str, images: Sequence[Path] = (), *, piped: str = "") -> JSON:
-    """Return the content of a message: `text`, the files that it names, and `images`. `piped` is added to the text, but
-    names in `piped` attach no files, because another person may have written it. Raises `ConfigError` for a file that
-    cannot be sent."""
+    """Return the content of a message: `text`, the files that it names, and `images`. `piped` is added to the text.
+    File names in `piped` attach no files, because someone other than the user may have written it. Raises `ConfigError`
+    for a file that cannot be sent."""
     parts: list[JSON] = []
     named = named_files(text)
     text = "\n\n".join(part for part in (text, piped) if part)

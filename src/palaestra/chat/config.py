@@ -29,7 +29,7 @@ from palaestra.inference.config import APIServerConfig
 from palaestra.sandbox.slot import SlotSpec
 
 AGENTS_FILES = ("AGENTS.md", "CLAUDE.md")
-"""Files with instructions for agents; the first one that exists in the folder is used."""
+"""Files with instructions for agents. The first of them that exists in the folder is used."""
 
 MAX_AGENTS_BYTES = 64 << 10
 
@@ -116,8 +116,9 @@ async def chat_service(
 
 
 def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
-    """Return the system prompt with the instructions from the shared folder or, without one, from the current folder. A
-    symlink that leads out of the folder is not followed, because it could expose private files to the model."""
+    """Return the system prompt, followed by the instructions of the first of `AGENTS_FILES` that the shared folder has.
+    If there is no shared folder, the current folder is used. A symlink that leads out of the folder is not followed,
+    because it could expose private files to the model."""
     where = (folder.root if folder is not None else Path.cwd()).resolve()
     for name in AGENTS_FILES:
         file_path = (where / name).resolve()

@@ -8,9 +8,9 @@
 
 - Every message is stored as soon as it exists, every tool call before it begins and after it has ended (`store.py`).
 - A turn stays open if its process is killed. When the conversation is opened again, each tool call of that turn gets a
-  result: a finished call keeps its own; one that began and did not finish is reported as *outcome unknown*, to the
-  model as a tool result and to the person as a notice, and is never repeated automatically. `resume` continues the
-  turn.
+  result. A call that had finished gets its stored result. A call that had begun and did not finish is reported as
+  *outcome unknown*, to the model as a tool result and to the person as a notice, and is never repeated automatically.
+  `resume` continues the turn.
 - A message with a known `message_id` gets its stored answer, without a model call.
 - When no turn runs, the history ends with an assistant message, and every tool call in the history has a result.
 - With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
@@ -119,7 +119,7 @@ class Conversation:
         self.people = people
         self.toolsets: tuple[str, ...] = tuple(record.settings.get("toolsets") or service.settings.toolsets)
         self.prepare = service.settings.prepare
-        """Called to fill a new slot."""
+        """Called with a new slot, to put files into it. If it is None, the slot stays empty."""
         self.failure: PalaestraError | None = None
         """The infrastructure failure that ended the latest turn."""
         self._service, self._store, self._lock = service, service.store, lock
@@ -214,7 +214,7 @@ class Conversation:
         return self._service.model_name(self._server)
 
     def turns(self) -> list[StoredTurn]:
-        """Return the turns of the history."""
+        """Return the conversation's turns, oldest first."""
         return self._store.turns(self.id)
 
     async def send(self, content: JSON, *, message_id: str | None = None) -> AsyncGenerator[Event, None]:
@@ -278,9 +278,9 @@ class Conversation:
                 yield event
 
     async def fork(self, turn: int | None = None, people: People | None = None) -> Self:
-        """Return a new conversation with the history up to a turn (with None, the whole history). If the slot can be
-        checkpointed, the new conversation gets a copy of the current files. Raises `ConfigError` for an unknown
-        turn."""
+        """Return a new conversation with the history up to `turn`, or with the whole history if `turn` is None. If the
+        slot can be checkpointed, the new conversation gets a copy of the current files. Raises `ConfigError` for an
+        unknown turn."""
         record = self._store.fork(self.id, turn, title=self.record.title)
         other = self._opened(self._service, record, people or self.people)
         if self._slot is not None:
@@ -294,13 +294,14 @@ class Conversation:
         return other
 
     def take_notices(self) -> list[Notice]:
-        """Return the notices about what happened before this conversation was opened. The next turn reports them if
-        nobody takes them."""
+        """Remove and return the notices about what happened before this conversation was opened. If nobody takes them,
+        the next turn reports them."""
         taken, self._notices = self._notices, []
         return taken
 
     async def compact(self) -> str:
-        """Replace the history with a summary that the model writes; returns the summary. Raises `EngineError`."""
+        """Replace the history with a summary that the model writes. Returns the summary. Raises `EngineError`, and
+        `ConfigError` if the conversation has fewer than two turns."""
         async with self._busy:
             if len(self.turns()) < 2:
                 raise ConfigError("the conversation is too short to compact")
@@ -324,7 +325,7 @@ class Conversation:
             return summary
 
     def use_server(self, server: Server) -> None:
-        """Use another model server, or another model, from the next message on."""
+        """Use `server`, another model server or another model, from the next message on."""
         self._server, self._session = server, None
 
     async def use_model(self, model: str) -> bool:
@@ -418,7 +419,7 @@ class Conversation:
         return turn
 
     async def _play(self, turn: StoredTurn) -> AsyncGenerator[Event, None]:
-        """Run a turn and yield its events."""
+        """Run a turn and yield its events. Notices that nobody has taken come first."""
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         self._events, self._turn, self._interrupted, self.failure = events, turn, False, None
         self._loop, self._partial, self._early, self._calls = None, [], 0, {}
@@ -683,7 +684,8 @@ class Conversation:
         return turns[-1] if turns and turns[-1].state == "open" else None
 
     def _recovered(self) -> list[Notice]:
-        """Close the tool calls that a killed process left open; returns notices for the person."""
+        """Give a result to each tool call that a killed process left open, and end the turn if its answer was complete.
+        Returns notices for the person."""
         notices = []
         if self.record.settings.get("sandbox") and not self._service.lasting:
             self._notes.append(NEW_SANDBOX)
@@ -802,7 +804,8 @@ def preview(name: str, arguments: Mapping[str, JSON]) -> str:
 
 
 def _with_notes(content: JSON, notes: Sequence[str]) -> JSON:
-    """Return a user's message, preceded by notes on the events since the user's last message."""
+    """Return a user's message, preceded by notes on what happened since the user's previous message, if there are
+    any."""
     if not notes:
         return content
     text = "\n".join(f"[{note}]" for note in notes)

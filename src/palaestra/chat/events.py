@@ -31,7 +31,8 @@ class ReplyRestarted(_Event, tag="restarted"):
 
 
 class ToolBegun(_Event, tag="tool_call"):
-    """A tool call begins. `arguments` is the JSON text as the model wrote it, `preview` a short line for a person."""
+    """A tool call begins. `arguments` is JSON text, or the model's text if the call was refused. `preview` is a short
+    line for a person."""
 
     call_id: str
     name: str
@@ -67,7 +68,7 @@ class Notice(_Event, tag="notice"):
 
 
 class TurnEnded(_Event, tag="end"):
-    """The end of a turn, always its last event.
+    """The end of a turn. It is always the turn's last event.
 
     `outcome` is an outcome of rollouts (`natural`, `max_turns`, `length`, `budget`, `api_error`, `infra_error`) or
     `interrupted`; `error` explains every outcome but `natural`. `text` is the answer. `replayed` means that the message

@@ -30,9 +30,9 @@ UNREAD = "tokens of a conversation with sub-agents, whose text is not stored and
 def session_groups(
     store: ConversationStore, names: Sequence[str], left_out: Counter[str], *, tokens: bool
 ) -> Iterator[Group]:
-    """Yield the groups of the named conversations (all if `names` is empty), oldest first. `left_out` counts the
-    excluded conversations and token records by reason; with `tokens`, each token record is a rollout. Raises
-    `ConfigError` for an unknown name."""
+    """Yield the groups of the named conversations in the order of `names`. If `names` is empty, yield those of all
+    conversations, oldest first. With `tokens`, each token record is a rollout. `left_out` counts the excluded
+    conversations and token records by reason. Raises `ConfigError` for an unknown name."""
     chosen = [store.find(name) for name in names] or store.conversations(limit=-1)[::-1]
     number = 0
     for record in chosen:

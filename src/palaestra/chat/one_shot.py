@@ -1,7 +1,7 @@
 """`palaestra chat -p`: one message and its answer, without a terminal.
 
-The answer goes to stdout, tool calls and notices to stderr; with `--json` every event is a JSON line on stdout, the
-first of which names the conversation.
+The answer goes to stdout, and tool calls and notices go to stderr. With `--json`, every event is a line of JSON on
+stdout, and the first line names the conversation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 @dataclass(frozen=True, slots=True)
 class Which:
     """The conversation to use: a stored one (`resume`), a fork of a stored one (`fork`, with the turns up to
-    `fork_turn`), or a new one. `title` is its new title; a message with a known `message_id` is not answered twice."""
+    `fork_turn`), or a new one. `title`, if given, becomes the conversation's title. A message with a known `message_id`
+    is not answered twice."""
 
     resume: str | None = None
     fork: str | None = None
@@ -139,7 +140,7 @@ def _json_line(event: Event) -> None:
 
 
 class _Plain:
-    """Prints the answer as it comes; everything else goes to stderr."""
+    """Prints the answer to stdout as it arrives, and everything else to stderr."""
 
     def __init__(self) -> None:
         self._open_line = False
@@ -169,7 +170,8 @@ def read_stdin(text: str) -> str:
 
 
 def list_conversations(store: ConversationStore, *, as_json: bool, query: str = "") -> str:
-    """Return the stored conversations, or those that contain words of `query`: one line each, or JSON."""
+    """Return a list of the stored conversations, or of those that contain words of `query`. The list has one line per
+    conversation, or is JSON if `as_json` is true."""
     if query:
         found = [(match.session.session_id, match.excerpts) for match in store.search(query, limit=20)]
         if as_json:

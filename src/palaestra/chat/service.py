@@ -10,8 +10,8 @@ A terminal has one conversation, an editor a few, a gateway hundreds. Each part 
 needed: the first message connects to the model server, the first command starts the backend. Use a service in one event
 loop only.
 
-With a backend whose slots outlive the process (`LocalBackend(service=…)`) and a `checkpoint` file for background
-processes, the next service takes over the slots and processes of a killed one.
+If the backend's slots outlive the process (`LocalBackend(service=…)`) and there is a `checkpoint` file for background
+processes, the next service takes over the slots and processes of a service that was killed.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ BuildTools: TypeAlias = Callable[[Sequence[str]], ToolRegistry]
 class ChatSettings:
     """The settings of the conversations of a service.
 
-    `max_turns` is the maximum number of model calls for one message, `budget` the limit on tokens and cost for one
-    message, and `context_tokens` the size of the model's context window (None if it is unknown). `spec` describes the
-    slots, and `prepare` fills a new one. `tools` are added to the tools of every toolset; `provided` replace built-in
-    tools of the same name; `build_tools` replaces `build_tool_registry`. `memory` is the folder of the `memory` tool's
-    notes. `shared` are objects that tools find by type (`ToolRun.state`).
+    `max_turns` is the maximum number of model calls for one message, and `budget` limits tokens and cost for one
+    message. `context_tokens` is the size of the model's context window, or None if it is unknown. `spec` describes the
+    slots, and `prepare` puts files into each new slot. `tools` are added to the tools of every toolset; `provided`
+    replace built-in tools of the same name; `build_tools` replaces `build_tool_registry`. `memory` is the folder of the
+    `memory` tool's notes. `shared` are objects that tools find by type (`ToolRun.state`).
     """
 
     system_prompt: str | None = SYSTEM_PROMPT
@@ -101,8 +101,9 @@ class OpenConversation(Protocol):
 
 class ChatService:
     """The parts that conversations share. A conversation uses `server` unless it specifies a different one. Slots come
-    from `backend` (with None, from this machine) or from `pool`. The file `checkpoint` hands background processes over
-    to the next service. The caller closes `store`. Raises `ConfigError` for unusable server settings."""
+    from `pool` or, if it is None, from a pool of `backend`, by default this machine. The file `checkpoint` hands
+    background processes over to the next service. The caller closes `store`. Raises `ConfigError` for unusable server
+    settings."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class ChatService:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Interrupt and close every conversation, then end the slots (unless they outlive the process) and the
+        """Interrupt and close every conversation, end the slots unless they outlive the process, and close the
         connections. Idempotent."""
         for conversation in list(self.conversations.values()):
             await conversation.close(keep_slot=self._lasting is not None)
@@ -203,7 +204,8 @@ class ChatService:
                 await self.processes.recover_from_checkpoint(slots)
 
     async def lease(self, conversation: str, snapshot: Snapshot | None = None) -> tuple[Slot, bool]:
-        """Return the slot of a conversation, and whether it comes from an earlier service."""
+        """Return a slot for a conversation, and whether it is the slot that the conversation had in an earlier
+        service."""
         await self.start()
         kept = self._kept.pop(conversation, None)
         if kept is not None:
@@ -219,7 +221,7 @@ class ChatService:
 
     @property
     def lasting(self) -> bool:
-        """Whether slots stay when the process ends."""
+        """Whether slots outlive this process."""
         return self._lasting is not None
 
     def model_name(self, server: Server | Sequence[Server] | None = None) -> str:
@@ -232,14 +234,15 @@ class ChatService:
         return ", ".join(each.name if isinstance(each, ServerEngine) else each.model_name for each in several)
 
     def server_for(self, model: str) -> Server:
-        """Return the service's server settings with a different model. Raises `ConfigError` if the service has several
-        servers or an engine."""
+        """Return the service's server settings with a different model. Raises `ConfigError` unless the service has
+        exactly one `APIServerConfig`."""
         if not isinstance(self.server, APIServerConfig):
             raise ConfigError("the model can be changed only if exactly one model server is configured")
         return self.server.model_copy(update={"model_name": model})
 
     async def models(self) -> list[str]:
-        """Return the models that the service's server lists; none if it has no list or does not answer."""
+        """Return the models that the service's server lists. The result is empty if the server has no list or does not
+        answer, and if the service has several servers."""
         if not isinstance(self.server, APIServerConfig):
             return []
         try:

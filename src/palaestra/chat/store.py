@@ -1,8 +1,9 @@
 """`ConversationStore`: the conversations of one user of this machine, in one SQLite file, with full-text search.
 
-It is the authoritative record of a conversation: every message is stored as soon as it exists, and every side effect (a
-tool call, a message that a gateway sends) before it begins and after it ends. So the process may be killed at any
-moment: the next process finds the open turn, knows which calls had begun, and answers no message twice (`message_id`).
+It is the authoritative record of a conversation. Every message is stored as soon as it exists. Every side effect (a
+tool call, or a message that a gateway sends) is stored before it begins and after it ends. The process may therefore be
+killed at any moment. The next process finds the open turn, knows which calls had begun, and answers no message twice
+(`message_id`).
 
 The file is in WAL mode with `synchronous=NORMAL`: nothing is lost when the process dies; a power failure may lose the
 last writes. Several processes may use it. A method blocks for about ten microseconds. Except for `search`, call methods
@@ -72,8 +73,9 @@ _TURN = "id, conversation, number, kind, message_id, state, content, answer, out
 
 @dataclass(frozen=True, slots=True)
 class ConversationRecord:
-    """One conversation. `key` identifies the front end or chat that it belongs to (a gateway's session key), `user` its
-    owner, `parent` and `parent_turn` the turn after which it was forked. Times are in seconds since the epoch."""
+    """One conversation. `key` identifies the front end or chat that it belongs to (a gateway's session key), and `user`
+    is its owner. If it is a fork, `parent` and `parent_turn` identify the turn after which it was forked. Times are in
+    seconds since the epoch."""
 
     id: str
     title: str
@@ -205,10 +207,10 @@ class ConversationStore:
         return next(self._conversations("WHERE id = ?", conversation), None)
 
     def find(self, name: str) -> ConversationRecord:
-        """Return the conversation with the id or title `name`, or the only one whose id begins with `name`. `last`
-        names the latest.
+        """Return the conversation with the id or title `name`; of several with this title, the latest. If there is
+        none, return the only conversation whose id begins with `name`. `last` names the latest of all.
 
-        Raises `ConfigError` if none or several match.
+        Raises `ConfigError` if no conversation matches, or if several ids begin with `name`.
         """
         if name == "last":
             found = self.conversations(limit=1)
@@ -225,7 +227,8 @@ class ConversationStore:
     def conversations(
         self, *, limit: int = 50, key: str | None = None, user: str | None = None
     ) -> list[ConversationRecord]:
-        """Return the conversations, latest first. With `key` or `user`, return only those of that key or user."""
+        """Return up to `limit` conversations, latest first. If `key` or `user` is given, return only conversations of
+        this key or user."""
         wanted = [(name, value) for name, value in (("key", key), ("user", user)) if value is not None]
         where = "WHERE " + " AND ".join(f"{name} = ?" for name, _ in wanted) if wanted else ""
         values = [value for _, value in wanted]
@@ -341,8 +344,8 @@ class ConversationStore:
         return [msgspec.json.decode(body) for (body,) in rows]
 
     def fork(self, conversation: str, turn: int | None = None, *, title: str = "") -> ConversationRecord:
-        """Return a new conversation with the history up to a turn (with None, all ended turns). Raises
-        `ConfigError`."""
+        """Return a new conversation with the finished turns of the history up to `turn`. If `turn` is None, it has all
+        of them; if it is 0, none. Raises `ConfigError` for an unknown conversation or turn."""
         record = self.get(conversation)
         if record is None:
             raise ConfigError(f"there is no conversation {conversation!r}")
@@ -388,8 +391,8 @@ class ConversationStore:
             )
 
     def effects(self, turn: StoredTurn, *, kind: str | None = None, message: int | None = None) -> list[Effect]:
-        """Return the side effects of a turn, in the order in which they began. With `kind` or `message`, return only
-        those of that kind or message."""
+        """Return the side effects of a turn, in the order in which they began. If `kind` or `message` is given, return
+        only side effects of this kind or message."""
         rows = self._db.execute(
             "SELECT id, kind, key, name, payload, state, result FROM effects"
             " WHERE turn = ?1 AND (?2 IS NULL OR kind = ?2) AND (?3 IS NULL OR message = ?3) ORDER BY id",
@@ -403,15 +406,16 @@ class ConversationStore:
     # Tokens, approvals, consent
 
     def save_ledger(self, conversation: str, part: int, turns: tuple[int, int], record: bytes) -> None:
-        """Store the token record of a part, which covers the turns from the first to the last in `turns`. It replaces
-        the part's earlier record."""
+        """Store the token record of one session with the model server; `part` is the session's number. `turns` are the
+        first and the last turn that the record covers. It replaces the session's earlier record."""
         with self._writing():
             self._db.execute(
                 "INSERT OR REPLACE INTO ledgers VALUES (?, ?, ?, ?, ?)", (conversation, part, *turns, record)
             )
 
     def ledgers(self, conversation: str) -> list[tuple[int, int, int, bytes]]:
-        """Return the token records: part, first turn, last turn, record."""
+        """Return the token records as tuples of the part (see `save_ledger`), the first turn, the last turn, and the
+        record."""
         return self._db.execute(
             "SELECT part, first_turn, last_turn, record FROM ledgers WHERE conversation = ? ORDER BY part",
             (conversation,),
@@ -472,7 +476,7 @@ class ConversationStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Open a transaction. A nested transaction is part of the outer one."""
+        """Run the block in a transaction. Inside another transaction, the block is part of the outer transaction."""
         if self._db.in_transaction:
             yield
             return

@@ -77,7 +77,8 @@ _PROMPT = "› "
 
 
 def run_terminal(which: Callable[[Mapping[str, str]], Which], own: Mapping[str, str], words: Sequence[str]) -> int:
-    """Run the chat until the person ends it; returns the exit code. Raises `ConfigError` without a terminal."""
+    """Run the chat until the person ends it, and return the exit code. With `--help-all` or `--show-config`, only print
+    the text. Raises `ConfigError` if stdin or stdout is not a terminal."""
     if any(word in ("--help-all", "--show-config") for word in words):
         from palaestra.chat.config import read_options
 
@@ -115,7 +116,8 @@ class ChatTerminal:
         """Read and handle messages and commands until the chat ends; returns the exit code."""
         self._session = self._prompt_session()
         loop = asyncio.get_running_loop()
-        # One handler for the whole chat: those of prompts, and of asyncio, would leave gaps in which Ctrl-C ends it.
+        # There is one handler for the whole chat. If each prompt and asyncio set their own, there would be moments
+        # between them in which Ctrl-C ends the chat.
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         async with self._stack:
             self._stack.callback(loop.remove_signal_handler, signal.SIGINT)
@@ -148,12 +150,12 @@ class ChatTerminal:
         return DONE
 
     def _on_interrupt(self) -> None:
-        """Stop the turn, or the command or message that no turn has begun for yet."""
+        """Stop the running turn. If none runs, stop the handling of the command or message that was entered."""
         if self._turn_runs:
             self._stop_soon = not self._conversation.interrupt()
         elif self._handling is not None and not self._handling.done():
             self._handling.cancel()
-        else:  # a prompt has ended and its message is not handled yet, or one is shown, which reads Ctrl-C itself
+        else:  # either the entered message is not handled yet, or a prompt is shown, which reads Ctrl-C itself
             self._stop_soon = self._session is not None and not self._session.app.is_running
 
     def _farewell(self) -> str:
@@ -163,7 +165,7 @@ class ChatTerminal:
     # Start
 
     async def _load(self) -> None:
-        """Import, read the settings, open the store and the service."""
+        """Import the chat's modules, read the settings, and open the store and the service."""
         loop = asyncio.get_running_loop()
         self._options = await loop.run_in_executor(None, _read_options, self._words)
         if self._options.show:
@@ -655,7 +657,7 @@ class Screen:
         self._in = ""
 
     def _output(self, text: str, *, last: bool = False) -> None:
-        """Show the beginning of a command's output, and how many lines are hidden."""
+        """Show up to `SHOWN_LINES` lines of a command's output and, at its end (`last`), how many lines are hidden."""
         *lines, self._half = (self._half + text).split("\n")
         if last and self._half:
             lines, self._half = [*lines, self._half], ""
@@ -709,7 +711,7 @@ class MarkdownStream:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Return the text with styles; a marker that may be incomplete is held back."""
+        """Return the text with styles. A marker that may be incomplete is held back until more text arrives."""
         return "".join(map(self._letter, text))
 
     def end(self) -> str:
@@ -738,7 +740,7 @@ class MarkdownStream:
                 return f"{held[:-1]}{self._toggled('_bold')}"
             self._held = letter
             return held
-        if held == "`" * len(held) and held:  # one or two at the start of a line are code, not a fence
+        if held == "`" * len(held) and held:  # one or two backquotes at the start of a line are code, not a fence
             held = self._toggled("_code") if len(held) == 1 else held
         heading = BOLD if letter == "#" and not self._line.strip("#") else ""
         return f"{held}{heading}{letter}"
@@ -786,7 +788,8 @@ class _Words(Completer):
 
 
 def pasted(text: str) -> str:
-    """Return pasted text; if it is only the path of an image, the image becomes an attachment."""
+    """Return pasted text. If the text is only the path of an image, return it as `@"path"`, so that the image becomes
+    an attachment."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     path = text.strip().strip("'\"").removeprefix("file://")
     if path.lower().endswith((".png", ".jpg", ".jpeg", ".gif", ".webp")) and Path(path).expanduser().is_file():
@@ -796,7 +799,8 @@ def pasted(text: str) -> str:
 
 @contextmanager
 def _no_echo() -> Iterator[None]:
-    """Keep input that is typed while a turn runs out of the answer; the next prompt gets the input."""
+    """Do not echo what is typed during the block, so that it does not appear in the answer. The next prompt receives
+    the input."""
     if not sys.stdin.isatty():
         yield
         return

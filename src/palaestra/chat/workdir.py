@@ -26,8 +26,8 @@ from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
-"""The maximum total size, in bytes, and number of files: of a folder that is copied, and of the changes in the
-sandbox."""
+"""The maximum total size, in bytes, and the maximum number of files. Both apply to the folder when it is copied, and to
+the changes in the sandbox."""
 
 CHANGED_HERE = "it changed on this machine in the meantime"
 MAKES_GIT_RUN = "git could run commands from it on this machine"
@@ -56,7 +56,7 @@ class FolderChange:
     problem: str = ""
 
     def diff(self) -> str:
-        """Return the change as a unified diff; one line for a file that is not text."""
+        """Return the change as a unified diff, or as one line if the file is not text."""
         texts = [_text(data) for data in (self.before, self.after)]
         if None in texts:
             return f"{self.kind} binary file {self.path} ({len(self.after or b'')} bytes)\n"
@@ -68,8 +68,8 @@ class FolderChange:
 
 @dataclass(slots=True)
 class WorkFolder:
-    """The shared folder `root`. Raises `ConfigError` if `root` is not a folder; `fill` raises `ConfigError` if it is
-    too large."""
+    """The shared folder `root`. Raises `ConfigError` if `root` is not a folder. `fill` raises `ConfigError` if the
+    folder is too large."""
 
     root: Path
     _copied: dict[str, str] = field(default_factory=dict)
@@ -81,7 +81,8 @@ class WorkFolder:
         self.root = self.root.resolve()
 
     async def fill(self, slot: Slot) -> None:
-        """Copy the folder into a new slot's workspace."""
+        """Copy the folder into a new slot's workspace. Raises `ConfigError` if the folder is too large, and
+        `SandboxError` if the copy fails."""
         with tempfile.NamedTemporaryFile(prefix="palaestra-", suffix=".tar") as file:
             self._copied = self._pack(Path(file.name))
             await slot.upload(Path(file.name), _ARCHIVE)
@@ -191,7 +192,7 @@ class WorkFolder:
                     continue
                 try:
                     data = path.read_bytes()
-                except OSError:  # if we cannot read a file, the agent cannot read it either
+                except OSError:  # the agent gets no file that this process cannot read
                     continue
                 total += len(data)
                 if total > MAX_BYTES or len(copied) >= MAX_FILES:
@@ -229,7 +230,8 @@ class WorkFolder:
             return None
 
     def _real(self, path: str) -> str:
-        """Return the path with its symlinks resolved, as far as they stay in the folder."""
+        """Return the path with the symlinks in its directory resolved. If they lead out of the folder, return `path`
+        unchanged."""
         target = self.root / path
         parent = target.parent.resolve()
         return (parent.relative_to(self.root) / target.name).as_posix() if parent.is_relative_to(self.root) else path
@@ -241,10 +243,10 @@ class WorkFolder:
 
 
 def makes_git_run(path: str, repositories: Collection[str] = ()) -> bool:
-    """Return whether a file at this path can make git run commands on this machine: a hook, a configuration (aliases,
-    filters, `core.fsmonitor`), the todo list of a rebase, or a `.git` file that names another repository. In a `.git`
-    folder every file can, except those that commits write (`_GIT_DATA`); in the bare `repositories`, hooks and
-    configuration can.
+    """Return whether a file at this path can make git run commands on this machine. Examples are a hook, a
+    configuration (aliases, filters, `core.fsmonitor`), the todo list of a rebase, and a `.git` file that names another
+    repository. In a `.git` folder, every file counts except those that commits write (`_GIT_DATA`). In the bare
+    `repositories`, hooks and configuration files count.
 
     Source: https://git-scm.com/docs/gitrepository-layout
     """

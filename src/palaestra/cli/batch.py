@@ -39,7 +39,8 @@ SETTINGS = {
 """The flags of `palaestra batch`, and the settings that they set. A flag may be written with `_` instead of `-`."""
 
 WITHOUT_EFFECT = ("--verbose", "--log-prefix-chars")
-"""Flags of existing scripts that configure a log which this command does not print."""
+"""Flags that existing scripts use and that have no effect, because they configure a log that this command does not
+print."""
 
 _HELP = """Run an agent over a file of prompts, and write the conversations.
 
@@ -107,7 +108,8 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
 
 
 def _own_flags(words: Sequence[str]) -> tuple[str, bool, list[str]]:
-    """Return the name of the run, whether it is resumed by that name, and the other words. Raises `ConfigError`."""
+    """Return the name of the run, whether `--resume` continues the run with this name, and the other words. Raises
+    `ConfigError`."""
     name, resumes, rest, waiting = "", False, list[str](), list(words)
     while waiting:
         word = waiting.pop(0)

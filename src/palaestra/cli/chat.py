@@ -148,7 +148,7 @@ def own_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def which(own: Mapping[str, str]) -> Which:
-    """Return the conversation that the flags select."""
+    """Return which conversation the flags select. Raises `ConfigError` if the turn of `--fork` is not a number."""
     from palaestra.chat.one_shot import Which
 
     fork, colon, turn = own.get("--fork", "").partition(":")

@@ -81,8 +81,8 @@ def complete_cheats(context: click.Context, parameter: click.Parameter, incomple
 
 
 def complete_settings(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete a word after the subcommand: the value of the flag before it, the environment's command right after ENV
-    or RUN, or, if only flags precede the word, ENV or RUN itself."""
+    """Complete a word after the subcommand. After a flag, it is the flag's value. If only flags precede it, it is ENV
+    or RUN. Directly after ENV or RUN, it is a command of the environment. For `batch`, the shell completes paths."""
     from palaestra.envs.config.command_line import COMMANDS
 
     words = _words(context)
@@ -116,7 +116,7 @@ class SettingsCommand(click.Command):
 
 
 def _words(context: click.Context) -> list[str]:
-    """Return the words before the one to complete."""
+    """Return the words that precede the word to complete."""
     first = context.params.get("environment") or context.params.get("run")
     given = context.params.get("settings") or context.params.get("words") or ()
     return [*([first] if first else []), *given] or [""]
@@ -132,7 +132,8 @@ def _named(context: click.Context) -> str | None:
 
 
 def _values(context: click.Context, flag: str, incomplete: str) -> list[CompletionItem]:
-    """Return the values of an environment's flag, or none if they do not form a known list."""
+    """Return the possible values of an environment's flag. If they do not form a known list, the shell completes
+    paths."""
     from palaestra.core.config import SHORT_FORMS
 
     if flag == "--policy":

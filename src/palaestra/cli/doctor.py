@@ -227,13 +227,14 @@ def _machine(as_json: bool) -> None:
 
 
 def verdict(ladder: Sequence[RungStatus]) -> str:
-    """Return the line that names the isolation level which a run would use."""
+    """Return a line with the isolation level that a run would use, or the information that runs refuse to start."""
     best = max((step.rung for step in ladder if step.available and step.rung > Rung.NONE), default=None)
     return "runs refuse to start" if best is None else f"runs use: {best.label}"
 
 
 def machine_facts() -> dict[str, str]:
-    """Return the facts on which isolation levels depend, as text."""
+    """Return facts about this machine as text, such as the kernel and the user, on which the isolation levels
+    depend."""
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",

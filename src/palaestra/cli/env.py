@@ -157,9 +157,10 @@ def _example_config(name: str) -> str:
 
 
 def _about(reference: str) -> dict[str, JSON]:
-    """Return what `env show` prints: the environment's name, form and docstring, its own settings, the common settings
-    whose defaults it changes, the settings for training on it (`training`, and `rollouts` for those shared with runs),
-    and the settings that have no effect, with the reasons."""
+    """Return the data of `env show`: the environment's name, form and docstring. `settings` has the settings that only
+    this environment has, and common settings whose defaults it changes. `training` has the settings of a training run,
+    and `rollouts` the settings of runs that users tune for training. `without_effect` maps settings without effect to
+    the reasons."""
     from palaestra.envs.api.base_env import ClassForm
     from palaestra.envs.config.command_line import set_fields
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -300,8 +301,8 @@ def check(
 
 
 def _show_proof(proof: Proof, *, everything: bool) -> None:
-    """Print one line if all policies scored as required; otherwise print the results of the reference solution and of
-    doing nothing, and the failures."""
+    """Print a summary of the check. If a policy failed, first print the results of the reference solution, of doing
+    nothing, and of the policies that failed; with `everything`, print all results."""
     failed = [line for line in proof.lines if not line.ok]
     if failed or everything:
         _print_results(proof, [each for each in proof.lines if everything or each.policy in _PLAIN or not each.ok])

@@ -171,7 +171,7 @@ def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: F
 
 @dataclass(slots=True)
 class Filter:
-    """Selects the rollouts to export. `left_out` counts the remaining rollouts by reason."""
+    """Selects the rollouts to export. `left_out` counts the rollouts that are not exported, by reason."""
 
     min_reward: float | None
     max_reward: float | None
@@ -202,8 +202,8 @@ class Filter:
 
 
 def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path | None, ExportReport]:
-    """Write the export. Returns its path (None for stdout) and the report. A file is written next to its final path and
-    renamed when complete; if the path is a pipe or a device, the export is written into it."""
+    """Write the export. Returns the path, or None for stdout, and the report. A file is written next to its final path
+    and renamed when complete; if the path is a pipe or a device, the export is written into it."""
     from palaestra.core.errors import ConfigError
 
     try:
@@ -251,7 +251,8 @@ def _progress(recording: Recording) -> Iterator[Iterable[Group]]:
 
 
 def _say(exporter: Exporter, report: ExportReport, path: Path | None, unfinished: int, as_json: bool) -> None:
-    """Print the path or the report to stdout, unless the export itself went there, and the summary to stderr."""
+    """Print the path, or with `as_json` the report, to stdout, and a summary to stderr. If the export itself went to
+    stdout, print the report to stderr and no path."""
     from palaestra.rollouts.export.exporter import UNSCORED
 
     facts = report.to_dict() | {"format": exporter.name, "path": str(path) if path else None}

@@ -80,8 +80,9 @@ class PluginGroup(click.Group):
         [project.entry-points."palaestra.commands"]
         "tasks.build.words" = "my_package.build_words:command"
 
-    The entry point names a click command, whose docstring is its help. Its module is imported when the command is used;
-    `--help` only parses it. The group consists of the entry points whose names begin with `prefix`.
+    The entry point names a click command, whose docstring is its help. The command's module is imported when the
+    command is used; `--help` of the group only parses the module. The group consists of the entry points whose names
+    begin with `prefix`.
     """
 
     prefix: str
@@ -122,7 +123,7 @@ def _summary(point: EntryPoint) -> str:
 
 
 class LazyGroup(click.Group):
-    """A group that imports a subcommand when it is used."""
+    """A group that imports a subcommand only when the subcommand is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -158,7 +159,8 @@ def cli() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the console script: report failures, and return an exit code of `palaestra.core.exits`."""
+    """Run the command line, report failures, and return an exit code of `palaestra.core.exits`. The console script
+    calls this function."""
     with Program(sys.argv[1:] if argv is None else argv) as program:
         try:
             program.exit_code = cli.main(program.words, prog_name="palaestra", standalone_mode=False) or DONE

@@ -50,8 +50,8 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
 
 
 def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
-    """Continue a run with its recorded settings and return the exit code. `settings` replace recorded ones;
-    `--environment` among them names the environment to use."""
+    """Continue a run with its recorded settings and return the exit code. `settings` are flags that replace recorded
+    settings. `--environment` in them names the environment to use."""
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.replay_run import recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
@@ -76,8 +76,8 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
 
 
 def settings_of(recording: Recording, form: Form) -> dict[str, JSON]:
-    """Return the recorded settings that apply to a resumed run. From another person's run, only `PORTABLE_SETTINGS`
-    apply, and no servers."""
+    """Return the recorded settings that apply to a resumed run. If the run was not recorded on this machine, or its
+    records have changed, only the settings that `decides` accepts apply, and no model servers."""
     from palaestra.envs.run.origin import is_ours
     from palaestra.envs.run.replay_run import decides
 

@@ -10,8 +10,8 @@ from palaestra.cli.completion import SettingsCommand, complete_environments, com
 
 
 def front_door(verb: str, help_text: str, *words: str) -> click.Command:
-    """Return a command that runs an environment, with these words at the start of the environment's own command
-    line."""
+    """Return a command that runs an environment. `words` come first on the command line that the environment parses,
+    before the user's flags."""
 
     @click.command(
         verb,

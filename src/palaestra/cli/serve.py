@@ -1,5 +1,5 @@
-"""`palaestra serve`: run servers. This module defines the servers for trainers and models, `serve_tools.py` the ones
-for tools and slots."""
+"""`palaestra serve`: run servers. This module defines the servers for trainers and models. `serve_tools.py` defines the
+servers for tools and slots."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _PREFIX = "TOOL_EXECUTOR_"
 _ON_REQUEST = frozenset({"terminal_stateful", "tmux", "web_crawl"})
-"""Toolsets that an executor service runs in addition to the default ones."""
+"""Toolsets that an executor service serves in addition to the default toolsets if no `--toolset` is given."""
 
 _host = click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 token_file = click.option(
@@ -154,7 +154,8 @@ def _tools_of(file: Path) -> list[Tool]:
 
 
 class ExecutorSettings(Settings, use_attribute_docstrings=True):
-    """The settings that TOOL_EXECUTOR_* variables set. The contract fixes their names and defaults."""
+    """The settings that TOOL_EXECUTOR_* variables set. The project's interface contract fixes their names and
+    defaults."""
 
     acquire_timeout_s: float = 30.0
     """Seconds to wait for a free slot."""
@@ -310,7 +311,8 @@ _OF_NOMAD = {
 
 
 def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> Backend:
-    """Return the backend that `--backend` or the variables name. Raises `ConfigError`."""
+    """Return the backend that `--backend` names. Without it, the backend is `nomad` if TOOL_EXECUTOR_NOMAD_ADDRESS is
+    set, or else that of a run's settings. Raises `ConfigError`."""
     from palaestra.envs.config.fields import HermesAgentEnvConfig
     from palaestra.envs.config.layers import read_environ
     from palaestra.sandbox.backends.registry import make_backend
@@ -326,8 +328,8 @@ def _executor_backend(options: _ExecutorOptions, settings: ExecutorSettings) -> 
 async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings) -> ToolRegistry:
     """Return the tools of the toolsets, and the tools that only the tool server has.
 
-    Without toolsets, return all tools that work here, including those of `_ON_REQUEST`. The registry then also records
-    the reason for each missing tool, and a call to such a tool returns it.
+    If `toolsets` is empty, return all tools that work here, including the tools of `_ON_REQUEST`. The registry then
+    also records the reason for each missing tool, and a call to such a tool returns it.
     """
     from palaestra.cli.tools import tool_settings
     from palaestra.tools.registry.build import RunConditions, build_tool_registry, builtin_tools
@@ -361,8 +363,8 @@ def _delegates(settings: ExecutorSettings) -> Delegates | None:
 
 
 async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
-    """Return the tools of the tool server. If a recording is made, store them next to it, so that a replay does not
-    contact the server."""
+    """Return the schemas of the tool server's tools. If a recording is made, store the schemas next to it, so that a
+    replay does not contact the server."""
     from palaestra.core.io.durable_files import replaced
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
     from palaestra.tools.serving.tool_server_client import ToolServerLink
@@ -385,7 +387,7 @@ async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
 
 
 def executor_settings(environ: Mapping[str, str]) -> ExecutorSettings:
-    """Read the TOOL_EXECUTOR_* variables; report those without effect on stderr. Raises `ConfigError`."""
+    """Read the TOOL_EXECUTOR_* variables, and report variables without effect on stderr. Raises `ConfigError`."""
     given = {name: value for name, value in environ.items() if name.startswith(_PREFIX) and value}
     variables = {name.removeprefix(_PREFIX).lower(): name for name in given}
     for name, variable in variables.items():

@@ -162,8 +162,9 @@ async def _found(directory: Path | None, store: Path | None) -> dict[str, list[J
 async def _clean(
     services: bool, workspaces: bool, directory: Path | None, store: Path | None, only_list: bool
 ) -> dict[str, list[str]]:
-    """Remove the control groups, services and workspaces that no run needs, or only list them. Returns their names by
-    kind."""
+    """Remove leftover control groups, services and half-made workspaces. `services` and `workspaces` also remove
+    services to which no process is attached, and workspaces that are not in use. With `only_list`, nothing is removed.
+    Returns the names by kind."""
     from palaestra.sandbox.host_tools import find_control_groups, sweep_control_groups
     from palaestra.sandbox.service import service_client
 
@@ -194,7 +195,7 @@ def _sockets(directory: Path | None) -> list[Path]:
 
 
 def _open(store: Path | None) -> SnapshotStore | None:
-    """Return the store if it exists; listing must not create it."""
+    """Return the store of workspaces, or None if it does not exist, because a listing must not create it."""
     folder = store or default_folder()
     return SnapshotStore(folder).open() if folder.is_dir() else None
 

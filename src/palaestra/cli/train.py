@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _training_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add one option per setting of a training run. An option that is left out is None, so that a resumed training run
-    keeps its own value."""
+    keeps its recorded value."""
     for name, kind in reversed(_OPTIONS.items()):
         command = click.option(name, type=kind, hidden=True)(command)
     return command
@@ -175,7 +175,7 @@ def command(
 
 
 def _model(words: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Return the value of `--model`, and the other words."""
+    """Return the value of `--model`, and the other words. Raises `ConfigError` if there is no `--model`."""
     rest = list(words)
     for place, word in enumerate(rest):
         flag, equals, value = word.partition("=")
@@ -228,7 +228,7 @@ async def _train_batches(
 
 
 def _check(form: Any, environment: str) -> None:
-    """Raise `ConfigError` if the check of the environment fails."""
+    """Check the environment as `palaestra env check` does, with one task. Raises `ConfigError` if the check fails."""
     from palaestra.envs.cheats.proof import check_environment
 
     click.echo(f"checking {form.name} as `palaestra env check` does", err=True)

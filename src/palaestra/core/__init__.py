@@ -1,1 +1,2 @@
-"""Types, errors, configuration and helpers that every layer shares. I/O happens only in `core.io`."""
+"""Types, errors, configuration and helpers that every layer shares. `core.io` handles files, processes, threads and
+HTTP servers."""

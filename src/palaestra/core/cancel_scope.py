@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 
 class Ending:
-    """The blocks of one owner, on one event loop, that another task can end. `end` returns when all blocks have
-    ended."""
+    """Blocks of code that belong to one owner and run on one event loop. Another task can end them with `end`, which
+    returns when all of them have ended."""
 
     def __init__(self) -> None:
         self._blocks: dict[asyncio.Timeout, asyncio.Event] = {}

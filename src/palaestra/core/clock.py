@@ -62,7 +62,7 @@ class ChargedTo:
 
 @contextmanager
 def uncharged() -> Iterator[None]:
-    """While the block runs, stop the clocks to which the surrounding code is charged."""
+    """While the block runs, stop the clocks of all `ChargedTo` blocks around it."""
     with ExitStack() as stack:
         for standing in _clocks.get():
             stack.enter_context(standing())

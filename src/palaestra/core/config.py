@@ -1,8 +1,8 @@
 """The base of all configuration classes, and the merging of their layers.
 
 `palaestra.envs.config` reads files, environment variables and the command line. Invariant: a mistake in a setting
-raises a `ConfigError` with the key as the user wrote it, the value and its source, or, for an unknown key, the nearest
-known key.
+raises a `ConfigError` with the key as the user wrote it, the value and the value's source. For an unknown key, the
+error has the nearest known key.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def setting(default: T, description: str, **options: Any) -> T:
 
 
 def later(default: T, description: str, why: str = "") -> T:
-    """Return a field that existing scripts may set but that has no effect in this version, as its help then states.
-    `why` is the reason, by default the description."""
+    """Return a field that existing scripts may set but that has no effect in this version. The field's help states
+    this. `why` is the reason, by default the description."""
     return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": why or description})
 
 
@@ -117,7 +117,7 @@ def sent_secret(text: str | None, name: str) -> str | None:
 @dataclass(frozen=True, slots=True)
 class ConfigLayer:
     """Values from one source; later layers win, key by key. A key is a field's name, or `field.entry.entry` for an
-    entry of a mapping. `spelled` maps a key to the user's spelling (`--group`), if that differs."""
+    entry of a mapping. `spelled` maps a key to the user's spelling (`--group`), if the two differ."""
 
     name: str
     values: Mapping[str, JSON]
@@ -186,7 +186,7 @@ def _assigned(old: JSON, path: str, value: JSON) -> JSON:
 def _explain(
     error: ValidationError, model_type: type[BaseModel], sources: Mapping[str, str], spelled: Mapping[str, str]
 ) -> str:
-    """Return one line per mistake: the key as written, the value, the problem and its source."""
+    """Return one line per mistake: the key as written, the value, the problem and the value's source."""
     lines: list[str] = []
     for mistake in error.errors(include_url=False):
         path = [str(part) for part in mistake["loc"]]
@@ -231,14 +231,15 @@ SHORT_FORMS = {
     "-m": "openai.model_name",
     "-o": "env.data_path_to_save_groups",
 }
-"""The settings that the short flags abbreviate. `--policy NAME` is short for a scripted server with that model name."""
+"""Maps each short flag to the setting that it abbreviates. `--policy NAME`, which is not in this table, selects a
+scripted server with that model name."""
 
 _SETTING = re.compile(r"--(?:env|openai)\.\w+")
 
 
 def flags_as_typed(message: str, argv: Sequence[str]) -> str:
     """Return the message with each setting named by its flag as typed in `argv`. A setting that is not in `argv` gets
-    its short flag, unless `argv` has long flags."""
+    its short flag, if it has one, unless `argv` has long flags."""
     typed = {word.partition("=")[0] for word in argv}
     long = any(_SETTING.fullmatch(word) for word in typed)
 
@@ -268,8 +269,8 @@ def is_secret(name: str) -> bool:
 
 
 def read_yaml(text: str) -> JSON:
-    """Parse a text that contains exactly one YAML document, and return plain data. Raises `ValueError` for any other
-    text."""
+    """Parse a text that contains at most one YAML document, and return plain data (None for an empty text). Raises
+    `ValueError` for any other text."""
     import yaml  # imported here, because most runs read no YAML
 
     try:

@@ -1,8 +1,9 @@
 """All errors that are not bugs. The name of a class states which part failed; a class also derives from the builtin
 that it resembles.
 
-Three outcomes are never mixed. The model's mistake is a tool result that the model reads. An infrastructure failure is
-an `InfraError`; it is recorded in the trajectory, which gets no score. A bug of ours raises whatever Python raises.
+Three kinds of failure are kept apart. The model's mistake is a tool result that the model reads. An infrastructure
+failure is an `InfraError`; it is recorded in the trajectory, which gets no score. A bug in Palaestra raises whatever
+Python raises.
 
 Expected file errors inside a slot (`FileNotFoundError`, …) are plain builtins: tools show them to the model.
 """
@@ -15,7 +16,7 @@ from palaestra.core.types import Blame
 
 
 class PalaestraError(Exception):
-    """Base of all errors that are not bugs. A command that fails with it ends with `exit_code`."""
+    """Base of all errors that are not bugs. A command that fails with such an error ends with `exit_code`."""
 
     exit_code: ClassVar[int] = 1
 
@@ -39,7 +40,8 @@ class TaskError(ConfigError):
 
 
 class InfraError(PalaestraError):
-    """An infrastructure failure. `blame` names the part that failed; a rollout that ends with it has no reward."""
+    """An infrastructure failure. `blame` names the part that failed; a rollout that ends with this error has no
+    reward."""
 
     blame: ClassVar[Blame] = Blame.RUN
 
@@ -54,7 +56,7 @@ class EngineError(InfraError):
 
 
 class EngineUnavailable(EngineError, ConnectionError):
-    """The model server is unreachable, overloaded or too slow, after the client's retries."""
+    """The model server is still unreachable, overloaded or too slow after the client's retries."""
 
 
 class EngineRefused(EngineError, PermissionError):
@@ -102,7 +104,7 @@ class TrainerError(InfraError):
 
 
 class TrainerUnavailable(TrainerError, ConnectionError):
-    """The trainer was unreachable for longer than the environment's patience, in spite of retries."""
+    """The trainer was unreachable, in spite of retries, for longer than the environment waits for it."""
 
 
 class TrainerRefused(TrainerError, ValueError):

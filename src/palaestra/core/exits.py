@@ -50,9 +50,10 @@ _QUIET, _VERBOSE = ("-q", "--quiet"), ("-v", "--verbose")
 class Program:
     """A running command line: a `with` block does the work, and `exit_code` is the result.
 
-    Three flags may stand anywhere in `argv` and are left out of `words`: -q drops everything on stderr except the error
-    that ends the program, -v adds the log and the traceback of that error, and --no-color sets NO_COLOR. A failure ends
-    the block and is reported; with --json, as one line of JSON. A bug is raised.
+    Three flags may stand anywhere in `argv` and are left out of `words`. -q drops everything on stderr except the error
+    that ends the program. -v adds the log and the traceback of that error. --no-color sets NO_COLOR. A failure ends the
+    block and is reported; if `argv` contains --json, as one line of JSON. An interruption by the user is reported only
+    if `argv` contains --json. A bug is raised.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -123,8 +124,8 @@ def _logged() -> Iterator[None]:
 
 
 def read_failure(error: BaseException) -> ProcessFailure | None:
-    """Return the failure to report for `error`, or None for a bug. A group of errors that contains a bug counts as a
-    bug."""
+    """Return the failure to report for `error`, or None for a bug. A group of errors that contains a
+    `KeyboardInterrupt` is an interruption by the user. Any other group that contains a bug counts as a bug."""
     found = list(leaves(error))
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in found):
         return ProcessFailure(INTERRUPTED, "interrupted", "KeyboardInterrupt")

@@ -10,8 +10,8 @@ _CPU_TORCH = "; without a GPU, first install the CPU build of PyTorch, as pytorc
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs `extra` in this process's environment. A checkout is named by its path, because
-    no package index has the extras of its version."""
+    """Return the command that installs `extra` in this process's environment. An editable install is named by its path,
+    and a package that was installed from a URL by this URL, because a package index may lack its version."""
     name = f"palaestra[{extra}]"
     try:
         origin = json.loads(metadata.distribution("palaestra").read_text("direct_url.json") or "{}")

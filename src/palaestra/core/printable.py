@@ -77,7 +77,8 @@ def printable(text: str) -> str:
 
 
 class TerminalText:
-    """Wraps a terminal's stream and makes every text `printable`. `raw` is that stream, for our own colours."""
+    """Wraps a terminal's stream and makes every text `printable`. `raw` is the wrapped stream, to which Palaestra
+    writes its own colours."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw

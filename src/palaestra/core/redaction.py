@@ -1,9 +1,9 @@
 """Replaces secrets in text that is written or shown: keys in addresses, headers, arguments and messages. Does no I/O.
 
-It finds the secrets that Palaestra was given (`remember`), and recognises further secrets by their position (user and
-key parts of an address, `Bearer …`, `--api-key …`, `token=…`) and by the formats of well-known keys. Any other secret
-that looks like an ordinary word is not found. Use this module for settings and error texts; the texts of models and
-tools are data and stay unchanged.
+This module finds the secrets that Palaestra was given (`remember`), and recognises further secrets by their position
+(user and key parts of an address, `Bearer …`, `--api-key …`, `token=…`) and by the formats of well-known keys. Any
+other secret that looks like an ordinary word is not found. Use this module for settings and error texts; the texts of
+models and tools are data and stay unchanged.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ _WORDS = re.compile(r"[a-z]+(?:[-_][a-z]+)*", re.IGNORECASE)
 
 
 def remember(secret: str | None) -> None:
-    """Hide this secret in every text from now on, even encoded or cut off. Secrets of fewer than 4 characters and words
-    of fewer than 16 (`EMPTY`, `not-needed`) are not hidden; of the rest, only the latest 256 are."""
+    """Make `redacted` hide this secret from now on. A secret of fewer than 4 characters, or a word of letters with
+    fewer than 16 characters (`EMPTY`, `not-needed`), is ignored. Of all other secrets, only the latest 256 are
+    hidden."""
     global _known_pattern
     if not secret or len(secret) < 4 or secret in _known or (len(secret) < 16 and _WORDS.fullmatch(secret)):
         return
@@ -104,7 +105,8 @@ def remember_named(values: Mapping[str, str]) -> None:
 
 def _forms(secret: str) -> list[str]:
     """Return patterns for the forms in which a secret may appear: unchanged, cut off after its first half, or encoded
-    for an address, as JSON, base64 or hex."""
+    for an address, as JSON, base64 or hex. A secret of fewer than 8 characters, or a word of letters, is matched only
+    unchanged and only where it is not a part of a path or a longer name."""
     if len(secret) < 8 or _WORDS.fullmatch(secret):  # short secrets and words may also be parts of paths and names
         return [rf"(?<![\w./-]){re.escape(secret)}(?![\w/-]|\.\w)"]
     data = secret.encode("utf-8", "surrogateescape")

@@ -45,7 +45,7 @@ AT_START = RetryPolicy(attempts=4, first_s=0.25, longest_s=2.0)
 
 def retry_after_s(header: str | None, now: float) -> float | None:
     """Return the wait, in seconds, that a `Retry-After` header requests as a number or as an HTTP date (RFC 9110,
-    10.2.3); None if it contains neither.
+    10.2.3); None if it contains neither, or if the wait is 1e9 seconds or more.
 
     `now` is seconds since the epoch.
     """

@@ -1,4 +1,5 @@
-"""The project's terms as types (Task, Outcome, Blame, Usage, Prices, Score), and `number` for any library's numbers."""
+"""The project's terms as types (Task, Outcome, Blame, Usage, Prices, Score), and `number`, which reads numbers of any
+library."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class AllowList:
     """The only hosts that a slot may reach, over HTTP and HTTPS through a proxy.
 
     Examples: `example.org` (ports 80 and 443), `example.org:8443`, `*.example.org:*`, `10.0.0.0/8:5432`. Addresses of
-    cloud metadata services, which provide credentials, are always refused. Raises ValueError for a plain string.
+    cloud metadata services, which provide credentials, are always refused. Raises ValueError if `hosts` is a plain
+    string.
     """
 
     hosts: tuple[str, ...]
@@ -103,7 +105,7 @@ def network(value: JSON) -> Network | AllowList:
 class Limits:
     """The maximum resources of one slot. Sizes are in bytes, `cpus` in cores. None means the backend's default.
 
-    Raises ValueError for a limit that is not a positive number.
+    Raises ValueError if a limit is not a positive number or, except for `cpus`, is not a whole number.
     """
 
     memory_bytes: int | None = 2 << 30
@@ -155,11 +157,13 @@ class Task:
     `toolsets` is None, the environment chooses.
 
     `recipe` declares that the prepared workspace depends only on image, files, setup, the environment's hooks, the task
-    and this text (a version); runs on this machine then share the workspace. If it is None, every run prepares its own.
+    and this text (a version); runs on this machine then share the workspace. If `recipe` is None, every run prepares
+    its own workspace.
 
-    A check sees the agent's changes in the workspace, in `/var/tmp` and below `paths`; it sees the rest of the root as
-    prepared. A task that installs programs needs `/` in `paths`. `programs` names programs and their settings that the
-    agent may add or replace; a check uses the prepared versions of all other programs and settings.
+    A check sees the agent's changes in the workspace, in `/var/tmp` and below `paths`; it sees the rest of the root
+    file system as it was prepared. A task that installs programs needs `/` in `paths`. `programs` names programs and
+    their settings that the agent may add or replace; a check uses the prepared versions of all other programs and
+    settings.
 
     `floor` is the highest score that is possible without doing the work; `palaestra env check` enforces it. `data`,
     `solution` and `answer` never enter an agent's slot.
@@ -194,7 +198,7 @@ class Task:
 
 @dataclass(slots=True)
 class Usage:
-    """The cost of a rollout's model calls, in tokens as the engine counted them, and the number of calls."""
+    """The cost of a rollout's model calls, in tokens as the model server counted them, and the number of calls."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

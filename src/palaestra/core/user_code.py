@@ -50,9 +50,9 @@ async def foreign(
     """Await user code and return its result. Raises `ForeignError` for errors that its author did not expect,
     `sys.exit` included.
 
-    `expected` errors and every `PalaestraError` are raised unchanged. From a group of errors, its first
-    `PalaestraError` is raised, preferably an infrastructure failure. A cancellation of this task is raised even if the
-    code swallows it; a cancellation by another task is a failure.
+    `expected` errors and every `PalaestraError` are raised unchanged. If the code raises a group of errors, the first
+    infrastructure failure in the group is raised or, if there is none, its first `PalaestraError`. A cancellation of
+    this task is raised even if the code swallows it; a cancellation by another task is a failure.
 
     The code runs in a task of its own, because before Python 3.13 a failed task group leaves its task marked as
     cancelled, which looks like a real cancellation.
@@ -67,7 +67,7 @@ async def foreign(
 
     own.add_done_callback(tell)
     try:
-        await over  # awaiting the task itself would cancel it with this one, and its code could continue
+        await over  # awaiting `own` itself would cancel it together with this task, and its code could continue
     except asyncio.CancelledError:
         await _cancelled(own, patience_s)
         raise
@@ -91,8 +91,8 @@ async def foreign(
 
 async def run_hook(kind: type[PalaestraError], hook: Awaitable[T], doing: str) -> T:
     """Await an environment's hook and return its result. Errors that its author did not expect become `kind`, with the
-    original as their cause. Errors with a blame are raised unchanged, as in `foreign`; `doing` is put in front of a
-    plain `ConfigError`'s message."""
+    original as their cause. A `PalaestraError` is raised unchanged, with one exception: `doing` is put in front of a
+    plain `ConfigError`'s message, unless `kind` is `ConfigError`."""
     try:
         return await foreign(hook)
     except (ConfigError, ForeignError) as error:
@@ -164,8 +164,8 @@ async def called(hook: Callable[..., object], *args: object) -> JSON:
 
 
 def place(error: BaseException) -> str:
-    """Return the line of the author's code that an error came from, as ` (my_env.py, line 12)`; empty if none of that
-    code was involved."""
+    """Return the innermost line of the author's code in the error's traceback, as ` (my_env.py, line 12)`; empty if the
+    traceback contains none of the author's code."""
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = frame.f_code.co_filename
@@ -219,7 +219,8 @@ def load_file(path: Path) -> ModuleType:
 
 
 def score_of(answer: JSON, said: str) -> Score:
-    """Return the result of a score hook as a `Score`. Raises `GraderError` with a message that begins with `said`."""
+    """Return the result of a score hook as a `Score`. Raises `GraderError` if it is not a score; `said` names the hook
+    in the message."""
     match answer:
         case Score():
             return answer

@@ -16,12 +16,12 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 
 _PACKAGE = Path(__file__).parent.parent
-"""Every key already covers the code of this package."""
+"""The folder of this package, whose code every key already covers."""
 
 
 def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
-    """Return the digests of the files that define these functions and classes. Raises `TaskError` if one of them has no
-    file."""
+    """Return the digests of the files that define these functions and classes, without files of this package. Raises
+    `TaskError` if one of them has no file."""
     digests = set()
     for part in parts:
         try:

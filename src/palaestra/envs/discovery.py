@@ -84,7 +84,8 @@ def _summary(path: Path) -> str:
 
 
 def load_environment(reference: str, start: Path) -> Form:
-    """Load the environment that `reference` names. Raises `ConfigError` with a list of the known environments."""
+    """Load the environment that `reference` names. Raises `ConfigError`; if no environment has this name, the error
+    lists the known names."""
     path, _, name = reference.partition(":")
     if path.endswith(".py") or "/" in path:
         return _pick(Path(path), name)

@@ -1,7 +1,8 @@
-"""Ports a script for the contract: rewrites its imports, and lists code that cannot start or that nothing calls here.
+"""Ports an existing script to Palaestra: rewrites its imports, and lists code that cannot run or that nothing calls.
 
 The script is read, never run. All text except the imports stays the same, byte for byte. The package's attributes and
-parameters are looked up in its own classes, so the list of problems cannot become outdated.
+parameters are looked up in its own classes, so the list of problems cannot become outdated. In this module, "the
+contract" is the Python API for which existing scripts were written: its modules, classes and hooks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from palaestra.core.errors import ConfigError
 ROOTS = frozenset(
     {"atroposlib", "atropos", "environments", "model_tools", "tools", "toolsets", "toolset_distributions"}
 )
-"""Top-level modules that contract scripts import from."""
+"""Top-level modules of the contract, from which existing scripts import."""
 
 ELSEWHERE: Mapping[str, str] = {
     "create_tool_backend": "palaestra.envs.config.build",
@@ -36,7 +37,7 @@ ELSEWHERE: Mapping[str, str] = {
     "ModalToolBackend": "palaestra.sandbox.modal_tool_backend",
     "SlotState": "palaestra.sandbox.slot",
 }
-"""Names of the contract that are not public here, and their modules."""
+"""Names of the contract that the package `palaestra` does not export, and the modules that define them."""
 
 NOT_NEEDED: Mapping[str, str] = {
     "apply_patches": "there is nothing to patch: delete the call",
@@ -59,8 +60,8 @@ HOOKS = frozenset((
     "score_trajectory", "setup", "setup_agent_env", "setup_trajectory_workspace", "setup_wandb",
     "teardown_agent_env", "verify_and_score_trajectory", "wandb_log",
 ))  # fmt: skip
-"""Methods of the contract's classes that the contract's runtime calls. A method that our class of the same name lacks
-is never called here."""
+"""Methods of the contract's classes that the contract's runtime calls. Palaestra never calls a method that its own
+class of the same name lacks."""
 
 TWO_SHAPES = frozenset({"_build_scored_item", "_run_agent_loop"})
 """Hooks whose overrides may have the parameters of either version of the contract."""
@@ -95,7 +96,7 @@ class Ported:
 
 
 def counterpart(name: str) -> str | None:
-    """Return the module from which a name of the contract can be imported here, or None."""
+    """Return the module of Palaestra from which a name of the contract can be imported, or None."""
     return "palaestra" if name in palaestra.__all__ else ELSEWHERE.get(name)
 
 
@@ -154,8 +155,8 @@ class _Script:
                     self._leave(node, f"{node.func.id}(…)", problem)
 
     def check_class(self, kind: ast.ClassDef) -> None:
-        """List the hooks of a class that nothing calls here, and uses of attributes and methods that its base class
-        does not have."""
+        """List the hooks of a class that nothing calls, or whose parameters differ. Also list uses of attributes that
+        its base class does not have, and calls of methods with arguments that they do not take."""
         family = self._family(kind)
         if family is None:
             return
@@ -348,7 +349,7 @@ class _Script:
 
     def _family(self, kind: ast.ClassDef) -> tuple[type, list[ast.ClassDef]] | None:
         """Return the contract's class that the class `kind` derives from, with `kind` and its bases in the script. None
-        if a base is unknown, because an unknown base may define anything."""
+        if there is no such class, or if a base is unknown, because an unknown base may define anything."""
         local = {each.name: each for each in _classes(self._tree)}
         relatives, base = [kind], None
         for each in relatives:
@@ -441,7 +442,7 @@ def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | No
 
 
 def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
-    """Return why an override cannot be called like our method; None if it can."""
+    """Return why an override cannot be called like Palaestra's method; None if it can."""
     parameters = list(inspect.signature(ours).parameters.values())[1:]
     passed = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     always = [each for each in passed if each.default is each.empty]

@@ -92,7 +92,8 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def write_environment(name: str, folder: Path, *, as_class: bool) -> Path:
-    """Write `<name>_env.py` and return its path. Raises `ConfigError` for an invalid or existing name."""
+    """Write `<name>_env.py` and return its path. Raises `ConfigError` if the name is invalid, or if the file exists or
+    cannot be written."""
     name = name.removesuffix(".py").removesuffix("_env")
     if not _NAME.fullmatch(name) or iskeyword(name):
         raise ConfigError(

@@ -6,7 +6,7 @@ A gateway keeps all its files in one folder, its home:
     gateway.db            the mailbox               processes.json     background processes, for the next start
     gateway.lock          held while it runs
 
-Invariant: no two running gateways share a folder, and no two on the same machine share a token.
+Invariant: no two running gateways share a folder, and no two gateways on the same machine share a platform's token.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def _token_lock(name: str, token: str) -> Path:
 
 @contextmanager
 def _held(path: Path, problem: str) -> Iterator[None]:
-    """Hold a lock file, which the kernel releases when this process dies. Raises `ConfigError` with `problem`."""
+    """Hold a lock file during the block; the kernel also releases it when this process dies. Raises `ConfigError` with
+    `problem` if another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:

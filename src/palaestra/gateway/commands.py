@@ -46,7 +46,7 @@ def parse(text: str) -> ChatCommand | None:
 
 
 def misused(command: ChatCommand) -> str:
-    """Return why a command is rejected, or the empty string."""
+    """Return the reply that rejects a command with wrong arguments, or an empty string if the command is valid."""
     if command.argument and command.name not in WITH_WORDS:
         return f"/{command.name} takes no argument; nothing was done."
     if command.name == "stop" and command.argument not in ("", "processes"):

@@ -1,5 +1,5 @@
-"""`GatewayConfig`: the settings of `palaestra gateway`, in the contract's format, and `read_config`, which reads them
-from a YAML file."""
+"""`GatewayConfig`: the settings of `palaestra gateway`, in the format that the project's interface contract fixes.
+`read_config` reads them from a YAML file."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class UserLimits(Settings):
 
 
 class GatewayConfig(Settings):
-    """The contract's configuration. `from_dict({})` and `GatewayConfig()` are equal."""
+    """The configuration of a gateway. `from_dict({})` and `GatewayConfig()` are equal."""
 
     server: APIServerConfig | None = setting(
         None, "The model server: base_url, model_name, api_key and other settings."
@@ -140,11 +140,12 @@ class GatewayConfig(Settings):
         return self.recorded()
 
     def reset_policy(self, platform: str, chat_type: ChatType) -> SessionResetPolicy:
-        """Return the policy for a chat: the one for its platform, else the one for its type, else the default."""
+        """Return the reset policy for a chat: the policy for its platform, or else the policy for its type, or else the
+        default policy."""
         return self.reset_by_platform.get(platform) or self.reset_by_type.get(chat_type) or self.default_reset_policy
 
     def home_channel(self, platform: str = "") -> ChatAddress | None:
-        """Return the platform's home channel, or else the first home channel of any platform."""
+        """Return the platform's home channel, or else the first home channel of any enabled platform, or else None."""
         own = self.platforms.get(platform)
         for name, each in ([(platform, own)] if own is not None else []) + list(self.platforms.items()):
             if each.enabled and each.home_channel is not None:

@@ -26,7 +26,8 @@ _LONGEST_NAME, _MOST_NAME_BYTES = 100, 200  # file systems allow 255 bytes
 
 
 async def put_uploads(slot: Slot, message: Incoming) -> list[str]:
-    """Write the attachments of a message into the sandbox; returns a line for the model about each."""
+    """Write the attachments of a message into the sandbox. Returns one line per attachment, which informs the model
+    about the file."""
     lines = []
     for file in message.attachments:
         path = await _free_path(slot, _safe_name(file.name))
@@ -36,7 +37,7 @@ async def put_uploads(slot: Slot, message: Incoming) -> list[str]:
 
 
 def message_content(text: str, message: Incoming, lines: list[str], *, images: bool) -> JSON:
-    """Return the message for the model: a text, or content parts if it has images that the model is to see."""
+    """Return the message for the model: a text, or content parts if the message has images and `images` is true."""
     said = "\n".join([*([text] if text.strip() else []), *lines])
     shown = [file for file in message.attachments if file.is_image] if images else []
     if not shown:

@@ -2,9 +2,10 @@
 
 Jobs are rows in the mailbox. When a job is due, one transaction adds its message to the incoming messages and stores
 its next time; from then on it is a message like any other. So a run begins exactly once, even if the gateway is killed
-or its clock changes, and it is answered like a person's message. Invariant: a run that was due while the gateway was
-down is skipped and reported to the chat, unless it is at most `LATE_S` late; so is a run that was due while the job's
-earlier run was unfinished. Of several missed runs, at most one runs.
+or its clock changes, and it is answered like a person's message.
+
+Invariant: a run is skipped and reported to the chat if it is more than `LATE_S` late because the gateway was down, if
+the job's earlier run is unfinished, or if the person may not start a turn. Of several missed runs, at most one runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 20
-"""The maximum number of jobs of one session, because a scheduled turn may create more jobs."""
+"""The maximum number of jobs of one session. There is a limit because a scheduled turn may create further jobs."""
 LATE_S = 600.0
 CHECK_S = 1.0
 LOCAL = "local"
@@ -100,13 +101,14 @@ class Jobs:
                     continue
                 try:
                     await self._begin(job, now)
-                except ValueError as error:  # the time does not exist in the gateway's new time zone
+                except ValueError as error:  # the job's time does not exist in the gateway's new time zone
                     logger.warning("job %s is paused: %s", job.id, error)
                     await self._stored(msgspec.structs.replace(job, next_at=None))
             await self._clock.sleep(CHECK_S)
 
     async def _begin(self, job: Job, now: float) -> None:
-        """Begin the run of a job that is due, or report it as missed."""
+        """Begin the run of a job that is due, or report the run as missed. Stores the job's next time, or removes the
+        job after its last run."""
         schedule = parse_again(job, self._zone)
         times: list[float] = []
         at = job.next_at
@@ -319,7 +321,7 @@ def _stem(job: Job) -> str:
 
 
 def _message(job: Job, at: str, deliver: ChatAddress | None) -> Incoming:
-    """Return the message of one run. Its id contains the run's time, so that no run happens twice."""
+    """Return the message of one run. The message's id contains the run's time, so that no run happens twice."""
     skills = f" Read these skills first: {', '.join(job.skills)}." if job.skills else ""
     note = f"Scheduled job {job.title} ({job.schedule}). Perhaps nobody is there to answer questions.{skills}"
     text = f"[{note}]\n\n{job.prompt}"

@@ -31,7 +31,8 @@ def size(text: str, limits: PlatformLimits) -> int:
 
 
 def split_reply(text: str, limits: PlatformLimits) -> list[str]:
-    """Return the messages for `text`, in order; none for an empty text. `limits.max_text` must be at least 100."""
+    """Return the messages for `text`, in order. For a blank text, the list is empty. `limits.max_text` must be at least
+    100."""
     if size(text, limits) <= limits.max_text:
         return [text] if text.strip() else []
     ends, openings = _code_blocks(text)

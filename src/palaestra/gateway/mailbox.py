@@ -1,8 +1,8 @@
 """The mailbox: every incoming and every outgoing message, in one SQLite file in the gateway's folder.
 
-Invariants: a message is on the disk before it is acknowledged to the platform; one transaction stores its answers and
-marks it as answered; an outgoing message leaves the file only when the platform has it. So a gateway that is killed at
-any moment loses no message, and starts only one turn for each.
+Invariants: a message is on the disk before it is acknowledged to the platform. One transaction stores its answers and
+marks it as answered. An outgoing message leaves the file only when the platform has it. A gateway that is killed at any
+moment therefore loses no message, and starts only one turn for each message.
 
 All calls run in one thread, which commits concurrent calls together.
 """
@@ -201,8 +201,8 @@ class Mailbox:
         return await self.do(work, synced=True)
 
     async def answered(self, message: Incoming) -> tuple[bool, str] | None:
-        """For a known message, return whether it is answered, and the conversation of its turn (empty if it had none).
-        Return None for a new message."""
+        """Return whether a known message is answered, and the conversation of its turn, which is empty if it had no
+        turn. Return None for a new message."""
         address = message.address
         query = "select done, conversation from incoming where platform = ? and chat_id = ? and message_id = ?"
         identity = (address.platform, _place(address), message.message_id)
@@ -236,7 +236,7 @@ class Mailbox:
     async def finish(
         self, row: int, message: Incoming, answers: Sequence[Outgoing], now: float, cost: float = 0.0
     ) -> None:
-        """Record in one transaction that a message is answered, its answers, and what its turn cost."""
+        """Record, in one transaction, that a message is answered, the answers, and the cost of the turn."""
 
         def work(connection: sqlite3.Connection) -> None:
             if connection.execute(
@@ -316,7 +316,8 @@ class Mailbox:
         return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).fetchone()))
 
     async def pairing_code(self, platform: str, user_id: str, name: str, now: float) -> str | None:
-        """Return a new code for a person; None if they have a valid one, or if `CODES_PER_MINUTE` are used up."""
+        """Return a new code for a person. Returns None if the person has a valid code, or if `CODES_PER_MINUTE` codes
+        were made in this minute."""
 
         def work(connection: sqlite3.Connection) -> str | None:
             connection.execute("delete from codes where made_at < ? or made_at > ?", (now - CODE_VALID_S, now))
@@ -333,7 +334,8 @@ class Mailbox:
         return await self.do(work)
 
     async def pair(self, code: str, now: float) -> tuple[str, str, str]:
-        """Allow the person who got `code`; returns platform, user id and name. Raises `ConfigError`."""
+        """Allow the person who got `code`. Returns the person's platform, user id and name. Raises `ConfigError` if the
+        code is unknown or too old."""
 
         def work(connection: sqlite3.Connection) -> tuple[str, str, str] | None:
             found = connection.execute(
@@ -358,7 +360,7 @@ class Mailbox:
         )
 
     async def unpair(self, platform: str, user_id: str) -> bool:
-        """Revoke the pairing of a person; returns whether they were paired."""
+        """Revoke the pairing of a person. Returns whether the person was paired."""
         query = "delete from users where platform = ? and user_id = ?"
         return bool(await self.do(lambda connection: connection.execute(query, (platform, user_id)).rowcount))
 

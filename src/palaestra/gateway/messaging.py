@@ -1,9 +1,9 @@
 """The tool `send_message`, with which an agent writes to chats of the gateway.
 
 An agent may write to its own chat, to the home channels, and to the chats of the setting `message_targets`. Other chats
-are hidden from it, because a person who writes to an agent could make it write to strangers. When the tool answers, the
-message is in the mailbox; sending is retried until the platform has it. A call that a crash cut off is never repeated
-automatically.
+are hidden from the agent, because a person who writes to it could make it write to strangers. When the tool answers,
+the message is in the mailbox. Sending is retried until the platform has the message. A call that a crash cut off is
+never repeated automatically.
 """
 
 from __future__ import annotations

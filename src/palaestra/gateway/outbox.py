@@ -1,12 +1,12 @@
 """Sends the messages of the mailbox, in order for each chat, and retries until the platform has them.
 
-If a platform does not answer, sending is retried for as long as the gateway runs, at intervals of at most a minute
-(longer if the platform asks for it); the messages stay in the mailbox. A message that the platform refuses is kept
-there with the reason and reported to the home channel.
+If a platform does not answer, the messages stay in the mailbox, and sending is retried for as long as the gateway runs.
+The intervals are at most a minute, unless the platform asks for longer ones. A message that the platform refuses is
+kept there with the reason and reported to the home channel.
 
-If a gateway is killed after it sent a message and before it recorded that, it sends the message again after a restart.
-On a platform that accepts keys (`PlatformLimits.idempotent`), people see the message once; on others, the second copy
-begins with `SENT_AGAIN`.
+If a gateway is killed after it sent a message and before it recorded the sending, it sends the message again after a
+restart. On a platform that accepts keys (`PlatformLimits.idempotent`), people see the message once. On other platforms,
+the second copy of a text begins with `SENT_AGAIN` if there is room for it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Outbox:
             self.wake(address)
 
     def wake(self, address: ChatAddress) -> None:
-        """Send the waiting messages of a chat."""
+        """Start to send the waiting messages of a chat, unless its platform is not connected."""
         if address.platform not in self._platforms:
             return  # the platform is no longer connected; its messages wait in the mailbox
         if address in self._sending:
@@ -91,7 +91,7 @@ class Outbox:
             del self._sending[address]
 
     async def _send(self, platform: Platform, unsent: Unsent) -> Unsent | None:
-        """Send a message; returns the next one."""
+        """Send a message. Returns the next unsent message for the same chat, or None."""
         message, limits = unsent.message, platform.limits
         if not limits.idempotent and not unsent.started:
             await self._mailbox.begin_send(unsent.id)

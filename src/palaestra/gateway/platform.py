@@ -94,7 +94,7 @@ Deliver: TypeAlias = Callable[[Incoming], Awaitable[None]]
 
 
 class Platform(Protocol):
-    """A platform. The module's docstring states the rules."""
+    """A platform. Implementations follow the rules in the module's docstring."""
 
     @property
     def name(self) -> str:
@@ -113,11 +113,11 @@ class Platform(Protocol):
         ...
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
-        """Send Markdown of at most `limits.max_text`; returns the platform's id of the message."""
+        """Send Markdown of at most `limits.max_text` units. Returns the id that the platform gives the message."""
         ...
 
     async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
-        """Replace the text of a message that the gateway sent. Only with `limits.edits`."""
+        """Replace the text of a message that the gateway sent. Called only if `limits.edits` is true."""
         ...
 
     async def send_file(
@@ -127,11 +127,13 @@ class Platform(Protocol):
         ...
 
     async def stream_text(self, message: Incoming, text: str) -> None:
-        """Show a piece of the answer to `message`. The whole answer is sent later. Only with `limits.streams`."""
+        """Show a piece of the answer to `message`. The whole answer is sent later. Called only if `limits.streams` is
+        true."""
         ...
 
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
-        """Show or hide a notice that an answer is being written. Only with `limits.typing`; errors are ignored."""
+        """Show or hide a notice that an answer is being written. Called only if `limits.typing` is true. Errors are
+        ignored."""
         ...
 
 

@@ -7,8 +7,8 @@ time.
     2026-12-24T18:00              once, in the gateway's time zone unless the text names a time zone
 
 Cron lines follow crontab(5): lists, ranges, steps and names of months and days. If the day of month and the day of week
-are both restricted, a day that matches either counts. A time that a clock change skips is moved forward by the change;
-one that occurs twice counts once.
+are both restricted, a day that matches either counts. A time that a clock change skips is moved forward by the change.
+A time that occurs twice because of a clock change counts once.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class CronLine:
         return by_date or by_weekday if self.either else by_date and by_weekday
 
     def after(self, moment: float, zone: tzinfo | None) -> float | None:
-        """Return the first time after `moment`, in seconds since the epoch; None if there is none, as for 30
-        February."""
+        """Return the first time after `moment`, in seconds since the epoch. Returns None if there is no such time, for
+        example on 30 February."""
         today = datetime.fromtimestamp(moment, zone).date()
         for offset in range(_LONGEST_DAYS):
             day = today + timedelta(days=offset)
@@ -70,7 +70,8 @@ class CronLine:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The times of a cron line, or of an interval in seconds counted from `start`, or only the time `start`."""
+    """The times at which a job runs: the times of a cron line, times at an interval in seconds counted from `start`, or
+    only the time `start`."""
 
     start: float
     interval_s: float = 0.0

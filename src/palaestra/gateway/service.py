@@ -2,9 +2,11 @@
 
 It builds on the mailbox (every message is on the disk before it is acknowledged) and on conversations
 (`palaestra.chat`, whose journal ensures that each message is answered once). The messages of one session are answered
-in order; sessions do not wait for each other. Invariants: a message gets an answer, or a refusal with the reason, even
-if the gateway is killed meanwhile; `/stop` and the answer to a question reach only the session of the chat in which
-they were written; a failure of one session or platform does not affect the others.
+in order; sessions do not wait for each other.
+
+Invariants: every message of an allowed person gets an answer, or a refusal with the reason, even if the gateway is
+killed meanwhile. `/stop` and the answer to a question reach only the session of the chat in which they were written. A
+failure of one session or platform does not affect the others.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ CLOSE_AFTER_S = 3600.0
 """The time, in seconds, after which an idle conversation without a sandbox is closed; the next message reopens it."""
 LONGEST_RECONNECT_S = 60.0
 MOST_UNSENT = 500
-"""The maximum number of unsent messages of one chat; beyond it, the chat's further turns wait."""
+"""The maximum number of unsent messages of one chat. While a chat has as many, its next turn does not begin."""
 STOP_PATIENCE_S = 10.0
 MOST_SHOWN = 2000
 """The maximum number of characters of a command that the chat shows when it asks for approval."""
@@ -60,10 +62,10 @@ _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 
 @dataclass(slots=True)
 class _Session:
-    """A session of this process. `used_at` is a monotonic time in seconds, None before the first message that this
-    process gets. `approval` and `question` wait for a person; `approval_code` and `question_code` name what they wait
-    for. `unanswered` means that the turn asked an earlier question without getting an answer, so a text may be the
-    answer to that question."""
+    """A session of this process. `used_at` is the monotonic time of its last use, in seconds, or None before the first
+    message that this process gets. `approval` and `question` wait for a person; `approval_code` and `question_code`
+    name what they wait for. `unanswered` means that the turn asked an earlier question without getting an answer, so a
+    text may be the answer to that question."""
 
     key: str
     address: ChatAddress
@@ -88,8 +90,9 @@ class _Answer:
 
 
 class Gateway:
-    """Use `running` to serve. `zone` is the time zone of daily resets, None for this machine's. The caller closes
-    `mailbox` and `chat`. Raises `ConfigError` for settings that contradict each other."""
+    """A gateway; it serves while the block of `running` runs. `zone` is the time zone of daily resets and jobs; None
+    stands for this machine's. The caller closes `mailbox` and `chat`. Raises `ConfigError` for settings that contradict
+    each other."""
 
     def __init__(
         self,
@@ -153,8 +156,8 @@ class Gateway:
         task.add_done_callback(self._background.remove)
 
     async def _recover(self) -> None:
-        """Open the conversations whose sandboxes an earlier gateway left, so that reports on background processes reach
-        the chats and a session's reset ends its sandbox."""
+        """Open the conversations whose sandboxes an earlier gateway left behind. Reports on their background processes
+        then reach the chats, and a session's reset ends its sandbox."""
         if not self.chat.lasting:
             return
         await self.chat.start()
@@ -248,8 +251,8 @@ class Gateway:
             await self._answer_now(message, key, f"{text} Send it again later, or /stop the running turn.")
 
     async def _is_repeated(self, message: Incoming) -> bool:
-        """Return whether the gateway already has this request. If it is answered, send its answer again; otherwise the
-        repeated request waits for the answer."""
+        """Return whether the gateway already has this request. If the request is answered, send its answer again.
+        Otherwise, the repeated request waits for the answer."""
         taken = await self.mailbox.answered(message)
         if taken is None or not taken[0]:
             return taken is not None
@@ -308,7 +311,8 @@ class Gateway:
         return ""
 
     async def _answer_now(self, message: Incoming, key: str, text: str) -> None:
-        """Answer without a turn. A repeated message is not answered again."""
+        """Answer a message without a turn of the agent, and record it as answered. A repeated message is not answered
+        again."""
         if (await self.mailbox.take(message, key, self._clock.wall(), done=True)).decision == "taken":
             await self._say(message, text)
 
@@ -336,7 +340,8 @@ class Gateway:
             session.running = False
 
     async def _answer(self, session: _Session, waiting: Waiting) -> None:
-        """Handle one message, a command or a turn of the agent, and record its answers."""
+        """Handle one message, either as a command or as a turn of the agent, and record the answers. An error becomes
+        the answer."""
         message = waiting.message
         session.stopped = False
         if not message.job:
@@ -371,8 +376,8 @@ class Gateway:
         return self.chat.store.find(conversation).user.partition(":")[2]
 
     def _outgoing(self, message: Incoming, answer: _Answer) -> list[Outgoing]:
-        """Return the messages of an answer, at least one. Their keys are derived from the message that is answered. The
-        answer of a job is not a reply to a person's message."""
+        """Return the messages of an answer: at least one, unless the answer of a job goes to no chat. Their keys are
+        derived from the message that is answered. The answer of a job is not a reply to a person's message."""
         if message.job and message.deliver is None:
             return []
         address = self._to(message)
@@ -399,8 +404,9 @@ class Gateway:
     # Sessions
 
     async def _begin(self, session: _Session, waiting: Waiting) -> list[str]:
-        """Open the conversation of a message, or a new one if the reset policy requires it, and record that it is used.
-        Returns notes for the chat."""
+        """Open the conversation in which a message is answered, and record its use. The conversation is new if the
+        session has none, if the reset policy requires it, or if the earlier conversation is no longer stored. Returns
+        notes for the chat."""
         notes: list[str] = []
         now, monotonic = self._clock.wall(), self._clock.monotonic()
         message, known = waiting.message, waiting.session
@@ -425,7 +431,7 @@ class Gateway:
         return notes
 
     async def _reset_reason(self, session: _Session, row: SessionRow) -> str | None:
-        """Return why the session must be reset, or None."""
+        """Return why the session must be reset, or None. A background process that is young enough prevents a reset."""
         policy = self.config.reset_policy(row.address.platform, row.address.chat_type)
         now = self._clock.wall()
         idle_s = now - row.last_used if session.used_at is None else self._clock.monotonic() - session.used_at
@@ -436,7 +442,7 @@ class Gateway:
         return None if await self.chat.processes.has_active_for_session(session.key, max_age_s) else reason
 
     def _open(self, session: _Session, conversation: str, user_id: str) -> Conversation:
-        """Return the stored conversation with this id, or a new one for an empty id."""
+        """Return the stored conversation with this id, or a new conversation if the id is empty."""
         people = People(
             approve=lambda request: self._ask_approval(session, request),
             answer=lambda question, choices: self._ask_question(session, question, choices),
@@ -515,7 +521,7 @@ class Gateway:
         return files.message_content(text, message, lines, images=self.config.model_sees_images)
 
     async def _show(self, session: _Session, message: Incoming, event: Event) -> None:
-        """Show an event of a turn, if the platform can."""
+        """Record what the agent is doing, for `/status`, and stream the answer's text if the platform supports it."""
         platform = self.platforms[message.address.platform]
         if isinstance(event, ToolBegun):
             session.doing = f"{event.name}: {event.preview}"
@@ -626,8 +632,8 @@ class Gateway:
     # Questions to a person
 
     async def _ask_approval(self, session: _Session, request: ApprovalRequest) -> ApprovalAnswer:
-        """Ask the chat whether a command may run; without an answer in time, it may not. The answer names the question
-        by a code, because a late answer must not count for the next question."""
+        """Ask the chat whether a command may run. If no answer arrives in time, the command is denied. The answer names
+        the question by a code, so that a late answer does not count for the next question."""
         shown, hidden = request.command[:MOST_SHOWN], len(request.command) - MOST_SHOWN
         more = f"({hidden} more characters of it are not shown.)\n" if hidden > 0 else ""
         code = session.approval_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
@@ -647,8 +653,9 @@ class Gateway:
             session.approval = None
 
     async def _ask_question(self, session: _Session, question: str, choices: Sequence[str]) -> str | None:
-        """Ask the chat the model's question, and return the answer: the next message in the chat, or None if none
-        arrives in time. After an unanswered question, an answer must name its question by the code."""
+        """Ask the chat the model's question, and return the answer, or None if no answer arrives in time. The next
+        message in the chat is the answer. But if an earlier question of the turn was not answered, an answer must name
+        its question by the code."""
         code = session.question_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
         lines = [question, *(f"- {choice}" for choice in choices)]
         if session.unanswered:
@@ -667,8 +674,9 @@ class Gateway:
     # Notices
 
     async def notify(self, text: str, address: ChatAddress | None = None, *, answers: str | None = None) -> None:
-        """Send a notice to a chat, or to the home channel; without a home channel, write it to the log. `answers` is
-        the id of the message that the text answers, if it answers one."""
+        """Send a notice to a chat; if `address` is None, to the home channel. If there is no home channel, or the
+        platform is not connected, write the notice to the log. `answers` is the id of the message that the text
+        answers, if any."""
         to = address or self.config.home_channel()
         platform = None if to is None else self.platforms.get(to.platform)
         if to is None or platform is None:
@@ -690,7 +698,7 @@ class Gateway:
             await self.notify(text, address)
 
     async def _say(self, message: Incoming, text: str) -> None:
-        """Answer a message without a turn."""
+        """Send `text` as the answer to a message."""
         await self.notify(text, message.address, answers=message.message_id)
 
     async def _on_refused(self, message: Outgoing, reason: str) -> None:

@@ -15,7 +15,8 @@ from palaestra.core.types import JSON
 
 
 class SessionResetPolicy(Settings):
-    """The contract's policy. `from_dict({})` and `SessionResetPolicy()` are equal."""
+    """When a session is reset. The project's interface contract fixes the fields. `from_dict({})` and
+    `SessionResetPolicy()` are equal."""
 
     mode: Literal["daily", "idle", "both", "none"] = setting(
         "both", "daily: at an hour of the day; idle: after minutes without a message; both: whichever comes first."
@@ -38,8 +39,8 @@ class SessionResetPolicy(Settings):
     def reason(self, idle_s: float, now: datetime) -> Literal["daily", "idle"] | None:
         """Return why a session that was last used `idle_s` seconds ago must be reset, or None.
 
-        `now` has the time zone that `at_hour` refers to. If a monotonic clock has run since the last use, `idle_s` must
-        come from that clock, so that a change of the wall clock resets nothing.
+        `now` has the time zone that `at_hour` refers to. If the process has run since the last use, `idle_s` must come
+        from its monotonic clock, so that a change of the wall clock does not reset a session.
         """
         if self.mode in ("idle", "both") and idle_s >= self.idle_minutes * 60:
             return "idle"

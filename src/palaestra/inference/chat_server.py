@@ -17,9 +17,9 @@ from palaestra.inference.ledger import Ledger, Piece, SegmentReason
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """The rollout that a session belongs to. Engines that call a model ignore it; scripted engines play its task.
-    `branch` is 0 for the rollout's own conversation and the number of the sub-agent otherwise. `tools` are the names of
-    the agent's tools, or None if they are unknown."""
+    """The rollout that a session belongs to. A token-exact engine uses only `rollout_id`, and other engines that call a
+    model use none of these fields. A scripted engine plays `task`. `branch` is 0 for the rollout's own conversation and
+    the number of the sub-agent otherwise. `tools` are the names of the agent's tools, or None if they are unknown."""
 
     rollout_id: str = ""
     task: Task | None = None
@@ -34,7 +34,7 @@ class SessionContext:
 
 
 class ChatServer:
-    """The interface of a model server for the agent loop; contract environments have it as `self.server`.
+    """The interface of a model server for the agent loop. Environments call it as `self.server`.
 
     `ledger` has the exact tokens of the server's conversations; it is None for a server without exact tokens. A resumed
     rollout sets `recorded`, which returns the recorded sample for a prompt's checksum; only servers with a ledger use
@@ -74,20 +74,21 @@ class ChatServer:
         raise ConfigError(f"{type(self).__name__} supports only chat completions and cannot continue a text")
 
     def child(self, number: int = 0) -> ChatServer:
-        """Return the server for the sub-agent with this number, whose conversation is separate from this one."""
+        """Return the server for the sub-agent with this number. A server that records tokens returns a new object, so
+        that the sub-agent's conversation is separate from this one."""
         return self
 
     def declare(self, reason: SegmentReason) -> None:
         """Record why the next request does not continue the history. A server without a ledger ignores the reason."""
 
     def get_state(self) -> dict[str, JSON] | None:
-        """Return the contract's token record with `ledger` and `nodes`, or None for a server without exact tokens."""
+        """Return the token record, a dict with `ledger` and `nodes`, or None for a server without exact tokens."""
         return None
 
 
 class ForeignChat(ChatServer):
-    """A chat server from outside this package, such as an environment's own client. If it has a `get_state`, that state
-    and the `ledger` in it are used."""
+    """A chat server from outside this package, such as an environment's own client. If it has a method `get_state`, the
+    state that the method returns is the rollout's token record."""
 
     def __init__(self, server: object) -> None:
         self.server: Any = server

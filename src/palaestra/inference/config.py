@@ -1,5 +1,5 @@
-"""The settings of a model server: `APIServerConfig`, with the contract's fields and defaults. The agent's settings
-(temperature, turns) belong to the environment."""
+"""The settings of a model server: `APIServerConfig`, whose fields and defaults existing scripts rely on. The agent's
+settings (temperature, turns) belong to the environment."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ _ASKED = 4
 
 
 async def token_checks(engine: TokenEngine, prompt: Sequence[int]) -> AsyncIterator[DoctorCheck]:
-    """Run the three token checks. An engine error counts as a failed check."""
+    """Run the three token checks. If the first request fails, one check fails and the other two are not applicable."""
     try:
         sampled = await engine.generate(prompt, {"max_tokens": _ASKED, "temperature": 1.0})
     except EngineError as error:
@@ -160,7 +160,7 @@ _RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "look_u
 
 
 def writing_checks(tokenizer: Tokenizer, template: str | None, parser: str) -> Iterator[DoctorCheck]:
-    """Yield the three template checks, in order; the later ones do not apply if the first fails."""
+    """Yield the three template checks, in order. If the first check fails, the other two are not applicable."""
     try:
         source = template_of(tokenizer, template)
         renderer = ChatFormat(tokenizer, template).renderer([TOOL])
@@ -292,7 +292,7 @@ async def diagnose(target: Target) -> Diagnosis:
 
 
 class _Examination:
-    """One run through the checks."""
+    """One run of all checks on a target."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -363,7 +363,8 @@ class _Examination:
         return response.status == 200 and isinstance(value, dict) and bool(value.keys() & {"version", "model_path"})
 
     async def _tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer that the user named, or None if no name was given or it cannot be loaded."""
+        """Return the tokenizer that the user named, or else the tokenizer of the named model. Returns None if neither
+        was named or the tokenizer cannot be loaded."""
         named = self.target.tokenizer or self.target.model
         if named is None:
             return None

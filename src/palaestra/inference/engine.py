@@ -16,7 +16,7 @@ from palaestra.core.types import JSON, Message
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """A struct that also supports `[]`, `get` and `in`, like the dict from the wire."""
+    """A struct that also supports `[]`, `get` and `in`, like the dict that a server's JSON becomes."""
 
     def __getitem__(self, key: str) -> JSON:
         try:
@@ -92,7 +92,7 @@ class AssistantMessage(Record):
 
 
 class ChatChoice(Record):
-    """One reply of a completion. `finish_reason` is what the engine reported: `length` stays `length`."""
+    """One reply of a completion. `finish_reason` is what the engine reported, unchanged."""
 
     index: int = 0
     message: AssistantMessage = msgspec.field(default_factory=AssistantMessage)
@@ -109,7 +109,7 @@ class CompletionUsage(Record):
 
 
 class ChatCompletion(Record, kw_only=True):
-    """One reply. Wire source: the OpenAI chat completions API, which vLLM, SGLang and most servers speak."""
+    """One answer of the OpenAI chat completions API, which vLLM, SGLang and most servers support."""
 
     id: str = ""
     model: str = ""
@@ -127,7 +127,7 @@ class TextChoice(Record):
 
 
 class TextCompletion(Record, kw_only=True):
-    """Continuations of one text prompt. Wire source: the OpenAI completions API."""
+    """Continuations of one text prompt, as the OpenAI completions API returns them."""
 
     id: str = ""
     model: str = ""
@@ -157,6 +157,6 @@ class TokenEngine(Protocol):
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`. `sampling` has OpenAI's names (`max_tokens`, `temperature`, `stop_token_ids`, …);
-        its `split`, train or eval, selects the in-flight limit. Raises `EngineError`, after retries, or
-        `EngineReplyError` if the reply is not a list of ids with one log-probability each."""
+        its key `split` (`train` or `eval`) selects the limit on requests in flight. Raises `EngineError`, after
+        retries, or `EngineReplyError` if the reply is not a list of ids with one log-probability each."""
         ...

@@ -1,5 +1,5 @@
-"""Creates engines from configs, and joins several servers into the contract's `self.server`. An engine's module is
-imported only if a config needs it."""
+"""Creates engines from configs, and joins several servers into one, which environments call as `self.server`. An
+engine's module is imported only if a config needs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENGINES: Mapping[str, str] = {
 
 
 def create_engine(config: APIServerConfig) -> ServerEngine:
-    """Return the engine for one config, not started yet. Raises `ConfigError`."""
+    """Return the engine for one config, not started yet. Raises `ConfigError` for an invalid config."""
     target = ENGINES.get(config.server_type)
     if target is None:
         raise ConfigError(
@@ -129,7 +129,7 @@ class ServerGroup(ChatServer):
         """Return token-exact chat for one rollout. The options are `tokenizer`, `tool_call_parser` or `tool_parser`,
         and `history`.
 
-        Raises `NotImplementedError` for servers without exact tokens, so that contract environments use chat
+        Raises `NotImplementedError` for servers without exact tokens, so that existing environments fall back to chat
         completions, and `ConfigError` for an unusable tokenizer, template or parser.
         """
         if not self.token_exact:
@@ -150,7 +150,7 @@ class ServerGroup(ChatServer):
 
 
 ServerManager = ServerGroup
-"""The contract's name for `ServerGroup`."""
+"""The name under which existing environments import `ServerGroup`."""
 
 
 def _complete(config: ServerBaseline) -> APIServerConfig:

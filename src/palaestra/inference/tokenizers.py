@@ -1,7 +1,7 @@
 """Tokenizers for token-exact chat, among them the fast one that most models ship as `tokenizer.json`.
 
-Text is encoded and decoded without added or omitted tokens. A folder needs no network; any other name is that of a
-model on the hub, and its tokenizer files are fetched.
+Text is encoded and decoded without added or omitted tokens. A tokenizer in a local folder needs no network. Any other
+name is taken as a model on the hub, whose tokenizer files are fetched.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Tokenizer(Protocol):
 
 
 class FastTokenizer:
-    """A `tokenizer.json` with the other files of its folder. Extra: `tokens`. `special` maps names (`bos_token`, …) to
-    the tokens' texts. `stop_ids` end a turn. `added_ids` are tokens added to the vocabulary: the text of such a token
-    is always encoded as this one id. `special_ids` are those of them that are control tokens."""
+    """A `tokenizer.json` with the other files of its folder. Needs the extra `tokens`. `special` maps names
+    (`bos_token`, …) to the tokens' texts. `stop_ids` end a turn. `added_ids` are tokens added to the vocabulary: the
+    text of such a token is always encoded as this one id. `special_ids` are the control tokens among the added
+    tokens."""
 
     def __init__(
         self,
@@ -106,8 +107,9 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> FastTokenizer:
-    """Return the tokenizer in a folder, in a `tokenizer.json` or of a named model. Blocks; for a model's name, files
-    may be downloaded. Raises `ConfigError` for a missing tokenizer or extra."""
+    """Return a tokenizer. `name` is a folder, a `tokenizer.json` file or a model on the hub, whose files may be
+    downloaded. The call blocks. Raises `ConfigError` if there is no such tokenizer, or if the extra `tokens` is
+    missing."""
     if name in ("", "none", "default"):
         raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")
     path = local_path(name)
@@ -182,8 +184,8 @@ def _from_files(source: str, find: Callable[[str], Path | None]) -> FastTokenize
 
 
 def _template(find: Callable[[str], Path | None], config: Mapping[str, JSON]) -> str | None:
-    """Return the chat template from its own file or from the tokenizer's config, where it may be a list with names, or
-    None if there is none."""
+    """Return the chat template from its own file or from the tokenizer's config, or None if there is none. Of several
+    named templates, `tool_use` is preferred to `default`."""
     if (file := find("chat_template.jinja")) is not None:
         return file.read_text(encoding="utf-8")
     found = config.get("chat_template") or _json(find("chat_template.json")).get("chat_template")

@@ -25,8 +25,8 @@ class Agent:
         self._rollout = RolloutFunction(env, **settings)
 
     async def run(self, data: Mapping[str, JSON], **extra_kwargs: Any) -> float:
-        """Play one rollout of the task `data["task_id"]` and return its reward. Raises `Dropped` if it has none, and
-        `ConfigError` for an unknown task."""
+        """Play one rollout of the task `data["task_id"]` and return its reward. Raises `Dropped` if the rollout has no
+        reward, and `ConfigError` for an unknown task."""
         base_url = extra_kwargs.get("base_url")
         if not base_url:
             raise ConfigError("AReaL gave the rollout no base_url: use the proxy mode 'inline'")

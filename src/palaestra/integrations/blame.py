@@ -39,7 +39,7 @@ class Dropped(InfraError):
 
 
 def reward_of(result: Scored | Unscored) -> float:
-    """Return the reward of a rollout. Raises `Dropped` if it has none."""
+    """Return the reward of a rollout. Raises `Dropped` if the rollout has no reward."""
     if isinstance(result, Unscored):
         raise Dropped(result)
     return result.reward

@@ -10,8 +10,8 @@ in the configuration. If `model_base_url` is the address of vLLM or SGLang itsel
 output contains exactly the sampled tokens with their log-probabilities.
 
 A rollout without a reward has `mask_sample`, `failure_kind` and `failure_reason`. Its reward is 0.0, because the
-protocol requires one; this server's `/aggregate_metrics` leaves it out. For a `rollout_id`, `/verify` repeats the
-answer to `/run`.
+protocol requires one; this server's `/aggregate_metrics` leaves it out. `/verify` takes a `rollout_id` and repeats the
+answer that `/run` gave for this rollout.
 
 Needs the package `nemo-gym`. Source: `SimpleResponsesAPIAgent` and `openai_utils` of NeMo Gym 0.4; the fields of masked
 samples are those of 0.7.
@@ -116,8 +116,8 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return self._answers[body.rollout_id]
 
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
-        """Play a rollout of the task in the request's metadata and return its output without the reward. Answers 422
-        without `task_id`."""
+        """Play a rollout of the task in the request's metadata and return its output without the reward. Answers 422 if
+        the metadata has no `task_id`."""
         task = (body.metadata or {}).get("task_id")
         if not task:
             raise HTTPException(422, "the metadata of the request has no task_id: send rows to /run")

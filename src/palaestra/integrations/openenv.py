@@ -114,7 +114,7 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
 
 
 def verify_result(trajectory: Trajectory) -> VerifyResult:
-    """Return the result of a graded rollout. `env_reward` is None for an unscored one, which OpenEnv leaves out."""
+    """Return the result of a graded rollout. `env_reward` is None for an unscored rollout, which OpenEnv leaves out."""
     return VerifyResult(
         env_reward=trajectory.reward if trajectory.scored else None,
         done=True,

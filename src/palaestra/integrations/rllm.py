@@ -45,7 +45,7 @@ class EnvironmentFlow:
         self._rollout = RolloutFunction(env, **settings)
 
     async def arun(self, task: Any, config: AgentConfig) -> Episode:
-        """Play one rollout and return it with its reward. Raises `Dropped` if it has none."""
+        """Play one rollout and return it with its reward. Raises `Dropped` if the rollout has no reward."""
         row = getattr(task, "metadata", None) or task
         result = await self._rollout(_task_id(row), config.base_url, model=config.model)
         reward = reward_of(result)

@@ -4,9 +4,10 @@ environment's rewards.
     generate = custom_generate("my_env.py")        # --custom-generate-function-path my_module.generate
 
 Each row of slime's data set has `task_id` in its metadata (`--metadata-key`). Each segment of a rollout's tokens is a
-`Sample`; the segments of a rollout share one `rollout_id`. Unscored rollouts are `ABORTED` with `remove_sample` and no
-reward. In fully asynchronous training, slime queues their group again. Otherwise, set `--dynamic-sampling-filter-path
-palaestra.integrations.slime.keep_scored`: slime then leaves the group out and draws a new one.
+`Sample`; the segments of a rollout share one `rollout_id`. A rollout that is unscored or has no tokens becomes one
+sample with the status `ABORTED`, `remove_sample` and no reward. In fully asynchronous training, slime queues the
+rollout's group again. Otherwise, set `--dynamic-sampling-filter-path palaestra.integrations.slime.keep_scored`: slime
+then leaves the group out and draws a new one.
 
 Source: `slime.rollout.sglang_rollout` and `Sample` of August 2026. This module does not import slime.
 """
@@ -25,9 +26,9 @@ Generate = Callable[[Any, Any, Mapping[str, JSON]], Awaitable[Any]]
 
 
 def custom_generate(env: object, **settings: Any) -> Generate:
-    """Return a function for `--custom-generate-function-path`. `settings` are those of `palaestra.RolloutFunction`; the
-    tokenizer is slime's `--hf-checkpoint`, and slime sets the temperature, `top_p`, `top_k` and the maximum length of a
-    reply. Training and evaluation are separate runs."""
+    """Return a function for `--custom-generate-function-path`. The tokenizer is that of slime's `--hf-checkpoint`, and
+    slime sets the temperature, `top_p`, `top_k` and the maximum length of a reply. `settings` are those of
+    `palaestra.RolloutFunction` and override these values. Training and evaluation are separate runs."""
     rollouts: dict[str, RolloutFunction] = {}
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, JSON]) -> Any:

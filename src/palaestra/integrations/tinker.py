@@ -1,4 +1,5 @@
-"""Lets the Tinker cookbook train on the rollouts of an environment, and its recipes run commands in our slots.
+"""Lets the Tinker cookbook train on the rollouts of an environment, and lets its recipes run commands in Palaestra's
+slots.
 
     config = train.Config(
         dataset_builder=DatasetBuilder(env="note_env.py", model=model, group_size=8, groups_per_batch=4),
@@ -6,9 +7,9 @@
     )
     asyncio.run(train.main(config))
 
-With `RolloutStrategy`, our agent loop runs and the cookbook's policy samples. Exact tokens, sealed grading and retries
-after infrastructure failures work as in a run, and an unscored rollout is a `RolloutError`, never a reward. With the
-cookbook's own strategies, the cookbook's loop steps the environments of `EnvGroupBuilder`.
+With `RolloutStrategy`, Palaestra's agent loop runs, and the cookbook's policy samples. Exact tokens, sealed grading and
+retries after infrastructure failures work as in a run, and an unscored rollout is a `RolloutError`, never a reward.
+With the cookbook's own strategies, the cookbook's loop steps the environments of `EnvGroupBuilder`.
 
 `sandbox_factory` replaces Modal in `tinker_cookbook.recipes.harbor_rl`; each sandbox is a slot.
 
@@ -82,7 +83,7 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
         return made
 
     async def roll_out(self, ask: Ask, group_size: int, *, retried: bool = True) -> Group:
-        """Play a group of rollouts of the task and return it. `ask` samples their tokens in this event loop."""
+        """Play a group of rollouts of the task and return it. `ask` samples their tokens in the caller's event loop."""
         session = await asyncio.to_thread(_session, self, retried)
         _ASK.set((asyncio.get_running_loop(), ask))
         (group,) = await asyncio.to_thread(session.roll_out, self.task_id, group_size=group_size)
@@ -101,7 +102,7 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
 
 
 class Env(types.Env):  # type: ignore[misc]
-    """One rollout of our agent loop. The tokens of each reply are one action."""
+    """One rollout of Palaestra's agent loop. The tokens of each reply are one action."""
 
     def __init__(self, builder: EnvGroupBuilder) -> None:
         self._builder = builder
@@ -162,7 +163,8 @@ class Env(types.Env):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
-    """Rolls out the groups of our `EnvGroupBuilder` with our agent loop; the cookbook's policy samples."""
+    """Rolls out the groups of this module's `EnvGroupBuilder` with Palaestra's agent loop; the cookbook's policy
+    samples."""
 
     @property
     def catches_group_errors(self) -> bool:
@@ -193,8 +195,9 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
 
 @chz.chz
 class DatasetBuilder(types.RLDatasetBuilder):  # type: ignore[misc]
-    """The tasks of an environment as groups, in the environment's order. `passes` is the number of passes over the
-    tasks. The last `held_out` tasks are the cookbook's test set."""
+    """The tasks of an environment as groups, in the environment's order. `tasks` limits the number of tasks; None means
+    all of them. `passes` is the number of passes over the tasks. The last `held_out` tasks are the cookbook's test
+    set."""
 
     env: str
     model: str
@@ -234,7 +237,7 @@ class Dataset(types.RLDataset):  # type: ignore[misc]
 
 
 def close() -> None:
-    """End the runs of this process, which otherwise end when the process does. Idempotent."""
+    """End the runs of this process, which otherwise end together with the process. Idempotent."""
     with _LOCK:
         while _SESSIONS:
             _, session = _SESSIONS.popitem()
@@ -247,8 +250,8 @@ atexit.register(close)
 
 
 def _session(builder: EnvGroupBuilder, retried: bool) -> SyncSession:
-    """Return the open run of an environment with these settings. Without `retried`, a failed rollout is not rolled out
-    again, because the cookbook cannot step an episode from its beginning twice."""
+    """Return the open run of an environment with these settings. If `retried` is false, a failed rollout is not rolled
+    out again, because the cookbook cannot step an episode from its beginning twice."""
     env = builder.env if isinstance(builder.env, str) else id(builder.env)
     key = (env, builder.model, retried, json.dumps(dict(builder.settings), sort_keys=True, default=str))
     with _LOCK:

@@ -10,7 +10,7 @@ own model samples, in this process, so that every token is trained with the weig
 masked with `env_mask`; an unscored rollout has the reward None, which TRL leaves out of both the group's baseline and
 the loss.
 
-Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
+Needs the extra `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class EnvironmentFactory:
 
 
 def environment_factory(env: object, **settings: Any) -> EnvironmentFactory:
-    """Return an `environment_factory` for `env`. TRL's own loop samples and calls our tools, in one slot per rollout;
-    `reward` seals and grades the work. `settings` are those of `palaestra.Session`.
+    """Return an `environment_factory` for `env`. TRL's own loop samples and calls the environment's tools, in one slot
+    per rollout; `reward` seals and grades the work. `settings` are those of `palaestra.Session`.
 
     All tasks have the tools of the first task. Each rollout holds its slot until it is graded, so `slots` must be at
     least the number of rollouts in one generation.
@@ -125,7 +125,7 @@ class _Environment:
         return self._play.call(name, {key: value for key, value in arguments.items() if value is not None})
 
     def _finish(self, completion: Any) -> float | None:
-        """Grade the rollout and return its reward, or None if it cannot be scored."""
+        """Grade the rollout and return its reward, or None if the rollout cannot be scored."""
         play, self._play = self._play, None
         assert play is not None, "TRL resets an environment before it asks for a reward"
         last = completion[-1] if isinstance(completion, list) and completion else {"content": str(completion)}
@@ -246,8 +246,9 @@ class RolloutFunc:
         return self._session
 
     def _compare(self, trainer: GRPOTrainer, model: Any, rows: Sequence[dict[str, Any]]) -> list[float | None]:
-        """Return each row's largest difference between sampler and trainer on a trained token, or None if there is
-        none. Raises `ConfigError` for a difference of more than `max_difference`."""
+        """Return each row's largest difference between sampler and trainer on a trained token. The value is None for a
+        row without trained tokens, or if the comparison is disabled. Raises `ConfigError` for a difference of more than
+        `max_difference`."""
         trained = [row for row in rows if any(row["mask"])]
         if self._max_difference is None or not trained:
             return [None] * len(rows)

@@ -1,4 +1,4 @@
-"""Lets verifiers play an environment: the environment's tasks are a taskset, and our rollouts are a harness.
+"""Lets verifiers play an environment: the environment's tasks are a taskset, and Palaestra's rollouts are a harness.
 
     # my_environment.py, then: eval my_environment --env.taskset.env my_env.py --env.agent.runtime.type subprocess
     from palaestra.integrations.verifiers import EnvironmentHarness, EnvironmentTaskset
@@ -97,7 +97,7 @@ class EnvironmentHarness(vf.Harness[EnvironmentHarnessConfig]):  # type: ignore[
         mcp_urls: dict[str, str],
         data: EnvironmentData,
     ) -> ProgramResult:
-        """Play one rollout. Raises `Dropped` if it has no reward."""
+        """Play one rollout. Raises `Dropped` if the rollout has no reward."""
         rollout = self._rollouts.get(data.env)
         if rollout is None:
             rollout = RolloutFunction(data.env, agent=self.config.agent, **self.config.settings)

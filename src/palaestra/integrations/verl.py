@@ -88,7 +88,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         return self._output(group)
 
     async def _session(self) -> Session:
-        """Return the worker's run, which the first rollout starts."""
+        """Return the worker's run for this environment and these settings. The first rollout starts the run."""
         key, loop = json.dumps([self._env, self._settings], sort_keys=True, default=str), asyncio.get_running_loop()
         known = self._sessions.get(key)
         if known is None or known[0] is not loop:

@@ -1,2 +1,2 @@
-"""Keeps the background processes of each task as sessions with ids, whose output is read by cursor. Start at
-`registry.py`."""
+"""Keeps the background processes of each task as sessions with ids. The output of a session is read from a cursor,
+which is an offset in bytes. To read the code, start with `registry.py`."""

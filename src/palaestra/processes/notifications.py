@@ -1,8 +1,9 @@
-"""Reports events in watched sessions: matching lines, new output, and the process's end.
+"""Reports events in watched sessions: matching lines, new output, and the end or loss of the process.
 
-A session with a `Watch` has a follower, which waits for output from the slot. Lines that match within `MATCH_EVERY_S`
-seconds of the last report are only counted, and the search ends after `MAX_MATCHES` reports. The next report also
-counts the bytes of output that came too fast to be searched.
+A session with a `Watch` has a follower, which waits for output from the slot. A line that matches within
+`MATCH_EVERY_S` seconds of the last reported match is only counted. The search ends after `MAX_MATCHES` reported
+matches. The next report about matches includes the count of such lines, and the number of bytes of output that came
+too fast to be searched.
 
 Reports appear in the next reply about the session and in the registry's `Notifications`. Every queue is bounded, and
 adding to a queue never waits for a reader; when a queue is full, its oldest entry is dropped.
@@ -37,10 +38,10 @@ _WORDS = {"completion": "exited", "watch_match": "match"}
 
 
 class Notifications:
-    """Reports in the contract's shape, which any thread may read.
+    """Queues of reports, which any thread may read. The reports have the format that Atropos and Hermes use.
 
     `completion_queue` has one object for each event of a watched session. `pending_watchers` has one object for each
-    session whose output is reported at intervals, until a reader removes the object.
+    session whose output is reported at intervals; the object stays until a reader removes it.
 
     An event has `type` (completion, watch_match, progress, lost), `session_id`, `task_id`, `session_key`, `command`,
     `output` and `exit_code`. A watcher has `session_id`, `check_interval` (seconds), `session_key` and
@@ -52,7 +53,7 @@ class Notifications:
         self.pending_watchers: list[Reply] = []
 
     def add_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
-        """Add a report, whose `type` is `kind` and whose `output` is `text`."""
+        """Add a report to `completion_queue`, with the `type` `kind` and the `output` `text`."""
         item: Reply = {"type": kind, "session_id": session.id, "task_id": session.task_id}
         item |= {"session_key": session.session_key, "command": session.command}
         item |= {"output": text, "exit_code": exit_code, **session.watch.address}
@@ -64,7 +65,7 @@ class Notifications:
                     self.completion_queue.get_nowait()
 
     def add_watcher(self, session: ProcessSession) -> None:
-        """Add a running session, if its watch has an interval."""
+        """Add a running session to `pending_watchers` if its watch has an interval."""
         watch = session.watch
         if watch.interval_s is None:
             return
@@ -91,7 +92,7 @@ class Follower:
         self._last_match = float("-inf")
 
     async def run(self) -> None:
-        """Follow the session until its process or its slot has ended."""
+        """Follow the session until its process has ended or cannot be reached any more."""
         try:
             await self._follow()
         except ProcessLookupError:
@@ -130,7 +131,7 @@ class Follower:
         self._take(text)
 
     def _take(self, text: str, last: bool = False) -> None:
-        """Search the lines that this text completes, and with `last` also the unfinished line."""
+        """Search the lines that `text` completes. If `last` is true, also search the unfinished line."""
         self._since = (self._since + text)[-MAX_REPORTED_CHARS:]
         *lines, rest = (self._line + text).split("\n")
         self._line = "" if last else rest[-_MAX_LINE_CHARS:]

@@ -1,4 +1,4 @@
-"""Reads a process's output as text, from a cursor on.
+"""Reads a process's output as text, starting at a cursor.
 
 A cursor is an offset in bytes. A reader that continues at the cursor of the last reply gets all output exactly once;
 bytes that were dropped in between are counted. An incomplete character or control sequence is left for the next read.
@@ -27,8 +27,8 @@ class OutputText:
 
 
 async def read_text(process: Process, cursor: int, *, max_bytes: int, running: bool) -> OutputText:
-    """Return the text of at most `max_bytes` bytes of output from a cursor on. `running` is true if the process was
-    running before this call, so that more output may follow."""
+    """Return the text of at most `max_bytes` bytes of output, starting at `cursor`. `running` is true if the process
+    was running before this call, so that more output may follow."""
     piece = await process.read(cursor, max_bytes=max_bytes)
     data, skipped = _from_a_character_on(piece) if piece.lost else (piece.data, 0)
     more = len(piece.data) == max_bytes
@@ -45,10 +45,11 @@ async def tail(process: Process, max_bytes: int, *, running: bool) -> OutputText
 
 
 def readable(data: bytes, more: bool) -> tuple[str, int]:
-    """Return the output as text, without control sequences and with plain line ends, and the number of bytes at its end
-    that form an incomplete character, control sequence or line end.
+    """Return `data` as text, without control sequences and with plain line ends. Also return the number of bytes at the
+    end of `data` that form an incomplete character, control sequence or line end.
 
-    If no `more` output can come, that number is 0, and an incomplete character becomes the replacement character.
+    If `more` is false, no more output can come; the number is then 0, and an incomplete character becomes the
+    replacement character.
     """
     text, rest = plain(data)
     held = len(rest) if more else 0

@@ -50,7 +50,7 @@ TERMINAL_SIZE = TerminalSize(rows=30, columns=120)
 SCHEMA, VERSION = "palaestra.processes", 1
 
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1"}
-"""Without this, a Python program that writes to a pipe would buffer its output."""
+"""Without this variable, a Python program that writes to a pipe would buffer its output."""
 
 _KEPT = ("id", "command", "task_id", "session_key", "cwd", "slot_id", "started_at", "lost", "followed")
 _IDENTITY = ("process_id", "pid", "started_s")
@@ -63,11 +63,12 @@ _known_lock = threading.Lock()
 
 
 class ProcessRegistry:
-    """Keeps sessions by id. Methods with a `task_id` see only that task's sessions; if it is None, they see the
-    sessions of all tasks.
+    """Keeps sessions by id. A method with a `task_id` sees only the sessions of that task. If `task_id` is None, it
+    sees the sessions of all tasks.
 
-    `checkpoint_path` is the file from which the next registry recovers sessions. With `report_ends`, the end of every
-    session is reported. `loop` is the event loop of the sessions, or None before the first session.
+    `checkpoint_path` is the file from which the next registry recovers sessions; if it is None, nothing is saved. If
+    `report_ends` is true, the end of every session is reported. `loop` is the event loop of the sessions, or None
+    before the first session.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class ProcessRegistry:
         use_pty: bool = False,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Run a command line in a slot as a new session of the task `task_id` and the conversation `session_key`.
+        """Run a command line in a slot as a new session of the task `task_id` and the conversation `session_key`. If
+        `session_key` is empty, the task's id is used instead.
 
         Raises `BlockingIOError` if too many of the task's processes are running, and the errors of `Slot.spawn`.
         """
@@ -135,7 +137,7 @@ class ProcessRegistry:
         return replace(watch, on_exit=True) if self._report_ends else watch
 
     def get(self, session_id: str, task_id: str | None = None) -> ProcessSession | None:
-        """Return the session with that id; None if it is unknown or belongs to another task."""
+        """Return the session with the id `session_id`; None if there is none or it belongs to another task."""
         session = self._sessions.get(session_id)
         return session if session is not None and task_id in (None, session.task_id) else None
 
@@ -143,8 +145,8 @@ class ProcessRegistry:
         """Return the sessions with their last known status, oldest first."""
         return list(self._of(task_id))
 
-    # The contract's actions, which `ProcessSession` describes. For an unknown session, the reply's status is
-    # `not_found`.
+    # Actions with the names that Atropos and Hermes use. `ProcessSession` describes them. For an unknown session, the
+    # reply's status is `not_found`.
 
     async def poll(self, session_id: str, since: int | None = None, *, task_id: str | None = None) -> Reply:
         return await self._do(session_id, task_id, lambda session: session.poll(since))
@@ -171,7 +173,8 @@ class ProcessRegistry:
         return await self._do(session_id, task_id, lambda session: session.submit(text, end=end))
 
     async def list_sessions(self, task_id: str | None = None) -> list[Reply]:
-        """Forget the sessions that ended too long ago, and return a summary of each remaining session, oldest first."""
+        """Forget the sessions that ended more than `finished_ttl_s` seconds ago. Returns a summary of each remaining
+        session, oldest first."""
         await self._prune(task_id)
         found = (_reply(session, ProcessSession.summary) for session in self._of(task_id))
         return list(await asyncio.gather(*found))
@@ -182,13 +185,14 @@ class ProcessRegistry:
         return any(session.running for session in sessions)
 
     async def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Return whether any process of that conversation is running and not older than `max_age_s`."""
+        """Return whether any process of the conversation `session_key` is running and has run for at most `max_age_s`
+        seconds. If `max_age_s` is None, any running process counts."""
         running = [session for session in await self._refresh(None, session_key) if session.running]
         return any(max_age_s is None or session.status.duration_s <= max_age_s for session in running)
 
     def interrupt(self, *, task_id: str | None = None, session_key: str | None = None) -> int:
-        """Interrupt all waits for sessions of that task and that conversation; None matches any. Returns the number of
-        interrupted waits."""
+        """Interrupt all waits for sessions of the task `task_id` and the conversation `session_key`; None matches every
+        task or conversation. Returns the number of interrupted waits."""
         count = 0
         for session in self._of(task_id):
             if session_key in (None, session.session_key):
@@ -199,7 +203,8 @@ class ProcessRegistry:
         return count
 
     async def kill_all(self, task_id: str | None = None) -> int:
-        """Kill every running process of the task. Returns the number of killed processes."""
+        """Kill every running process of the task. Returns the number of killed processes. A session whose slot is gone
+        is marked as lost."""
 
         async def kill(session: ProcessSession) -> bool:
             try:
@@ -211,8 +216,8 @@ class ProcessRegistry:
         return sum(await asyncio.gather(*(kill(session) for session in self._of(task_id))))
 
     async def recover_from_checkpoint(self, slots: Iterable[Slot]) -> int:
-        """Add the sessions in the checkpoint, and mark those whose process is not in `slots` as lost. Returns the
-        number of added sessions that are not lost.
+        """Add the checkpoint's sessions, except those whose ids are already in use. A session is marked as lost if its
+        process is not in `slots`. Returns the number of added sessions that are not lost.
 
         Raises `ConfigError` if the file is not a valid checkpoint.
         """
@@ -227,7 +232,7 @@ class ProcessRegistry:
         return sum(not session.lost for session in new)
 
     def forget(self, task_id: str) -> None:
-        """Drop the sessions of a task whose slot has ended."""
+        """Drop all sessions of a task, because the task's slot has ended."""
         for session in list(self._of(task_id)):
             del self._sessions[session.id]
         self._save()
@@ -318,7 +323,7 @@ class ProcessRegistry:
             await self._forget(min(ended, key=lambda session: session.ended_at or session.started_at))
 
     async def _prune(self, task_id: str | None) -> None:
-        """Forget sessions that ended too long ago."""
+        """Forget the sessions that ended more than `finished_ttl_s` seconds ago."""
         await self._refresh(task_id)
         expired = self._clock.wall() - self._ttl_s
         for session in self._of(task_id):
@@ -337,7 +342,7 @@ class ProcessRegistry:
         self._save()
 
     def _save(self) -> None:
-        """Write the checkpoint. Raises `OSError`."""
+        """Write the checkpoint, if the registry has a `checkpoint_path`. Raises `OSError`."""
         if self._path is not None:
             sessions = [_record(session) for session in self._sessions.values()]
             unfinished = self._path.with_name(self._path.name + ".part")

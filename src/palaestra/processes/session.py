@@ -2,10 +2,10 @@
 
 The slot keeps the output, exit code and input, so the cost of a session does not depend on the amount of output.
 
-Replies have the contract's shapes. Their `status` is running or exited for `poll` and `log`; exited, timeout or
-interrupted for `wait`; killed or already_exited for `kill`; and ok, already_exited or error for `write`. For every
-action, the registry replies with the status lost if the process cannot be reached any more. Failures of the slot itself
-(`InfraError`) are raised.
+Replies have the format that Atropos and Hermes use. Their `status` is running or exited for `poll` and `log`; exited,
+timeout or interrupted for `wait`; killed or already_exited for `kill`; and ok, already_exited or error for `write`. If
+the process cannot be reached any more, the registry replies to every action with the status lost. Failures of the slot
+itself (`InfraError`) are raised.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ Reply = dict[str, JSON]
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Selects what is reported about a session: lines that contain one of `patterns`, new output every `interval_s`
-    seconds, and the end.
+    """Selects what is reported about a session: lines that contain one of `patterns`, and new output every `interval_s`
+    seconds. The end of the process is reported if `on_exit` or `interval_s` is set.
 
-    The process is killed after `lifetime_s` seconds. Each report includes the entries of `address`.
+    If `lifetime_s` is set, the process is killed after that many seconds. Each report includes the entries of
+    `address`.
     """
 
     patterns: tuple[str, ...] = ()
@@ -97,7 +98,7 @@ class ProcessSession:
 
     pid_scope: ClassVar[str] = "sandbox"
 
-    # The properties below have the contract's names. `watcher_interval` is in seconds; 0 means never.
+    # The properties below have the names that Atropos and Hermes use. `watcher_interval` is in seconds; 0 means never.
 
     @property
     def pid(self) -> int:
@@ -155,7 +156,7 @@ class ProcessSession:
 
     @property
     def ended_at(self) -> float | None:
-        """The time when the process ended, in seconds since the epoch; None while it runs."""
+        """The time when the process ended, in seconds since the epoch; None if the last known status is running."""
         return None if self.status.running else self.started_at + self.status.duration_s
 
     def reach(self) -> Process:
@@ -165,7 +166,8 @@ class ProcessSession:
         return self.process
 
     async def refresh(self) -> ProcessStatus:
-        """Update and return the process's status. Raises `SessionLost`, and the slot's errors."""
+        """Update and return the process's status. Raises `SessionLost` if the process cannot be reached, and the slot's
+        errors."""
         try:
             self.status = await self.reach().status()
         except ProcessLookupError:
@@ -180,7 +182,8 @@ class ProcessSession:
     # Actions
 
     async def poll(self, since: int | None = None) -> Reply:
-        """Return the process's status, with the end of its output or with the output after the cursor `since`."""
+        """Return the process's status and a part of its output: the end of the output, or, if `since` is given, up to
+        `MAX_NEW_BYTES` bytes after that cursor."""
         status = await self.refresh()
         reply: Reply = {"session_id": self.id, "command": self.command, **_state(status)}
         if since is None:
@@ -193,8 +196,8 @@ class ProcessSession:
         return reply | self._take_notices()
 
     async def log(self, offset: int = 0, limit: int = 200) -> Reply:
-        """Return lines of the kept output: the last `limit` lines, or up to `limit` lines after the first `offset`
-        lines."""
+        """Return lines of the kept output. If `offset` is positive, these are up to `limit` lines after the first
+        `offset` lines; otherwise, they are the last `limit` lines."""
         status = await self.refresh()
         kept = await process_output.tail(self.reach(), MAX_OUTPUT_CHARS, running=status.running)
         lines = kept.text.splitlines()
@@ -209,8 +212,8 @@ class ProcessSession:
         return reply | _full_output(status) | self._take_notices()
 
     async def wait(self, timeout_s: float | None, limit_s: float) -> Reply:
-        """Wait until the process ends, `timeout_s` seconds (at most `limit_s`) have passed, or the wait is
-        interrupted."""
+        """Wait until the process ends, the time is over, or the wait is interrupted. The time is `timeout_s` seconds,
+        but at most `limit_s`; if `timeout_s` is None, it is `limit_s`."""
         patience_s = limit_s if timeout_s is None else min(max(timeout_s, 0.0), limit_s)
         interrupted = await self._ended_or_interrupted(patience_s)
         status = await self.refresh()
@@ -240,7 +243,7 @@ class ProcessSession:
         return {"session_id": self.id, "status": word, "exit_code": status.exit_code} | self._take_notices()
 
     async def write(self, data: bytes, *, end: bool = False) -> Reply:
-        """Write to the process's input, and close the input if `end` is set."""
+        """Write to the process's input. If `end` is true, close the input afterwards."""
         if not (await self.refresh()).running:
             error = "The process has ended; nothing was written."
             return {"session_id": self.id, "status": "already_exited", "error": error}
@@ -257,7 +260,8 @@ class ProcessSession:
         return {"session_id": self.id, "status": "ok", "bytes_written": len(data)}
 
     async def submit(self, data: bytes, *, end: bool = False) -> Reply:
-        """Write a line. On a terminal it ends with the code of the Enter key, otherwise with a newline."""
+        """Write a line to the process's input. The line ends with the code of the Enter key if the process has a
+        terminal, and with a newline otherwise."""
         return await self.write(data + (b"\r" if self.status.terminal else b"\n"), end=end)
 
     async def summary(self) -> Reply:

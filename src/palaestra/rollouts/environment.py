@@ -1,7 +1,7 @@
 """The `Environment` class, through which the runner gets tasks, prepares workspaces and scores rollouts.
 
-The modules of `envs/api` adapt each way of writing an environment to this class. It is an abstract class and not a
-`typing.Protocol` because most of its hooks have a default that does nothing.
+The modules of `envs/api` adapt each way of writing an environment to this class. `Environment` is an abstract class and
+not a `typing.Protocol` because most of its hooks have a default.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class GroupCollection:
 class Environment(ABC):
     """Provides the tasks of a run, prepares their workspaces and scores the results.
 
-    While a task is prepared, `world` answers the calls of tools that reach outside this machine; it is set only in a
-    run that records such calls. During a rollout, the rollout's own recording answers such calls.
+    `world` records or answers the calls that a task's preparation makes of tools that reach outside this machine. It is
+    set only during a run or a replay. During a rollout, the rollout's own recording is used for such calls.
     """
 
     world: RecordedTools | None = None
@@ -112,8 +112,8 @@ class Environment(ABC):
         None if unknown.
 
         Runs on this machine with the same recipe share the prepared workspace and skip `prepare_shared` and `prepare`,
-        so the recipe must cover everything on which these two hooks depend. Default: `task.recipe`, or None if a hook
-        is overridden.
+        so the recipe must cover everything on which these two hooks depend. Default: `task.recipe`, or None if
+        `prepare` or `shared_setup` is overridden.
         """
         own = type(self)
         hooks = own.prepare is not Environment.prepare or own.shared_setup is not Environment.shared_setup
@@ -142,9 +142,10 @@ class Environment(ABC):
     async def grade(self, rollout: Rollout) -> Score:
         """Score the rollout in a grading view of its workspace.
 
-        A check that ends with an error counts as a failure of the grader. If it fails twice on the agent's work but not
-        on the prepared workspace, the work is the cause, and the score is 0. Raises the `InfraError` that disturbed the
-        check, even if `score` returned a value.
+        A check that ends with an error counts as a failure of the grader. Unless the check is live or its error is
+        `certain`, it is then repeated on the prepared workspace and on the agent's work. If it fails only on the
+        agent's work, the work is the cause, and the score is 0. Raises the `InfraError` that disturbed the check, even
+        if `score` returned a value.
         """
         spec = self.slot_spec(rollout.task, Phase.GRADE)
         grading = Grading(rollout, spec)

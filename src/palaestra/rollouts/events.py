@@ -1,8 +1,9 @@
 """The events of a run, as one union of types. `EventStream` (`journal/journal.py`) passes them to subscribers.
 
 Journal events are lines of the journal: their tags, fields and defaults are the journal's format. The other events
-exist in memory only. The journal gets each event first, then the subscribers in the order of subscription, on the event
-loop. A subscriber must return quickly, and must not raise because of the text of a task or a model.
+exist in memory only. A journal event is written to the journal first. Then the subscribers get it, in the order of
+subscription, on the event loop. A subscriber must return quickly, and must not raise because of the text of a task or a
+model.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from palaestra.rollouts.records import Group, Trajectory
 JOURNAL_SCHEMA = "palaestra.journal/2"
 
 FIRST_SCHEMA = "palaestra.journal/1"
-"""The older format. Its turns contain only messages, so rollouts that were cut off start over."""
+"""The schema of the older format. Its turns contain only messages, so rollouts that were cut off start over."""
 
 
 class JournalEvent(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event"):
@@ -51,8 +52,8 @@ class RunResumed(JournalEvent, tag="resume", kw_only=True):
 class GroupStarted(JournalEvent, tag="group", kw_only=True):
     """A group with its tools and preparation, but without trajectories.
 
-    A later event of the same group replaces this one, so a resumed run can continue the group. A finished rollout of
-    the group counts until the resumed run has a new one in its place.
+    A later event of the same group replaces the earlier one, so a resumed run can continue the group. A finished
+    rollout of the group counts until the resumed run records a new rollout with the same index.
     """
 
     group: Group
@@ -61,10 +62,10 @@ class GroupStarted(JournalEvent, tag="group", kw_only=True):
 class TurnTaken(JournalEvent, tag="messages", kw_only=True):
     """The messages that one turn added, with the data for resuming the rollout after it.
 
-    `turn` 0 has the opening messages. `tokens` has the engine's token counts for the prompt and the reply, `seconds`
-    the time that the model took and the time that the tools took. If the server returns tokens, `sampled` has the model
-    calls since the last such event, including those of sub-agents. `cost` is the cost of `tokens`, if prices are known.
-    `recalled` is true if the reply came from an earlier part of the run, which was killed during this turn.
+    `turn` 0 has the opening messages. `tokens` has the model server's token counts for the prompt and the reply,
+    `seconds` the time that the model took and the time that the tools took. If the server returns tokens, `sampled` has
+    the model calls since the last such event, including those of sub-agents. `cost` is the cost of `tokens`, if prices
+    are known. `recalled` is true if the reply came from an earlier part of the run, which was killed during this turn.
     """
 
     rollout_id: str

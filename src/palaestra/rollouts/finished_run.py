@@ -118,7 +118,8 @@ class Run:
         ]
 
     def to_frame(self) -> Any:
-        """Return the mappings of `to_records` as a pandas DataFrame. Raises `ConfigError` without pandas."""
+        """Return the mappings of `to_records` as a pandas DataFrame. Raises `ConfigError` if pandas is not
+        installed."""
         try:
             pandas: Any = import_module("pandas")
         except ImportError:

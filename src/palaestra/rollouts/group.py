@@ -1,7 +1,7 @@
 """Runs one group: prepares the task's workspace once, and rolls out `group_size` rollouts from forks of it.
 
-If the environment has a recipe for its preparation, a workspace that another run has prepared is reused, and a
-workspace that this run prepares is kept for other runs (`sandbox/snapshots/cache.py`). A workspace that was prepared
+If the environment has a recipe (a cache key) for its preparation, prepared workspaces are shared between runs: this run
+reuses those of other runs, and keeps its own for them (`sandbox/snapshots/cache.py`). A workspace that was prepared
 with network access is never kept.
 
 A failed preparation ends the group with an error and without trajectories, so nothing is scored. A prepared workspace
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRIED = frozenset({Blame.SANDBOX, Blame.GRADER})
-"""Failures that a fresh attempt may avoid. The engine's client has already retried its own failures."""
+"""Failures that a fresh attempt may avoid. Failed requests to the model server are not among them, because the model
+client has already retried these requests."""
 
 REPLACED = RETRIED | {Blame.ENGINE, Blame.TOOL}
 """Failures whose rollouts are replaced when groups must stay whole. A task's own failure would happen again."""
@@ -63,9 +64,9 @@ SETUP_TIMEOUT_S = 600.0
 
 
 class GroupRun:
-    """Runs one group to its end. Its rollouts take `places` if given. For a group that its environment collects, the
-    places are held until the group ends, because the environment decides how many rollouts it plays and which of them
-    wait for others."""
+    """Runs one group to its end. If `places` are given, they limit how many rollouts run concurrently. A group that its
+    environment collects keeps its reserved places until the group ends, because the environment decides how many
+    rollouts the group has and which of them wait for others."""
 
     def __init__(
         self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None = None
@@ -89,7 +90,8 @@ class GroupRun:
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
-        """Return the finished group, already in the journal. Raises only on cancellation and on bugs."""
+        """Return the finished group, already in the journal. Raises only on cancellation, on bugs, and a `ConfigError`
+        or `DiskError`, which ends the run."""
         run, group = self.run_context, self.group
         run.events.announce(GroupBegun(group))
         self._take_finished()
@@ -168,8 +170,8 @@ class GroupRun:
         self.begun = True
 
     async def _prepare(self) -> Snapshot | None:
-        """Return the group's snapshot; None if the bare image is enough. If the backend dies, the preparation is
-        retried like a rollout."""
+        """Return the group's snapshot; None if the bare image is enough. A preparation that fails with a `SandboxError`
+        is retried as often as a rollout."""
         for _ in range(self.run_context.settings.infra_retries):
             try:
                 return await self._prepare_once()
@@ -219,7 +221,8 @@ class GroupRun:
     async def _in_slot(
         self, stages: Stages, work: Callable[[Task, Slot], Awaitable[None]], base: Snapshot | None, doing: str
     ) -> Snapshot:
-        """Run a preparation in a slot, seal the slot and return the snapshot. A failure is blamed on the task."""
+        """Run a preparation in a slot, seal the slot and return the snapshot. An unexpected error in `work` is blamed
+        on the task."""
         workspaces, spec = self.run_context.workspaces, self.env.slot_spec(self.task, Phase.PREPARE)
         before = stages.seconds.get("acquire", 0.0)
         slot = await workspaces.lease(f"{self.group.group_id}:prepare", spec, base, stages)
@@ -403,7 +406,8 @@ class GroupRun:
         return None
 
     def _start_again(self, index: int, recorded: RecordedTurns) -> None:
-        """Record why a rollout cannot continue where it was cut off, and the cost of the lost attempt."""
+        """Record why a rollout cannot continue where it was cut off. Also record the cost of the lost attempt, unless
+        the attempt already has a record."""
         events, rollout_id, reason = self.run_context.events, f"{self.group.group_id}/{index}", str(recorded.failed)
         if recorded.cut_off.ended is None:
             lost = recorded.cut_off.record(rollout_id, self.group, index, self.env.agent.prices)

@@ -1,8 +1,8 @@
 """Ends a run early without losing anything: after too many infrastructure failures, at a cost limit or on a signal.
 
 After a limit is reached, no new group and no new rollout starts. Rollouts in flight finish, unless draining takes too
-long or every further turn would exceed the cost limit. The run can be resumed. Single rollouts that hang are ended by
-`watchdog.py`.
+long. If the cost limit has been reached, they end after their current turn. The run can be resumed. Single rollouts
+that hang are ended by `watchdog.py`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class RunLimits:
 
 
 def _failed_by(trajectory: Trajectory) -> Blame | None:
-    """Return the part of the infrastructure that ended a rollout, or None. Failures of the task or the model are
-    not counted."""
+    """Return the part of the infrastructure that ended a rollout, or None. Cancelled rollouts, and failures of the task
+    or the model, are not counted."""
     lost = trajectory.reward is None and trajectory.outcome is not Outcome.CANCELLED
     return trajectory.blame if lost and trajectory.blame not in (Blame.TASK, Blame.MODEL) else None

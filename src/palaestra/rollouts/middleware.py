@@ -1,8 +1,8 @@
 """Chat middleware: a list of functions that can change a rollout's model calls.
 
 Each function gets the call and the next step, and returns the reply; the first function in the list is the outermost.
-Tool calls have the same kind of middleware (`tools/runtime/runtime.py`). Recorded answers, freezing and spans are
-middleware; code that only follows a run subscribes to its events instead (`events.py`).
+Tool calls have the same kind of middleware (`tools/runtime/runtime.py`). Recording, the freezing of slots and tracing
+are implemented as middleware; code that only follows a run subscribes to its events instead (`events.py`).
 """
 
 from __future__ import annotations

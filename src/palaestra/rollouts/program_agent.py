@@ -1,17 +1,18 @@
 """Plays rollouts with a third-party agent program, which runs in the rollout's slot and calls the run's model.
 
-The slot reaches only the recording endpoint, over a forwarded port. The rollout's limits apply, and reaching one ends
-the program. The workspace is sealed and graded as after any agent.
+The slot reaches the recording endpoint over a forwarded port, so it needs no network. The rollout's limits apply, and
+reaching one of them ends the program. The workspace is sealed and graded as for the agent loop.
 
 The environment's own tools and those of MCP servers are offered to the program as one MCP server. Their calls run in
 the rollout's registry, are limited like those of the agent loop, and are recorded. The built-in tools are not offered,
 since a program has its own.
 
-Failure attribution: an engine failure (`engine`) or a lost slot (`sandbox`) ends the rollout without a score. If the
-engine fails on a request (HTTP 500, no answer in time) but answers a plain request, the failed request is the cause,
-and the program gets the error and continues. A tool's infrastructure failure ends the rollout with the tool's blame, as
-in the agent loop. A program that ends without an answer from the model never acted, so it is not scored either
-(`tool`). Everything else, with any exit status, is the agent's responsibility and is scored.
+Failure attribution: a failure of the model server (`engine`) or a lost slot (`sandbox`) ends the rollout without a
+score. If the model server fails on a request (HTTP 500, no answer in time) but answers a plain request, the failed
+request is the cause. The program then gets the error and continues. A tool's infrastructure failure ends the rollout
+with the tool's blame, as in the agent loop. A program that ends without an answer from the model never acted, so it is
+not scored either (`tool`). Every other end of the program, with any exit status, is the agent's responsibility and is
+scored.
 """
 
 from __future__ import annotations
@@ -212,9 +213,9 @@ class _Play:
                 self._conversations.end()
 
     async def _wait(self, process: Process) -> int | None:
-        """Wait until the program ends, a limit is reached or the engine fails. Returns the exit status of a program
-        that ended by itself. Processes that the program left running can make no more calls; after a limit, only calls
-        already under way are still answered."""
+        """Wait until the program ends, a limit is reached or the model server fails. Returns the exit status of a
+        program that ended by itself. Processes that the program left running can make no more calls; after a limit,
+        only calls already under way are still answered."""
 
         async def follow() -> None:
             async for piece in process.output():
@@ -325,7 +326,7 @@ class _Play:
 
 class _OfferedTools:
     """The tools of a rollout that its program may call, and their calls. `failure` is a tool failure that ends the
-    rollout; the function `failed` is called after it is set."""
+    rollout; the function `failed` is called after `failure` is set."""
 
     def __init__(self, rollout: Rollout, failed: Callable[[], None]) -> None:
         self.output_bytes = 0

@@ -1,7 +1,7 @@
 """The records of rollouts: `Trajectory`, and `Group`, the trajectories of one task.
 
-The journal holds these records unchanged, and all other files are made from them. The same seed and the same answers
-reproduce all fields of a trajectory except `beside`, which has wall times, hosts and slot ids.
+The journal holds these records unchanged, and all other files are made from them. The same seed and the same answers of
+the model and the tools reproduce all fields of a trajectory except `beside`, which has wall times, hosts and slot ids.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
     `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers that can be
-    averaged, `detail` is evidence (test results, the agent's patch). `ledger` has the exact tokens if the engine
+    averaged, `detail` is evidence (test results, the agent's patch). `ledger` has the exact tokens if the model server
     returns them, and `row` has a token row that the environment made. `inner_calls` and `subagents` record the work
     inside tool calls; the tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, but their
     turns are not in `turns`. `cost` is in the currency of the run's prices.
@@ -184,7 +184,7 @@ def have_same_scores(scored: Sequence[Trajectory]) -> bool:
 
 
 class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """All rollouts of one task, in index order. `number` is the task's place in the run, from 0.
+    """All rollouts of one task, in index order. `number` is the task's position in the run, from 0.
 
     `toolsets` are the configured or randomly drawn toolsets. `tools` are the schemas that the models saw, `tools_hash`
     identifies them, and `tools_missing` has the requested tools that are unavailable, with the reason. If preparing the

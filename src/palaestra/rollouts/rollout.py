@@ -92,7 +92,7 @@ class RolloutHooks(Protocol):
 
 
 class Rollout:
-    """One attempt at a rollout. `meta` holds data that the environment carries from set-up to scoring.
+    """One attempt at a rollout. `meta` holds data that the environment passes from set-up to scoring.
 
     `recorded` are the turns of a rollout that was cut off. `run` plays the rollout once; after that, `trajectory`
     returns the complete record.
@@ -149,7 +149,8 @@ class Rollout:
         self._world: RolloutWorld | None = None
 
     async def run(self) -> None:
-        """Play the rollout. Only cancellation and bugs are raised; everything else is in the record."""
+        """Play the rollout. Raises only on cancellation, on bugs, and a `ConfigError` or `DiskError`, which ends the
+        run. Every other failure is in the record."""
         started = time.perf_counter()
         try:
             async with self.stages.watched():
@@ -350,7 +351,7 @@ class Rollout:
 
     @property
     def ledger(self) -> Ledger | None:
-        """The exact tokens so far, from the server that the agent used; None if that server gave none."""
+        """The exact tokens so far, from the server that the agent used; None if that server returned no tokens."""
         state = (self.result.managed_state if self.result is not None else None) or {}
         ledger = state.get("ledger", self.server.ledger)
         return ledger if isinstance(ledger, Ledger) and ledger.turns else None
@@ -584,7 +585,7 @@ class Rollout:
     async def seal(self, view: View | None = None) -> Snapshot | None:
         """End the agent's slot and keep its changes as a layer. Returns None if no slot was ever leased."""
         await self._end_tools()
-        if self._forked is not None:  # the other rollout's work counts, even if this one added nothing
+        if self._forked is not None:  # the work of the continued rollout counts, even if this one added nothing
             await self.sandbox()
         slot, self._slot = self._slot, None
         if self._restored is not None:
@@ -624,8 +625,8 @@ def _first_user_text(messages: list[Message]) -> str:
 
 
 def _checked(score: object, doing: str) -> Score:
-    """Return the score with plain numbers. Metrics that are not finite are moved into the detail, because they cannot
-    be averaged.
+    """Return the score with plain numbers. Metrics that are not finite numbers are moved into the detail, because they
+    cannot be averaged.
 
     Raises `GraderError` if the value is not a score or has no usable reward.
     """

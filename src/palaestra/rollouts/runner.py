@@ -24,15 +24,15 @@ from palaestra.rollouts.schedule import Numbered, Places, counted, groups_ahead,
 from palaestra.rollouts.spec import RunContext, RunSettings
 
 GIVE_UP_AFTER = 3
-"""The run stops when this many groups in a row fail only because of the engine."""
+"""The run stops when the model server has failed in every rollout of this many groups in a row."""
 
 
 @dataclass(slots=True)
 class Totals:
     """The totals of a run.
 
-    `tampered` lists the rollouts whose work interfered with its check, `cut_off` the rollouts with reward 0 that still
-    had processes running at their end.
+    `tampered` lists the rollouts whose work interfered with its check. `cut_off` lists the rollouts with reward 0 that
+    still had processes running at their end. `uncontrolled` lists the tasks with tests that no control covers.
     """
 
     groups: int = 0
@@ -47,7 +47,7 @@ class Totals:
 
     @property
     def failed(self) -> int:
-        """Rollouts that ended without a reward."""
+        """The number of rollouts that ended without a reward."""
         return self.rollouts - self.scored
 
     @property
@@ -74,8 +74,8 @@ class Totals:
 
 class Runner:
     """Runs at most `limit` tasks of an environment, numbered from `first`, slow ones first if `timings` (seconds by
-    task id) are given. `on_group` gets every finished group. `concurrency` groups' worth of rollouts run at a time;
-    with 1, groups run one after the other.
+    task id) are given. `on_group` gets every finished group. As many rollouts run at a time as `concurrency` groups
+    have; if it is 1, groups run one after the other.
 
     Groups that an earlier part of the run finished are passed on first and not run again; if the group size is larger
     now, they get only the missing rollouts. `gate`, which may wait, is awaited once before each task that is rolled
@@ -108,7 +108,8 @@ class Runner:
         self._warned = False
 
     async def run(self) -> Totals:
-        """Run all tasks and return the totals. Raises `EngineUnavailable` if the model server keeps failing."""
+        """Run all tasks and return the totals. Raises the error that ended the run, such as `EngineUnavailable` if the
+        model server keeps failing."""
         handed_on: set[int] = set()
         try:
             for number, group in sorted(self._finished_before.items()):

@@ -22,8 +22,8 @@ from palaestra.core.types import Task
 from palaestra.rollouts.journal.reader import journal_of
 
 WINDOW = 1024
-"""The number of tasks that are read ahead and ordered. It is bounded because all of them are in memory, and because the
-output of later tasks waits for that of earlier ones."""
+"""The number of tasks that are read ahead and ordered. It is bounded because all these tasks are in memory, and because
+the output of a later task waits for the output of every earlier task."""
 
 COUNT_S = 0.3
 """The maximum time that a run waits for the number of its tasks before it begins."""
@@ -72,7 +72,7 @@ class Places:
 
 
 async def numbered(tasks: AsyncIterator[Task], first: int, limit: int | None) -> AsyncIterator[Numbered]:
-    """Yield the first `limit` tasks with their numbers, counted from `first`."""
+    """Yield the first `limit` tasks (all if it is None) with their numbers, which count from `first`."""
     number = first
     while limit is None or number < first + limit:
         try:
@@ -166,7 +166,7 @@ def read_timings(run: Path) -> dict[str, float]:
     """Return the seconds that each task took, by id, from a run's folder or journal: preparation plus slowest rollout,
     in the slowest group.
 
-    Discarded attempts count; unreadable lines do not. Raises `ConfigError` for a missing run.
+    Discarded attempts count; unreadable lines do not. Raises `ConfigError` if there is no such run.
     """
     prepared: dict[str, float] = {}
     seconds: dict[str, float] = {}

@@ -77,8 +77,8 @@ class AgentSettings:
     """The agent's settings in a rollout. `max_tokens` is per reply; `tool_timeout_s` is a command's default time limit.
 
     `memory` and `sessions` are folders for the tools `memory` and `session_search`. If a folder is None, calls of its
-    tool are refused. Otherwise, each rollout can read the notes of earlier rollouts, so rollouts cannot be compared. If
-    `freeze` is set, slots are frozen while the model thinks.
+    tool are refused. If it is set, each rollout can read the notes of earlier rollouts, so rollouts cannot be compared.
+    If `freeze` is set, slots are frozen while the model thinks.
     """
 
     max_turns: int = 30

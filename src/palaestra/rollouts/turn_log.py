@@ -1,9 +1,10 @@
-"""Writes the turns of one rollout to the journal, and answers from turns that an earlier part of the run recorded.
+"""Writes the turns of one rollout to the journal, and answers model calls from the turns that an earlier part of the
+run recorded.
 
 A turn is written when it ends. A turn that delegates work is long and has many replies, so each of its replies is
-written when it arrives: those of the sub-agents, and the rollout's own reply that started them. So a rollout that was
-cut off repeats no model call. The journal has a turn once for each attempt that took it, so a rollout can be resumed
-repeatedly.
+written when it arrives: those of the sub-agents, and the rollout's own reply that started them. So a resumed rollout
+does not repeat a model call whose reply was written. The journal has a turn once for each attempt that took it, so a
+rollout can be resumed repeatedly.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class TurnLog:
         """Return the turn that was just taken; it is `known` if it is a recorded one. If `turn` is None, `messages` are
         the opening messages.
 
-        Raises `CannotResume` if a different turn is recorded in its place.
+        Raises `CannotResume` if a different turn is recorded in place of this turn.
         """
         own, self._own = self._own, None
         taken = TakenTurn(turn or Turn(0, None, 0, 0, 0.0, 0.0), messages, self._sampled_in_turn())
@@ -95,7 +96,8 @@ class TurnLog:
         return taken
 
     def write(self, taken: TakenTurn) -> None:
-        """Write a turn to the journal unless the journal already has it, and count the turn's cost."""
+        """Write a turn to the journal unless the journal already has it, and count the turn's cost unless it has been
+        counted. After the last recorded turn, also write that the rollout continues."""
         turn, recorded = taken.turn, self.recorded
         if taken.known and recorded is not None and recorded.journalled:
             event = recorded.latest

@@ -1,8 +1,8 @@
 """Times the stages of a rollout, and ends a rollout that shows no sign of life within its stage's limit.
 
-Tools and clients have their own time limits for commands and requests; a limit here catches hangs that those miss.
-Every change of stage and every turn is a sign of life. A rollout without one for longer than its stage allows ends with
-an error that names the stage.
+Tools and clients have their own time limits for commands and requests; a limit of this module catches hangs that those
+limits miss. Every change of stage and every turn is a sign of life. A rollout without one for longer than its stage
+allows ends with an error that names the stage.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ class Workspaces:
         stages: Stages,
         check: Callable[[], None] = _nothing,
     ) -> Slot:
-        """Lease a slot. Waiting for a place and creating the slot are timed separately, and neither counts as the
-        agent's time.
+        """Lease a slot. Waiting until the pool has room for a slot and creating the slot are timed separately, and
+        neither counts as the agent's time.
 
-        `check` is called when there is a place; if it raises, the place is released. Raises `TaskError` if the task
-        needs a slot that cannot be created, for example because of its image or its list of hosts.
+        `check` is called when there is room for the slot; if it raises, no slot is leased. Raises `TaskError` if the
+        task needs a slot that cannot be created, for example because of its image or its list of hosts.
         """
         with uncharged(), stages.stage("admit") as stage:
 
@@ -73,8 +73,8 @@ class Workspaces:
                 raise TaskError(f"no slot can be created for {name}: {error}") from error
 
     async def keep(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
-        """Copy a rollout's sealed work, or (not `sealed`) the workspace that it never touched, into `kept`. Returns the
-        folder, which is empty for the bare image; None if `kept` is None."""
+        """Copy a rollout's sealed work or, if not `sealed`, the workspace that the rollout never touched into the
+        folder `kept`. Returns the folder, which is empty for the bare image; None if `kept` is None."""
         if self.kept is None:
             return None
         folder = self.kept / quote(group_id, safe="") / (str(index) if sealed else f"{index}{UNTOUCHED}")

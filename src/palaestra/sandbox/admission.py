@@ -1,7 +1,7 @@
 """Computes how many slots this machine can hold, given its memory and the number of files a process may open.
 
-A slot that waits for the model uses little memory; commands use much more. The initial limit is therefore generous, and
-the pool calls `available_memory` again before it makes each further slot.
+A slot that waits for the model uses little memory; commands use much more. The initial limit is therefore generous.
+Once `unchecked_slots` slots are in use, the pool calls `available_memory` again before it makes each further slot.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def slot_limit(wanted: int | None, *, memory: int, files: int) -> SlotLimit:
     `DEFAULT_SLOTS`.
 
     `memory` is the available memory in bytes. It limits the pool only if `wanted` is None, because a caller that sets
-    `wanted` knows what its slots need. `files` is the number of descriptors that a process may open.
+    `wanted` knows what its slots need. It never lowers the limit below `unchecked_slots`. `files` is the number of
+    descriptors that a process may open.
     """
     found = SlotLimit(wanted or DEFAULT_SLOTS, "as set" if wanted else "the default")
     carried = max(unchecked_slots(), (memory - RESERVE_BYTES) // SLOT_BYTES)
@@ -62,7 +63,7 @@ def slot_limit(wanted: int | None, *, memory: int, files: int) -> SlotLimit:
 
 
 def open_more_files() -> int:
-    """Let this process open as many files as its hard limit allows; returns that limit."""
+    """Let this process open as many files as its hard limit allows. Returns that limit, or 2**30 if there is none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

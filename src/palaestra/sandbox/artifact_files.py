@@ -1,8 +1,9 @@
-"""Reads, lists and archives files of a slot's workspace for outside callers, in the contract's response formats.
+"""Reads, lists and archives files of a slot's workspace for outside callers. The responses have the formats that
+Atropos and Hermes use.
 
 This module uses the slot's file calls, never its shell. Invariant: it reveals nothing outside the workspace, wherever
 links in the workspace lead. Failures raise builtin errors, and `status_of` returns the HTTP status of each. The module
-needs no installed packages, because the slot server's network port (`remote/port_server.py`) uses it in places where
+needs no installed packages, because the slot server's network port (`remote/port_server.py`) uses it on machines where
 nothing is installed.
 """
 
@@ -23,7 +24,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import MAX_FILE_BYTES, WORKSPACE, FileInfo, Slot
 
 MAX_BYTES = 5_000_000
-"""The contract's size limit for one file or archive, unless the request sets another."""
+"""The maximum size in bytes of one returned file or archive, unless the request sets another limit."""
 MAX_ENTRIES = 5_000
 _MAX_LINKS = 40
 
@@ -31,7 +32,8 @@ _MAX_LINKS = 40
 async def read(
     slot: Slot, path: str, *, encoding: str = "text", max_bytes: int | None = None, include_sha256: bool = False
 ) -> dict[str, JSON]:
-    """Return the beginning of a file, up to `max_bytes`. A file of more than 64 MiB is refused."""
+    """Return the beginning of a file, up to `max_bytes` bytes (default: `MAX_BYTES`). A file of more than 64 MiB is
+    refused."""
     target, info = await _found(slot, path)
     if info.kind != "file":
         raise IsADirectoryError(errno.EISDIR, "not a regular file", path)
@@ -53,7 +55,7 @@ async def read(
 async def entries(
     slot: Slot, path: str = ".", *, recursive: bool = False, max_entries: int | None = None
 ) -> dict[str, JSON]:
-    """Return the entries of a directory, sorted. A link is listed as an entry and is not followed."""
+    """Return up to `max_entries` entries of a directory, sorted. A link is listed as an entry and is not followed."""
     target, info = await _found(slot, path)
     if info.kind != "dir":
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
@@ -72,14 +74,15 @@ async def archive(
     slot: Slot,
     path: str = ".",
     *,
-    format: str = "tar.gz",  # noqa: A002 - the contract's name
+    format: str = "tar.gz",  # noqa: A002 - the name in the request
     max_bytes: int | None = None,
     max_entries: int | None = None,
 ) -> dict[str, JSON]:
     """Return a file or directory as a compressed tar file in base64. Names are relative to the directory, or to the
     directory that holds the file. Links are kept as links.
 
-    An archive of more than `max_bytes` or `max_entries` is refused.
+    An archive of more than `max_bytes` bytes (default: `MAX_BYTES`) or `max_entries` entries (default: `MAX_ENTRIES`)
+    is refused.
     """
     target, info = await _found(slot, path)
     most = MAX_BYTES if max_bytes is None else max_bytes
@@ -128,7 +131,7 @@ def message(error: OSError | ValueError) -> str:
 
 
 async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
-    """Return the path and the entry that `path` leads to in the workspace. Links are followed; one that leads out of
+    """Return the path and the entry that `path` leads to in the workspace. Links are followed. A link that leads out of
     the workspace raises PermissionError."""
     if not path or "\0" in path:
         raise ValueError("the path is empty or holds a NUL character")
@@ -168,8 +171,8 @@ def _relative(path: str) -> str:
 
 
 async def _walk(slot: Slot, path: str, *, recursive: bool) -> AsyncIterator[FileInfo]:
-    """Yield the entries of a directory and, with `recursive`, of all directories below it, each directory before its
-    entries."""
+    """Yield the entries of a directory. If `recursive` is true, also yield the entries of all directories below it,
+    each directory before its entries."""
     trail = [iter(await slot.list_dir(path))]
     while trail:
         each = next(trail[-1], None)
@@ -186,7 +189,8 @@ async def _only(info: FileInfo) -> AsyncIterator[FileInfo]:
 
 
 def _member(info: FileInfo, name: str, size: int) -> tarfile.TarInfo | None:
-    """Return the archive's entry; None for sockets, devices and fifos, which are left out."""
+    """Return the archive's entry for a file. Sockets, devices and fifos are left out, so the result for them is
+    None."""
     kinds = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "symlink": tarfile.SYMTYPE}
     if info.kind not in kinds:
         return None

@@ -1,5 +1,5 @@
-"""The contract's request and response bodies for reading, listing and archiving files of a workspace. `artifact_files`
-does the work."""
+"""The request and response bodies for reading, listing and archiving files of a workspace, in the formats that Atropos
+and Hermes use. `artifact_files` does the work."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ArtifactListEntryPayload(BaseModel):
 
 
 class ArtifactListResponsePayload(BaseModel):
-    """The entries, sorted by path."""
+    """The entries; those of each directory are sorted. `truncated` is true if there are more entries."""
 
     success: bool
     entries: list[ArtifactListEntryPayload] = Field(default_factory=list)
@@ -94,13 +94,13 @@ ResponseT = TypeVar(
 
 
 async def read(slot: Slot | None, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:
-    """Return the beginning of a file, up to `max_bytes`. A file of more than 64 MiB is refused."""
+    """Return the beginning of a file, up to `max_bytes` bytes. A file of more than 64 MiB is refused."""
     found = await artifact_files.read(_slot(slot, request), **request.model_dump(exclude={"trajectory_id"}))
     return ArtifactReadResponsePayload(**found)
 
 
 async def entries(slot: Slot | None, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
-    """Return the entries of a directory, sorted. A link is listed as an entry and is not followed."""
+    """Return up to `max_entries` entries of a directory, sorted. A link is listed as an entry and is not followed."""
     found = await artifact_files.entries(_slot(slot, request), **request.model_dump(exclude={"trajectory_id"}))
     return ArtifactListResponsePayload(**found)
 
@@ -109,7 +109,7 @@ async def archive(slot: Slot | None, request: ArtifactArchiveRequestPayload) -> 
     """Return a file or directory as a compressed tar file in base64. Names are relative to the directory, or to the
     directory that holds the file. Links are kept as links.
 
-    An archive of more than `max_bytes` or `max_entries` is refused.
+    An archive of more than `max_bytes` bytes or `max_entries` entries is refused.
     """
     found = await artifact_files.archive(_slot(slot, request), **request.model_dump(exclude={"trajectory_id"}))
     return ArtifactArchiveResponsePayload(**found)

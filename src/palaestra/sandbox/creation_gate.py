@@ -37,7 +37,7 @@ class CreationGate:
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Wait until one container or sandbox may start; the block then starts it."""
+        """Wait until one container or sandbox may start. The body of the `async with` block then starts it."""
         async with contextlib.AsyncExitStack() as held:
             if self._most is not None:
                 await held.enter_async_context(self._place(self._most))
@@ -80,8 +80,8 @@ class CreationGate:
                 state["next"] = max(state["next"], time.monotonic() + state["gap"])
 
     def _make_folder(self) -> None:
-        """Make the folder. Raises `ConfigError` if another user made it, because links in it could redirect our
-        files."""
+        """Make the folder. Raises `ConfigError` if another user made it or may write to it, because links in it could
+        redirect our files."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

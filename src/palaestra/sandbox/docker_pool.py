@@ -1,5 +1,5 @@
-"""`DockerDirectBackend`: a pool in which each trajectory can have its own docker image. Existing programs use the
-name."""
+"""`DockerDirectBackend`: a pool in which each trajectory can have its own docker image. Programs written for Atropos
+and Hermes use this class name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`ModalToolBackend`: the contract's pool of slots in Modal, with one or several sandbox profiles.
+"""`ModalToolBackend`: a pool of slots in Modal, with one or several sandbox profiles. Atropos and Hermes use the same
+class name.
 
 For `tool_pool_mode="modal"`, `create_tool_backend` makes a pool with one profile. If there are several profiles, each
-has its own sandboxes and its own limit. The default profile starts with the pool, every other profile with its first
-slot.
+has its own sandboxes and its own limit. The default profile starts with the pool. Every other profile starts when its
+first slot is acquired.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class ModalToolBackend(SlotPool):
 
     @classmethod
     def with_profiles(cls, profiles: Mapping[str, ModalSandboxConfig] | None = None, default: str = "default") -> Self:
-        """Return a backend with several profiles, by default those of `ModalSandboxConfig.load_profiles`. Raises
-        `ConfigError`."""
+        """Return a backend with several profiles, by default those of `ModalSandboxConfig.load_profiles`. Slots have
+        the profile `default` unless `acquire` names another one. Raises `ConfigError` if there is no profile of that
+        name."""
         found = ModalSandboxConfig.load_profiles() if profiles is None else dict(profiles)
         if default not in found:
             raise ConfigError(f"unknown Modal profile {default!r}; known are {', '.join(found)}")
@@ -54,8 +56,8 @@ class ModalToolBackend(SlotPool):
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """Acquire a slot, as `SlotPool.acquire` does, in a sandbox of that profile (default: the pool's own). Raises
-        `ConfigError` for an unknown profile."""
+        """Acquire a slot, as `SlotPool.acquire` does, in a sandbox of the profile `profile`. None means the pool's
+        default profile. Raises `ConfigError` for an unknown profile."""
         if profile is None or profile == self.profile.name:
             return await super().acquire(
                 trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted

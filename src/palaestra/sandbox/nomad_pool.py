@@ -1,4 +1,4 @@
-"""`NomadToolBackend`, the contract's class for a pool whose slots run on Nomad."""
+"""`NomadToolBackend`: a pool whose slots run on Nomad. Atropos and Hermes use the same class name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
 
 class NomadToolBackend(SlotPool):
-    """A pool whose slots run in a Nomad job."""
+    """A pool whose slots run in Nomad jobs, with one job for each image."""
 
     def __init__(self, config: NomadBackendConfig | None = None) -> None:
         settings = config or NomadBackendConfig()

@@ -1,9 +1,9 @@
 """Leases the slots of one run in the order of requests, up to a limit.
 
-Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. The timeout covers waiting for
-a free place, not making the slot. While memory is short, a place becomes free only when another slot ends
-(`admission.py`). A slot that cannot be ended is quarantined: its place becomes free, and each later release tries again
-to end it.
+Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. A pool has a fixed number of
+places, and each leased slot takes one of them. A timeout limits the time of waiting for a free place, not the time of
+making the slot. While memory is short, a caller gets a place only if few slots are in use (`admission.py`). A slot that
+cannot be ended is quarantined: its place becomes free, and later releases try again to end the slot.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _LOOK_AGAIN_S = 0.5
 
 
 class SlotPoolConfig(BaseModel):
-    """The maximum number of slots of a pool, and the time to wait for a slot. Fields that come from the contract have
-    its names and defaults."""
+    """The maximum number of slots of a pool, and the time to wait for a slot. Fields that also exist in Atropos and
+    Hermes have the same names and defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -91,7 +91,7 @@ class SlotPoolConfig(BaseModel):
         return {**given, "max_slots": slots * containers}
 
     def backend(self) -> Backend:
-        """Return the Nomad backend if one of its fields is set, otherwise the backend for this machine."""
+        """Return the Nomad backend if a field for Nomad is set, otherwise the backend for this machine."""
         if not self._of_nomad():
             return LocalBackend()
         from palaestra.sandbox.backends.nomad import NomadBackend, NomadBackendConfig  # few pools need this
@@ -232,7 +232,8 @@ class SlotPool:
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot:
-        """Return a new slot, from a snapshot if one is given; `spec` defaults to the snapshot's.
+        """Return a new slot. If a snapshot is given, the slot starts from it. `spec` defaults to the snapshot's spec
+        or, without a snapshot, to `SlotSpec()`.
 
         Waits up to `timeout_s` seconds for a free place (default: `acquire_timeout`), then calls `admitted` and makes
         the slot. If `admitted` raises an exception, the place becomes free again. Raises `AcquireTimeout` if no place
@@ -271,7 +272,7 @@ class SlotPool:
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
         """End a lease and its slot. Does nothing if the lease has already ended.
 
-        `reset_workspace` is part of the contract and has no effect, because a workspace is never reused.
+        `reset_workspace` exists only for compatibility and has no effect, because a workspace is never reused.
         """
         if self._held.pop(slot.epoch, None) is None:
             return
@@ -302,8 +303,8 @@ class SlotPool:
     ) -> ExecutionResult:
         """Run `bash`, `bash_stateful`, `read_file` or `write_file` in a leased slot. Raises `InfraError`.
 
-        `timeout` is in seconds; it defaults to the timeout in `args`, or else to `default_timeout_s`. Standard error is
-        returned separately from standard output.
+        `timeout` is in seconds and defaults to `default_timeout_s`. A timeout in `args` takes precedence over it. For
+        `bash`, standard error is also returned separately from standard output.
         """
         return await run_slot_tool(slot, lambda: self._shell(slot), tool, args, timeout or self.default_timeout_s)
 
@@ -336,8 +337,8 @@ class SlotPool:
         max_bytes: int | None = None,
         include_sha256: bool = False,
     ) -> dict[str, JSON]:
-        """Return a file of the workspace in the contract's response format; if the file cannot be read, the response
-        has an `error`."""
+        """Return a file of the workspace in the format of `ArtifactReadResponsePayload`. If the file cannot be read,
+        the response has an `error`."""
         from palaestra.sandbox import artifacts  # few runs need it
 
         request = artifacts.ArtifactReadRequestPayload(
@@ -350,7 +351,8 @@ class SlotPool:
     async def list_artifacts(
         self, slot: Slot, path: str = ".", *, recursive: bool = False, max_entries: int | None = None
     ) -> dict[str, JSON]:
-        """Return the entries of a directory of the workspace."""
+        """Return the entries of a directory of the workspace in the format of `ArtifactListResponsePayload`. If the
+        directory cannot be read, the response has an `error`."""
         from palaestra.sandbox import artifacts  # few runs need it
 
         request = artifacts.ArtifactListRequestPayload(
@@ -368,7 +370,8 @@ class SlotPool:
         max_bytes: int | None = None,
         max_entries: int | None = None,
     ) -> dict[str, JSON]:
-        """Return a file or directory of the workspace as a compressed tar file in base64."""
+        """Return a file or directory of the workspace as a compressed tar file in base64, in the format of
+        `ArtifactArchiveResponsePayload`. If the archive cannot be made, the response has an `error`."""
         from palaestra.sandbox import artifacts  # few runs need it
 
         request = artifacts.ArtifactArchiveRequestPayload(
@@ -384,12 +387,13 @@ class SlotPool:
         if shell is None:
             opened = await slot.shell()
             shell = self._shells.setdefault(slot.epoch, opened)
-            if shell is not opened:  # another call was faster
+            if shell is not opened:  # another call has opened a shell in the meantime
                 await opened.aclose()
         return shell
 
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
-        """End a lease and return its slot's changes, limited to `view` if given, as a snapshot."""
+        """End a lease and return the changes of its slot as a snapshot. If `view` is given, the snapshot has only that
+        part of the changes."""
         held = self._held.pop(slot.epoch, None) is not None
         self._shells.pop(slot.epoch, None)
         try:
@@ -401,7 +405,7 @@ class SlotPool:
     async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
         """Return a slot's current files as a snapshot. The lease continues, so any step of a rollout can be forked.
 
-        With `continued`, slots that start from the snapshot count its changed files as their own changes. Raises
+        If `continued` is true, slots that start from the snapshot count its changed files as their own changes. Raises
         `ConfigError` if `continued` is set and the backend is not the local one.
         """
         if not continued:
@@ -411,13 +415,13 @@ class SlotPool:
         return replace(await self.backend.checkpoint(slot), continued=True)
 
     async def save(self, snapshot: Snapshot, folder: Path) -> int:
-        """Copy a snapshot with its layers to an empty folder on this machine; returns the total size of its files in
-        bytes."""
+        """Copy a snapshot with its layers to an empty folder on this machine. Returns the total size of the snapshot's
+        files in bytes. Raises `ConfigError` if the backend is not the local one."""
         return await self._local().save(snapshot, str(folder))
 
     async def load(self, folder: Path, spec: SlotSpec) -> Snapshot:
         """Return the snapshot that was saved in a folder. The folder is used in place. Raises FileNotFoundError if the
-        folder is gone."""
+        folder is gone, and `ConfigError` if the backend is not the local one."""
         return await self._local().load(str(folder), spec)
 
     def _local(self) -> LocalBackend:
@@ -442,8 +446,8 @@ class SlotPool:
         return True
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer. If the backend has died, the layer is already gone, and a warning is
-        logged."""
+        """Drop the snapshot's topmost layer. A failure is only logged; for example, if the backend has died, the layer
+        is already gone."""
         try:
             await self.backend.forget(snapshot)
         except SandboxError as error:
@@ -461,7 +465,7 @@ class SlotPool:
 
     @property
     def available_slots(self) -> int:
-        """The number of slots that could be acquired now."""
+        """The number of free places."""
         return max(0, self._free)
 
     @property
@@ -537,8 +541,8 @@ class SlotPool:
                 self._waiting.remove(waiter)
 
     def _has_place(self) -> bool:
-        """Return whether a slot may be leased now: a place is free, and either few slots are in use or memory is not
-        short."""
+        """Return whether a slot may be leased now: a place is free, and either fewer than `unchecked_slots` slots are
+        in use or memory is not short."""
         if self._free <= 0:  # `take_up` can make it negative
             return False
         return self._places - self._free < self._unchecked or self._memory() >= admission.RESERVE_BYTES
@@ -576,7 +580,7 @@ class SlotPool:
 
 
 ToolBackend = SlotPool
-"""The contract's name for the type that `create_tool_backend` returns."""
+"""The name that Atropos and Hermes use for the type that `create_tool_backend` returns."""
 
 
 def _quantile(ordered: list[float], share: float) -> float:

@@ -30,8 +30,8 @@ _START_S, _WRITE_S = 30.0, 60.0
 
 @asynccontextmanager
 async def forwarded_port(slot: Slot, host: str, port: int, *, most: int = MOST_CONNECTIONS) -> AsyncIterator[int]:
-    """Yield the port on the slot's loopback that reaches `host:port` during the block. Raises `SandboxError` if the
-    slot has no Python or no loopback."""
+    """Yield the port on the slot's loopback that reaches `host:port` during the block. At most `most` connections are
+    open at a time. Raises `SandboxError` if the slot has no Python or no loopback."""
     text = importlib.resources.files("palaestra.sandbox").joinpath("port_relay.py").read_text()
     try:
         process = await slot.spawn(["python3", "-I", "-S", "-c", text], cwd="/")
@@ -68,7 +68,8 @@ class _Forward:
         self._sending = asyncio.Lock()
 
     async def serve(self) -> None:
-        """Serve until the relay has ended or sends something that is not a frame. Raises the slot's errors."""
+        """Serve until the relay has ended, a part of its output is missing, or it sends something that is not a frame.
+        Raises the slot's errors."""
         buffer, cursor = bytearray(), 0
         async for piece in self._process.output():
             if piece.lost or piece.start != cursor:

@@ -1,13 +1,14 @@
-"""Listens on the loopback of a slot and sends incoming data to the host. Standard library only.
+"""Listens on the loopback of a slot and sends incoming data to the host. It uses only the standard library.
 
     python3 -I -S -c TEXT
 
 This file is not imported: its text runs on the slot's own Python, 3.7 or newer. The relay reaches the host through its
 standard input and output, so a slot without a network can use it. `port_forward.py` is the host's end.
 
-A frame, in either direction, is kind, connection and length (`!cII`), then the payload. The kinds are: `p`, the port,
-sent once; `o`, a connection was accepted; `d`, data; `c`, one side is closed; `a`, the host has read `length` bytes (no
-payload). At most WINDOW bytes are on their way to the host, since the slot keeps only the end of a process's output.
+A frame, in either direction, consists of a kind, the number of a connection, a length (`!cII`), and the payload. The
+kinds are: `p`, the port of the listening socket (in place of a connection's number), sent once; `o`, a connection was
+accepted; `d`, data; `c`, one side is closed; `a`, the host has read `length` bytes (no payload). At most WINDOW bytes
+are on their way to the host, since the slot keeps only the end of a process's output.
 """
 
 from __future__ import annotations

@@ -72,14 +72,15 @@ class Sandbox:
     """An isolated workspace for commands and files. Use it in an `async with` block, or in a `with` block, which yields
     a `SyncSandbox`.
 
-    `image` is a root file system (a directory, a tar file or an OCI layout); None shows the host's system directories.
-    `network` is "off", "on", or a list of hosts. `memory` and `disk` are bytes or text such as "512MB" (K, M and G are
-    powers of 1024); `cpus` is in cores; `limits` replaces these three arguments. `env` holds environment variables for
-    commands. `isolation` is "best" or the lowest level to accept: "full", "userns", "confined" or "none". With `pool`
-    or `snapshot`, the sandbox starts in a pool that is already running.
+    `image` is a root file system (a directory, a tar file or an OCI layout). None means the image of `snapshot` or,
+    without a snapshot, the host's system directories. `network` is "off", "on", or a list of hosts. `memory` and `disk`
+    are bytes or text such as "512MB" (K, M and G are powers of 1024); `cpus` is in cores; `limits` replaces these three
+    arguments. `env` holds environment variables for commands. `isolation` is "best" or a level: "full", "userns",
+    "confined" or "none". If `pool` or `snapshot` is given, the sandbox starts in a pool that is already running. The
+    level of that pool may also be better than `isolation`.
 
     Raises `ConfigError` for an unusable argument. Entering the block raises `IsolationUnavailable` if this machine
-    cannot provide the isolation level.
+    cannot provide the isolation level, and `ConfigError` if the pool's level is lower than `isolation`.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ class Sandbox:
     changes = _of_slot(Slot.changes)
 
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
-        """Return the file's text, decoded as UTF-8 with undecodable bytes replaced. Return `missing`, if given, for a
-        file that cannot be read."""
+        """Return the file's text, decoded as UTF-8 with undecodable bytes replaced. If the file cannot be read and
+        `missing` is given, return `missing`."""
         return await (self.slot.read_text(path) if missing is None else self.slot.read_text(path, missing=missing))
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The types and Protocols of the sandbox layer. No I/O.
+"""The types and Protocols of the sandbox layer. This module performs no I/O.
 
 A *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number of slots start. `pool.py`
 leases slots; code above this layer uses only `Slot`, `Snapshot` and the pool.
@@ -59,9 +59,9 @@ class ExecutionResult:
     `metadata` also holds `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout`,
     `rung`, `sandboxed` (the isolation level is not none), `network_isolated` (the slot has no network), `stateful`,
     `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes`, `oom`. If output was truncated,
-    `full_output_path` is a file in the slot with its first 4 MiB, and `full_output_bytes` is that file's size. Results
-    of a stateful shell also have `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call
-    requested that channel.
+    `full_output_path` is a file in the slot with the first 4 MiB of the output, and `full_output_bytes` is that file's
+    size. Both are missing if no such file could be made or `spill` was false. Results of a stateful shell also have
+    `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call requested that channel.
 
     `oom` is set if the shell itself was killed because memory ran out (exit code 137). If only a child of the shell was
     killed, the exit code is the shell's, and `oom` is not set.
@@ -116,8 +116,8 @@ class Change:
 class Snapshot:
     """A sealed workspace. `layers` are the names of its immutable layers in the backend that made them, topmost first.
 
-    A slot that starts from a `continued` snapshot treats the topmost layer as its own changes: its seal and its list of
-    changes include the whole layer.
+    A slot that starts from a `continued` snapshot treats the topmost layer as its own changes: the list of the slot's
+    changes, and the snapshot to which the slot is sealed, include the whole layer.
     """
 
     snapshot_id: str
@@ -140,8 +140,8 @@ class SlotSpec:
 
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
     layout; None selects the host's system directories. `env` holds variables for commands; they are added to PATH,
-    HOME, LANG and TERM, which the backend sets, or override them. Raises ValueError if `network` is not a Network or
-    AllowList.
+    HOME, LANG and TERM, which the backend sets, and may override these four. Raises ValueError if `network` is not a
+    Network or AllowList.
     """
 
     image: str | None = None
@@ -239,11 +239,12 @@ class Process(Protocol):
         has no terminal."""
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Wait until the process has ended, at most `timeout_s` seconds, and return its status, in which `running`
-        shows whether it still runs."""
+        """Wait until the process has ended or `timeout_s` seconds have passed; None means no limit. Returns the
+        process's status, whose `running` is true if the process still runs."""
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill the whole process tree: send SIGTERM, and after `grace_s` seconds SIGKILL."""
+        """Kill the whole process tree: send SIGTERM, and after `grace_s` seconds SIGKILL. If `grace_s` is 0, send only
+        SIGKILL."""
 
     async def forget(self) -> None:
         """Kill the process if it still runs, and drop its output."""
@@ -270,7 +271,7 @@ class Shell(Protocol):
 
     async def state(self) -> bytes:
         """Return the shell's directory, variables, functions, aliases and options, for the `state` argument of
-        `Slot.shell`. Bash only."""
+        `Slot.shell`. Works only in bash."""
 
     async def aclose(self) -> None:
         """End the shell; its background jobs keep running. Idempotent."""
@@ -310,16 +311,19 @@ class Slot(Protocol):
         spill: bool = True,
         stderr: bool = False,
     ) -> ExecutionResult:
-        """Run `bash -c command`, or an argv, to its end or its timeout, which kills the whole process tree.
+        """Run a command line with `bash -c` (with `sh -c` if the slot has no bash), or an argv. At the timeout, the
+        whole process tree is killed.
 
-        `stderr` keeps standard error apart from standard output, each up to `max_output_bytes`; the order between them
-        is then lost, and `on_output` gets standard output alone. `spill` keeps output that exceeds `max_output_bytes`
-        in a file of the slot. `verdict` opens descriptor 3 of the command as a channel whose content is returned
-        separately from the output (at most 16 MiB). Cancelling the call kills the command.
+        `on_output` is called with each piece of output as it arrives. `stderr` keeps standard error apart from standard
+        output, each up to `max_output_bytes`; the order between them is then lost, and `on_output` gets standard output
+        alone. `spill` keeps output that exceeds `max_output_bytes` in a file of the slot. `verdict` opens descriptor 3
+        of the command as a channel whose content is returned separately from the output (at most 16 MiB). Cancelling
+        the call kills the command.
         """
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
-        """Return a stateful shell; `state` is the result of another shell's `Shell.state`."""
+        """Return a stateful shell. If `state`, the result of another shell's `Shell.state`, is given, the shell starts
+        in that state."""
 
     async def spawn(
         self,
@@ -330,8 +334,8 @@ class Slot(Protocol):
         stdin: bool = True,
         terminal: TerminalSize | None = None,
     ) -> Process:
-        """Start a background process. With `terminal`, it runs in its own terminal; otherwise `stdin` gives it a pipe
-        for input.
+        """Start a background process. If `terminal` is given, the process runs in its own terminal. Otherwise, it gets
+        a pipe for input if `stdin` is true.
 
         Raises FileNotFoundError for a missing program, and PermissionError for a program that cannot be run.
         """
@@ -379,18 +383,18 @@ class Slot(Protocol):
         """Make a symlink, replacing a file or symlink at `path`. `target` need not exist."""
 
     async def upload(self, local: Path, path: str) -> int:
-        """Copy a file of any size from this machine to the slot, atomically and with its permission bits; returns its
-        size."""
+        """Copy a file of any size from this machine to the slot, atomically and with its permission bits. Returns the
+        file's size in bytes."""
 
     async def download(self, path: str, local: Path) -> int:
-        """Copy a file of any size from the slot to this machine, atomically; returns its size."""
+        """Copy a file of any size from the slot to this machine, atomically. Returns the file's size in bytes."""
 
     async def remove(self, path: str) -> None:
         """Remove a file or a whole directory, if it exists."""
 
     async def arguments(self, pid: int) -> Sequence[str] | None:
-        """Return the arguments of the live process with this number in the slot, read from the kernel; None if there is
-        no such process.
+        """Return the arguments of the live process whose number in the slot is `pid`, read from the kernel; None if
+        there is no such process.
 
         A process that is just being started has no arguments yet. `arguments` and `ask` do not use any program or file
         in the slot.
@@ -404,10 +408,11 @@ class Slot(Protocol):
         """
 
     async def changes(self) -> list[Change]:
-        """Return the changes since this slot's snapshot or image. The cost grows only with the number of changes."""
+        """Return the changes since this slot's snapshot or image. At `userns` and `full`, the cost grows only with the
+        number of changes; at lower levels, all files are compared."""
 
     async def freeze(self) -> int:
-        """Suspend every process of the slot until the slot's next call; returns the number of suspended processes."""
+        """Suspend every process of the slot until the slot's next call. Returns the number of suspended processes."""
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         """Yield a second slot that starts with this slot's current files and ends with the block; this slot continues.
@@ -452,11 +457,11 @@ class Backend(Protocol):
 
     @property
     def rung(self) -> Rung:
-        """The isolation level in force; before `start`, the requested or best one."""
+        """The isolation level in force. Before `start`, this is the requested level, or `full` if none is requested."""
 
     @property
     def capacity(self) -> int | None:
-        """The maximum number of slots; None if only memory limits it."""
+        """The maximum number of slots; None if the backend sets no limit."""
 
     async def start(self) -> None:
         """Prove the isolation in a throw-away slot. Idempotent. Raises `ConfigError` or `IsolationUnavailable`."""
@@ -465,7 +470,7 @@ class Backend(Protocol):
         """End every slot and snapshot. Idempotent."""
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return a new slot, from a snapshot of the same image if one is given."""
+        """Return a new slot. If `snapshot` is given, the slot starts from it, and `spec.image` must be its image."""
 
     async def destroy(self, slot: Slot) -> None:
         """End the slot with its processes and files. Does nothing if the slot is already gone."""
@@ -484,7 +489,8 @@ class Backend(Protocol):
         """Return the changes in the topmost layer, sorted by path."""
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the topmost layer as soon as no slot uses it. Does nothing if the layer is already gone."""
+        """Drop the snapshot's topmost layer as soon as no slot uses that layer. Does nothing if the layer is already
+        gone."""
 
     def stats(self) -> Mapping[str, JSON]:
         """Return the current counts: `backend`, `rung`, `slots`, `lost`, and `containers` if the backend has any."""

@@ -1,4 +1,5 @@
-"""Runs the contract's sandbox tools in a slot by name: `bash`, `bash_stateful`, `read_file` and `write_file`.
+"""Runs the sandbox tools of Atropos and Hermes in a slot by name: `bash`, `bash_stateful`, `read_file` and
+`write_file`. The names `terminal` and `terminal_stateful` mean the same as the first two.
 
 These tools are meant for code: their results hold whole files, and more output than a model should read. The tools for
 models are in `palaestra.tools`.

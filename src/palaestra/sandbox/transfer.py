@@ -1,8 +1,8 @@
 """Copies whole directories into a slot and out of it, entry by entry through the slot's file calls, without a shell.
 
-Links are copied as links and never followed; permission bits are kept, owners and times are not. Sockets, devices and
-fifos are left out and listed. Invariant: nothing is written outside of the two directories, whatever names or links the
-other side has.
+Links are copied as links and never followed. Permission bits are kept, but owners and times are not. Sockets, devices
+and fifos are left out and listed. Invariant: nothing is written outside of the two directories, whatever names or links
+the other side has.
 """
 
 from __future__ import annotations

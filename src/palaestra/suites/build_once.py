@@ -16,8 +16,8 @@ async def build_once(place: Path, fill: Callable[[Path], Awaitable[None]], *, ti
     """Return the folder `place`. If it is missing, `fill` builds it under a temporary name, so that `place` is always
     complete.
 
-    While one process builds, others wait. Raises `InfraError` after waiting for `timeout_s`, and whatever `fill`
-    raises, after removing the unfinished folder.
+    While one process builds, other processes wait. Raises `InfraError` if a process has waited for `timeout_s` seconds.
+    If `fill` raises, the unfinished folder is removed and the error is raised again.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     async with file_lock(place.parent / f"{place.name}.lock", timeout_s=timeout_s):

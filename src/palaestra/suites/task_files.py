@@ -98,7 +98,8 @@ def read_yaml_file(path: Path) -> JSON:
 
 
 class TypedFields:
-    """One table; `name` is its path in error messages. A key that is missing or null has its default value."""
+    """One table. `name` is the path of the table in error messages. A key that is missing or null counts as not set.
+    Methods raise `TaskError` for a value of the wrong type."""
 
     def __init__(self, values: JSON, name: str = "") -> None:
         if not isinstance(values, Mapping):
@@ -111,23 +112,23 @@ class TypedFields:
         return f"{self._name}.{name}" if self._name else name
 
     def section(self, name: str) -> TypedFields:
-        """Return a table inside this one; empty if it is missing."""
+        """Return a table inside this table, or an empty table if the key is missing."""
         value = self.values.get(name)
         return TypedFields({} if value is None else value, self.key(name))
 
     def sections(self, name: str) -> list[TypedFields]:
-        """Return a list of tables inside this one."""
+        """Return a list of tables inside this table."""
         return [TypedFields(value, f"{self.key(name)}[{number}]") for number, value in enumerate(self._list(name))]
 
     def text(self, name: str) -> str | None:
-        """Return a string, or None."""
+        """Return a string, or None if the key is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, str):
             raise TaskError(f"{self.key(name)} must be text, not {value!r}")
         return value
 
     def required(self, *names: str) -> str:
-        """Return the text of the first of these keys whose text is not blank."""
+        """Return the text of the first of these keys whose text is not blank. Raises `TaskError` if there is none."""
         for name in names:
             value = self.values.get(name)
             if isinstance(value, str) and value.strip():
@@ -135,19 +136,19 @@ class TypedFields:
         raise TaskError(f"{self.key(names[0])} is missing or empty")
 
     def user(self, name: str) -> str | None:
-        """Return a user by name or number."""
+        """Return the name or number of a user as text, or None if the key is missing."""
         value = self.values.get(name)
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else self.text(name)
 
     def flag(self, name: str) -> bool | None:
-        """Return a bool, or None."""
+        """Return a bool, or None if the key is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
             raise TaskError(f"{self.key(name)} must be true or false, not {value!r}")
         return value
 
     def number(self, name: str) -> float | None:
-        """Return a number above zero, or None."""
+        """Return a number above zero, or None if the key is missing."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -168,7 +169,8 @@ class TypedFields:
         return {key: self._expanded(f"{name}.{key}", value) for key, value in self.section(name).values.items()}
 
     def size_bytes(self, plain: str, megabytes: str) -> int | None:
-        """Return a size that is either text (`2G`) under one key or a number of megabytes under the other."""
+        """Return a size in bytes, or None. The size is either text (`2G`) under the key `plain`, or a number under the
+        key `megabytes`."""
         text, number = self.values.get(plain), self.number(megabytes)
         if text is not None and number is not None:
             raise TaskError(f"{self.key(plain)} and {self.key(megabytes)} are the same setting; keep only the second")
@@ -204,11 +206,11 @@ class RowFields(TypedFields):
         return f"column {name!r}"
 
     def optional(self, name: str) -> str:
-        """Return the value as text; empty if it is missing."""
+        """Return the value as text, or an empty string if it is missing."""
         return str(self.values.get(name) or "")
 
     def decoded(self, name: str) -> JSON:
-        """Return the value, decoded if it is JSON text; None if it is missing or empty."""
+        """Return the value, decoded if it is JSON text. Return None if it is missing or empty."""
         value = self.values.get(name)
         if not isinstance(value, str):
             return value

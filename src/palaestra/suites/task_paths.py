@@ -1,12 +1,12 @@
 """Find the paths and programs that a published task is about. Does no I/O.
 
-Published tasks do not declare them, so they are read from the task's texts: the instruction, the tests and the
-reference solution. A path that one of these texts names is graded as the agent left it. If the texts administer the
-system (install packages, add users), the whole root file system is graded that way, except for files that could decide
-the result of any check (`rollouts/grading/tampering.py`).
+Published tasks do not declare these paths and programs, so they are read from the task's texts: the instruction, the
+tests and the reference solution. A path that one of these texts names is graded as the agent left it. If a text
+administers the system (installs packages, adds users), the whole root file system is graded as the agent left it,
+except for files that could decide the result of any check (`rollouts/grading/tampering.py`).
 
-Not covered: a task that is about a path which none of its texts name. Its author or user adds the path with
-`graded_paths`.
+Not covered: a path that a task is about and that none of its texts name. The task's author or user adds it with the
+setting `graded_paths`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TOO_WIDE = frozenset(
         *("/etc/alternatives", "/root/.local", "/root/.local/bin", "/root/.config", "/root/.cache"),
     }
 )
-"""Directories that texts often mention; a task is not about everything in them."""
+"""Directories that texts often mention although the task is not about everything in them."""
 
 _NEVER = ("/proc", "/sys", "/dev/", "/tests", "/solution", "/oracle", "/logs/verifier", "/opt/palaestra")
 

@@ -44,7 +44,8 @@ class BackendConformance(ABC):
         """Return a backend that is not started yet. Called in a running event loop."""
 
     async def end_place(self, slot: Slot) -> None:
-        """End a slot's container, machine or process, as a crash would. The default skips the test that needs it."""
+        """End a slot's container, machine or process, as a crash would. The default skips the test that needs this
+        method."""
         pytest.skip("the backend's tests do not implement end_place")
 
     @pytest.fixture(scope="class", autouse=True)
@@ -54,8 +55,8 @@ class BackendConformance(ABC):
 
     @classmethod
     def running(cls) -> Iterator[None]:
-        """Start the backend of this class for the tests, and close it afterwards. Call this from a `_running` that
-        needs its own fixtures."""
+        """Start the backend of this class for the tests, and close it afterwards. If the tests need further fixtures,
+        override `_running` and call this method there."""
 
         async def start() -> None:
             cls.backend = cls.make_backend()
@@ -67,7 +68,7 @@ class BackendConformance(ABC):
             cls.runner.run(cls.backend.aclose())
 
     def in_slot(self, body: Callable[[Slot], Awaitable[Any]], spec: SlotSpec | None = None) -> Any:
-        """Run a coroutine function with a fresh slot, which must be gone afterwards."""
+        """Run a coroutine function with a new slot, and destroy the slot afterwards."""
 
         async def main() -> Any:
             slot = await self.backend.create(spec or SlotSpec(), "conformance")

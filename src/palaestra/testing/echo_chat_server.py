@@ -1,4 +1,4 @@
-"""A chat completions server on the loopback whose replies, streamed or not, are determined by the user's last message.
+"""A chat completions server on 127.0.0.1 whose replies, streamed or not, are determined by the user's last message.
 
 Use it to try `palaestra chat`, `batch` and `gateway` without a model, in a program, in tests, or as a process:
 
@@ -92,7 +92,7 @@ class EchoChatServer:
 
 
 def reply_to(messages: Sequence[Message]) -> dict[str, JSON]:
-    """Return the assistant message that the rules above give for a conversation."""
+    """Return the assistant message for a conversation, by the rules in this module's docstring."""
     asked = max((n for n, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     lines = _text(messages[asked].get("content") if asked >= 0 else "").splitlines()
     steps = [line for line in lines if line.startswith(("call ", "both "))]

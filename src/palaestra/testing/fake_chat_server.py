@@ -1,7 +1,7 @@
-"""A chat completions server on the loopback that returns a list of replies in turn.
+"""A chat completions server for tests that returns a list of replies in turn.
 
 Use it to try engines, environments and error handling without a model. Unlike a scripted policy
-(`engines/scripted.py`), it ignores the content of requests. It listens on 127.0.0.1 only.
+(`engines/scripted.py`), this server ignores the content of requests. It listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from palaestra.inference.engines.openai import PROBE
 class FakeAnswer:
     """One reply: a value to send as JSON, bytes to send whole, or a list of bytes to send in chunks.
 
-    With `cut`, the server breaks the connection, after the chunks if there are any; with `hang`, it never answers.
+    If `cut` is true, the server breaks the connection, after the chunks if there are any. If `hang` is true, the server
+    never answers.
     """
 
     body: JSON = None

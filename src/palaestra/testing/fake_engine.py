@@ -1,8 +1,9 @@
-"""A token engine without a model. It returns given texts as tokens, sometimes as non-canonical ones, as a model might.
+"""A token engine without a model. It returns given texts as tokens.
 
-A real sampler sometimes emits tokens that spell the right text but are not the tokenizer's choice; `rate` is the
-probability that a token is replaced by such tokens. Invariant: the seed and the requests determine the answers. The
-log-probability of a token depends only on its id and its position (`toy_logprob`), so that a test can predict a ledger.
+A real sampler sometimes emits tokens that spell the right text but are not those that the tokenizer would choose.
+`rate` is the probability that this engine replaces a token by such tokens. Invariant: the seed and the requests
+determine the answers. The log-probability of a token depends only on its id and its position (`toy_logprob`), so that a
+test can predict a ledger.
 """
 
 from __future__ import annotations
@@ -101,10 +102,10 @@ class Misspeller:
 class ToyEngine:
     """A token engine that returns `replies` in turn.
 
-    `end` is the end-of-turn token after a reply; if it is None, the tokenizer's own is used. With `ends`, the ids of a
-    reply that stopped include this token. With probability `abort_rate`, a request is aborted at a random token and the
-    policy version increases; the request that continues it gets the rest. `requests` and `sampled` count requests and
-    tokens.
+    `end` is the end-of-turn token after a reply; if `end` is None, the tokenizer's end-of-turn token is used. If `ends`
+    is true, the ids of a reply that stopped include this token. With probability `abort_rate`, a request is aborted at
+    a random token and the policy version increases; the request that continues the aborted one gets the rest of the
+    reply. `requests` and `sampled` count requests and tokens.
     """
 
     def __init__(

@@ -602,7 +602,7 @@ class _Command:
         return {"code": code} if code >= 0 else {"signal": -code}
 
     async def write(self, offset: int, data: bytes, *, eof: bool) -> None:
-        """Pass input on, except for bytes that have already arrived, since a client repeats calls that were not
+        """Write input to the command, except for bytes that have already arrived: a client repeats a call that was not
         answered."""
         stdin = self.process.stdin
         assert stdin is not None
@@ -622,7 +622,8 @@ class _Command:
 
 
 class _Output:
-    """A command's output, read as far ahead as the client may need."""
+    """A command's output. It is read at most `_AHEAD_BYTES` ahead of the client, and kept for a while so that the
+    client can read it again."""
 
     def __init__(self, stream: asyncio.StreamReader) -> None:
         self._stream = stream

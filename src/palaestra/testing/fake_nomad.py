@@ -1,9 +1,10 @@
 """A stand-in for a Nomad agent. It has the parts of the HTTP API that the nomad backend uses, and runs tasks on this
 machine.
 
-Paths, bodies, indexes and error texts follow developer.hashicorp.com/nomad/api-docs. Its only node runs the tasks of
-jobs as processes of this machine: tasks of the driver `raw_exec`, and tasks of `docker`, without a container, for the
-images in a given list. Tests can simulate failing requests (`faults`), missing images, crashing tasks and a full node.
+Paths, bodies, indexes and error texts follow developer.hashicorp.com/nomad/api-docs. The agent's only node runs the
+tasks of jobs as processes of this machine: tasks of the driver `raw_exec`, and tasks of `docker`, without a container,
+for the images in a given list. Tests can simulate failing requests (`faults`), missing images, crashing tasks and a
+full node.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class FakeNomad:
             task.crash()
 
     async def lose_node(self) -> None:
-        """End every allocation as if its node were lost, and place new ones."""
+        """End every allocation as if its node were lost, and place new allocations."""
         for allocation in list(self.allocations.values()):
             if allocation["ClientStatus"] in ("pending", "running"):
                 allocation.update(DesiredStatus="stop", DesiredDescription="alloc is lost since its node is down")

@@ -1,7 +1,7 @@
-"""A token server on the loopback that serves any token engine over the APIs of SGLang, vLLM and Atropos' vLLM.
+"""A token server on 127.0.0.1 that serves any token engine over the APIs of SGLang, vLLM and Atropos' vLLM.
 
-The engine samples. `spoil` may change a reply before it is sent, to test how clients handle invalid replies.
-`model_server.py` adds chat.
+The engine samples the replies. `spoil` may change a reply before it is sent, to test how clients handle invalid
+replies. `model_server.py` adds chat.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _WIRE_ONLY = frozenset(
 class TokenLoopback:
     """Serves `engine`. An async context manager; `url` is its address.
 
-    With `stock` False, there is no `/v1/completions`, as in Atropos' server. With `token_ids` False, replies look like
-    those of vLLM before 0.10.2. `seen` lists the bodies of requests. `kind` is the owner in the list of models, as in
-    vLLM and SGLang. A client that disconnects cancels its request.
+    If `stock` is false, there is no `/v1/completions`, as in Atropos' server. If `token_ids` is false, replies look
+    like those of vLLM before 0.10.2. `seen` lists the bodies of requests. `kind` is the owner in the list of models, as
+    in vLLM and SGLang. A client that disconnects cancels its request.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
-"""A model server over any token engine, for development and tests: OpenAI chat, and the token APIs of vLLM and SGLang.
+"""A model server that serves any token engine, for development and tests: OpenAI chat, and the token APIs of vLLM and
+SGLang.
 
 Use it to try any engine client with real sampling by a small model, on one machine. The server is not made for heavy
 load: one process samples, and nothing is cached between requests. Chat is rendered and parsed as in token-exact chat,
 so chat clients and token clients see the same model.
 
-It speaks plain HTTP; beyond the loopback, callers must send a token as their API key. Sources: the OpenAI
-API reference; vLLM's OpenAI-compatible server; SGLang's native API.
+The server speaks plain HTTP. If it does not listen on a loopback address, there must be a token, which callers send as
+their API key. Sources: the OpenAI API reference; vLLM's OpenAI-compatible server; SGLang's native API.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class PlatformConformance(ABC):
         pytest.skip("the platform's tests do not implement withdraw_token")
 
     async def limit_rate(self) -> float:
-        """Make the platform's server reject messages because there are too many; return how many seconds it asks to
-        wait."""
+        """Make the platform's server reject messages because there are too many; return how many seconds the server
+        asks the client to wait."""
         pytest.skip("the platform's tests do not implement limit_rate")
 
     def unknown_chat(self, address: ChatAddress) -> ChatAddress:

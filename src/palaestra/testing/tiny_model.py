@@ -172,7 +172,8 @@ CONTEXT_TOKENS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
-    """A new model. `practice_loss` is the loss of the last step in nats per token, or None without training steps."""
+    """A new model. `practice_loss` is the loss of the last step in nats per token, or None if there were no training
+    steps."""
 
     path: Path
     parameters: int

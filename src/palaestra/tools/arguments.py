@@ -27,7 +27,8 @@ _MOST_OPTIONS = 12
 
 
 class InvalidArguments(ToolMistake):
-    """A call's arguments are invalid, so it must not run. The message names the error and the expected arguments."""
+    """A call's arguments are invalid, so the call must not run. The message names the error and the expected
+    arguments."""
 
 
 class ArgumentSchema:
@@ -50,8 +51,8 @@ class ArgumentSchema:
     def parse(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
         """Return the arguments as a fresh dict. Raises `InvalidArguments`.
 
-        The empty string and None mean no arguments. Names that are not in the schema are refused, unless it allows
-        `additionalProperties`.
+        The empty string and None mean no arguments. An alias is renamed to its parameter. A name that is not in the
+        schema is refused, unless the schema has a rule for further names, such as `additionalProperties`.
         """
         arguments = self._object(raw)
         for other, name in self._aliases:
@@ -221,7 +222,7 @@ def _show(value: JSON) -> str:
 
 
 def _is_json_of(wanted: object, text: str) -> bool:
-    """Return whether a text is JSON of the wanted type that a model put in quotes by mistake."""
+    """Return whether the content of a string is JSON of the wanted type, which a model put in quotes by mistake."""
     if wanted not in _PYTHON_TYPES:
         return False
     try:

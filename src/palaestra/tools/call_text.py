@@ -21,15 +21,15 @@ _BEGINS = re.compile("<tool_call>|<think>")
 _ENDS_OR_BEGINS = re.compile("</?tool_call>")
 _JSON = json.JSONDecoder()
 _LONGEST_WORD = 16
-"""The maximum length, in characters, of a JSON escape or literal: an incomplete text fails at most this far before its
-end."""
+"""An upper bound, in characters, for the length of a JSON escape or literal. If a text is cut inside one, the decoder
+fails at most this far before the end."""
 
 
 @dataclass(slots=True)
 class ToolCall:
     """One call that a model made. If its text is malformed, `error` is set and nothing may run.
 
-    Without a `uniq_id`, the call gets one that is derived from its content.
+    If `uniq_id` is empty, an id is derived from the call's content.
     """
 
     name: str
@@ -91,7 +91,8 @@ class ToolResult:
         }
 
     def to_xml(self) -> str:
-        """Return the `<tool_response>` block that goes into the next prompt; empty fields are left out."""
+        """Return the `<tool_response>` block that goes into the next prompt. Empty fields are left out, except
+        `output`."""
         shown: dict[str, JSON] = {"success": self.success, "output": self.output}
         optional: dict[str, JSON] = {"uniq_id": self.uniq_id, "error": self.error, "metadata": dict(self.metadata)}
         shown.update((key, value) for key, value in optional.items() if value)
@@ -99,9 +100,9 @@ class ToolResult:
 
 
 def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> ToolResult:
-    """Return a tool's reply in the contract's format: its main text as output, all other keys as metadata.
+    """Return a tool's reply as a `ToolResult`: its main text as output, all other keys as metadata.
 
-    The error of a command that exited with status N is `Exit code: N`.
+    If a command exited with a status N other than 0 and the reply has no error, the error is `Exit code: N`.
     """
     if isinstance(reply, str):
         return ToolResult(True, reply, uniq_id=uniq_id)
@@ -117,7 +118,8 @@ def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> To
 
 
 def reply_of(result: ToolResult) -> dict[str, JSON] | str:
-    """Return a result in the contract's format as a tool's reply: the reverse of `result_of`.
+    """Return a `ToolResult` as a tool's reply: the reverse of `result_of`. A successful result that has only an output
+    becomes text.
 
     Sets, dates and the like become JSON values. Raises `ValueError` for a value that JSON cannot represent.
     """
@@ -129,7 +131,7 @@ def reply_of(result: ToolResult) -> dict[str, JSON] | str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the first `most` characters of a text, with the number of omitted characters."""
+    """Return the first `most` characters of a text. If the text is longer, the number of omitted characters follows."""
     return text if len(text) <= most else f"{text[:most]}… [{len(text) - most} more characters]"
 
 
@@ -142,7 +144,7 @@ def plain(value: object) -> JSON:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the content of each block, and its closing tag or an empty string."""
+    """Yield the content of each block with its closing tag, or with an empty string if the tag is missing."""
     at = 0
     while (mark := _BEGINS.search(text, at)) is not None:
         if mark[0] != _OPEN:

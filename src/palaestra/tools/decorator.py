@@ -128,7 +128,8 @@ class TypedTool(Tool):
             return result_of(await self.run(arguments, run))
 
     async def run(self, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-        """Call the function with its context and the model's arguments, converted to their types."""
+        """Call the function with the context that it asks for and the model's arguments, which are converted to their
+        types."""
         given = self._converted(arguments)
         for parameter, what in self.context.items():
             given[parameter] = await run.slot() if what == "sandbox" else self.task if what == "task" else run
@@ -147,7 +148,8 @@ class TypedTool(Tool):
 
 
 class ToolOptions(TypedDict, total=False):
-    """Attributes of `Tool`, and `missing`, which returns the reason why the tool cannot be used here, or None."""
+    """The optional attributes of a tool (see `Tool`). `missing` returns the reason why the tool cannot be used here, or
+    None."""
 
     missing: Callable[[], str | None]
     toolset: str
@@ -220,7 +222,8 @@ def reply_from(answer: object) -> ToolReply:
 
 
 def _context_of(parameter: inspect.Parameter) -> str | None:
-    """Return the name in `CONTEXT` of a parameter; None for an argument of the model."""
+    """Return the name in `CONTEXT` for which a parameter stands, or None if the parameter is an argument of the
+    model."""
     if parameter.annotation is inspect.Parameter.empty:
         return parameter.name if parameter.name in CONTEXT else None
     return next((name for name, kind in CONTEXT.items() if parameter.annotation is kind), None)

@@ -1,5 +1,5 @@
-"""JSON schemas of parameters. Models see the keys in order: those of `first` come before the description, the others
-after it."""
+"""JSON schemas of parameters. Models see the keys in order: the keys of `first` come before the description, those of
+`more` after it."""
 
 from __future__ import annotations
 

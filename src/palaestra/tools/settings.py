@@ -37,11 +37,13 @@ RL_LOCKED: dict[str, JSON] = {
     "lora_rank": 32,
     "learning_rate": 4e-5,
 }
-"""Training settings that an agent cannot change unless the tool settings allow it, with the contract's values."""
+"""Training settings that an agent cannot change unless the tool settings allow it. The project's interface contract
+fixes the values."""
 
 
 class ToolSettings(Settings):
-    """The tools' settings. A tool without a setting that it needs is missing, with the setting's name as the reason."""
+    """The tools' settings. A tool is unavailable if a setting that it needs is not set; the reason names the
+    setting."""
 
     web_provider: Literal["auto", "tavily", "exa", "brave", "serper", "firecrawl", "searxng", "ddgs"] = Field(
         default="auto",
@@ -185,7 +187,7 @@ class ToolSettings(Settings):
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def lane(self) -> asyncio.Semaphore:
-        """Return the common limit on concurrent requests of all tools with these settings."""
+        """Return the semaphore that limits concurrent requests of all tools with these settings together."""
         if self._lane is None:
             self._lane = asyncio.Semaphore(self.web_concurrency)
         return self._lane

@@ -75,7 +75,7 @@ class ToolSchema:
         }
 
     def to_prompt_description(self) -> str:
-        """Return one JSON line, for prompts that list tools as text."""
+        """Return the schema as one line of JSON, for prompts that list tools as text."""
         return json.dumps(self.to_dict()["function"], ensure_ascii=False)
 
 
@@ -87,8 +87,8 @@ ToolReply: TypeAlias = Mapping[str, JSON] | str
 class ToolOutcome:
     """The answer to one tool call: the tool's `reply`, its `text` for the model, and the `error` of a tool that failed.
 
-    A command that exited with a status above zero has not failed: `error` counts only if `exit_code` is missing or
-    negative.
+    A tool whose command exited has not failed, whatever the status: an `error` in the reply counts only if `exit_code`
+    is missing or negative.
     """
 
     reply: ToolReply
@@ -115,31 +115,32 @@ class ToolOutcome:
 
 
 class States:
-    """Objects that outlive a call, one per type: for a rollout (`ToolRun.state`) or a run (`ToolRun.shared`)."""
+    """Objects that outlive a call, one per type. They belong to a rollout (`ToolRun.state`) or to a run
+    (`ToolRun.shared`)."""
 
     def __init__(self) -> None:
         self._held: dict[type, object] = {}
         self._lent: set[type] = set()
 
     def get(self, kind: type[StateT]) -> StateT:
-        """Return the one object of this type, created without arguments on first use."""
+        """Return the only object of type `kind`. It is created without arguments on first use."""
         found = self.find(kind)
         if found is None:
             self._held[kind] = found = kind()
         return found
 
     def find(self, kind: type[StateT]) -> StateT | None:
-        """Return the object of this type, or None before the first use."""
+        """Return the object of type `kind`, or None if there is none yet."""
         found = self._held.get(kind)
         return found if isinstance(found, kind) else None
 
     @property
     def has_own(self) -> bool:
-        """Whether a tool has created an object."""
+        """Whether `get` has created an object; objects from `put` do not count."""
         return not self._held.keys() <= self._lent
 
     def put(self, thing: object) -> None:
-        """Make this the one object of its type. `aclose` does not close it, because it belongs to the caller."""
+        """Make `thing` the only object of its type. `aclose` does not close it, because it belongs to the caller."""
         self._held[type(thing)] = thing
         self._lent.add(type(thing))
 
@@ -159,7 +160,7 @@ class States:
 class ToolRun:
     """The context of a running tool: its task, its sandbox, objects that outlive the call, and the other tools.
 
-    This base class, an async context manager, has no sandbox and no other tools; rollouts use `ToolRuntime`.
+    It is an async context manager. This base class has no sandbox and no other tools; rollouts use `ToolRuntime`.
     """
 
     def __init__(
@@ -187,12 +188,12 @@ class ToolRun:
         )
 
     def state(self, kind: type[StateT]) -> StateT:
-        """Return the task's one object of this type, created by the first call and closed (`aclose`) with the
-        rollout."""
+        """Return the task's only object of type `kind`. The first call creates it, and the end of the rollout closes it
+        (`aclose`)."""
         return self._states.get(kind)
 
     def found_state(self, kind: type[StateT]) -> StateT | None:
-        """Return the task's object of this type, or None if it was neither created nor shared."""
+        """Return the task's object of type `kind`, or None if it was neither created nor shared."""
         return self._states.find(kind)
 
     @property
@@ -201,8 +202,8 @@ class ToolRun:
         return self._states.has_own
 
     def share(self, thing: object) -> None:
-        """Set the task's object of this type, for example one that several conversations share. `aclose` does not close
-        it."""
+        """Make `thing` the task's object of its type, for example if several conversations share it. `aclose` does not
+        close it."""
         self._states.put(thing)
 
     def schemas(self) -> Sequence[ToolSchema]:
@@ -214,11 +215,12 @@ class ToolRun:
         raise ToolMistake(f"There is no tool '{name}' to call: this call is outside of a rollout")
 
     def call_tool(self, tool: Tool, arguments: Mapping[str, JSON]) -> Awaitable[ToolOutcome]:
-        """Run a tool that models do not see, such as the request of another tool. Raises `PalaestraError`."""
+        """Run a tool that models do not see, such as the request that another tool makes. Raises `PalaestraError`."""
         return run_tool(tool, arguments, self)
 
     async def aclose(self) -> None:
-        """Close the objects of `state`. A later call creates new ones. Idempotent."""
+        """Close the objects of `state`, and those of `shared` if no one else provided them. A later call creates new
+        objects. Idempotent."""
         await self._states.aclose()
         if self._own_shared:
             await self.shared.aclose()
@@ -242,7 +244,8 @@ ToolFunction: TypeAlias = Callable[[Mapping[str, JSON], ToolRun], Awaitable[Tool
 
 
 class Tool(ABC):
-    """A tool that the agent can call. Subclass it with `schema` and `execute`, and `is_available` if it may be missing.
+    """A tool that the agent can call. A subclass defines `schema` and `execute`, and `is_available` if the tool may be
+    missing.
 
     `parallel_safe` calls of one turn may run concurrently. `touches_world` marks a tool whose reply comes from outside
     this machine (a search engine, a web page, another model): its calls are recorded and can be replayed. Tools whose
@@ -281,12 +284,13 @@ class Tool(ABC):
         return None if available else reason or "is_available returned False"
 
     def missing_in(self, *, replayed: bool) -> str | None:
-        """Return `missing`, or None if the run is `replayed` and a recording answers for the tool."""
+        """Return the reason why the tool cannot be used in a run, or None. If the run is `replayed` and the tool
+        `touches_world`, a recording answers, so nothing is missing."""
         return None if replayed and self.touches_world else self.missing()
 
     def world_key(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[JSON]:
-        """Return the key of a recorded call, if the tool `touches_world`: its arguments, for example with a file's
-        hash."""
+        """Return the key under which a call is recorded if the tool `touches_world`. By default, the key is the call's
+        arguments. An override may add, for example, the hash of a file."""
         return given_arguments(arguments, run)
 
     def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> Awaitable[ToolReply]:
@@ -329,7 +333,8 @@ class FunctionTool(Tool):
 
 
 async def run_tool(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> ToolOutcome:
-    """Run a tool in its own asyncio task, with arguments that fit its schema. Raises `PalaestraError`."""
+    """Run a tool in a separate asyncio task. The arguments must fit the tool's schema. A failure of the tool is an
+    outcome. Raises `PalaestraError`."""
     try:
         return await foreign(_outcome(tool, arguments, run))
     except ForeignError as error:

@@ -29,8 +29,8 @@ _SMALLEST_DEVIATION = 1e-6
 
 
 def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
-    """Return the rewards of one group relative to their mean and, with `scaled`, divided by their standard deviation
-    (GRPO, arXiv 2402.03300)."""
+    """Return the rewards of one group relative to their mean. If `scaled` is true, they are also divided by their
+    standard deviation (GRPO, arXiv 2402.03300)."""
     mean = statistics.fmean(rewards)
     deviation = statistics.pstdev(rewards) if scaled else 1.0
     return [(reward - mean) / max(deviation, _SMALLEST_DEVIATION) for reward in rewards]
@@ -48,8 +48,8 @@ class Batch:
     rollouts: int = 0
 
     def add(self, group: Group, *, version: int, most_behind: int, scaled: bool = True) -> bool:
-        """Add a group if the weights that sampled it are at most `most_behind` versions older than `version`. Returns
-        whether there is anything to learn from the group. Raises `ConfigError` if the group has no exact tokens."""
+        """Add the rows of a group that were sampled by weights at most `most_behind` versions older than `version`.
+        Returns whether any row was added. Raises `ConfigError` if the group has no exact tokens."""
         scored = group.scored
         self.rollouts += len(group.trajectories)
         self.refused[UNSCORED] += len(group.trajectories) - len(scored)
@@ -127,5 +127,5 @@ def _rows(trajectory: Trajectory, values: Sequence[tuple[int, float]]) -> list[E
 
 
 def _oldest(row: ExportedRow, version: int) -> int:
-    """Return the oldest version that sampled tokens of the row."""
+    """Return the oldest version that sampled tokens of the row. Versions that are not numbers count as `version`."""
     return min((int(each) if each.isdecimal() else version for _, _, each in row.versions), default=version)

@@ -58,7 +58,7 @@ class TrainingState(msgspec.Struct, kw_only=True):
 
 
 class TrainingFiles:
-    """The files below `path`."""
+    """The files of one training run, in the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

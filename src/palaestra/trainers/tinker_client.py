@@ -3,7 +3,8 @@
 The engine samples with a sampling client for the weights of the last step. The loss `importance_sampling` is a sum over
 tokens: advantages are divided by the number of sampled tokens in the step, so that each of them has the same weight.
 
-Extra: `tinker`. Source: the `tinker` package, version 0.38; 0.25, which SkyRL's server needs, works too.
+Needs the extra `tinker`. Source: the `tinker` package, version 0.38; version 0.25, which SkyRL's server needs, also
+works.
 """
 
 from __future__ import annotations
@@ -150,8 +151,9 @@ class TinkerEngine(TokenChat):
 
 
 class TinkerTrainer:
-    """Trains an adapter for `server.model_name`. `url` is the server's address; None selects Tinker's service. If
-    `local` is given, a server is started on this machine, and keeps its states in that folder."""
+    """Trains an adapter for `server.model_name`. `url` is the server's address. If `url` is None and `local` is set, a
+    server is started on this machine and keeps its states in the folder `local`. If both are None, Tinker's service is
+    used."""
 
     name = "tinker"
 

@@ -48,7 +48,7 @@ class Trainer(Protocol):
     """Identifies the model whose weights are trained; checkpoints of other models are refused."""
 
     busy: BusyClock
-    """The clock that runs while the engine samples."""
+    """The clock of busy time, which runs while the engine samples."""
 
     @property
     def engine(self) -> ServerEngine:

@@ -1,9 +1,9 @@
 """`Training` repeats these steps: roll out tasks, turn their groups into rows with advantages, take an optimizer step,
 and sample with the new weights.
 
-It changes only the order in which a run takes its tasks, so slots, sealed grading and the journal work as in every run.
-Everything that a step does follows from the seed, the settings and the recorded groups. A resumed training run
-therefore continues from its last checkpoint by repeating the same steps: groups in the journal are not rolled out
+`Training` changes only the order in which a run takes its tasks, so slots, sealed grading and the journal work as in
+every run. Everything that a step does follows from the seed, the settings and the recorded groups. A resumed training
+run therefore continues from its last checkpoint by repeating the same steps: groups in the journal are not rolled out
 again, and interrupted rollouts continue. No step is lost, and no step counts twice in the weights.
 """
 

@@ -1,12 +1,12 @@
-"""`TrlTrainer` trains step by step with the loss and the optimizer of TRL's `GRPOTrainer`; the trained model is the
-engine.
+"""`TrlTrainer` trains step by step with the loss and the optimizer of TRL's `GRPOTrainer`; the engine samples with the
+trained model itself.
 
 TRL trains in a thread. Its `rollout_func` waits for the rows of the next step, so that `Training` decides when TRL
 takes a step, and the model's weights change only while nothing samples. TRL subtracts the mean of a batch from its
 rewards. One added row without trained tokens makes the mean 0, so that the advantages stay as they are. The loss `dapo`
 gives all sampled tokens of a step the same weight.
 
-Extra: `trl`. Source: `GRPOTrainer` of TRL 1.16.
+Needs the extra `trl`. Source: `GRPOTrainer` of TRL 1.16.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TrlTrainer:
     name = "trl"
 
     def __init__(self, server: APIServerConfig, config: TrainingConfig, *, rollouts: int, temperature: float) -> None:
-        """`rollouts` is the maximum number of rollouts that one step trains on, `temperature` the temperature at which
-        they are sampled."""
+        """Set up the trainer. `rollouts` is the maximum number of rollouts that one step trains on, and `temperature`
+        is the temperature at which they are sampled."""
         self.model = server.model_name
         self.busy = BusyClock()
         self._server = server.model_copy(update={"server_type": "transformers", "history": "append"})
@@ -242,7 +242,8 @@ class TrlTrainer:
                     batch.done.set_exception(TrainerError(f"TRL has failed: {failed}"))
 
     def _rollout_func(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """Return the rows of the next step, as many as `prompts`. TRL calls it when the previous step is complete."""
+        """Return the rows of the next step, as many as `prompts`. TRL calls this function when the previous step is
+        complete."""
         trainer.model.eval()  # the model samples until the next rows arrive
         if self._pending is not None:
             self._pending.done.set_result(_numbers(trainer))

@@ -1,8 +1,8 @@
 """Files that survive a crash: files that only grow, line by line (journals and stores), and files that are replaced as
 a whole.
 
-An appended line survives the death of this process; `commit` returns once it is on the disk, and concurrent commits
-share one fsync. Invariant: a line that could be written only in part (the disk is full) is removed.
+An appended line survives the death of this process; `commit` returns once all appended lines are on the disk, and
+concurrent commits share one fsync. Invariant: a line that could be written only in part (the disk is full) is removed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def not_written(path: Path, error: OSError) -> DiskError:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file. Pass this to `open` as `opener`, so that only the owner can read and write a new file."""
+    """Open a file for the built-in `open`, which takes this function as `opener`. Only the owner can read and write a
+    file that is created this way."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 

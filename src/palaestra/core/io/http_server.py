@@ -1,9 +1,9 @@
 """Runs HTTP servers for the duration of a block, and checks their callers.
 
-Every server in the project uses this module. It limits the number of connections, the time until a request begins, and
-the time for its body. Invariants: a server beyond the loopback has a token, a caller is checked before its body is
-requested or read (`guard`, `invite_body`), and tokens are compared in constant time. Input that is not HTTP is not
-logged.
+Every server in the project uses this module. It limits the number of connections, the time until a connection begins a
+request, and the time for a request's body. Invariants: a server on an address other than the loopback has a token, a
+caller is checked before its body is requested or read (`guard`, `invite_body`), and tokens are compared in constant
+time. Input that is not HTTP is not logged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ HEAD_S, BODY_S = 30.0, 300.0
 """The time limits, in seconds, for the arrival of a connection's first request head and of a request's body."""
 
 _EXPECTED = "X-Palaestra-Expected"
-"""The header under which `Expect` is kept, because aiohttp would answer `Expect` before the caller is checked."""
+"""The header to which a request's `Expect` is moved, because aiohttp would answer `Expect` before the caller is
+checked."""
 
 _CALLERS_FAULT = (HttpProcessingError, web.RequestPayloadError)
 logger = logging.getLogger(__name__)
@@ -79,9 +80,9 @@ def guard(
     error: Callable[[int, str], web.Response] | None = None,
 ) -> Any:
     """Return middleware that refuses the callers whom `refusal` rejects, and reads the bodies of all other requests. On
-    `open_paths`, it refuses only requests with a body. The connections of callers that `refusal` rejects are closed.
-    `key_header` is a second header that may carry the token, for clients that use that header. `error` makes the
-    response from the status and the reason, for protocols with their own error format."""
+    `open_paths`, it refuses these callers only if the request has a body. The connections of callers that `refusal`
+    rejects are closed. `key_header` is a second header that may carry the token, for clients that use that header.
+    `error` makes the response from the status and the reason, for protocols with their own error format."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -135,7 +136,7 @@ async def listening(
 
     `token` is the token that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
     seconds to finish. `handler_cancellation` cancels the handler of a client that disconnects. Raises `ConfigError` if
-    the port cannot be opened, and for a host beyond the loopback without a token.
+    the port cannot be opened, or if `host` is not a loopback address and there is no token.
     """
     require_token(host, token)
     runner = _Runner(
@@ -174,7 +175,8 @@ async def _read_body(request: web.Request) -> None:
 
 
 class _Runner(web.AppRunner):
-    """A runner that refuses connections beyond a limit, and closes those that do not begin a request."""
+    """A runner that refuses a connection if `MOST_CONNECTIONS` are open, and closes one that does not begin a request
+    within `HEAD_S` seconds."""
 
     def __init__(self, app: web.Application | Handler, **settings: Any) -> None:
         self._handler = None if isinstance(app, web.Application) else app

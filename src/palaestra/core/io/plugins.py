@@ -25,8 +25,8 @@ _OWN = "palaestra"
 
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of a group by name, sorted. If two packages offer the same name, this package's
-    own entry point wins."""
+    """Return the entry points of a group by name, sorted. If two packages offer the same name, Palaestra's own entry
+    point wins, otherwise that of the package whose name sorts first."""
     from importlib.metadata import entry_points  # a slow import that most command lines do not need
 
     points = sorted(entry_points(group=group), key=lambda point: (point.name, _package(point) != _OWN, _package(point)))
@@ -54,8 +54,8 @@ def load(point: EntryPoint) -> object:
 
 
 def source_file(point: EntryPoint) -> Path:
-    """Return the file of an entry point's module, which is not imported (its parent packages are). Raises
-    `ConfigError`."""
+    """Return the file of an entry point's module. The module is not imported, but its parent packages are. Raises
+    `ConfigError` if they cannot be imported or there is no such Python module."""
     try:
         spec = importlib.util.find_spec(point.module)
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""Runs one command, and ends everything that it started once the caller is gone, even by SIGKILL.
+"""Runs one command, and ends everything that the command started once the caller has ended, even if SIGKILL ended it.
 
     python -I -S supervised_command.py PARENT_PID COMMAND [ARGUMENT …]
 
@@ -22,8 +22,8 @@ _GRACE_S = 1.0
 
 
 def supervised(*command: str) -> list[str]:
-    """Return the arguments that start the command as a child of this process and end it with this process. The kernel
-    also ends it when the thread that started it ends."""
+    """Return the arguments that start the command as a child of this process. The command is ended when this process
+    ends, or when the thread that started the command ends."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 

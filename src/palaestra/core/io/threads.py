@@ -134,7 +134,8 @@ class LoopThread:
         self._thread.start()
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine on the loop, and block until its result can be returned. Ctrl-C cancels the coroutine."""
+        """Run the coroutine on the loop, and block until its result can be returned. Ctrl-C cancels the coroutine and
+        gives it `CANCEL_S` seconds to clean up."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -51,7 +51,7 @@ NO_BATCHES = "Each tool call is sent immediately."
 
 
 class AgentEnvConfig(HermesAgentEnvConfig):
-    """The settings of an `AgentEnv`: the contract's fields and defaults."""
+    """The settings of an `AgentEnv`. Names and defaults are those that existing scripts expect."""
 
     agent_max_steps: int = setting(50, "Maximum model calls per rollout.", ge=1)
     agent_temperature: float = setting(0.7, "Sampling temperature of rollouts.", ge=0)
@@ -126,7 +126,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
 
     # Optional methods, in addition to `prepare_group` and `setup_trajectory_workspace`
 
-    async def verify_and_score_trajectory(  # type: ignore[override]  # the contract gave this hook two shapes
+    async def verify_and_score_trajectory(  # type: ignore[override]  # existing environments define two forms of it
         self,
         item: Item,
         final_response: str,
@@ -170,8 +170,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         """Run the agent on one task outside any rollout. Returns the last answer, and a dict with `success`, `error`
         and `tool_calls`.
 
-        The agent's slot comes from the environment's own pool, which the first call creates. During a run,
-        `--env.world` applies to its tool calls.
+        The agent's slot comes from the environment's own pool, which the first call creates. During a run, the setting
+        `world` applies to the agent's tool calls.
         """
         executor = self._tool_executor
         name = trajectory_id or f"agent-{next(self._agents)}"

@@ -1,4 +1,5 @@
-"""`BaseEnv`: the smallest class form. A subclass collects its rollouts itself and returns their rows.
+"""`BaseEnv`: the smallest base class of environments that are written as classes. A subclass collects its rollouts
+itself and returns their rows.
 
 All class forms share this module: settings, the model server, and the hooks of evaluation and metrics.
 `HermesAgentBaseEnv` and `AgentEnv` add tools and slots; `class_environment.py` adapts instances to the runner. Modules
@@ -74,7 +75,8 @@ class Attempt:
 
 
 class RolloutFailed(InfraError):
-    """Raised if a rollout that `super().collect_trajectory` played has no score. Its record has the reason."""
+    """Raised if a rollout that `super().collect_trajectory` played has no score. The rollout's record has the
+    reason."""
 
 
 PLAYER: ContextVar[Callable[[Attempt], Awaitable[ScoredDataItem]] | None] = ContextVar("player", default=None)
@@ -185,15 +187,16 @@ class BaseEnv(ABC):
         """Evaluate the model; save the metrics with `evaluate_log`."""
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """Collect one rollout of an item. Returns its row, or None if there is nothing to train on, and items to draw
-        next."""
+        """Collect one rollout of an item. Returns a pair: the rollout's row (None if there is nothing to train on), and
+        a list of items to draw next."""
         raise NotImplementedError(
             f"{BaseEnv.__name__} has no agent: {type(self).__name__}.collect_trajectory must collect the rollout itself"
         )
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Collect all rollouts of an item. The default calls `collect_trajectory` concurrently. It raises the first
-        error after all calls have ended, omits empty results, and omits failed rollouts if others succeeded."""
+        """Collect all rollouts of an item. The default calls `collect_trajectory` concurrently. After all calls have
+        ended, the default raises their first error. It omits empty results, and it omits failed rollouts if others
+        succeeded."""
         asked = [bridged(called(self.collect_trajectory, item)) for _ in range(self.config.group_size)]
         ended = await asyncio.gather(*asked, return_exceptions=True)
         came = [each for each in ended if not isinstance(each, BaseException)]
@@ -225,7 +228,7 @@ class BaseEnv(ABC):
     # Optional methods
 
     def item_id(self, item: Item, number: int) -> str:
-        """Return a readable id for item `number`: the item's own id if it has one."""
+        """Return a readable id for item `number`: the item's own id if it has one, otherwise `item-NUMBER`."""
         if isinstance(item, Mapping):
             for key in ("instance_id", "task_id", "task_name", "id"):
                 if item.get(key) not in (None, ""):  # an id of 0 counts
@@ -267,8 +270,8 @@ class BaseEnv(ABC):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the token-exact servers. If they have none, the tokenizer that `tokenizer_name` names, or
-        None if the setting is `none`. It is loaded on first use. Raises `ConfigError` if it cannot be loaded; a failed
-        load is not repeated."""
+        None if the setting is `none`. The tokenizer is loaded on first use. Raises `ConfigError` if it cannot be
+        loaded; a failed load is not repeated."""
         servers = getattr(self._own_server or self._server, "servers", ())
         own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
         if own is not None:
@@ -284,7 +287,7 @@ class BaseEnv(ABC):
 
     async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:
         """Roll every item out `samples` times under the run's limits, and score the rollouts. Failed rollouts have no
-        reward."""
+        reward. Raises `RunStopped` if the run stops before all of them have ended."""
         if self._run_items is None:
             raise ConfigError(
                 f"{type(self).__name__}.evaluate_items is available only while the environment evaluates; a collect_ "
@@ -439,8 +442,8 @@ class ClassForm:
         return self.cls.env_config_cls
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
-        """Return the result of `config_init`: a configuration, and a list of servers, one server, or settings shared by
-        all servers."""
+        """Return the configuration and the list of servers that `config_init` returns. In place of the list,
+        `config_init` may return one server, or settings shared by all servers."""
         name, wanted = self.cls.__name__, self.cls.env_config_cls
         with _asking(f"{name}.config_init"):
             given: JSON = self.cls.config_init()
@@ -470,7 +473,8 @@ class ClassForm:
 
 @contextmanager
 def _asking(doing: str) -> Iterator[None]:
-    """Convert any error that the class raises in the block into a `ConfigError` that names the line of code."""
+    """Convert any error that the class raises in the block, except a `PalaestraError`, into a `ConfigError` that names
+    the line of code."""
     try:
         yield
     except PalaestraError:

@@ -1,7 +1,8 @@
 """Runs instances of class environments: adapters of `BaseEnv` and its subclasses to the runner.
 
 If a class collects its rollouts itself, the journal records each rollout of `collect_trajectory`, or each group of
-`collect_trajectories`. Such a class has no slots, tools or sealed grading, and its tokens come from its rows.
+`collect_trajectories`. Unless it calls `super().collect_trajectory`, such a class has no slots, tools or sealed
+grading, and its tokens come from its rows.
 """
 
 from __future__ import annotations

@@ -202,7 +202,8 @@ class ContractEnvironment(CollectedEnvironment):
         return row
 
     async def _attempt(self, rollout: Rollout, attempt: Attempt | None = None) -> AgentResult:
-        """Let the agent work. A class that collects passes `attempt`; the set-up then happens here."""
+        """Let the agent work. If the class collects its rollouts, `attempt` is given, and the set-up happens here
+        too."""
         opening = None
         if attempt is not None:
             inner, item = self.inner, attempt.item
@@ -233,7 +234,8 @@ class ContractEnvironment(CollectedEnvironment):
         return result
 
     def _choose_server(self, rollout: Rollout) -> None:
-        """Use plain chat if the environment does not want exact tokens."""
+        """Use the server that the class assigned, if it assigned one. Otherwise, use plain chat if the class does not
+        want exact tokens."""
         if self.inner._own_server is not None:
             rollout.server = self.inner._own_server
             return

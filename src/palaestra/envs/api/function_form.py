@@ -69,7 +69,7 @@ class Hook:
 
 
 def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
-    """Make a hook from a function. Raises `ConfigError` for an unknown parameter."""
+    """Make a hook from a function. Raises `ConfigError` for an unknown parameter without a default."""
     if not callable(function):
         raise ConfigError(f"a {kind} hook must be a function, not {function!r:.100}")
     wants = []
@@ -130,7 +130,7 @@ class FunctionForm:
     def score(self, *, weight: float) -> Callable[[F], F]: ...
     def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
         """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all scores.
-        Raises `ConfigError` for a negative weight."""
+        Raises `ConfigError` if the weight is negative or not a finite number, or if two scores have the same name."""
         if number(weight) is None or not 0 <= weight < math.inf:
             raise ConfigError(
                 f"environment {self.name}: a score's weight must be a non-negative number, not {weight!r:.100}"
@@ -149,7 +149,8 @@ class FunctionForm:
         return keep if function is None else keep(function)
 
     def prepare(self, function: F) -> F:
-        """Declare a hook that prepares a task's workspace. It runs once per group, after `files` and `setup`."""
+        """Declare a hook that prepares a task's workspace. It runs once per group, after `files` and `setup`. Raises
+        `ConfigError` if the environment already has such a hook."""
         if self.preparation is not None:
             raise ConfigError(f"environment {self.name} has two prepare hooks; {self.preparation.name} is the first")
         self.preparation = declare_hook(function, "prepare", ("task", "sandbox", "rng"))
@@ -226,7 +227,7 @@ class FunctionForm:
     def build(
         self, config: BaseEnvConfig, servers: Sequence[APIServerConfig] = (), server: ChatServer | None = None
     ) -> EvaluatedEnvironment:
-        """Return the environment of one run. Raises `ConfigError` if it has no score."""
+        """Return the environment of one run. Raises `ConfigError` if it has no score with a positive weight."""
         assert isinstance(config, FunctionEnvConfig)
         if not self.scores:
             raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")

@@ -1,8 +1,8 @@
 """`HermesAgentBaseEnv`: the class form of an environment that existing scripts subclass.
 
 A subclass provides items and scores rollouts. Five methods are required; the workspace hooks and the overridable steps
-are optional. `contract_environment.py` adapts it to the runner. Modules that only a run needs are imported when they
-are used.
+are optional. `contract_environment.py` adapts the subclass to the runner. Modules that only a run needs are imported
+when they are used.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class HermesAgentBaseEnv(BaseEnv):
             await pool.aclose()
 
     def own_tools(self) -> Sequence[Tool]:
-        """Return the environment's own tools, such as functions with `@tool`. Its agents always have these tools."""
+        """Return the environment's own tools, such as functions with `@tool`. The environment's agents always have
+        these tools."""
         return ()
 
     def _use_managed_server(self) -> bool:
@@ -239,7 +240,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     def _build_scored_item(self, item: Item, result: AgentResult, reward: float) -> ScoredDataItem:
         """Build the training row of one rollout: `tokens`, `masks`, `scores`, `messages`. The row also unpacks into
-        `(row, [])`, and an override may return either form; its `scores` is the reward.
+        `(row, [])`, and an override may return either form. The row's `scores` is the reward.
 
         With a token-exact server, the row is the last one of the ledger, with `inference_logprobs`. If an override
         returns it unchanged, all rows of the ledger are trained on. A chat server returns no token ids; the tokens are

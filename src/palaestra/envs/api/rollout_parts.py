@@ -21,7 +21,8 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import unrestricted
 
 Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
-"""The tools of a rollout in the contract's form: the definitions for the model, and the valid names."""
+"""The tools of a rollout in the form that the hooks of class environments use: the definitions for the model, and the
+valid names."""
 
 
 class RolloutServer(ChatServer):
@@ -56,7 +57,7 @@ class OwnSlots(SlotPool):
 
 
 def tools_of(kit: Kit) -> Tools:
-    """Return a copy of a group's tools in the contract's form, which the class may change."""
+    """Return the definitions and the names of a group's tools, as a copy that the class may change."""
     return deepcopy(list(kit.definitions)), set(kit.names)
 
 

@@ -95,7 +95,8 @@ def checked_row(row: object, task_id: str) -> Row:
 
 
 def rows_of(group: object, task_id: str) -> list[Row]:
-    """Return the rows of a group, or of a list of rows. Raises `TaskError` for anything else."""
+    """Return the rows of a group, of a list of groups, or of a list of rows. Raises `TaskError` for anything else, and
+    for a row that cannot be recorded."""
     if isinstance(group, Sequence) and not isinstance(group, (str, bytes)):
         given = [each for each in group if each is not None]
         if given and all(isinstance(each, Mapping) and isinstance(each.get("scores"), list) for each in given):
@@ -142,5 +143,6 @@ def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
 
 
 def is_of(row: Row, given: Row) -> bool:
-    """Return whether `row` has the very tokens or messages of the row `given`; the rest may differ."""
+    """Return whether `row` holds the same list object of tokens or of messages as the row `given`; everything else may
+    differ."""
     return any(row.get(key) is given.get(key) for key in ("tokens", "messages") if given.get(key))

@@ -1,4 +1,4 @@
-"""Further cheats in which the package's code forges its test results (see `hijacked_code.py`)."""
+"""Further cheats in which the code of the tested package forges its test results (see `hijacked_code.py`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks an environment: the oracle must get the full score; doing nothing and every cheat may get at most the floor
-(invariant R3). Each policy plays the same tasks through the real loop, tools, slots and grading. An environment without
-solutions is checked without the oracle and reported as unproven."""
+(invariant R3). Each policy plays the same tasks through the real loop, tools, slots and grading. If one of these tasks
+has no solution, the environment is checked without the oracle and reported as unproven."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _EVERY = 20
 """The number of policies after which a check reports its progress."""
 
 FULL = 1.0
-"""The reward that the oracle must get."""
+"""The least reward that the oracle must get."""
 
 
 class CheatPolicy(Policy):
@@ -121,7 +121,7 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The result of a check. `proven` is False if there was no solution to play.
+    """The result of a check. `proven` is False if one of the tasks has no solution to play.
 
     `classes` maps each class of attack that was played to `open`, `closed`, or `unknown` if no attack scored but some
     could not be played. `warnings` name what a score depends on.
@@ -159,7 +159,7 @@ class EnvironmentProof:
     _solved: list[tuple[Task, Trajectory]] = field(default_factory=list)
 
     async def run(self, count: int) -> Proof:
-        """Play `count` tasks with every policy. Raises `ConfigError` without tasks."""
+        """Play the first `count` tasks with every policy. Raises `ConfigError` if the environment has no tasks."""
         tasks = await first_tasks(self.environment, count)
         resolved = [each for task in tasks if (each := await self._resolved(task)) is not None]
         solved = all(task.solution is not None for task in resolved)
@@ -245,7 +245,8 @@ class EnvironmentProof:
 
 
 async def first_tasks(environment: Environment, count: int) -> list[Task]:
-    """Return the first tasks of an open environment. Raises `ConfigError` without tasks or for an invalid floor."""
+    """Return the first `count` tasks of an open environment. Raises `ConfigError` if there are no tasks, or if a task's
+    floor is not a number."""
     tasks: list[Task] = []
     async for task in environment.tasks():
         if number(task.floor) is None:

@@ -59,7 +59,8 @@ def _write(path: str, text: str) -> str:
 
 
 def _everywhere(name: str, text: str) -> str:
-    """Return shell code that writes the file to the root and to every directory with Python files."""
+    """Return shell code that writes the file to the working directory and to every directory below it with Python
+    files."""
     plant = _write(f"{SCRATCH}/{name}", text)
     return plant + (
         f"cp {SCRATCH}/{name} ./{name}\n"

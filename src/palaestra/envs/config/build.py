@@ -115,9 +115,10 @@ def kit(
     servers: MCPServers | None = None,
     shared: States | None = None,
 ) -> Kit:
-    """Choose the tools of one group: a draw from the configuration's distribution, its toolsets, or else `toolsets`.
-    `rng` is the group's random generator; `extra` are the environment's own tools; `shared` holds objects that the
-    tools of all groups share."""
+    """Choose the tools of one group. Its toolsets are drawn from the configuration's `distribution` if that is set;
+    otherwise they are the configuration's `enabled_toolsets` or, if those are None, `toolsets`. `rng` is the group's
+    random generator; `extra` are the environment's own tools; `shared` holds objects that the tools of all groups
+    share."""
     if config.distribution is not None:
         enabled: Sequence[str] | None = sample_toolsets_from_distribution(config.distribution, rng)
     else:
@@ -134,7 +135,7 @@ def tools_with(
     tool_server: ToolServerLink | None = None,
     shared: States | None = None,
 ) -> ToolRegistry:
-    """Return the tools of the enabled toolsets and of the run's MCP servers, without those of disabled toolsets."""
+    """Return the tools of the enabled toolsets and of the run's MCP servers, without the tools of disabled toolsets."""
     offered = servers.installed() if servers is not None else ()
     own = {toolset_of(name) for name in config.mcp_servers}
     disabled = [name for name in config.disabled_toolsets or () if name not in own]
@@ -156,7 +157,8 @@ def tools_with(
 
 
 def server_settings(config: BaseEnvConfig, servers: Sequence[APIServerConfig]) -> list[APIServerConfig]:
-    """Return the servers, with the environment's tokenizer and parser unless they set their own."""
+    """Return the servers. A server that sets no tokenizer gets the environment's tokenizer. A server that sets no
+    parser gets the environment's parser if that was set."""
     told: dict[str, str] = {}
     if config.tokenizer_name != "none":
         told["tokenizer_name"] = config.tokenizer_name
@@ -186,7 +188,8 @@ def make_recorded_tools(config: BaseEnvConfig) -> RecordedTools:
 
 
 def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
-    """Return the prepared workspaces of this machine; None if the settings do not keep any.
+    """Return the prepared workspaces of this machine; None if the settings do not keep any, or if the slots are not
+    local.
 
     Raises `ConfigError` for a `workspace_store` that cannot be used.
     """
@@ -199,7 +202,8 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
 
 
 def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
-    """Return the slots of a run with this configuration, not yet started. This is the contract's name for `make_pool`.
+    """Return the slots of a run with this configuration, not yet started. Existing scripts call this function; unlike
+    `make_pool`, it checks the configuration first.
 
     Raises `ConfigError` if no run can start with this configuration.
     """

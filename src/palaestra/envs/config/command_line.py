@@ -1,8 +1,8 @@
 """The command line of environment scripts: `x_env.py process|evaluate|serve [--env.FIELD V] [--openai.FIELD V] …`.
 
-Precedence: field default < the environment's own `config_init` < `--config` files in order < `.env` < environment
-variables < flags. Invariant: no word of a command line is ignored; an unusable word raises a `ConfigError` that names
-the alternatives.
+Precedence: field default < the environment's own `config_init` < the command's own defaults < `--config` files in order
+< `.env` < environment variables < the settings of a run that is resumed < flags. Invariant: no word of a command line
+is ignored; an unusable word raises a `ConfigError` that names the alternatives.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _OTHER_WORDS = {
     "--parallel": "--concurrency", "--workers": "--concurrency", "--limit": "--tasks", "--count": "--tasks",
     "--output": "--out", "--url": "--base-url", "--key": "--openai.api_key",
 }  # fmt: skip
-"""Flags of other programs, and our flags with the same meaning."""
+"""Flags of other programs, and Palaestra's flags with the same meaning."""
 
 ARGUMENTS = {"model": "model_name", "tasks": "total_steps", "concurrency": "max_num_workers"}
 """Short names of settings for Python callers."""
@@ -84,7 +84,7 @@ GENERAL_FLAGS = (*_OWN, *SHORT_FORMS)
 """Flags that every environment has."""
 
 RECORDED = "the recorded run"
-"""The source of a setting that a resumed run keeps from its first part."""
+"""The source of a setting that a resumed run keeps from its earlier parts."""
 
 UNSAID = (DEFAULT, "config_init", "process", "evaluate")
 """Sources of settings that the user has not set."""
@@ -122,7 +122,7 @@ class Answer:
 @dataclass(frozen=True, slots=True)
 class Parsed(Generic[EnvT_co, ServerT_co]):
     """A command line that can be run. `sources` maps `env.group_size` or `openai.base_url` to the source of the value.
-    `notices` are sentences for stderr about settings without effect."""
+    `notices` are sentences for stderr about settings that have no effect or whose value was replaced."""
 
     command: str
     env_config: EnvT_co
@@ -139,9 +139,9 @@ class Parsed(Generic[EnvT_co, ServerT_co]):
 
 @dataclass(frozen=True, slots=True)
 class CommandLine(Generic[EnvT_co, ServerT_co]):
-    """The settings of one environment. `env_values` and `server_values` (one mapping per server) come from the
-    environment's `config_init` (see `set_fields`). `command` is the default command; if it is None, the line must name
-    one."""
+    """Parses the command line of one environment. `env_values` and `server_values` (one mapping per server) come from
+    the environment's `config_init` (see `set_fields`). `command` is the default command; if it is None, the line must
+    name one."""
 
     prog: str
     env_type: type[EnvT_co]
@@ -419,8 +419,8 @@ class _Given:
 
 
 def said_settings(recorded: Mapping[str, JSON], group: str, unsaid: Sequence[str] = UNSAID) -> dict[str, JSON]:
-    """Return the recorded settings of `env`, or of the one server (`openai`), whose source is not in `unsaid`. Secrets
-    are not recorded."""
+    """Return the recorded settings of the environment (`env`) or of the server (`openai`) whose source is not in
+    `unsaid`, without secrets. If the run had several servers, there are no settings of `openai`."""
     sources, values = recorded.get("sources") or {}, recorded.get(group) or {}
     if isinstance(values, list):
         values = values[0] if len(values) == 1 else {}
@@ -479,8 +479,8 @@ def _with_run(policy: str) -> str:
 
 def first_word(words: Sequence[str], name: str) -> tuple[str, list[str]]:
     """Return the first word that is neither a flag nor a flag's value, and the other words, because settings may also
-    come before ENV or RUN. Before that word, a flag takes one value and a switch none. Raises `ConfigError` without
-    such a word."""
+    come before ENV or RUN. Before that word, a flag takes one value and a switch none. Raises `ConfigError` if there is
+    no such word."""
     place = 0
     while place < len(words) and words[place].startswith("-"):
         place += 1 if "=" in words[place] or words[place] in SWITCHES else 2
@@ -502,8 +502,8 @@ def check_general_flags(argv: Sequence[str]) -> None:
 
 
 def _nearest_flag(written: str, known: Iterable[str]) -> str:
-    """Return the suggestion that ends a message about an unknown flag: our flag for a flag of other programs, or
-    otherwise the nearest flag."""
+    """Return the suggestion that ends a message about an unknown flag: Palaestra's flag with the same meaning if other
+    programs have this flag, otherwise the nearest flag, if any is near."""
     meant = _OTHER_WORDS.get(written)
     return f" Did you mean {meant}?" if meant is not None else nearest(written, known)
 

@@ -29,7 +29,7 @@ LATER_BACKENDS = ("daytona", "slot_pool")
 
 
 class EvalHandlingEnum(Enum):
-    """The contract's names for what training does during an evaluation."""
+    """What a run does during an evaluation, with the names that existing scripts use."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
@@ -459,7 +459,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         return self
 
     def take_variables(self, environ: Mapping[str, str]) -> None:
-        """Pass on the environment variables that settings name. Raises `ConfigError` for one that is not set."""
+        """Pass on the environment variables that the settings of MCP servers name. Raises `ConfigError` if one of these
+        variables is not set."""
         if self.mcp_servers:
             hand_over(environ, self.mcp_servers)
 
@@ -507,8 +508,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         )
 
     def _given_for_this_run(self, sources: Mapping[str, str]) -> list[str]:
-        """Return the settings that flags or arguments change. Files and variables do not count, because they may
-        contain settings of several backends."""
+        """Return the settings to which flags or arguments give a value other than the default. Files and variables do
+        not count, because they may contain settings of several backends."""
         fields = type(self).model_fields
         said = (name for name in fields if sources.get(f"env.{name}") in (COMMAND_LINE, ARGUMENT))
         return [name for name in said if getattr(self, name) != fields[name].get_default(call_default_factory=True)]

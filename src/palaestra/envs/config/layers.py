@@ -90,7 +90,7 @@ _SLOT_POOL = ("TERMINAL_ENV", "slot_pool")
 _PROVIDERS = {variable: f"web_api_keys.{name}" for name, variable in WEB_KEYS.items()} | {
     variable: f"web_urls.{name}" for name, variable in WEB_URLS.items()
 }
-"""Names under which users of these providers usually keep their keys."""
+"""The variables in which users of web providers usually keep the keys and the addresses of these providers."""
 
 
 DOTENV = ".env"
@@ -105,7 +105,8 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 
 @dataclass(frozen=True, slots=True)
 class FileSettings:
-    """One configuration file. `servers` has one layer for a mapping (`shared`), or one per entry for a list."""
+    """One configuration file. `servers` has one layer if the file gives a mapping (then `shared` is true), or one layer
+    for each entry of a list."""
 
     env: ConfigLayer
     servers: tuple[ConfigLayer, ...] = ()
@@ -206,8 +207,8 @@ def _value(match: re.Match[str]) -> str:
 def read_environ(
     environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
 ) -> ConfigLayer:
-    """Return a layer with the `PALAESTRA_<PREFIX>_<FIELD>` variables and the contract's variables. For `env`, the layer
-    includes the API keys of web providers. `where` names the source. Raises `ConfigError`."""
+    """Return a layer with the `PALAESTRA_<PREFIX>_<FIELD>` variables and the variables that existing scripts export.
+    For `env`, the layer includes the API keys of web providers. `where` names the source. Raises `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:

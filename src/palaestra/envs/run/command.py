@@ -2,7 +2,8 @@
 line is valid.
 
 `palaestra run` calls `run_command`; scripts of environments call `main`, which also turns errors into exit codes. The
-path of the run's folder goes to stdout, everything else to stderr.
+answer goes to stdout: the path of the run's folder, the result as JSON, a plan, help or the settings. Everything else
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def run_command(
     recorded: Mapping[str, JSON] | None = None,
     folder: Path | None = None,
 ) -> int:
-    """Run an environment as `argv` specifies, with `command` if `argv` names no command, and return the exit code. The
-    settings of a `recorded` run apply unless `argv` sets others. A new run is stored in `folder`, if one is given."""
+    """Run an environment as `argv` specifies, and return the exit code. If `argv` names no command, the form's default
+    command is used or, if the form has none, `command`. The settings of a `recorded` run apply unless `argv` sets
+    others. A new run is stored in `folder`, if one is given."""
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
         line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command, argv=argv)
@@ -92,6 +94,7 @@ def command_line(
 
 
 def take_variables(parsed: Parsed[BaseEnvConfig, APIServerConfig], dotenv: Mapping[str, str]) -> None:
-    """Give the tools their API keys from the variables of the process and of a `.env` file."""
+    """Pass on the environment variables that the settings of an agent environment name. Variables of the process take
+    precedence over those of a `.env` file."""
     if isinstance(parsed.env_config, HermesAgentEnvConfig):
         parsed.env_config.take_variables({**dotenv, **os.environ})

@@ -27,7 +27,7 @@ from palaestra.rollouts.spec import RunContext
 Logged = Mapping[str, JSON]
 OnGroup = Callable[[Group], None]
 Gate = Callable[[], Awaitable[bool]]
-"""A function that is awaited before each task. It may wait, and its result False ends the run."""
+"""A function that is awaited before each task. It may wait. If it returns False, the run ends."""
 
 
 class EvaluatedEnvironment(Environment):
@@ -128,7 +128,8 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
-    """Return the pass@k metrics in one line with their coverage; for an evaluation without pass@k, its own metrics."""
+    """Return the pass@k metrics in one line with their coverage; for an evaluation without pass@k, the first `_SHOWN`
+    of its own metrics."""
     metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:

@@ -56,8 +56,8 @@ async def grade(env: object, trajectory: Trajectory) -> Score:
 
 
 async def grade_run(run: Run, env: str | None = None, *, network: bool = False) -> AsyncIterator[Regraded]:
-    """Grade the scored rollouts of a run, in the order of its groups. `env` is the environment's file, if it has moved.
-    With `network`, tasks get the network access that they request. Raises `ConfigError`."""
+    """Grade the rollouts of a run whose outcome is scored, in the order of the run's groups. `env` is the environment's
+    file, if it has moved. With `network`, tasks get the network access that they request. Raises `ConfigError`."""
     recording = run.recording
     form = recorded_form(recording, env)
     with where_it_ran(recording):

@@ -1,5 +1,4 @@
-"""Runs environments from Python: `run`, `run_sync` and `stream` set up what `palaestra run` reads from flags.
-
+"""Runs environments from Python: `run`, `run_sync` and `stream` take as arguments what `palaestra run` takes as flags.
 All three call `envs.run.run.run`, as the command line does. Arguments are named like the settings, and errors name
 arguments, not flags.
 """
@@ -62,9 +61,10 @@ async def run(
     `env` is a function environment (also one called with arguments), a class environment, or text that `palaestra run`
     accepts: a name, a file, `file.py:name`. The agent is a scripted `policy` ("oracle", "noop", "patch:FILE",
     "replay:RUN"), the `model` at `base_url`, or a `server`: an `APIServerConfig`, an engine that the run starts and
-    closes (`TransformersEngine`), or several. At most `tasks` groups of `group_size` rollouts are run. With `evaluate`,
-    held-out tasks are run and pass@k is computed. `settings` are further settings of the environment or the server, and
-    the environment's own parameters (`concurrency`, `max_agent_turns`, `api_key`, …).
+    closes (`TransformersEngine`), or a list of several configurations or engines. At most `tasks` groups of
+    `group_size` rollouts are run. With `evaluate`, held-out tasks are run and pass@k is computed. `settings` are
+    further settings of the environment or the server, and the environment's own parameters (`concurrency`,
+    `max_agent_turns`, `api_key`, …).
 
     The run is stored in a new folder below `folder`; `resume` names the folder of a run to continue. `progress` prints
     to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or
@@ -92,7 +92,8 @@ async def run(
 
 
 def run_sync(env: object, **arguments: JSON) -> Run:
-    """Call `run` from code that is not async, or from a notebook, where an event loop is already running."""
+    """Call `run` from code that is not async, or from a notebook, where an event loop is already running. Raises
+    `ConfigError` if it is called at the top level of a file that another run is loading."""
     frame = sys._getframe(1)
     if is_loaded(frame.f_globals.get("__name__", "")) and frame.f_code.co_name == "<module>":
         raise ConfigError(

@@ -14,10 +14,10 @@ from palaestra.rollouts.records import Trajectory
 def figures(
     done: Sequence[Trajectory], attempts: int, *, tasks: int, labels: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, JSON]:
-    """Return the metrics of an evaluation with `attempts` at each of `tasks` tasks: `planned` rollouts, of which
-    `attempts` were run and `scored` have a reward. pass@k covers the tasks with at least k scored rollouts; their
-    number is `pass@k/tasks`. `labels` maps a task's id to its labels; the metrics of the tasks with a label begin with
-    `LABEL/`."""
+    """Return the metrics of an evaluation of `tasks` tasks with `attempts` rollouts each. The metric `planned` is the
+    number of all these rollouts, `attempts` the number of those that were run, and `scored` the number of those with a
+    reward. pass@k covers the tasks with at least k scored rollouts; their number is `pass@k/tasks`. `labels` maps a
+    task's id to its labels; the metrics of the tasks with a label begin with `LABEL/`."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in done:
         by_task[trajectory.task_id].append(trajectory)

@@ -31,9 +31,9 @@ EVALUATIONS = "evaluations"
 
 
 class PeriodicEvaluation:
-    """The evaluations of one run. `workers` and `eval_workers` are the numbers of groups in flight, in the run and in
-    an evaluation. `step` returns the trainer's step; if it is None, finished groups are counted instead. `log` receives
-    the metrics."""
+    """The evaluations of one run. `workers` and `eval_workers` are the maximum numbers of groups in flight, in the run
+    and in an evaluation. `step` returns the trainer's step; if it is None, finished groups are counted instead. `log`
+    receives the metrics."""
 
     def __init__(
         self,

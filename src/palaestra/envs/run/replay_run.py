@@ -82,8 +82,8 @@ check sees. None of these settings names a program, a server, a key or a file of
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """Settings of a replay. `environment` is a reference, or None for the installed environment with the recorded name;
-    `groups` is the number of tasks to replay, from the first, or None for all."""
+    """Settings of a replay. `environment` is a reference, or None for the recorded environment; `groups` is the number
+    of tasks to replay, from the first, or None for all."""
 
     environment: str | None = None
     groups: int | None = None

@@ -1,6 +1,6 @@
 """Sends a run's metrics to its trackers. During the run, these are the metrics of the latest groups (`train/…` or
-`eval/…`); at the end, those of the whole run, without a prefix. Failures of trackers and of `wandb_log` are reported
-once and never end a run."""
+`eval/…`); at the end, they are the metrics of the whole run, without a prefix. Failures of trackers and of `wandb_log`
+are reported once and never end a run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _torn(path: Path) -> bool:
 
 class Reporting:
     """Logs to the trackers after every `every` groups. `known` are the numbers of groups that an earlier part of the
-    run logged."""
+    run logged; they are not logged again."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ async def make_reporting(
     parsed: Parsed[BaseEnvConfig, APIServerConfig], output: RunOutput, note: Callable[[str], None]
 ) -> Reporting:
     """Return the reporting to the run's trackers: `metrics.jsonl` and the requested services. `note` gets a line for
-    each tracker that is not installed."""
+    each service that is not installed or cannot be started."""
     config, folder = parsed.env_config, output.folder
     reporting = Reporting(
         [MetricsFile(folder.metrics)],

@@ -1,4 +1,5 @@
-"""Runs an environment: one assembly of engine, slots and journal for every form of environment.
+"""Runs an environment. The function `run` assembles the model client, the slots and the journal for every form of
+environment.
 
 `command.py` calls `run` for command lines, `library.py` for Python programs. However a run ends, its finished work is
 kept, and its output is made from that work.
@@ -110,10 +111,11 @@ async def run(
     resumed_by: str = "palaestra resume",
 ) -> RunReport:
     """Run an environment to the end, and report the result and the paths of its files. Nothing is written before the
-    model server, the slots and the environment work. The run gets a new folder below `root`, or is kept in `folder`.
-    `subscribers` get the run's events; `gate` is awaited before each task and may wait. `drive` decides which tasks the
-    runner rolls out; without it, all tasks are rolled out in order. `engines` replace those of the configured servers.
-    `resumed_by` is the command that resumes the run, without the folder."""
+    model server, the slots and the environment work. The run is stored in `folder` if that is given, otherwise in a new
+    folder below `root`. A resumed run keeps its folder. `subscribers` get the run's events; `gate` is awaited before
+    each task; it may wait, and the run ends if it returns False. `drive` decides which tasks the runner rolls out;
+    without it, all tasks are rolled out in order. `engines` replace those of the configured servers. `resumed_by` is
+    the command that resumes the run; the message about an unfinished run appends the run's folder to it."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -255,14 +257,14 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
 
 
 def serve_limit(total_steps: int, source: str) -> int | None:
-    """Return the maximum number of groups to serve, or None. Only a number that the user set counts, because an
-    environment's own limit applies to `process`."""
+    """Return the maximum number of groups to serve; None means no maximum. Only a number that the user set counts,
+    because an environment's own limit applies to `process`."""
     return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
 
 
 def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
     """Return the maximum number of tasks that a command rolls out; None if the environment or the trainer decides.
-    Raises `ConfigError` for 0."""
+    Raises `ConfigError` if `total_steps` is 0."""
     total_steps = parsed.env_config.total_steps
     if total_steps == 0:
         raise ConfigError("tasks is 0, so there is nothing to run (total_steps)")
@@ -274,8 +276,8 @@ def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None
 
 
 def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
-    """Return the maximum number of groups in flight: as set, in total or per model server, or otherwise from this
-    machine's number of cores."""
+    """Return the maximum number of groups in flight: `max_num_workers` if that is set, otherwise
+    `max_num_workers_per_node` per model server if that is set, otherwise twice this machine's number of cores."""
     if config.max_num_workers > 0:
         return config.max_num_workers
     if "max_num_workers_per_node" in config.model_fields_set:
@@ -391,7 +393,8 @@ class CommandRun:
                 yield
 
     async def _until_stopped(self) -> Totals:
-        """Run the command's groups until the limits stop it. Cancelling this cancels the rollouts in flight."""
+        """Run the command's groups until all have ended or the limits stop the run. Cancelling this cancels the
+        rollouts in flight."""
         running = asyncio.create_task(self._roll_out(), name="run")
         with self._draining(running), self.reporting.running(self.environment):
             try:
@@ -405,7 +408,8 @@ class CommandRun:
     @contextmanager
     def _draining(self, running: asyncio.Task[Totals]) -> Iterator[None]:
         """While the block runs, SIGTERM drains the run: rollouts in flight get `drain_s` seconds to finish. A second
-        SIGTERM, or one before any group has begun, stops the run immediately."""
+        SIGTERM, or one before any group has begun, stops the run immediately. If the calling program handles SIGTERM
+        itself, nothing changes."""
         loop, patience, limits = asyncio.get_running_loop(), self.parsed.env_config.drain_s, self.context.limits
 
         def drain() -> None:
@@ -535,8 +539,8 @@ class CommandRun:
         return totals
 
     def _timings(self) -> Mapping[str, float]:
-        """Return the seconds that tasks took, by task id, in the run that the settings name, or otherwise in the
-        earlier parts of this run."""
+        """Return the seconds that tasks took, by task id, in the run that `timings_from` names, or otherwise in the
+        earlier parts of this run; empty if there are none."""
         named = self.parsed.env_config.timings_from
         if named is not None:
             return read_timings(Path(named))

@@ -122,7 +122,7 @@ def run_place(root: Path, env: str, model: str) -> Path:
 
 
 def named_folder(path: Path) -> RunFolder:
-    """Make the run folder that the user named. Raises `ConfigError` if the path exists."""
+    """Make the run folder that the user named. Raises `ConfigError` if the path exists or the folder cannot be made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
@@ -151,8 +151,8 @@ def resumed_folder(run: Path) -> RunFolder:
 
 
 class RunOutput:
-    """The open files of a run. `own` are the environment's own metrics. `resumed` describes the work kept from the
-    earlier part of a resumed run, whose groups file is rewritten from the beginning."""
+    """The open files of a run. `own` are the environment's own metrics. In a resumed run, `resumed` describes the work
+    that was kept from the earlier parts, and the groups file is rewritten from the beginning."""
 
     def __init__(
         self,
@@ -324,9 +324,9 @@ def _new_output(env: str, config: BaseEnvConfig, model: str, folder: RunFolder, 
 
 def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: Mapping[str, JSON]) -> RunOutput:
     """Open the output of an earlier run, to resume it. Raises `ConfigError` if that run had a different environment,
-    model or seed, or if only one of the two is an evaluation."""
+    model or seed, or if one of the two runs is an evaluation and the other is not."""
     folder, evaluates = resumed_folder(path), parsed.command == "evaluate"
-    journal = Journal(folder.journal)  # before anything is read: the process that holds it owns the run
+    journal = Journal(folder.journal)  # locked before anything is read: the process that holds the lock owns the run
     try:
         torn = repair(folder.journal)
         earlier = read_finished(folder.journal)

@@ -42,7 +42,8 @@ class Session:
     program plays the rollouts itself (`play`).
 
     Entering the block raises what `palaestra.run` raises if the run cannot start. Leaving the block waits for the
-    groups in flight, cancels rollouts that the program plays, and finishes the record.
+    groups in flight, cancels rollouts that the program plays, and finishes the record. If the block fails with an error
+    that is not a `PalaestraError`, the groups in flight are cancelled too.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class Session:
         return self._path
 
     async def tasks(self, limit: int | None = None) -> list[Task]:
-        """Return the first `limit` tasks of the environment, or all. Some environments never end."""
+        """Return the first `limit` tasks of the environment, or all tasks if `limit` is None. An environment that
+        yields tasks without end needs a limit."""
         async with self._drawing:
             while limit is None or len(self._drawn) < limit:
                 if await self._draw() is None:
@@ -226,7 +228,8 @@ class Play:
         return str(self.messages[-1]["content"]) if self.messages[-1]["role"] == "tool" else ""
 
     async def finish(self, text: str = "") -> Trajectory:
-        """End the rollout with the agent's last message, and return its record, with the reward. Idempotent."""
+        """End the rollout with the agent's last message, and return its record, with the reward. Idempotent. Raises
+        `PrepareError` if the task's workspace could not be prepared."""
         if not self._group.done():
             self._player.replies.put_nowait(AssistantMessage(content=text))
         group = await asyncio.shield(self._group)

@@ -1,7 +1,7 @@
 """Discord, with discord.py: the gateway websocket, so no address of this machine needs to be public.
 
 Settings: `token` is the bot's token. The bot needs no privileged intents. In servers, the bot accepts messages that
-mention it or reply to it, and its answer is a reply; a thread is a chat of its own.
+mention it or reply to it, and its answer is a reply. A thread is a separate chat.
 
 Discord has no acknowledgements. So the mailbox stores the id of the last message up to which the gateway has accepted
 every message (`_POSITION`), and the direct channels, which Discord does not list for a bot. After each connection that
@@ -78,9 +78,9 @@ class Discord:
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the state as at a start. While `_behind` is true, the history may contain messages that were not
-        accepted, and the position is not stored. The history is read once `_readable` is true. `_session` counts the
-        sessions of the websocket."""
+        """Reset the state to that of a new start. While `_behind` is true, the history may contain messages that were
+        not accepted, and the position is not stored. The history is read once `_readable` is true. `_session` counts
+        the sessions of the websocket."""
         self._waiting: deque[discord.Message] = deque()
         self._taken: deque[int] = deque(maxlen=_MOST_WAITING)
         self._came = asyncio.Event()
@@ -202,7 +202,7 @@ class Discord:
                 wait_s = 1.0
             except PlatformError as error:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
-            except Exception:  # our own error, such as a full disk
+            except Exception:  # an error of the gateway, such as a full disk
                 logger.exception("%s: a message could not be accepted; it will be read again", self.name)
             else:
                 continue
@@ -211,8 +211,8 @@ class Discord:
             wait_s = min(_LONGEST_WAIT_S, wait_s * 2)
 
     async def _read_history(self, client: discord.Client, deliver: Deliver) -> None:
-        """Deliver the messages written while there was no connection. At the very first start, there is no stored
-        position, so only note where to begin."""
+        """Deliver the messages that were written while there was no connection. At the very first start, no position is
+        stored, so only the position from which to begin is recorded."""
         session, self._readable = self._session, False
         channels = [channel for guild in client.guilds for channel in (*guild.channels, *guild.threads)]
         last = {each.id: each.last_message_id or 0 for each in channels if isinstance(each, discord.abc.Messageable)}
@@ -272,7 +272,8 @@ class Discord:
             self._direct.discard(channel)
 
     async def _advance(self, message_id: int, *, now: bool) -> None:
-        """Note the position up to which all messages are accepted. With `now`, store it immediately."""
+        """Update the position up to which all messages are accepted. With `now`, store it immediately, otherwise at
+        most every `_WRITE_EVERY_S` seconds. While `_behind` is true, nothing is stored."""
         self._last = max(self._last, message_id)
         time_s = asyncio.get_running_loop().time()
         if self._behind or not (now or time_s - self._written_at > _WRITE_EVERY_S):
@@ -398,12 +399,12 @@ def _is_direct(channel: object) -> bool:
 
 
 def _nonce(key: str) -> str:
-    """Return a key's nonce. For some minutes, Discord accepts each nonce only once."""
+    """Return the nonce for a message's key. For some minutes, Discord accepts each nonce only once."""
     return hashlib.sha256(key.encode()).hexdigest()[:25]
 
 
 def _reference(address: ChatAddress, answers: Answers | None) -> discord.MessageReference | None:
-    """Return the message to reply to, in a channel with several people; None elsewhere."""
+    """Return a reference to the message to reply to. Returns None in direct chats, and if no message is answered."""
     if answers is None or address.chat_type == "dm" or not answers.message_id.isdecimal():
         return None
     message, channel = int(answers.message_id), int(address.chat_id)

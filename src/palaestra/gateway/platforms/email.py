@@ -5,8 +5,8 @@ that is still unread is fetched after a restart. Automatic messages, mailing lis
 skipped.
 
 Settings: `token` is the password. `extra` has `address` (the bot's address), `imap_host` and `smtp_host`, and may have
-`user` (by default the address), `imap_port` (993), `smtp_port` (465), `security` (tls, starttls for SMTP alone, or
-none), `poll_s` (15) and `authserv_id`.
+`user` (by default the address), `imap_port` (993), `smtp_port` (465), `security` (tls, none, or starttls, which
+concerns only SMTP), `poll_s` (15) and `authserv_id`.
 
 The sender of an e-mail can be forged. With `authserv_id`, the name under which your mail server writes
 `Authentication-Results` (RFC 8601), only messages whose sender that server has verified (`dmarc=pass`) are accepted.
@@ -147,7 +147,7 @@ class Email:
                 continue  # deleted in the meantime
             try:
                 message = self._incoming(content, number)
-            except Exception:  # an e-mail that breaks the parser must not block the others
+            except Exception:  # an e-mail that breaks the parser must not block other e-mails
                 logger.exception("%s: the e-mail with the uid %s cannot be read and is skipped", self.name, number)
                 message = None
             if message is not None:
@@ -157,7 +157,8 @@ class Email:
                 raise PlatformUnavailable(f"{self.name}: message {number} cannot be marked as read: {_said(stored)}")
 
     def _incoming(self, content: bytes, uid: str) -> Incoming | None:
-        """Return the message in an e-mail; None for an e-mail that is not from a person."""
+        """Return the message in an e-mail. Returns None for an e-mail that is automatic, bulk mail or from this
+        mailbox, and for a sender that was not verified although `authserv_id` is set."""
         mail = message_from_bytes(content, policy=policy.default)
         name, user_id = _sender(mail)
         automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
@@ -288,7 +289,7 @@ def _sender(mail: EmailMessage) -> tuple[str, str]:
 
 
 def _text(mail: EmailMessage) -> str:
-    """Return the text that the sender wrote, without the message quoted at the end."""
+    """Return the text that the sender wrote, without a message quoted at its end."""
     part = mail.get_body(("plain", "html"))
     if part is None:
         return ""

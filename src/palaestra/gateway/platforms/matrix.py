@@ -1,7 +1,8 @@
 """Matrix, with matrix-nio: rooms that are not encrypted, on any homeserver.
 
 Settings: `token` is the access token of the bot's account; `extra.homeserver` is the homeserver's address, such as
-`https://matrix.example.org`. The bot joins rooms that it is invited to; a room of two is a `dm`, others are a `group`.
+`https://matrix.example.org`. The bot joins rooms that it is invited to; a room with at most two members is a `dm`, any
+other room is a `group`.
 
 The bot's read position is stored on the homeserver, in the bot's account data (`SYNCED`), so that after a restart no
 message is read twice or missed. Messages from before the first start are not read.
@@ -134,7 +135,7 @@ class Matrix:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
                 await asyncio.sleep(wait_s)
                 response, wait_s = None, min(60.0, wait_s * 2)
-            except Exception:  # our own error, such as a full disk
+            except Exception:  # an error of the gateway, such as a full disk
                 logger.exception("%s: a message could not be accepted; it will be read again", self.name)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
@@ -164,7 +165,7 @@ class Matrix:
                     message = await self._incoming(client, room, event)
                 except PlatformUnavailable:
                     raise
-                except Exception:  # anyone may send an invalid event; it must not block the others
+                except Exception:  # anyone may send an invalid event, which must not block other events
                     logger.exception("%s: the event %s cannot be read and is skipped", self.name, event.event_id)
                     continue
                 if message is not None:

@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: any program that can talk to a chat model can talk to the agent.
 
-A request is one message from a person: the last one in `messages`. The header `X-Session-Id` names its conversation.
+A request is one message from a person: the last entry in `messages`. The header `X-Session-Id` names its conversation.
 Without this header, the server finds the conversation by the earlier messages, which it remembers by their digest.
 Unknown earlier messages, for example a system prompt, are given to the agent as a transcript at the beginning of a new
 session. The reply has the session's id in the same header.
@@ -75,8 +75,8 @@ class OpenAIServer:
         self._open = AsyncExitStack()
 
     async def start(self, deliver: Deliver) -> None:
-        """Start the server. Raises `ConfigError` if the port is in use, or if the server would listen beyond the
-        loopback interface without a token."""
+        """Start the server. Raises `ConfigError` if the port is in use, or if `host` is not a loopback address and
+        there is no token."""
         self._deliver = deliver
         app = web.Application(
             client_max_size=MAX_BODY_BYTES, middlewares=[_as_errors, guard(self._token, error=_refused)]
@@ -169,7 +169,7 @@ class OpenAIServer:
             more = ""
         elif answer.startswith(streamed):
             more = answer.removeprefix(streamed)
-        else:  # a reply that was restarted, or notes before it
+        else:  # the reply was restarted, or notes come before it
             more = f"\n\n{answer}"
         if more.strip():
             await send({"content": more})
@@ -181,8 +181,9 @@ class OpenAIServer:
         return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self._model}
 
     async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
-        """Hand over an answer. If its request is gone, the answer stays in the conversation and is not sent. A notice,
-        or a question of the agent, becomes part of the answers to the session's open requests."""
+        """Add a text to the reply of the request that it answers. If the request is gone, the answer stays in the
+        conversation and is not sent. A notice, or a question of the agent, becomes part of the replies to all open
+        requests of the session."""
         if answers is not None:
             waiting = self._waiting.get((address.chat_id, answers.message_id))
             if waiting is not None and not waiting.answered:
@@ -200,7 +201,7 @@ class OpenAIServer:
     async def send_file(
         self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
     ) -> str:
-        """Hand over a file, which becomes a data URL in the answer."""
+        """Add a file to the reply, as a data URL."""
         url = f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
         sign = "!" if file.is_image else ""
         return await self.send_text(address, f"{sign}[{file.name}]({url})", key=key, answers=answers)
@@ -223,7 +224,8 @@ class OpenAIServer:
 
 
 def _header(request: web.Request, name: str) -> str:
-    """Return the header's value, empty if it is missing. Raises `ConfigError` for bytes that are not text."""
+    """Return the header's value, or an empty string if it is missing. Raises `ConfigError` for bytes that are not
+    text."""
     value = request.headers.get(name, "").strip()
     if not value.isprintable():
         raise ConfigError(f"the header {name} must be text in UTF-8 without control characters")
@@ -231,8 +233,8 @@ def _header(request: web.Request, name: str) -> str:
 
 
 def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
-    """Return the messages before the last, as role and text, and the last one's text and images. Raises
-    `ConfigError`."""
+    """Return the role and text of each message before the last, then the text and the images of the last message.
+    Raises `ConfigError`."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
         raise ConfigError("messages must be a list of messages, the last one the user's")

@@ -20,8 +20,8 @@ PLATFORMS: Mapping[str, str] = {
     "email": "palaestra.gateway.platforms.email:Email",
     "matrix": "palaestra.gateway.platforms.matrix:Matrix",
 }
-"""The class of each platform, as module and name. It is called with the platform's name and its `PlatformConfig`; its
-`extra_settings` are the names that `extra` may have."""
+"""The class of each platform, as module and name. The class is called with the platform's name and its
+`PlatformConfig`. The attribute `extra_settings` lists the names that `extra` may have."""
 
 
 def make_platform(name: str, config: PlatformConfig) -> Platform:

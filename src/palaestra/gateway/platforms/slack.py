@@ -89,7 +89,7 @@ class Slack:
             await asyncio.sleep(0)
 
     async def _incoming(self, event: dict[str, Any]) -> Incoming | None:
-        """Return the message of an event; None if it is not for the bot or not from a person."""
+        """Return the message of an event. Returns None for an event that is not a message from a person to the bot."""
         direct = event.get("channel_type") in ("im", "mpim")
         wanted = event.get("type") == "app_mention" or (event.get("type") == "message" and direct)
         if not wanted or event.get("bot_id") or event.get("subtype") not in (None, "file_share", "thread_broadcast"):

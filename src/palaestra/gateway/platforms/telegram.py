@@ -4,7 +4,7 @@ Settings: `token` is the bot's token from @BotFather. `extra.api_url` names a Bo
 bot receives only commands and replies to its own messages, unless you turn its privacy mode off. Each topic of a group
 is a session.
 
-An update is acknowledged by asking for the next one, once the message is on the disk.
+Once a message is on the disk, the gateway acknowledges its update by requesting the next update.
 
 Format: https://core.telegram.org/bots/api
 """
@@ -104,7 +104,7 @@ class Telegram:
                 logger.warning("%s; trying again in %.0f s", error, wait_s)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)
-            except Exception:  # our own error, such as a full disk
+            except Exception:  # an error of the gateway, such as a full disk
                 logger.exception("%s: a message could not be accepted; it will be requested again", self.name)
                 await asyncio.sleep(wait_s)
                 wait_s = min(60.0, wait_s * 2)

@@ -80,8 +80,8 @@ class Webhook:
         self._client: aiohttp.ClientSession
 
     async def start(self, deliver: Deliver) -> None:
-        """Start the server. Raises `ConfigError` if the port is in use, or if the server would listen beyond the
-        loopback interface without a token."""
+        """Start the server. Raises `ConfigError` if the port is in use, or if `host` is not a loopback address and
+        there is no token."""
         self._deliver = deliver
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[guard(self._token)])
         app.router.add_post("/messages", self._receive)

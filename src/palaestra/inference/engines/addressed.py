@@ -1,6 +1,6 @@
 """An engine that sends each rollout to its own model server, for trainers that give every rollout a base URL.
 
-The program passes the address to `AddressedEngine.at` and starts the rollout inside that block.
+The program passes the address to the context manager `AddressedEngine.at` and starts the rollout inside its block.
 """
 
 from __future__ import annotations

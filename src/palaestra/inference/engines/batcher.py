@@ -145,7 +145,7 @@ class Batcher:
                 self._admit(decoder)
                 if self._rows:
                     self._step(decoder)
-            except Exception as error:  # requests in the batch get the error; later ones find an empty batch
+            except Exception as error:  # requests in the batch get the error; later requests find an empty batch
                 self._fail_rows(decoder, error)
         self._drain(EngineUnavailable("The engine was closed before the request was answered."))
 

@@ -45,7 +45,7 @@ class Player(ChatServer):
 
 
 class CallerEngine(ServerEngine):
-    """The engine of a run whose rollouts the program plays."""
+    """The engine of a run in which the program supplies the replies."""
 
     def __init__(self) -> None:
         self.config = APIServerConfig(model_name="caller")

@@ -1,7 +1,8 @@
-"""The client of any server that speaks OpenAI chat completions with native tool calls: vLLM, SGLang, llama.cpp,
+"""The client of any server that supports OpenAI chat completions with native tool calls: vLLM, SGLang, llama.cpp,
 OpenRouter, OpenAI.
 
-Not token-exact: the server renders the template and parses the calls, and returns only text, which is never repaired.
+This client is not token-exact: the server renders the template and parses the calls, and returns only text, which is
+never repaired.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class OpenAIEngine(ServerEngine):
         self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
     async def start(self) -> None:
-        """Check the server, which costs no tokens. A server without a list of models is accepted.
+        """Check the server, which costs no tokens, unless `health_check` is false. A server without a list of models is
+        accepted.
 
         Raises `EngineUnavailable` within seconds if nothing answers, `EngineRefused` if the key is refused.
         """
@@ -131,9 +133,10 @@ class OpenAIEngine(ServerEngine):
     ) -> ChatCompletion:
         """Sample one reply with `n` choices. `split` (train or eval) selects the in-flight limit.
 
-        With `on_delta`, `stream=True` or the setting `stream`, the reply is streamed; the result is the same.
-        `on_delta` is called with each chunk. `sampling` and then `extra_body` are merged into the request, and both may
-        override its fields. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or `EngineReplyError`.
+        The reply is streamed if `on_delta` is set, if `stream=True` is passed or if the setting `stream` is true; the
+        result is the same. `on_delta` is called with each chunk. `sampling` and then `extra_body` are merged into the
+        request, and both may override its fields. Raises `EngineUnavailable`, `EngineRefused`, `ContextExceeded` or
+        `EngineReplyError`.
         """
         body: dict[str, JSON] = {"model": self.name, "messages": messages}
         if tools:

@@ -15,9 +15,9 @@ serves all requests."""
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings. With `max_tokens` None, the limit is the model's window. With `temperature` 0, the likeliest
-    token is chosen. With `processed_logprobs`, log-probabilities are those after temperature, `top_k` and `top_p`
-    instead of the model's own."""
+    """Sampling settings. If `max_tokens` is None, the limit is the model's window. If `temperature` is 0, the likeliest
+    token is chosen. If `processed_logprobs` is true, the log-probabilities are those after temperature, `top_k` and
+    `top_p`, otherwise the model's own."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -29,8 +29,8 @@ class Sampling:
 
     @classmethod
     def read(cls, settings: Mapping[str, JSON], stop_ids: Collection[int] = ()) -> Sampling:
-        """Read settings with OpenAI's and vLLM's names. `stop_ids` are the model's own. Raises `EngineRefused`, which
-        names the setting."""
+        """Read settings with OpenAI's and vLLM's names. `stop_ids` are the model's own stop tokens, which `ignore_eos`
+        turns off. Raises `EngineRefused` for an unknown or invalid setting."""
         left = {name: value for name, value in settings.items() if value is not None and name not in _IGNORED}
         own = () if left.pop("ignore_eos", False) else stop_ids
         max_tokens = left.pop("max_completion_tokens", None) or left.pop("max_tokens", None)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class TokenChat(ServerEngine):
-    """The chat side of one token engine; subclasses sample in `generate`. With `tokenizer` None, the configured
+    """The chat side of one token engine; subclasses sample in `generate`. If `tokenizer` is None, the configured
     tokenizer is loaded on first use."""
 
     token_exact = True
@@ -71,9 +71,9 @@ class TokenChat(ServerEngine):
         name: str = "",
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
-        """Return token-exact chat for one rollout. Arguments override the config; `engine` samples instead of this one.
-        If no parser has the given name, it logs a warning and uses `hermes`, as existing scripts expect. Raises
-        `ConfigError`."""
+        """Return token-exact chat for one rollout. Arguments override the config. If `engine` is set, it samples
+        instead of this engine. If no parser has the given name, a warning is logged and `hermes` is used, as existing
+        scripts expect. Raises `ConfigError`."""
         chosen = tool_call_parser or tool_parser
         if isinstance(chosen, str) and chosen not in ("none", *list_parsers()):
             logger.warning("no tool-call parser is named %r; hermes is used instead", chosen)
@@ -170,9 +170,9 @@ class TokenServer(TokenChat):
         self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
     async def start(self) -> None:
-        """Load the tokenizer, check the server, and compare its tokenizer with ours. Raises `ConfigError` for a missing
-        or differing tokenizer, `EngineUnavailable` within seconds if no server answers, and `EngineRefused` for a
-        refused key."""
+        """Load the tokenizer. Unless `health_check` is false, also check the server and compare its tokenizer with the
+        configured one. Raises `ConfigError` for a missing or differing tokenizer, `EngineUnavailable` within seconds if
+        no server answers, and `EngineRefused` for a refused key."""
         await super().start()
         if not self.config.health_check:
             return
@@ -183,7 +183,8 @@ class TokenServer(TokenChat):
         await self.transport.aclose()
 
     async def _compare_tokenizers(self) -> None:
-        """Compare the server's tokens for a test text with ours. A server without `/tokenize` is trusted."""
+        """Compare the server's tokens for a test text with those of the configured tokenizer. A server without
+        `/tokenize` is trusted."""
         theirs = await self.tokens_of(PROBE)
         ours = list(self.tokenizer.encode(PROBE, add_special_tokens=False))
         if theirs is not None and theirs != ours:
@@ -254,8 +255,8 @@ _SGLANG_NAMES: Mapping[str, str] = {
 class SGLangEngine(TokenServer):
     """One SGLang server, through its own `/generate`: token ids in, token ids with their log-probabilities out.
 
-    Wire source: `sglang.srt.managers.io_struct.GenerateReqInput` and the server's `meta_info`, version 0.5. The
-    end-of-turn token is among the ids. A weight update ends requests with finish reason `abort`.
+    Source of the format: `sglang.srt.managers.io_struct.GenerateReqInput` and the server's `meta_info`, version 0.5.
+    The end-of-turn token is among the ids. A weight update ends requests with finish reason `abort`.
     """
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
@@ -330,10 +331,10 @@ _NOT_SAID = b"null"
 class VLLMEngine(TokenServer):
     """One vLLM server, through its OpenAI API with token-id prompts or through the `/generate` that Atropos adds.
 
-    Wire sources: vLLM's `CompletionRequest` and `CompletionResponseChoice` (`return_token_ids` since 0.10.2; older
-    servers spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4. Servers
-    without `/v1/completions` get requests in Atropos' form. vLLM does not report which policy version sampled the
-    tokens.
+    Sources of the formats: vLLM's `CompletionRequest` and `CompletionResponseChoice` (`return_token_ids` since 0.10.2;
+    older servers spell ids as `token_id:N` in the log-probabilities), and `vllm_api_server.py` of atroposlib 0.4.
+    Servers without `/v1/completions` get requests in Atropos' form. vLLM does not report which policy version sampled
+    the tokens.
     """
 
     _stock: bool | None = None

@@ -5,7 +5,7 @@ Except for rounding, a row's results do not depend on the other rows, because pa
 has its own random generator. A token is chosen by inverting the cumulative distribution at a number from Python's
 generator, so the same seed and probabilities give the same token on every device.
 
-Extra: `train` (torch, transformers).
+Needs the extra `train` (torch, transformers).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 def load_model(folder: str, device: str | None = None, dtype: str = "auto") -> PreTrainedModel:
-    """Return a model from a folder or the hub, ready to sample. Blocks. With `device` None, the model uses the first
-    GPU, if there is one. Raises `ConfigError` if the extra or the model is missing, or if this engine cannot batch the
-    model's layers."""
+    """Return a model from a folder or the hub, ready to sample. Blocks. If `device` is None, the model uses the first
+    GPU, or the CPU if there is no GPU. Raises `ConfigError` if the extra or the model is missing, or if this engine
+    cannot batch the model's layers."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -214,7 +214,7 @@ def _beside(
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Suppress the progress bars of `transformers`, which would write over our own output."""
+    """Suppress the progress bars of `transformers`, which would write over Palaestra's output."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

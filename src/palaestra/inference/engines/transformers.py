@@ -5,7 +5,8 @@ loop never blocks: the model lives in the thread of `batcher`. Log-probabilities
 temperature 1 and before `top_k` and `top_p`, so one forward pass over a ledger's row reproduces them. Set
 `logprobs_mode: processed_logprobs` in `extra_body` to get the log-probabilities of the sampled distribution.
 
-Extra: `train` (torch, transformers). `model_name` is a folder, or the name of a model, which is then fetched.
+Needs the extra `train` (torch, transformers). `model_name` is a folder or the name of a model on the hub, which is
+fetched.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ DEFAULT_WINDOW_TOKENS = 4096
 
 
 class TransformersEngine(TokenChat):
-    """The engine of one model. `make` builds the model inside the engine's thread; with None, the engine loads the
-    config's `model_name`. `seed` seeds the requests without a seed of their own."""
+    """The engine of one model. `make` builds the model inside the engine's thread; if it is None, the engine loads the
+    config's `model_name`. `seed` makes the random choices of requests without a `seed` reproducible."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class TransformersEngine(TokenChat):
     @property
     def policy_version(self) -> str:
         """The version of the weights, which is recorded with the tokens. If you change the weights of your own model
-        (`make`) in place, do so while no request is in progress, and then set this."""
+        (`make`) in place, do so while no request is in progress, and then set this property."""
         return self.batcher.version
 
     @policy_version.setter

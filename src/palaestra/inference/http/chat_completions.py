@@ -147,8 +147,8 @@ def plainer_history(messages: Sequence[Message], server_said: str) -> list[Messa
     """Return the history without the parts that a strict server refused, or None if nothing can be removed.
 
     Some chat templates parse every call's arguments, so one malformed call would end its rollout as a server failure.
-    Malformed arguments are therefore wrapped in a JSON object. Palaestra's own fields are removed if the server's error
-    names them.
+    Malformed arguments are therefore wrapped in a JSON object. The field `reasoning_content` is removed if the server's
+    error names it.
     """
     drop = "reasoning_content" if "reasoning_content" in server_said else None
     plain = [_plainer(message, drop) for message in messages]
@@ -202,8 +202,8 @@ class _ModelList(msgspec.Struct):
 
 
 def listed_models(body: bytes) -> list[ListedModel]:
-    """Return the models in the body of `GET /v1/models`, or an empty list if the body is not such a list. Wire source:
-    OpenAI's list of models; vLLM and SGLang add their names and the window."""
+    """Return the models in the body of `GET /v1/models`, or an empty list if the body is not such a list. The format is
+    OpenAI's list of models, to which vLLM and SGLang add their names and the window."""
     try:
         return msgspec.json.decode(body, type=_ModelList).data
     except NOT_JSON:
@@ -211,8 +211,8 @@ def listed_models(body: bytes) -> list[ListedModel]:
 
 
 def server_kind(models: Sequence[ListedModel]) -> ServerKind:
-    """Return whose protocol for exact tokens the server of these models speaks, or `other` if it is unknown. Our own
-    model server speaks vLLM's."""
+    """Return the kind of server, which decides the protocol for exact tokens, from the owner of its models. Palaestra's
+    own model server counts as `vllm`."""
     for model in models:
         if model.owned_by in ("vllm", "palaestra"):
             return "vllm"

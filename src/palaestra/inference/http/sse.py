@@ -26,8 +26,8 @@ _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The content of one chunk for one choice: text, or thinking. If `restarted`, the connection broke and the request
-    is repeated, so all earlier chunks are void."""
+    """The content of one chunk for one choice: text, or thinking. If `restarted` is true, the connection broke and the
+    request is repeated, so all earlier chunks are void."""
 
     index: int = 0
     content: str = ""

@@ -1,8 +1,8 @@
 """Assembles token-exact replies, streamed as server-sent events, into the body of an unstreamed reply.
 
-Sources: SGLang 0.5 (`/generate` with `stream`; the tokens so far in every event, or only the new ones), vLLM 0.10.2
-(`/v1/completions` with `stream` and `return_token_ids`; only the new ones). An incomplete stream ends in an error, and
-the transport retries.
+Sources: SGLang 0.5 (`/generate` with `stream`), whose events have all tokens so far or only the new ones; vLLM 0.10.2
+(`/v1/completions` with `stream` and `return_token_ids`), whose events have only the new tokens. An incomplete stream
+ends in an error, and the transport retries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The HTTP client: JSON requests to a model server, pooled, limited and retried, with errors that name the fix.
 
-Retries happen only here. Each lane limits its requests in flight, and the rest wait in order. Errors name the address,
-status and model, but never a credential.
+Retries happen only here. Requests are divided into lanes (`train` and `eval`). Each lane limits the number of its
+requests in flight, and further requests wait in order. Errors name the address, status and model, but never a
+credential.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ class Response:
 
 
 class Transport:
-    """A pool of connections to one model server. Opens on first use; `aclose` is idempotent. `lanes` maps a lane's name
-    to its limit of requests in flight. `timeout_s` covers one request with its retries, but not its wait for a place in
-    its lane. `query` is added to every address. `model` is used only in messages."""
+    """A pool of connections to one model server. The pool opens on first use; `aclose` is idempotent. `lanes` maps a
+    lane's name to its limit of requests in flight. `timeout_s` covers one request with its retries, but not the time
+    for which the request waits in its lane. `query` is added to every address. `model` is used only in messages."""
 
     def __init__(
         self,
@@ -143,7 +144,8 @@ class Transport:
         return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
 
     async def list_models(self, url: URL) -> Response:
-        """Request the server's list of models. Raises what `look` raises, and `EngineRefused` if the key is refused."""
+        """Request the server's list of models. Raises `EngineUnavailable`, and `EngineRefused` if the key is
+        refused."""
         response = await self.look("GET", url)
         if response.status in (401, 403):
             raise refused(url, response.status, response.body, self.model)
@@ -160,7 +162,8 @@ class Transport:
         timeout_s: float | None = None,
         read: Reader | None = None,
     ) -> Response:
-        """Send the request until there is a reply that a retry would not change. Raises `EngineUnavailable`."""
+        """Send the request until there is a reply that a retry would not change. Raises `EngineUnavailable` after the
+        last attempt, or if the time runs out."""
         whole_s, policy, tried = timeout_s or self.timeout_s, retry or self.retry, 0
 
         async def send(tries: int, left_s: float) -> Response:
@@ -203,8 +206,8 @@ class Transport:
         self._reported_at, self._unreported = now, 0
 
     async def _take_turn(self, lane: str) -> float:
-        """Wait for a place in the lane, which the caller must release; return the seconds waited. Raises
-        `ConfigError`."""
+        """Wait until the lane has room for a request, and return the seconds waited. The caller must release the lane
+        afterwards. Raises `ConfigError` for an unknown lane."""
         if lane not in self._lanes:
             raise ConfigError(f"Unknown split '{lane}'; available: {', '.join(self._lanes)}.")
         asked_s = self._clock.monotonic()

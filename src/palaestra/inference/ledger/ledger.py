@@ -46,7 +46,7 @@ stored JSON, because encoding them takes less than 0.03 ms."""
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One answer of the engine, and the CRC-32 of the ids that the engine received (`sent_checksum`)."""
+    """One answer of the engine (`sampled`), and the CRC-32 of the ids that the engine received (`sent`)."""
 
     sampled: Sampled
     sent: int
@@ -64,7 +64,7 @@ def pieces_of(turn: SampledTurn) -> list[Piece]:
 @dataclass(slots=True)
 class _Segment:
     """`tokens[T]`, the `logprobs[S]` of the sampled tokens, the running hash over both, and the tokens' checksum.
-    `branch` is the number of its conversation. `json` holds the first `json_count` tokens as JSON numbers."""
+    `branch` is the number of the segment's conversation. `json` holds the first `json_count` tokens as JSON numbers."""
 
     reason: SegmentReason
     branch: int = 0
@@ -182,7 +182,7 @@ class Prompt(Sequence[int]):
     def json(self) -> bytes:
         """Return the ids as a JSON list. The JSON of a long segment is kept and extended."""
         segment, kept = self._segment, self._kept
-        if kept < LONG_PROMPT or segment.json_count > kept:  # the latter if the prompt was made before the segment grew
+        if kept < LONG_PROMPT or segment.json_count > kept:  # or the segment has grown since
             return msgspec.json.encode((segment.tokens[:kept] + self._rest).tolist())
         if segment.json_count < kept:
             segment.json += _numbers(segment.tokens[segment.json_count : kept], first=not segment.json_count)
@@ -266,9 +266,9 @@ class Ledger:
         return [segment.row(number) for number, segment in enumerate(self._segments) if segment.tokens]
 
     def nodes(self, tokenizer: Tokenizer) -> list[SequenceNode]:
-        """Return all rows with a sampled span as the contract's nodes. The nodes of other conversations come first, so
-        the last node is the latest of the rollout's own conversation. Within each group, nodes are in the order in
-        which their segments began."""
+        """Return all rows with a sampled span, as the nodes that existing environments read. The nodes of other
+        conversations come first, so the last node is the latest of the rollout's own conversation. Within each group,
+        nodes are in the order in which their segments began."""
         order = sorted(enumerate(self._segments), key=lambda numbered: numbered[1].branch == 0)
         nodes = [SequenceNode(segment, number, tokenizer) for number, segment in order]
         return [node for node in nodes if node.metadata["versions"]]
@@ -326,9 +326,9 @@ class Ledger:
         return found
 
     def forked(self, shared: int) -> Ledger:
-        """Return the finished ledger of a forked rollout without the first `shared` turns, which the rollout shares
-        with the one it was forked from. That rollout's ledger trains the tokens of these turns, so here they are part
-        of a prompt. Segments keep their numbers."""
+        """Return the finished ledger of a forked rollout without the first `shared` turns, which it shares with the
+        original rollout. The original's ledger trains the tokens of these turns, so here they are part of a prompt.
+        Segments keep their numbers."""
         found = Ledger(self.stop_ids)
         found._segments = [segment.continued(shared) for segment in self._segments]
         found.turns = [
@@ -356,11 +356,11 @@ def _places(turns: Iterable[LedgerTurn]) -> dict[int, int]:
 
 
 class SequenceNode:
-    """One row as contract environments read it (`managed.get_state()["nodes"]`), as an object or as a dict.
+    """One row as existing environments read it (`managed.get_state()["nodes"]`), as an object or as a dict.
 
     Its fields are `tokens[T]`, `masked_tokens[T]`, `logprobs[T]`, `full_text` and `metadata`. They are made when they
-    are first read, because Python lists need ten times the memory. Wire source: `SequenceNode` of atroposlib 0.4:
-    unsampled tokens have mask -100 and log-probability 1.0.
+    are first read, because Python lists need ten times the memory. The format is that of `SequenceNode` in atroposlib
+    0.4: unsampled tokens have mask -100 and log-probability 1.0.
     """
 
     def __init__(self, segment: _Segment, number: int, tokenizer: Tokenizer) -> None:

@@ -69,7 +69,7 @@ class TokenSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class LedgerTurn(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One model call: its segment and its token counts. `prompt_tokens` is the whole prompt."""
+    """One model call: its segment and its token counts. `prompt_tokens` counts the whole prompt."""
 
     number: int
     segment: int
@@ -128,8 +128,8 @@ class SequenceSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One training row: `tokens[T]`, `masks[T]` (-100 if not trained, else the id), `logprobs[T]` (1.0 if not sampled)
-    or None.
+    """One training row: `tokens[T]`, `masks[T]` (-100 if not trained, else the id), `logprobs[T]` (1.0 if not sampled;
+    the whole list is None if log-probabilities are unknown).
 
     `source` is `engine` if the ids were sampled, `placeholder` if no tokens were recorded (such a row trains nothing),
     `environment` if the environment made the row. A row of a ledger also has its segment's number and reason, and the
@@ -209,7 +209,7 @@ def token_row(segment: SegmentRecord, number: int, finish_reason: str, rollout_i
 
 def record_rows(record: LedgerRecord, rollout_id: str = "") -> list[TokenRow]:
     """Return the training rows, one for each segment with a sampled span, in the order in which the segments began.
-    `rollout_id` is the first part of the sequences' ids. Raises `ValueError`."""
+    `rollout_id` is the first part of the sequences' ids. Raises `ValueError` for a damaged record."""
     finished = {turn.segment: turn.finish_reason for turn in record.turns}
     numbers = _row_segments(record)
     return [token_row(record.segments[number], number, finished.get(number, ""), rollout_id) for number in numbers]

@@ -102,8 +102,8 @@ OutputPiece: TypeAlias = TextPiece | ReasoningPiece | ParsedCall | BrokenCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """The pieces of one output: in order, with ascending and disjoint spans. It unpacks into the pair that the
-    contract's parsers return: `content, tool_calls = parser.parse(text)`."""
+    """The pieces of one output: in order, with ascending and disjoint spans. It also unpacks into a pair, as existing
+    scripts expect: `content, tool_calls = parser.parse(text)`."""
 
     pieces: tuple[OutputPiece, ...]
 
@@ -163,7 +163,7 @@ class ParsedOutput:
 
 
 class ToolCallParser(Protocol):
-    """The contract's interface of a parser, which scripts can implement and register."""
+    """The interface of a parser. Scripts can implement it and register their own parser."""
 
     def parse(self, text: str) -> ParsedOutput | tuple[str | None, list[ToolCallMessage] | None]: ...
 

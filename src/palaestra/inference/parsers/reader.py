@@ -42,7 +42,8 @@ _NOT_SPACE = re.compile(r"\S")
 
 
 class Grammar(ABC):
-    """One format. With `short_ids`, every id has nine letters and digits, including the ids that the model gave."""
+    """One format. If `short_ids` is true, every id has nine letters and digits; an id that the model gave is kept only
+    if it has this form."""
 
     openers: ClassVar[tuple[str, ...]]
     thinking: ClassVar[Sequence[tuple[str, str]]] = (("<think>", "</think>"),)
@@ -181,8 +182,9 @@ class OutputReader:
         return mark.end if was_open else None
 
     def mentioned(self, mark: Mark, close: str) -> int | None:
-        """Read an opening tag without a call. It is a mention in prose (returns None), or a broken call up to its end
-        tag; at the very end of the output, it is the beginning of a call."""
+        """Read an opening tag that no call follows, and return where to continue. If the output ends after the tag, or
+        if its end tag comes before another opening tag, the tag begins a broken call. Otherwise it is a mention in
+        prose: returns None."""
         if skip(self.text, mark.end) >= self.end:
             problem = Malformed(BrokenReason.UNCLOSED, "the output ends where a call begins")
             self.broken(problem, "", mark.start, self.end)
@@ -201,8 +203,8 @@ class OutputReader:
         self._calls += 1
 
     def _id(self, given: str, name: str, content: str) -> str:
-        """Return the model's own id if it is valid, otherwise an id that depends only on the call's content and
-        position, so that equal outputs have equal ids."""
+        """Return the model's own id if it is valid and not used yet, otherwise an id made from the call's position and
+        content or from its position alone. Equal outputs have equal ids."""
         if given and given not in self._ids and (not self._grammar.short_ids or _SHORT_ID.fullmatch(given)):
             self._ids.add(given)
             return given

@@ -40,15 +40,15 @@ _registered: dict[str, Callable[[], ToolCallParser]] = {}
 
 
 class UnknownParser(ConfigError, KeyError):
-    """Raised if no parser has this name. It is also a `KeyError`, which the contract's scripts catch."""
+    """Raised if no parser has this name. It is also a `KeyError`, which existing scripts catch."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def get_parser(name: str) -> GrammarParser:
-    """Return the parser of a format. Raises `UnknownParser`. A registered parser may implement only the contract's
-    `parse(text)`."""
+    """Return the parser of a format. Raises `UnknownParser`. A registered parser may support only `parse(text)`,
+    without further arguments."""
     if name in _registered:
         return cast("GrammarParser", _registered[name]())
     location = _GRAMMARS.get(_ALIASES.get(name, name))

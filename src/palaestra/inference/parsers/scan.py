@@ -1,7 +1,7 @@
 """Reads white space, tags and strict JSON at a position in a text, in time proportional to the distance covered. Also
 reads the types of arguments from tool schemas, for formats that write values as bare text.
 
-Duplicate keys, NaN, infinities and numbers that overflow are rejected, because two readers would disagree about them.
+Duplicate keys, NaN, infinities and numbers that overflow are rejected, because JSON libraries read them differently.
 Bare text becomes a value of a different type only if the schema names that type and the text is exactly such a value in
 JSON (or True, False or None, which some templates write); otherwise it stays text, and the validation of the arguments
 reports the problem.
@@ -37,7 +37,8 @@ def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def find(text: str, start: int, *tags: str, before: int | None = None) -> Mark | None:
-    """Return the first of `tags` that begins at or after `start` and before position `before`."""
+    """Return the first of `tags` that begins at or after `start` and, if `before` is set, before that position. Returns
+    None if there is no such tag."""
     stop = len(text) if before is None else before + max(map(len, tags)) - 1
     found = _any_of(tags).search(text, start, stop)
     if found is None or (before is not None and found.start() >= before):

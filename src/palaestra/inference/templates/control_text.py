@@ -31,8 +31,8 @@ class ControlText:
         self._part = _parts_of(control)
 
     def marked(self, value: JSON, *, own: bool = False) -> JSON:
-        """Return the value with marks in the control tokens of its texts and names. With `own`, the value is one that
-        the model wrote, and only special tokens are marked, except those of thinking."""
+        """Return the value with marks in the control tokens of its texts and names. If `own` is true, the model wrote
+        the value; then only special tokens are marked, except the thinking tags."""
         if isinstance(value, str):
             return (self._own if own else self._any).marked(value.replace(MARK, _REPLACEMENT))
         if isinstance(value, Mapping):
@@ -114,7 +114,7 @@ def _texts(value: JSON) -> Iterator[str]:
 
 
 def _control_texts(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:
-    """Return the texts of all control tokens, and those of the special tokens."""
+    """Return the texts of all control tokens, and the texts of the special tokens."""
     special = set(getattr(tokenizer, "special_ids", None) or getattr(tokenizer, "all_special_ids", None) or ())
     vocabulary = getattr(tokenizer, "get_added_vocab", None)
     added = getattr(tokenizer, "added_ids", None) or (vocabulary().values() if vocabulary is not None else ())

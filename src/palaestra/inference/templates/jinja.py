@@ -165,8 +165,9 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 def for_template(messages: Sequence[Message], reasoning_field: str | None, *, joined: bool = False) -> list[Message]:
     """Prepare all messages. If `reasoning_field` is None, thinking goes into the content, for families without a field.
-    With `joined`, the content of a message with a call and thinking is moved into the thinking, for templates that
-    refuse to have both. Raises `ConfigError`."""
+    If `joined` is true, the content of a message with a call and thinking is moved into the thinking, for templates
+    that refuse to have both. Raises `ConfigError` for a message that is not an object, contains more than text or has a
+    malformed call."""
     names: dict[str, str] = {}
     ready = []
     for number, message in enumerate(messages):

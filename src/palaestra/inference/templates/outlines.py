@@ -105,7 +105,8 @@ class Outlines:
 
 
 def _form(ready: Sequence[Message]) -> Hashable | None:
-    """Return a key that is equal for messages that differ only in their texts, or None if they contain other values."""
+    """Return a key that is equal for messages that differ only in their texts. Returns None if a value is not a text,
+    if a message has no content, or if there are too many texts."""
     reply, *after = ready
     calls = len(reply.get("tool_calls", ()))
     if 2 * calls + sum(map(len, after)) > _MOST_TEXTS:
@@ -132,7 +133,7 @@ def _texts(ready: Sequence[Message]) -> Iterator[str]:
 
 
 def _written(ready: Sequence[Message], texts: Iterable[str]) -> list[Message]:
-    """Return the messages with `texts` in place of their own, in the order of `_texts`."""
+    """Return the messages with their texts replaced by `texts`, in the order of `_texts`."""
     reply, *after = ready
     left = iter(texts)
     if "tool_calls" in reply:
@@ -156,7 +157,8 @@ class Opaque(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Value `number` is `parts` joined or, if there is a function, its result for value `of` and `arguments`."""
+    """Value `number` is `parts` joined or, if there is a function, the function's result for value `of` and
+    `arguments`."""
 
     number: int
     parts: tuple[Part, ...] = ()
@@ -181,7 +183,8 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """`parts` joined, for all texts with the recorded answers to the questions in `asked`."""
+    """A rendering in which the texts are left open. The result is `parts` joined, and `made` are the values derived
+    from the texts. The outline fits all texts that give the recorded answers to the questions in `asked`."""
 
     made: tuple[_Made, ...]
     asked: tuple[_Asked, ...]
@@ -255,7 +258,7 @@ class BlankRecording:
         return "".join([part if isinstance(part, str) else self._spelled(part) for part in parts])
 
     def outline(self, spelled: str) -> Outline:
-        """Return the outline of a part of `spelled`'s result."""
+        """Return the outline of a part of the text that the method `spelled` returned."""
         parts = tuple(_number(piece) if _MARK.fullmatch(piece) else piece for piece in _MARK.split(spelled) if piece)
         asked = tuple(dict.fromkeys(self._asked))
         needed = {part for part in parts if isinstance(part, int)} | {question.of for question in asked}
@@ -339,7 +342,7 @@ def _number(mark: str) -> int:
 
 
 _PASSING = frozenset({"trim", "string", "length", "count", "default", "d", "upper", "lower"})
-"""Filters that only call a text's methods, or pass it on."""
+"""Filters that only call a text's methods, or pass the text on unchanged."""
 
 
 class _Generator(CodeGenerator):

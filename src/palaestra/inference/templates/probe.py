@@ -105,7 +105,7 @@ def with_latest(kinds: tuple[StepKind, ...], latest: StepKind) -> tuple[StepKind
 
 
 def stand_ins(kind: StepKind, tool: str) -> list[Message]:
-    """Return a short step of this kind: a reply and the messages after it. Its calls use `tool`."""
+    """Return a short step of this kind: a reply and the messages after it. The reply's calls use `tool`."""
     (content, reasoning, calls), roles = kind
     ids = [f"{CALL_ID[:-1]}{number}" for number in range(calls)]
     shape = Shape(content, reasoning, [(call_id, tool) for call_id in ids])
@@ -151,7 +151,8 @@ class Traits:
 def probe(
     render: RenderTemplate, tokenizer: Tokenizer, tools: Sequence[Mapping[str, JSON]], stop_ids: Sequence[int] = ()
 ) -> Traits:
-    """Probe a template. `stop_ids` given by the caller are trusted. Raises `ConfigError`."""
+    """Probe a template. `stop_ids` are additional tokens that end a turn; they are not checked. Raises `ConfigError` if
+    the template does not show the user's text, the tools or their results, or if no token that ends a turn is found."""
     if CONTENT not in render([{"role": "user", "content": CONTENT}]):
         raise ConfigError("The chat template does not show a user's text; does it require a list of parts?")
     if tools:

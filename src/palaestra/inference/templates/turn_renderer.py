@@ -76,7 +76,7 @@ class History:
 @dataclass(frozen=True, slots=True)
 class TurnStep:
     """`ids[D]` are the tokens after the last sampled token. `rewrites` describes how the template changes history; it
-    is empty if the template does not."""
+    is empty if the template keeps history unchanged."""
 
     ids: array[int]
     kinds: tuple[StepKind, ...]
@@ -92,9 +92,9 @@ class Opening:
 
 
 class TurnRenderer:
-    """A template with one set of tools and one set of template variables. All rollouts that use these share it. Raises
-    `ConfigError` if the template hides the tools, drops their results, or has no recognisable token that ends a
-    turn."""
+    """A template with one set of tools and one set of template variables. All rollouts with the same template, tools
+    and variables share the renderer. Raises `ConfigError` if the template hides the tools, drops their results, or has
+    no recognisable token that ends a turn."""
 
     def __init__(
         self,
@@ -325,8 +325,9 @@ def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
 
 
 class ChatFormat:
-    """A model's tokenizer with a chat template: its own, or the given text. `stop_ids` adds to the tokens that end a
-    turn. Each set of tools is probed once. Raises `ConfigError` for a missing or unreadable template."""
+    """A model's tokenizer with a chat template: `chat_template`, or the tokenizer's own if that is None. `stop_ids` are
+    additional tokens that end a turn. Each set of tools is probed once. Raises `ConfigError` for a missing or
+    unreadable template."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str | None = None, stop_ids: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer

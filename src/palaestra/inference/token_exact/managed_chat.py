@@ -62,8 +62,9 @@ conversations than this."""
 
 @dataclass(slots=True)
 class _Thread:
-    """One conversation. `seen` are the messages as the caller sent them, `shown` are the same messages with our own
-    replies. `kinds` are the kinds of steps in its segment. `busy` is true while a reply is being sampled."""
+    """One conversation. `seen` are the messages as the caller sent them, `shown` are the same messages with the replies
+    as this server returned them. `kinds` are the kinds of steps in the conversation's segment. `busy` is true while a
+    reply is being sampled."""
 
     renderer: TurnRenderer
     segment: int = -1
@@ -103,7 +104,7 @@ async def _directly(function: Callable[[], Any]) -> Any:
 
 
 def _copied(value: V) -> V:
-    """Return a deep copy, so that the caller's later changes do not reach it."""
+    """Return a deep copy, so that the caller's later changes do not affect the copy."""
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}  # type: ignore[return-value]
     if isinstance(value, list):
@@ -112,8 +113,8 @@ def _copied(value: V) -> V:
 
 
 def _same_reply(ours: Message, theirs: Message) -> bool:
-    """Return whether a client sent our reply back. Clients reformat replies in their own way, and some omit the
-    thinking."""
+    """Return whether a client sent this server's reply back. Clients reformat replies in their own way, and some omit
+    the thinking."""
     if theirs.get("role") != "assistant" or content_of(theirs) != ours["content"]:
         return False
     if (thought := reasoning_of(theirs)) and thought != ours.get("reasoning_content"):
@@ -131,8 +132,8 @@ def _calls(message: Message) -> list[tuple[JSON, JSON]]:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The place of the next turn, with its new prompt tokens `delta[D]`. The turn continues `thread` or, if it
-    `begins`, opens a segment, with the `reason` if it is already known."""
+    """Where the next turn is added, and its new prompt tokens `delta[D]`. If `begins` is true, the turn opens a
+    segment, and `reason` is set if the reason is already known. Otherwise, the turn continues `thread`."""
 
     thread: _Thread
     delta: array[int]
@@ -150,7 +151,8 @@ class _Reply:
 
 
 class ManagedChat(ChatServer):
-    """A chat server for one rollout, and, as the contract requires, an async context manager that closes nothing.
+    """A chat server for one rollout. It is also an async context manager, as existing environments expect, but leaving
+    the block closes nothing.
 
     `history` selects how to treat a template that rewrites history. Requests may run concurrently; each continues the
     conversation that its messages extend, or opens a new segment, which is added to `segments`. Replies that `recorded`
@@ -294,8 +296,8 @@ class ManagedChat(ChatServer):
         return len(self._format.renderer(tools, None).opening(plain_messages(messages)).ids)
 
     def get_state(self) -> dict[str, JSON]:
-        """Return the contract's record: the `ledger` and its `nodes`, one per segment in order, with the
-        segments of other conversations first. No node is part of another, so a trainer uses all of them."""
+        """Return the token record: the `ledger` and its `nodes`, one per segment in order, with the segments of other
+        conversations first. No node is part of another, so a trainer uses all of them."""
         return {"nodes": self.ledger.nodes(self._format.tokenizer), "ledger": self.ledger}
 
     async def _replies(

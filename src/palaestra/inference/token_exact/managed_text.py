@@ -33,7 +33,8 @@ class _Text:
 
 
 class ManagedText:
-    """The texts of one rollout. `segments` are appended to the caller's list; `branch` is the conversation's number."""
+    """The texts of one rollout. The numbers of new segments are appended to `segments`, the caller's list. `branch` is
+    the conversation's number."""
 
     def __init__(
         self,

@@ -84,8 +84,8 @@ class ReplyReader:
     """Reads replies with one parser, given as an object or by name. Without a parser (None or `none`), calls stay in
     the content.
 
-    The contract's parsers take only the text. Ours also take `tools=`, `cut=`, `thinking=` and `turn=`, and find
-    thinking and broken calls. Raises `ConfigError` for an unknown name.
+    Parsers of existing scripts take only the text. Palaestra's parsers also take `tools=`, `cut=`, `thinking=` and
+    `turn=`, and find thinking and broken calls. Raises `ConfigError` for an unknown name.
     """
 
     def __init__(self, parser: ToolCallParser | str | None) -> None:
@@ -102,7 +102,7 @@ class ReplyReader:
     def read(
         self, text: str, *, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> AssistantMessage:
-        """Return the message. With `thinking`, the reply begins inside its thinking. `turn` is part of the ids of
+        """Return the message. If `thinking` is true, the reply begins inside its thinking. `turn` is part of the ids of
         calls."""
         reasoning, content, calls = self._parts(text, thinking, cut, tools, turn)
         return AssistantMessage(
@@ -118,7 +118,7 @@ class ReplyReader:
     def _parts(
         self, text: str, thinking: bool, cut: bool, tools: Sequence[Mapping[str, JSON]], turn: int
     ) -> tuple[str | None, str | None, Sequence[JSON]]:
-        """Return thinking, content and calls. Without tools, calls stay in the content."""
+        """Return thinking, content and calls. If there are no tools, calls stay in the content."""
         reasoning, rest = split_thinking(text, thinking)
         if self._parser is None or not (tools or "thinking" in self._accepts):
             return reasoning, rest, ()
@@ -157,8 +157,8 @@ def _accepted(parse: Callable[..., JSON]) -> frozenset[str]:
 
 
 def _call(call: JSON, call_id: str) -> ToolCallMessage:
-    """Convert a call from any parser to our own type, with the id `call_id`, because a parser that does not accept
-    `turn` may give random ids."""
+    """Convert a call from any parser to Palaestra's own type, with the id `call_id`, because a parser that does not
+    accept `turn` may give random ids."""
     function = _part(call, "function") or call
     arguments = _part(function, "arguments")
     if not isinstance(arguments, str):

@@ -85,7 +85,8 @@ class Observation(_Record):
 
 class Metrics(_Record):
     """The metrics of one step. `completion_token_ids[T]` and `logprobs[T]` belong to the sampled tokens; `sequences`,
-    under our key in `extra`, lists the sampled sequences that contain these tokens, as [id, offset, length]."""
+    under the key `palaestra` in `extra`, lists the sampled sequences that contain these tokens, as [id, offset,
+    length]."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -189,7 +190,7 @@ def atif_document(
 
 
 def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """Return the parts of our record for which the format has no field."""
+    """Return the parts of Palaestra's record for which the format has no field."""
     return {
         "schema": ATIF_EXTRA_SCHEMA,
         "run_id": meta.run_id,
@@ -299,7 +300,8 @@ def _tool_call(call: MessageCall) -> AtifToolCall:
 
 
 def _image(part: JSON) -> AtifSource | None:
-    """Return the location of an image; None if its address does not show a supported type."""
+    """Return the location of an image; None if its address does not show a supported type, or if the image has further
+    settings, such as `detail`."""
     link = part.get("image_url") if isinstance(part, Mapping) else None
     url = link.get("url") if isinstance(link, Mapping) else link
     if not isinstance(url, str) or (isinstance(link, Mapping) and set(link) - {"url"}):
@@ -311,7 +313,7 @@ def _image(part: JSON) -> AtifSource | None:
 def _sampled(trajectory: Trajectory) -> dict[int, tuple[list[int], list[float], list[SequenceSpan]]]:
     """Return the sampled ids[T] and logprobs[T] of each turn, and the sequences that contain them. Segments of
     sub-agents are ignored; if the other segments have more or fewer model calls than the agent has turns, the result is
-    empty."""
+    empty. Turns without sampled ids, or with a log-probability that is not finite, are left out."""
     ledger = trajectory.ledger
     if ledger is None:
         return {}
@@ -340,7 +342,8 @@ def _ours(values: Extra) -> Extra | None:
 
 
 def arguments_text(arguments: Mapping[str, JSON]) -> str:
-    """Return arguments as JSON text when only the object is known, for example after reading a document back."""
+    """Return arguments as JSON text when only the object is known, for example after reading a document back; empty if
+    UTF-8 cannot encode them."""
     try:
         stored: JSON = msgspec.json.decode(msgspec.json.encode(arguments))
     except UnicodeEncodeError:

@@ -2,12 +2,12 @@
 groups finish, and the format `atropos` makes the same lines from the journal.
 
 One line per group holds the scored trajectories, in index order. A rollout without a reward cannot be trained on, so it
-appears only under our own key `rollouts`, with its outcome and its blame. The file is derived from the journal, which
-is the record.
+appears only under Palaestra's own key `rollouts`, with its outcome and its blame. The file is derived from the journal,
+which is the record.
 
-Invariants: lines are in item order; `add` returns once its line is on disk, unless the line waits for an earlier group;
-an existing file is replaced only with `again`. Wire source: `ScoredData` of atroposlib 0.4, where every message has
-`role` and `content` and absent lists are empty.
+Invariants: lines are in the order of the groups' numbers; `add` returns once its line is on disk, unless the line waits
+for an earlier group; an existing file is replaced only with `again`. Source of the format: `ScoredData` of atroposlib
+0.4, where every message has `role` and `content` and absent lists are empty.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     It has `tokens[G][T]`, `masks[G][T]` (-100 for untrained tokens), `scores[G]`, `inference_logprobs[G][T]` if every
     row has them, and `spans[G]`, the `SequenceSpan`s of each row. If `messages` is False, the list `messages` is empty.
     A rollout whose history was rewritten has several rows, each with its score and messages; `rows` in `rollouts`
-    counts them. Raises `ValueError` if the lengths of a row differ, a score is not finite or a message has no role.
+    counts them. Raises `ValueError` if a row's lists differ in length, a score is not finite, a message has no role or
+    `group_overrides` is not a mapping.
     """
     trajectories = sorted(group.trajectories, key=lambda trajectory: trajectory.index)
     scored = [trajectory for trajectory in trajectories if trajectory.scored]
@@ -122,8 +123,8 @@ def _messages(trajectory: Trajectory) -> list[Message]:
 
 
 def _message(message: Message, trajectory: Trajectory) -> Message:
-    """Return the message with both keys that the API server requires; some clients omit `content` next to tool
-    calls."""
+    """Return the message, with `content` set to None if it is missing: the API server requires the key, but some
+    clients omit it next to tool calls. Raises `ValueError` if the message has no role."""
     if not message.get("role"):
         raise ValueError(f"rollout {trajectory.rollout_id}: a message has no role: {str(message)[:200]}")
     return message if "content" in message else {**message, "content": None}
@@ -154,7 +155,7 @@ def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
 
 
 def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
-    """Return the fields of our record that report how a rollout ended."""
+    """Return the fields of Palaestra's record that report how a rollout ended."""
     return {
         "outcome": trajectory.outcome.value,
         "reward": trajectory.reward,
@@ -193,12 +194,12 @@ def claim_path(path: Path) -> Path:
 
 
 class GroupsFile:
-    """The growing JSONL file of a run. Groups arrive as they finish and are written in item order.
+    """The growing JSONL file of a run. Groups arrive as they finish and are written in the order of their numbers.
 
-    `path` is the claimed file. With `again`, it is the given file, whose content is replaced when the first group is
-    written, so that a resumed run without a group leaves the file unchanged. `add` and `skip` block until the data is
+    `path` is the claimed file. With `again`, it is the given file. Its content is replaced when the first group is
+    written, so a resumed run that adds no group leaves the file unchanged. `add` and `skip` block until the data is
     written and synced, may be called from worker threads, and raise `DiskError`. A line that waits for an earlier group
-    is kept in an unnamed temporary file in the same folder, so that waiting for one long task costs no memory.
+    is kept in an unnamed temporary file in the same folder, so the wait for one long task costs no memory.
     """
 
     def __init__(
@@ -233,7 +234,8 @@ class GroupsFile:
         self._take(number, b"")
 
     def close(self) -> None:
-        """Write the lines that still wait for a missing group, in item order, and close the file. Idempotent.
+        """Write the lines that still wait for a missing group, in the order of the groups' numbers, and close the file.
+        Idempotent.
 
         Raises `DiskError`, after closing.
         """
@@ -302,7 +304,7 @@ class AtroposExporter:
     """One line per group. Whatever the options, unscored rollouts appear only under the line's key `rollouts`.
 
     The run's own settings decide whether lines have messages, and whether groups of equal scores, from which a policy
-    gradient learns nothing, are left out.
+    gradient learns nothing, are left out. If the export includes everything, these groups are written too.
     """
 
     name = "atropos"

@@ -1,9 +1,9 @@
 """The format `batch`: the rows of hermes-agent's batch runner, which data pipelines of that project read.
 
 A line has `prompt_index, conversations, metadata, completed, partial, api_calls, toolsets_used, tool_stats,
-tool_error_counts, reasoning_stats`. `tool_stats` and `tool_error_counts` have the same keys in every line, namely all
-built-in tools of this Palaestra version and the run's tools, so that the lines load as one table. Discarded samples
-(score 0) are left out.
+tool_error_counts, reasoning_stats`. `tool_stats` and `tool_error_counts` have the same keys in every line, so that the
+lines load as one table. The keys are all built-in tools of this Palaestra version and the tools of the run's first
+group. Discarded samples (score 0) are left out.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def batch_line(
 
 
 def _without(messages: Sequence[Message], ephemeral: str | None) -> Sequence[Message]:
-    """Return the messages without the system message `ephemeral`, which the file leaves out."""
+    """Return the messages without the first one if it is the system message `ephemeral`, which is not written to the
+    file."""
     first = messages[0] if messages else {}
     hidden = ephemeral and first.get("role") == "system" and first.get("content") == ephemeral
     return messages[1:] if hidden else messages

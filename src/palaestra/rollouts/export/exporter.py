@@ -5,7 +5,7 @@ rollout that is missing from the file is counted in `ExportReport.left_out`; a r
 the file is counted in `ExportReport.remarks`.
 
 To add a format, write a module with a class of the `Exporter` shape and add a line to `FORMATS`; `--to
-package.module:Class` takes any other class. Nothing is imported before it is used.
+package.module:Class` takes any other class. The module of a format is imported only when the format is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.records import Group, Trajectory
 
 UNSCORED = "unscored"
-"""The most frequent reason for leaving a rollout out: it has no reward to learn from."""
+"""The most frequent reason for leaving a rollout out: the rollout has no reward to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Exporter(Protocol):
     everything: ClassVar[bool]
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
-        """Write the groups, one at a time, in order. Blocks.
+        """Write the groups, one at a time, in order. The call blocks.
 
         Raises `ConfigError` if the run lacks data that the format needs.
         """

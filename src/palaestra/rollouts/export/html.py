@@ -108,7 +108,8 @@ class Chart:
 
 
 class PageBudget:
-    """Counts how much text still fits. Texts are cut in the middle; on a full page only their ends are shown."""
+    """Counts how much text still fits. A text that is too long is cut in the middle. On a full page, only a short
+    beginning and end of each text are shown."""
 
     def __init__(self, block_chars: int = BLOCK_CHARS, page_chars: int = PAGE_CHARS) -> None:
         self._block_chars = block_chars
@@ -152,7 +153,8 @@ class PageBudget:
 
 
 def conversation(messages: Sequence[Message], page: PageBudget, turns: int) -> list[ShownMessage]:
-    """Return the messages in order. A tool's answer is shown with its call, or alone if it has none.
+    """Return the messages in order. A tool's answer is shown with its call, or alone if the latest reply has no call
+    with its id.
 
     The last `turns` assistant messages are the model's own; earlier assistant messages were part of the prompt.
     """
@@ -304,7 +306,8 @@ def _parsed(text: JSON) -> dict[str, JSON] | None:
 
 
 def as_json(value: JSON, indent: int | None = None) -> str:
-    """Return the value as JSON text for a reader; values that JSON cannot hold are shown as in Python."""
+    """Return the value as JSON text for a reader; values that JSON cannot hold are shown as Python's `str` returns
+    them."""
     try:
         return json.dumps(value, ensure_ascii=False, indent=indent, default=str)
     except RecursionError:
@@ -411,7 +414,7 @@ def _own_figures(own: Mapping[str, float]) -> Mapping[str, float]:
 
 
 def _settings(config: Mapping[str, JSON]) -> list[tuple[str, str]]:
-    """Return the versions, and the settings that were set explicitly, with their sources."""
+    """Return the versions, and the settings that were set explicitly, with their sources. Secrets are left out."""
     env, servers = config.get("env") or {}, config.get("openai") or [{}]
     shown: dict[str, JSON] = {}
     for name, source in (config.get("sources") or {}).items():
@@ -460,7 +463,7 @@ def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> dic
 
 
 def _turn_notes(trajectory: Trajectory) -> list[str]:
-    """Return the cost of each turn, in order."""
+    """Return a line of text for each turn, in order: its finish reason, its tokens and its durations."""
     seconds = trajectory.beside.turn_s
     notes = []
     for place, turn in enumerate(trajectory.turns):

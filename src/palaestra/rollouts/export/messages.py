@@ -1,7 +1,8 @@
 """Reads messages in the OpenAI shape for every format that is made from conversations.
 
 Any shape that a model, a tool or a data set produced is read as well as possible, without validation. Invariant: the
-text of arguments, replies and results is as recorded, and message fields that `ChatMessage` lacks are in its `rest`.
+text of arguments, replies and results is as recorded, and all other message fields that are not empty are in
+`ChatMessage.rest`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class MessageCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message. `role` is system, user, assistant or tool; `content` is text or a list of parts."""
+    """One message. `role` is system, user, assistant or tool, or an unknown role as recorded; `content` is text or a
+    list of parts."""
 
     role: str
     content: str | list[JSON]
@@ -124,7 +126,7 @@ def own_turns(messages: Sequence[ChatMessage], turns: int) -> list[int | None]:
 
 
 def unanswered(messages: Sequence[ChatMessage]) -> bool:
-    """Return whether some call has no result, or none before the next message that is not a result."""
+    """Return whether some call has no result before the next message that is not a result."""
     open_ids: set[str] = set()
     for message in messages:
         if message.role == "tool":

@@ -3,9 +3,9 @@
 Sources: the chat completions API (messages), the tool-calling data sets of the Hugging Face trainers (lines). Lines
 have no tokens, since the trainer's chat template produces them (the format `rows` has the sampled tokens).
 
-Invariant: the texts are as recorded, and `tools` is empty if the prompt lists the tools. `arguments` stay JSON text,
-because a column of objects gets the keys of all its rows when it is loaded as a table; empty text, which means no
-arguments, becomes `{}`, and malformed text is kept with a remark.
+Invariant: the texts are as recorded, and `tools` is empty if the prompt lists the tools and the calls are written as
+text. `arguments` stay JSON text, because a column of objects gets the keys of all its rows when it is loaded as a
+table; empty text, which means no arguments, becomes `{}`, and malformed text is kept with a remark.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ShareGPTExporter:
 def alternating(
     conversation: Sequence[ChatMessage], tools: Sequence[Mapping[str, JSON]]
 ) -> tuple[list[dict[str, str]], set[str]]:
-    """Return the turns, and remarks on the changes needed for them to alternate. Raises `Unfit`."""
+    """Return the turns, and remarks on everything that was changed or left out. Raises `Unfit`."""
     turns = _Turns(calls_in_text(conversation))
     for message in conversation:
         turns.take(message)

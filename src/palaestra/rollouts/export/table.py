@@ -24,7 +24,8 @@ _ERROR_CHARS = 200
 
 @dataclass(slots=True)
 class _Line:
-    """One line, with the `rewards` and `outcomes` of a task's rollouts. The line of totals has no `rewards`."""
+    """One line, with the `rewards` and `outcomes` of a task's rollouts. The line of totals (`total`) does not list the
+    rewards one by one."""
 
     task: str
     rewards: list[float]

@@ -1,8 +1,8 @@
 """The format `rows`: exact tokens, in one line per segment of a rollout, for trainers that take token ids.
 
 Within a segment the history only grew, so a rollout whose history was rewritten has several segments. Over all
-segments, each sampled token has mask 1 exactly once (T3). `docs/training.md` shows how to convert lines for TRL and
-Tinker. Invariant: rows with tokens that no engine sampled are exported only if the user allows placeholders.
+segments, each sampled token has mask 1 exactly once (invariant T3). `docs/training.md` shows how to convert lines for
+TRL and Tinker. Invariant: rows with tokens that no engine sampled are exported only if the user allows placeholders.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class ExportedRow(msgspec.Struct, kw_only=True):
 
     `prompt_ids[P]` are the tokens before the first sampled one; `completion_ids[T]`, `mask[T]` (1 where the model
     sampled, 0 where the environment wrote) and `logprobs[T]` (the engine's own, 0.0 where mask is 0; null if there are
-    none) describe the tokens after them. `reward` is the whole rollout's, null if unscored. `policy_version` is the
-    version that sampled the segment, null for several or none; `versions` has (start, stop, version), where start and
-    stop are positions in the completion. `spans` covers prompt and completion without gaps and names the sampled
-    sequence of every token; it is empty for tokens that no engine sampled. `segment` counts from 0; `segments` is the
-    rollout's number of lines.
+    none) describe the tokens after them. `reward` is the reward of the whole rollout, null if the rollout is unscored.
+    `policy_version` is the version that sampled the segment, null if there are several or none is known; `versions` has
+    (start, stop, version), where start and stop are positions in the completion. `spans` covers prompt and completion
+    without gaps and names the sampled sequence of every token; it is empty for tokens that no engine sampled. `segment`
+    counts from 0; `segments` is the rollout's number of lines.
 
-    In tree rollouts, `parent` names the rollout that this one continues, and the turn after which it does so. `credit`
-    has (start, stop, value) for the sampled spans of the completion, in order, where value is the mean reward of the
+    In tree rollouts, `parent` is (rollout id, turn): the rollout continues that rollout after that turn. `credit` has
+    (start, stop, value) for the sampled spans of the completion, in order, where value is the mean reward of the
     rollouts that share the span. It is omitted if all sampled tokens have the rollout's own reward.
     """
 
@@ -65,14 +65,15 @@ class ExportedRow(msgspec.Struct, kw_only=True):
 
 
 class RowsExporter:
-    """One `ExportedRow` per line. Refuses rollouts without sampled tokens unless placeholders are allowed."""
+    """One `ExportedRow` per line. A rollout without sampled tokens is an error unless placeholders are allowed."""
 
     name = "rows"
     ending = ".jsonl"
     everything = False
 
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
-        """Write the lines. Raises `ConfigError` for a rollout whose tokens are missing or contradict each other."""
+        """Write the lines. Raises `ConfigError` for a rollout whose tokens are missing or contradict each other. A
+        rollout that ended before the model had replied is left out instead."""
         report = ExportReport()
         encoder = msgspec.json.Encoder()
         for group in groups:
@@ -103,7 +104,8 @@ def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple
 
 def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = ()) -> list[ExportedRow]:
     """Return the training rows of one rollout; `values` is the rollout's entry in `credit_of`. Raises `ConfigError` if
-    arrays differ in length or the mask of a trained token is not the token itself."""
+    arrays differ in length, the mask of a trained token is not the token itself, or the reward or a log-probability is
+    not finite."""
     rows = trajectory.rows
     if trajectory.row is None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]

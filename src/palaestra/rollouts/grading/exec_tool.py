@@ -1,7 +1,8 @@
-"""`exec_tool`, with which the contract's set-up and verification hooks run tools in a rollout's workspace.
+"""`exec_tool`, with which the set-up and verification hooks of existing environments run tools in a rollout's
+workspace.
 
 Both call shapes in use are accepted: `exec_tool("bash", {"command": ...}, timeout=600)` and `exec_tool(ToolCall(...))`.
-The answer is an `ExecutionResult` whose metadata holds both `exit_code` and `returncode`. As in the contract, its
+The answer is an `ExecutionResult` whose metadata holds both `exit_code` and `returncode`. As these hooks expect, its
 output is standard output, then standard error after a line `[stderr]`.
 """
 
@@ -28,7 +29,7 @@ class ExecTool:
     async def __call__(
         self, tool: str | ToolCall, args: Mapping[str, JSON] | None = None, timeout: float = 300
     ) -> ExecutionResult:
-        """Run one call. Raises `InfraError`; any other failure is returned in the result."""
+        """Run one call. Raises `InfraError`; any other expected failure is returned in the result."""
         if isinstance(tool, ToolCall) and tool.error:
             return tool_result(error=tool.error)
         name, arguments = (tool.name, tool.arguments) if isinstance(tool, ToolCall) else (tool, args or {})

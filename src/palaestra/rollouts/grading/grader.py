@@ -34,7 +34,7 @@ _COPY_S = 300.0
 
 
 class Grading:
-    """Leases the grading slot when the check first needs it. The rollout closes this object when it ends.
+    """Leases the grading slot when the check first needs it. The rollout closes this object when the rollout ends.
 
     If `untouched`, the check sees the prepared workspace in place of the agent's work.
     """
@@ -63,8 +63,8 @@ class Grading:
         rollout.closers.append(self.aclose)
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
-        """Return the agent's sealed work, or None if the agent never had a slot. Only the first call's `view`
-        counts."""
+        """Return the agent's sealed work; None if the agent never had a slot, or if `untouched`. Only the first call's
+        `view` counts. Raises `GraderError` if the check is live."""
         if self.live:
             raise GraderError(f"task {self.rollout.task.id} is graded live, so its work is not sealed")
         async with self._sealing:
@@ -100,7 +100,8 @@ class Grading:
         """Keep the files of the agent's `/tmp` and `/dev/shm` for the grading slot, and count the agent's live
         processes.
 
-        Does nothing once the slot is sealed. In a kept workspace that is graded again, the files are already there.
+        Does nothing if the check is live or `untouched`, if the agent never had a slot, or once the slot is sealed. In
+        a kept workspace that is graded again, the files are already there.
         """
         if self.live or self.begun:
             return
@@ -134,7 +135,7 @@ class Grading:
             f"if [ -d {CARRIED}{place} ] && [ ! -h {CARRIED}{place} ]; then "
             f"cp -a --no-preserve=links {CARRIED}{place}/. {place}/ || cp -a {CARRIED}{place}/. {place}/; fi; "
             for place in SCRATCH
-        )  # hard links could join a file of the check to a file of the work; BusyBox's cp keeps none
+        )  # a hard link could join a file of the check to a file of the work; BusyBox's cp does not copy hard links
         await slot.execute(["/bin/sh", "-c", f"{copies} rm -rf {CARRIED}"], cwd="/", timeout_s=_COPY_S)
 
     @property
@@ -153,13 +154,14 @@ class Grading:
         self.live, self._shown = False, None
 
     async def changes(self) -> Sequence[Change]:
-        """Return the agent's changes, from the sealed layer."""
+        """Return the agent's changes, from the sealed layer; none if there is no such layer."""
         sealed = await self.seal()
         return [] if sealed is None else await self.pool.changes(sealed)
 
     async def slot(self, view: View | None = None) -> Slot:
-        """Return the grading slot, which always has a workspace directory. `view` selects the agent's changes to show,
-        by default those that the task declares; only the first call's `view` counts."""
+        """Return the grading slot, which always has a workspace directory; if the check is live, this is the agent's
+        own slot. `view` selects the agent's changes to show, by default those that the task declares; only the first
+        call's `view` counts."""
         with self._troubled():
             if self.live:
                 self._shown = await self.rollout.sandbox()
@@ -183,7 +185,8 @@ class Grading:
                 return self._slot
 
     async def check_sound(self) -> None:
-        """Raise the `InfraError` that was kept during the check, in case the hook caught and ignored it."""
+        """Raise the `InfraError` that was kept during the check, in case the hook caught and ignored it. Also raise if
+        the slot that the check used is lost."""
         if self._trouble is not None:
             raise self._trouble
         if self._shown is not None:
@@ -261,7 +264,7 @@ class Grading:
         return narrowed
 
     def tools(self, timeout_s: float) -> ToolRuntime:
-        """Return all tools, in the grading slot, for `exec_tool` and `ToolContext`."""
+        """Return a new runtime with all tools for `exec_tool` and `ToolContext`. The tools run in the grading slot."""
         made = ToolRuntime(
             unrestricted(self.rollout.kit.registry),
             self.slot,
@@ -274,7 +277,8 @@ class Grading:
         return made
 
     async def hand_back(self) -> None:
-        """Release the grading slot and let the rollout continue from its view, whose layers stay until `aclose`."""
+        """Release the grading slot and let the rollout continue from the graded view. The layers of the view stay until
+        `aclose`."""
         slot, self._slot, self._shown = self._slot, None, None
         if slot is not None:
             await self.pool.release(slot)

@@ -58,7 +58,7 @@ class NamedFiles:
 
     @classmethod
     def of(cls, task: Task) -> NamedFiles:
-        """Return the file names in the task's messages."""
+        """Return the names in the task's messages, and whether the messages mention links."""
         text = "\n".join(str(message.get("content")) for message in task.messages())
         names = frozenset(name.rstrip(".") for name in _NAME.findall(text))
         return cls(names, _ABOUT_LINKS.search(text) is not None)
@@ -93,7 +93,7 @@ def _base(path: str) -> str:
 
 
 async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> None:
-    """Replace the agent's links in a grading slot that would equate files of the work with files of the check.
+    """Replace the agent's links in a grading slot that would make a file of the work and a file of the check one file.
 
     `changes` are the changes that the slot shows.
     """

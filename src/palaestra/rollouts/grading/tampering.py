@@ -3,8 +3,8 @@
 A check sees only the workspace and the paths that its task declares (`grader.py`). Even below those paths, it sees the
 following as prepared: directories of PATH, except programs that the task names; the loader's files and all libraries of
 the root; Python's standard library and start-up files, and an installed pytest; settings in a home, unless the task
-declares them. Other new files are shown, since a task may ask to install them, unless the loader, a compiler or an
-interpreter would prefer them to a file of the root.
+declares them. Other new files are shown, since a task may ask to install them. An exception is a file that the loader,
+a compiler or an interpreter would prefer to a file of the root.
 
 Invariant: the decision depends only on the path and on whether the root had it, never on the content. Not covered: a
 program or package that the task names or asks to install and that the check trusts, and packages of interpreters other
@@ -120,7 +120,7 @@ _BEFORE_STANDARD = re.compile(r".*/lib(?:32|64)?/python\d+\.zip|.*/s?bin/lib(?:3
 """Places in which Python looks for its standard library before the real location."""
 
 _HOOKS = frozenset({"_distutils_hack", "apport", "apport_python_hook"})
-"""Packages that start-up files of distributions import."""
+"""Packages that the Python start-up files of Linux distributions import."""
 
 _TESTING = frozenset(
     {"_pytest", "exceptiongroup", "iniconfig", "packaging", "pluggy", "py", "pygments", "pytest", "tomli"}
@@ -170,7 +170,8 @@ def _distribution(name: str) -> str:
 
 
 def _starts_python(path: str, workspace: str) -> bool:
-    """Return whether this file is outside the workspace and Python runs it on start-up."""
+    """Return whether Python runs this file on start-up and the file is outside the workspace. A directory `.local` in
+    the workspace counts as outside."""
     whole = PurePosixPath(path)
     inside = workspace != "/" and whole.is_relative_to(workspace) and ".local" not in whole.parts
     if inside:
@@ -186,7 +187,8 @@ class Rule:
     """Decides which changes a check does not see.
 
     `workspace` is the agent's working directory. `programs` may be added and replaced, `new_programs` only added.
-    `declared` are the paths that the task declares, except `/`. `directories` are those of the slot's PATH.
+    `declared` are the paths whose changes a check sees, except `/`. `directories` are those of the slot's PATH, and
+    `home` is the slot's HOME.
     """
 
     workspace: str
@@ -258,8 +260,8 @@ class Rule:
         return _SEARCH_PATHS.fullmatch(path) is not None
 
     def _hidden_by(self, change: Change) -> tuple[str, ...]:
-        """Return the directories of PATH, and the home, that this change removed or replaced with a directory above
-        them."""
+        """Return the directories of PATH, and the home, that are hidden because this change removed or replaced a
+        directory above them."""
         if change.kind == "dir" and not change.opaque:
             return ()
         places = sorted({*filter(self._has_programs, self.directories), self.home})
@@ -340,8 +342,8 @@ class Rule:
         return False
 
     async def _has_package(self, path: str) -> bool:
-        """Return whether the root has the package of this path, in this or another site directory, and uses it on
-        start-up or has pytest."""
+        """Return whether the root has the package of this path, in this or another site directory, and either uses the
+        package on start-up or has pytest."""
         match = _SITE.fullmatch(path)
         assert match is not None
         found = set(await self._names(match[1]))

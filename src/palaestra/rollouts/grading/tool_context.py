@@ -1,4 +1,5 @@
-"""`ToolContext`: access to a rollout's workspace and tools for reward functions written to the contract.
+"""`ToolContext`: access to a rollout's workspace and tools for reward functions, including those of existing
+environments.
 
 The synchronous methods may be called inside an `async def compute_reward` without blocking the event loop (see
 `core/sync_bridge.py`), and from other threads. Each has an async version, `<name>_async`. In a run they work on the
@@ -93,14 +94,16 @@ class ToolContext:
 
     @_placed
     async def terminal_async(self, command: str, timeout: float = 180) -> dict[str, JSON]:
-        """Run a shell command in the workspace: `{"exit_code", "output"}`. The code is 124 after `timeout` seconds."""
+        """Run a shell command in the workspace. Returns `{"exit_code", "output"}`. The code is 124 if the command was
+        ended after `timeout` seconds."""
         slot = await self._slot()
         done = await slot.execute(command, timeout_s=timeout, max_output_bytes=CONTEXT_OUTPUT_BYTES)
         return {"exit_code": done.exit_code, "output": done.output}
 
     @_placed
     async def read_file_async(self, path: str) -> dict[str, JSON]:
-        """Return the whole text of a file: `{"content", "path"}`, or `{"error", "path"}` if it cannot be read."""
+        """Read the whole text of a file. Returns `{"content", "path"}`, or `{"error", "path"}` if the file cannot be
+        read."""
         slot = await self._slot()
         try:
             return {"content": await slot.read_text(path), "path": path}
@@ -111,7 +114,8 @@ class ToolContext:
 
     @_placed
     async def write_file_async(self, path: str, content: str) -> dict[str, JSON]:
-        """Write a text file: `{"bytes_written", "path"}`, or `{"error", "path"}`."""
+        """Write a text file. Returns `{"bytes_written", "path"}`, or `{"error", "path"}` if the file cannot be
+        written."""
         slot = await self._slot()
         data = content.encode()
         try:
@@ -124,13 +128,14 @@ class ToolContext:
 
     @_placed
     async def upload_file_async(self, local_path: str | Path, remote_path: str) -> dict[str, JSON]:
-        """Copy a file from this machine into the workspace: `{"success", "bytes"}`, or `{"success", "error"}`."""
+        """Copy a file from this machine into the workspace. Returns `{"success", "bytes"}`, or `{"success", "error"}`
+        if the copy fails."""
         return await _transferred((await self._slot()).upload(Path(local_path), remote_path))
 
     @_placed
     async def upload_dir_async(self, local_dir: str | Path, remote_dir: str) -> dict[str, JSON]:
-        """Copy a directory from this machine into the workspace: `{"success", "bytes", "files", "left_out"}`, or
-        `{"success", "error"}`."""
+        """Copy a directory from this machine into the workspace. Returns `{"success", "bytes", "files", "left_out"}`,
+        or `{"success", "error"}` if the copy fails."""
         return await _transferred(upload_dir(await self._slot(), Path(local_dir), remote_dir))
 
     @_placed
@@ -145,7 +150,8 @@ class ToolContext:
 
     @_placed
     async def search_async(self, query: str, path: str = ".") -> dict[str, JSON]:
-        """Search file contents with `search_files`. Returns the tool's reply, or `{"error"}` if the tool is missing."""
+        """Search file contents with the tool `search_files`. Returns the tool's reply, or `{"error"}` if the tool is
+        missing."""
         return await self._object("search_files", {"pattern": query, "path": path})
 
     @_placed
@@ -214,7 +220,7 @@ class ToolContext:
 
 
 async def _transferred(transfer: Awaitable[int | Transferred]) -> dict[str, JSON]:
-    """Return the result of a transfer, in the contract's form."""
+    """Return the result of a transfer as a mapping, in the form that the `upload` and `download` methods describe."""
     try:
         done = await transfer
     except InfraError:

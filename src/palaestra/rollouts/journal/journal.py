@@ -53,8 +53,8 @@ _DEEPEST = 64
 def plain(value: T, depth: int = 0) -> T:
     """Return a copy that JSON can hold.
 
-    Lone surrogates become question marks, other packages' numeric types become int or float, and any other object
-    becomes the name of its type.
+    Lone surrogates become question marks, and other packages' numeric types become int or float. A value that is nested
+    too deeply becomes `…`, and any other object becomes the name of its type.
     """
     copied: JSON = value
     match value:
@@ -132,7 +132,8 @@ class Journal:
 
         The returned event is the event itself, or a `plain` copy if JSON cannot hold it. With a `check`, the line is
         written only if it can be read back and `check` accepts the event; otherwise this raises `ValueError`. Raises
-        `DiskError` when the disk is full, because a run without a journal must stop.
+        `DiskError` if the line cannot be written, for example because the disk is full: a run without a journal must
+        stop.
         """
         event, line = _written(event)
         if check is not None:
@@ -153,7 +154,8 @@ class Journal:
 
 
 class EventStream:
-    """Hands each event of a run to the journal and then to the subscribers, in their order."""
+    """Writes the journal events of a run to the journal, and hands every event to the subscribers in the order of
+    subscription."""
 
     def __init__(self, journal: Journal, *subscribers: Subscriber) -> None:
         self.journal = journal
@@ -169,7 +171,8 @@ class EventStream:
             self._handlers.setdefault(kind, []).append(handler)
 
     def emit(self, event: JournalEvent | MemoryEvent) -> None:
-        """Write the event if it is a journal event, and announce it. Raises `DiskError` when the disk is full."""
+        """Write the event if it is a journal event, and announce it. Raises `DiskError` if the event cannot be
+        written."""
         if isinstance(event, JournalEvent):
             event = self.journal.append(event)
         self.announce(event)

@@ -1,7 +1,7 @@
 """Reads the groups of a run back from its journal.
 
-Groups come in item order, although they are interleaved in the journal, and only one at a time is in memory. Groups
-that a killed run did not finish are counted and left out.
+Groups come in the order of their numbers, although they are interleaved in the journal. Only one group at a time is in
+memory. Groups that a killed run did not finish are counted and left out.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Recording:
         return len(self._begun)
 
     def __iter__(self) -> Iterator[Group]:
-        """Yield the finished groups, in item order, each with its trajectories in index order."""
+        """Yield the finished groups in the order of their numbers, each with its trajectories in index order."""
         with self.path.open("rb") as file:
             for number in sorted(self._ended):
                 yield self._group(file, number)
@@ -240,9 +240,9 @@ def journal_of(run: str | Path) -> Path:
 
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
-    """Return the folder of a run, which is named by a path, `last`, `last:2` for the run before the last, the name of a
-    batch, or the beginning or end of an id. Raises `ConfigError` if no run matches or several do, and for a folder with
-    FIFOs or devices."""
+    """Return the folder of a run. A run is named by a path, by `last` (or `last:2` for the run before the last), by the
+    name of a batch, or by the beginning or the end of its id. Raises `ConfigError` if no run matches, if several do, or
+    if the folder contains FIFOs or devices."""
     text = str(run)
     if Path(text).exists():
         return _of_files(Path(text))
@@ -279,7 +279,8 @@ def list_runs(root: str | Path = RUNS) -> list[Path]:
 
 
 def _began(folder: Path) -> tuple[str, float]:
-    """Return the sort key by start time: the second in the run's id, then the time of its settings file."""
+    """Return the sort key by start time: the second in the run's id, or that of the settings file if the id has none,
+    and then the time of the settings file."""
     path = folder / "config.json"
     written = path.stat().st_mtime if path.is_file() else 0.0
     second = folder.name[:16]
@@ -294,7 +295,7 @@ def _is_called(folder: Path, text: str) -> bool:
 
 
 def _latest(folder: Path) -> str:
-    """Return a hint for an error message: the latest run below `folder`."""
+    """Return a hint for an error message: the latest run below `folder`; empty if there is none."""
     found = [
         *folder.glob(f"*/{JOURNAL_NAME}"),
         *folder.glob(f"*/*/{JOURNAL_NAME}"),

@@ -1,7 +1,8 @@
-"""Proves from the files of a run that exactly the sampled tokens are trained (T1 to T4), or finds the first violation.
+"""Proves from the files of a run that exactly the sampled tokens are trained (invariants T1 to T4), or finds the first
+violation.
 
-Checks the ledgers in the journal, the lines of the groups file and the exported rows. The engine's own answers are
-trusted.
+Checks the ledgers in the journal, the lines of the groups file and the exported rows. The answers of the model server
+are trusted.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     """Check every rollout in the journal, discarded attempts too, and then the lines of the groups file and of the file
     of exported rows.
 
-    Each file is read once. Raises `ConfigError` when a file is damaged or no rollout has recorded tokens.
+    Each file is read once. Raises `ConfigError` when a file is damaged, no rollout has ended or no rollout has recorded
+    tokens.
     """
     verdict = RunVerdict()
     ends: dict[str, Trajectory] = {}
@@ -169,7 +171,7 @@ def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
 
 def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
     """Return the first model call that is not in the ledger, or the empty string. Every model call of a conversation
-    must be in its segments of the ledger, in order.
+    must be in the conversation's segments of the ledger, in order.
 
     A sub-agent's record lists its segments; all other segments are the rollout's own.
     """
@@ -220,7 +222,8 @@ class _Line(msgspec.Struct):
 
 
 def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: RunVerdict) -> Iterator[str]:
-    """Yield the violations in the groups file, which must have every row of the ledgers exactly once and complete."""
+    """Yield the violations in the groups file. Each line must have every row of its rollouts exactly once and complete,
+    and every rollout in `due` must be in a line."""
     decoder = msgspec.json.Decoder(_Line)
     seen: set[str] = set()
     with groups.open("rb") as file:

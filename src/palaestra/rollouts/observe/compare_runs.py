@@ -2,8 +2,9 @@
 
 Rewards are paired by task, because tasks differ more from each other than two models do on one task. Only tasks with a
 reward in both runs count, each with the mean reward of its rollouts. The interval comes from `intervals.py`. No winner
-is named if the interval contains 0, or if the runs do not cover the same tasks and the same share of their rollouts,
-since the missing rollouts may be the hard ones.
+is named if there is no interval or the interval contains 0. The same holds if a task has different prompts in the two
+runs. It also holds if the runs do not cover the same tasks and the same share of their rollouts, since the missing
+rollouts may be the hard ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class TaskScores:
     asked: set[str] = field(default_factory=set)
 
     def mean(self, unscored: float | None) -> float | None:
-        """Return the mean reward; a rollout without a reward is left out, or counts as `unscored`."""
+        """Return the mean reward, or None if there are no rewards. A rollout without a reward counts as `unscored`, or
+        is left out if `unscored` is None."""
         rewards = self.rewards if unscored is None else [*self.rewards, *[unscored] * self.lost]
         return statistics.fmean(rewards) if rewards else None
 
@@ -122,12 +124,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """`difference` is the mean over `pairs`, first minus other; `low` and `high` are its 95 % interval, or None if
-    rewards are not all from 0 to 1 and the differences do not vary.
+    """`difference` is the mean over `pairs` of the first run's reward minus the other's; `low` and `high` are its 95 %
+    interval, or None if rewards are not all from 0 to 1 and the differences do not vary.
 
-    `only_first` and `only_other` are tasks without a reward in the other run. `asked_otherwise` are paired tasks with
-    different prompts in the two runs. `winner` is 1 for the first run, -1 for the other, and 0 if no winner can be
-    named; `undecided` gives the reason.
+    `only_first` and `only_other` are the tasks that have a reward only in the first run and only in the other run.
+    `asked_otherwise` are paired tasks with different prompts in the two runs. `winner` is 1 for the first run, -1 for
+    the other, and 0 if no winner can be named; `undecided` gives the reason.
     """
 
     pairs: tuple[Pair, ...]
@@ -162,7 +164,8 @@ class RunComparison:
 
 
 def compare(first: RunScores, other: RunScores, *, unscored: float | None = None) -> RunComparison:
-    """Compare two runs by task id. A rollout without a reward is left out, or counts as `unscored`.
+    """Compare two runs by task id. A rollout without a reward counts as `unscored`, or is left out if `unscored` is
+    None.
 
     Raises `ValueError` if no task has a reward in both runs.
     """

@@ -102,10 +102,11 @@ class Console:
 
     @property
     def eta_s(self) -> float | None:
-        """The estimated seconds until the last group ends, at the pace so far; None while unknown or when no group is
-        left.
+        """The estimated seconds until the last group ends, at the pace so far; None while it is unknown, or when no
+        group is left.
 
-        Groups that failed before they had a rollout count as done, so groups set the pace once one is done.
+        The pace is that of finished groups or of finished rollouts, whichever is faster, because a group that failed
+        before it had a rollout counts as done.
         """
         done = max(self.groups_done, self.rollouts_done / self.group_size)
         if self.groups_total is None or not 0 < done < self.groups_total:
@@ -113,8 +114,8 @@ class Console:
         return (self.groups_total - done) * self.elapsed_s / done
 
     def running(self) -> list[tuple[str, int]]:
-        """Return the number of rollouts at each stage, highest first. This works on a copy, because the live view has
-        its own thread."""
+        """Return the number of rollouts and groups in flight at each stage, highest first. This works on a copy,
+        because the live view has its own thread."""
         return Counter(printable(stage) for stage, _ in list(self.in_flight.values())).most_common()
 
     def counts(self) -> str:
@@ -123,7 +124,7 @@ class Console:
         return f"groups {groups} · rollouts {rollouts}"
 
     def results(self) -> str:
-        """Return the mean reward, the outcomes and the pace as text, as far as they are known."""
+        """Return the mean reward, the outcomes and the pace as text. Values that are not known yet are left out."""
         covered = f"{self.scored} of {self.rollouts_done} scored"
         parts = [f"{self.score_name} {self.reward_sum / self.scored:.3f} ({covered})"] if self.scored else []
         parts += [f"{name} {count}" for name, count in self.outcomes.most_common()]
@@ -133,8 +134,8 @@ class Console:
 
 
 class PlainConsole(Console):
-    """Writes lines for logs: one per finished group, and status lines, which follow events and come at most every
-    `STATUS_EVERY_S` seconds."""
+    """Writes lines for logs: one per finished group, and a status line at an event if the last line was written at
+    least `STATUS_EVERY_S` seconds before."""
 
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         super().__init__(clock)

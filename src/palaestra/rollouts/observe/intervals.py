@@ -44,7 +44,7 @@ class Cluster(NamedTuple):
 def clustered_interval(clusters: Iterable[Cluster], least_variance: float, bounds: Interval | None) -> Interval | None:
     """Return the interval of the mean of all values. `least_variance` is the variance of the mean of as many
     independent values; `bounds` are the bounds of one value. Without bounds, the result is the t interval, or None for
-    one task or equal values."""
+    one task or equal values. The result is also None if there are no values."""
     totals, sizes = _columns(clusters)
     tasks, count = len(sizes), math.fsum(sizes)
     if not tasks:

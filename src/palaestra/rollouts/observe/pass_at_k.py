@@ -22,9 +22,9 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def pass_metrics(rewards: Iterable[Sequence[float]], attempts: int) -> dict[str, JSON]:
-    """Return `scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, from the scored
-    rewards of each task, over which it iterates several times. A task with fewer than k rewards is left out of pass@k;
-    `pass@k/tasks` counts the other tasks."""
+    """Return `scored`, `pass_rate`, `mean_reward`, and `pass@k` for k = 1, 2, 4 … and `attempts`, with their intervals.
+    `rewards` has the scored rewards of each task and is iterated over several times. A metric without data is left out.
+    A task with fewer than k rewards is left out of pass@k; `pass@k/tasks` counts the other tasks."""
     sizes = array("q", map(len, rewards))  # arrays, because a run may have very many tasks
     passes = array("q", (sum(reward >= PASSED for reward in scored) for scored in rewards))
     total, passed = sum(sizes), sum(passes)

@@ -42,7 +42,8 @@ class Rate:
 
     @classmethod
     def of(cls, tasks: Sequence[Sequence[bool]]) -> Rate:
-        """Return the share of True among the values, which are given by task; there must be at least one value."""
+        """Return the count and the share of True among the values, which are given by task; there must be at least one
+        value."""
         clusters = [Cluster(sum(each), len(each)) for each in tasks]
         count, interval = sum(map(sum, tasks)), share_interval(clusters)
         assert interval is not None
@@ -73,8 +74,8 @@ class RunStatus:
 
     `blame` counts finished rollouts by failure attribution. `mean_reward` is over the scored rollouts; in
     `mean_with_unscored`, unscored rollouts count as 0; `full` is the share of scored rollouts with a reward of 1 or
-    more. `…_interval` is the 95 % interval of a mean, or None for rewards outside 0 to 1 that do not vary. `planned`
-    counts the rollouts of the groups that began.
+    more. `…_interval` is the 95 % interval of a mean, or None if there are no rewards, or if some are outside 0 to 1
+    and no interval can be computed. `planned` counts the rollouts of the groups that began.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of

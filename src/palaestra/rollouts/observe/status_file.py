@@ -1,7 +1,8 @@
 """`status.json`: a run's rollouts in flight, for other processes to read.
 
-The file has the rollouts' stages, since the journal has everything else. It also identifies the process that wrote it,
-so that a reader can check whether that process is alive. The file is replaced atomically, at most once a second.
+The file has only the stages of the rollouts, because the journal has everything else. It also identifies the process
+that wrote it, so that a reader can check whether that process is alive. The file is replaced atomically, at most once a
+second.
 """
 
 from __future__ import annotations

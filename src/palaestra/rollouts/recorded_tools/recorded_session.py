@@ -1,7 +1,7 @@
 """Recorded replies for one rollout. Each call of a tool that reaches outside this machine gets a key, by which its
 recorded reply is found. The run's policy (`recording_policy.py`) answers the call.
 
-Invariants: the key of a call depends only on the call and on the rollout's earlier calls, so a rollout that repeats its
+Invariants: the key of a call depends only on the call and on the rollout's earlier calls. So a rollout that repeats its
 calls gets the same answers, independently of other rollouts. Equal calls have equal keys, however their arguments are
 written.
 """
@@ -38,7 +38,8 @@ class RolloutWorld:
         self._sessions: dict[tuple[str, str], str] = {}
 
     async def __call__(self, call: CheckedCall, then: Next) -> ToolOutcome:
-        """Answer a call that reaches outside this machine. Raises `InfraError` if a strict recording lacks it."""
+        """Answer a call with the run's policy if its tool reaches outside this machine; otherwise, make the call.
+        Raises `InfraError` if a strict recording lacks the call."""
         tool = call.tool
         if not tool.touches_world:
             return await then(call)
@@ -63,8 +64,8 @@ class RolloutWorld:
 
 
 def call_key(tool: str, what: JSON, after: str = "") -> str:
-    """Return the key of a call: a hash (hex) of the tool, the values that decide its reply, and earlier session
-    calls."""
+    """Return the key of a call: a hash (hex) of the tool, the values that decide its reply (`what`), and the key of the
+    session's previous call (`after`), if the tool has a session."""
     text = json.dumps([tool, _plain(what), after], sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

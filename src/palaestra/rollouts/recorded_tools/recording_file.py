@@ -71,7 +71,7 @@ class Writer:
         self._file: AppendedFile | None = None
 
     def append(self, heard: RecordedCall) -> None:
-        """Write one line; the first one creates the file. Raises `OSError` if the disk is full."""
+        """Write one line; the first line creates the file. Raises `OSError` if the disk is full."""
         self.open().append(_line(heard) + b"\n")
 
     def open(self) -> AppendedFile:

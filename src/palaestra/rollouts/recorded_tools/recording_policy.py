@@ -74,7 +74,7 @@ class RunWorld:
         return RolloutWorld(rollout_id, partial(self._answer, repeats), replayed=self.replayed)
 
     async def _answer(self, repeats: Repeats, call: RecordedCall, ask: Ask) -> ToolOutcome:
-        # session calls are repeated, because they restore the session's state
+        # calls of a session are made again, because they restore the session's state
         if self._before is not None and repeats() and not call.session:
             heard = self._before.find(call.key, call.rollout, call.n)
             if heard is not None and (heard.rollout, heard.n) == (call.rollout, call.n):
@@ -157,7 +157,8 @@ def open_world(mode: str, recording: str | Path | None = None, *, strict: bool =
 
     `recording` is a file (`birds.jsonl`), or a folder that has one, such as a run's. `replay` and `fill` read it;
     `record` and `fill` add to it. A run with the mode `record` passes no `recording` and keeps all replies in its own
-    folder. `strict` ends a rollout that makes a call without a recorded reply. Raises `ConfigError`.
+    folder. With `strict`, the mode `replay` ends a rollout that makes a call without a recorded reply. Raises
+    `ConfigError`.
     """
     if mode not in MODES:
         raise ConfigError(f"world {mode!r} is not one of {', '.join(MODES)}.{nearest(mode, MODES)}")

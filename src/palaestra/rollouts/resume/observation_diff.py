@@ -1,7 +1,7 @@
 """`classify` finds the reason why an observation differs from the recorded one: time, pid, order, randomness or other.
 
 It compares two texts, given the agent's calls. In case of doubt, the reason is `other`. A different exit code, or any
-other different number in the tool's own reply, is always `other`.
+other difference outside the strings of the tool's reply, is always `other`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from palaestra.core.types import JSON
 
 
 class Kind(StrEnum):
-    """The reason why two observations differ. The agent's command explains every reason except `other`."""
+    """The reason why two observations differ. Every reason except `other` follows from the form or the order of the
+    differing text, or from the agent's calls."""
 
     TIME = "time"
     PID = "pid"
@@ -111,7 +112,8 @@ def _text(content: str) -> str:
 
 
 def _numbers(content: str) -> JSON:
-    """Return a tool's reply without its strings; any difference here is `other`."""
+    """Return a tool's reply without its strings, or only its exit codes if the reply is not JSON. Any difference here
+    is `other`."""
     reply = _decoded(content)
     return _CODE.findall(content) if reply is None else _without_strings(reply)
 

@@ -61,7 +61,8 @@ class RecordedTurns:
     """The recorded turns of one rollout, for one attempt at resuming it.
 
     If `forked`, the rollout begins with turns of another rollout. The calls in those turns are answered from the record
-    and not run again, because the slot starts from `snapshot`, which has their effects (None if they had none).
+    and not run again. The slot starts from `snapshot`, which has the effects of these calls (None if they did not touch
+    the slot).
     """
 
     def __init__(
@@ -164,8 +165,9 @@ class RecordedTurns:
         return await ask(call) if recorded is None else recorded
 
     def expected_observation(self, name: str, arguments: Mapping[str, JSON]) -> str | None:
-        """Return the recorded answer to this call, or None. Call this in the order in which the tool calls started,
-        also for parallel calls."""
+        """Return the recorded answer to the first unused call of this tool with these arguments or, if there is none,
+        of this tool with any arguments. Returns None if the recorded turn has no further call of this tool. Call this
+        in the order in which the tool calls started, also for parallel calls."""
         same = [call for call in self._calls if call.name == name]
         call = next((call for call in same if _decoded(call.arguments) == arguments), same[0] if same else None)
         if call is None:

@@ -35,8 +35,8 @@ class Playback:
         self._read: set[str] = set()
 
     def chat(self, rollout_id: str) -> ChatMiddleware:
-        """Return chat middleware that answers the rollout's conversations. It raises `InfraError` where the recording
-        ends."""
+        """Return chat middleware that answers the rollout's conversations. The middleware raises `InfraError` where the
+        recording ends."""
 
         async def answer(call: ChatCall, ask: Ask) -> ChatCompletion:
             said = self._side(rollout_id, call.branch)
@@ -75,8 +75,8 @@ def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Re
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first observation of a rollout that differs from the recorded one. `turn` 0 is the prompt; `subagent` is the
-    number of the sub-agent that observed it, or 0 for the rollout's own agent."""
+    """An observation of a rollout that differs from the recorded one. `turn` 0 is the prompt; `subagent` is the number
+    of the sub-agent that observed it, or 0 for the rollout's own agent."""
 
     rollout_id: str
     turn: int
@@ -89,7 +89,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class OtherEnd:
-    """A rollout that ended differently. `what` names the difference: reward, ending or played."""
+    """A rollout that ended differently. `what` names the difference: `reward`, `ending`, or `played` if the rollout was
+    not played to its end."""
 
     rollout_id: str
     what: str
@@ -100,7 +101,8 @@ class OtherEnd:
 @dataclass(slots=True)
 class Comparison:
     """The result of a replay. Observations are the answers to calls of agents and sub-agents; `kinds` counts the
-    observations that differ."""
+    observations that differ, and `differences` has the first one of each rollout. `not_recorded` counts the rollouts
+    that were recorded without a reward."""
 
     rollouts: int = 0
     not_recorded: int = 0
@@ -119,7 +121,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is explained, and every rollout ended as recorded."""
+        """Whether no difference is of the kind `other`, and every rollout ended as recorded."""
         return not self.kinds[Kind.OTHER] and not self.other_ends
 
     def to_dict(self) -> dict[str, JSON]:
@@ -182,7 +184,7 @@ class Comparison:
             yield Difference(rollout_id, turn, kind, asked[-1][:500] if asked else "", *first_difference(was, is_now))
 
     def _end(self, recorded: Trajectory, replayed: Trajectory) -> None:
-        """Compare rewards and endings, unless the recorded rollout was cut off."""
+        """Compare rewards and endings, unless the recorded rollout has no reward."""
         if recorded.reward is None:
             self.not_recorded += 1
         elif replayed.reward is not None:
@@ -192,7 +194,7 @@ class Comparison:
                 self._other(recorded, "reward", f"{recorded.reward:g}", f"{replayed.reward:g}")
             if recorded.outcome is not replayed.outcome:
                 self._other(recorded, "ending", recorded.outcome.value, replayed.outcome.value)
-        elif ENDS not in replayed.error or recorded.outcome is not Outcome.BUDGET:  # the clock runs differently
+        elif ENDS not in replayed.error or recorded.outcome is not Outcome.BUDGET:  # a budget may last longer now
             self._other(recorded, "played", recorded.outcome.value, replayed.error)
 
     def _other(self, recorded: Trajectory, what: str, was: str, now: str) -> None:
@@ -200,7 +202,8 @@ class Comparison:
 
 
 def _calls(message: Message) -> str:
-    """Return the text of the agent's calls, or the whole message where calls are written as text."""
+    """Return the arguments of the message's calls, or the message's text if it has none, because some agents write
+    calls as text."""
     calls = message.get("tool_calls") or ()
     return "\n".join(str(call["function"]["arguments"]) for call in calls) or str(message.get("content") or "")
 

@@ -193,7 +193,7 @@ class _Reader:
                 pass
 
     def settled(self) -> EarlierWork:
-        """Return the work without the rollouts that were cut off. A group with such a rollout has not ended."""
+        """Return the work without the rollouts that were cut off. A group with such a rollout counts as unfinished."""
         work = self._work
         for number, group in list(work.ended.items()):
             rollouts = work.rollouts[group.group_id]
@@ -219,8 +219,8 @@ def taken_until(events: Sequence[TurnTaken], turn: int) -> list[TurnTaken]:
 
 
 def _in_the_middle(event: TurnTaken) -> bool:
-    """Return whether a turn was cut off during a call. The marker is searched for in the text, because some agents
-    write calls as text."""
+    """Return whether a turn was cut off during a call, whose answer is then the marker `NOT_FINISHED`. The marker is
+    searched for in the text of every message, because some agents write calls and answers as text."""
     return any(_NOT_FINISHED in str(message.get("content")) for message in event.messages)
 
 

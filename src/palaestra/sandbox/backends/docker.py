@@ -1,11 +1,11 @@
 """Runs slots in containers of docker daemons, with many slots in each container.
 
-A container is started with `docker run -i --rm`: it has docker's default privileges, no network unless its slots have
-one, and ends with this process. Docker isolates it from the host. Slots in a container are isolated from each other at
-the level `confined`, which docker allows by default. `privileged` adds the rights to make namespaces and control
-groups. Slots then reach `userns`, or `full` for images given by path, but docker's own isolation is weaker. `runtime`
-selects a runtime other than the daemon's default, such as gVisor's `runsc`; the first container shows which level that
-runtime allows.
+A container is started with `docker run -i --rm` and ends with this process. It has docker's default privileges, and it
+has a network only if its slots have one. Docker isolates it from the host. Slots in a container are isolated from each
+other at the level `confined`, which docker allows by default. `privileged` adds the rights to make namespaces and
+control groups. Slots then reach `userns`, or `full` for images given by path, but docker's own isolation is weaker.
+`runtime` selects a runtime other than the daemon's default, such as gVisor's `runsc`; the first container shows which
+level that runtime allows.
 
 An image given by name is the container's image, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks
 it. An image given by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the daemon
@@ -44,7 +44,7 @@ _RIGHTS = (
     "--cap-add", "SYS_ADMIN", "--cap-add", "NET_ADMIN", "--security-opt", "apparmor=unconfined", "--cgroupns", "host",
     "--volume", "/sys/fs/cgroup:/sys/fs/cgroup",
 )  # fmt: skip
-"""The options that a container needs for slots at the level `full`."""
+"""The options that a container needs for slots at the levels `userns` and `full`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,8 @@ class DockerBackend(RemoteBackend):
             self._roots[image] = await self._store.directory(built)
 
     async def _built(self, folder: str) -> str:
-        """Have the first daemon build a folder's Dockerfile and export the image; returns the path of the tar file."""
+        """Have the first daemon build a folder's Dockerfile and export the image to a tar file. Returns the path of
+        that file."""
         docker, host = _docker(self._hosts[0]), self._hosts[0]
         tag = f"palaestra-build:{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]}"
         await build_docker_image(folder, tag, host=host)
@@ -243,7 +244,7 @@ async def build_docker_image(folder: str | Path, tag: str, *, timeout_s: float =
 
 
 async def docker_image_exists(tag: str, *, host: str = "") -> bool:
-    """Return whether a daemon has an image."""
+    """Return whether the daemon at `host` has the image `tag`."""
     status, _ = await run_command([*_docker(host), "image", "inspect", tag], _CHECK_S)
     return status == 0
 

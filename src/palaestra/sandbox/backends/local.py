@@ -16,15 +16,16 @@ no other user exists: system files cannot be changed, and `chown` to other users
 processor time is not limited.
 
 `confined` is for ordinary containers, which do not allow namespaces. A slot is a directory whose commands run with
-Landlock, a system call filter, limits per process and, if the server is root, a user of their own. They are cut off
-from files outside the slot's workspace, home and TMPDIR (except that they can read the system's programs and settings),
-and from other slots' signals, tracing and System V objects; with the network off, also from TCP, UDP and abstract
-sockets. The following are neither isolated nor limited: the names and command lines of all processes in the container,
-socket files that all users may open (without root: the same user), total disk and memory, processor time, and, before
-Linux 6.12, abstract sockets while the network is on. The other differences are: no list of hosts; no image; mounts only
-at their own path; `/workspace` is a link, if root was able to make it (the link does not work in programs that close
-all descriptors); TMPDIR replaces /tmp; absolute paths into a workspace are wrong in its forks, which are copies.
-Without root there is one slot at a time, and a command can end its own slot.
+Landlock, a system call filter, limits per process and, if the server is root, a user of their own. The commands cannot
+use files outside the slot's workspace, home and TMPDIR, except that they can read the system's programs and settings.
+They are also cut off from other slots' signals, tracing and System V objects and, with the network off, from TCP, UDP
+and abstract sockets. The following are neither isolated nor limited: the names and command lines of all processes in
+the container, socket files that all users may open (without root, those that the caller may open), total disk and
+memory, processor time, and, before Linux 6.12, abstract sockets while the network is on. `confined` also differs in the
+following ways. A slot cannot have a list of hosts or an image. A directory can be mounted only at the path that it has
+on the host. `/workspace` is a link, and exists only if root was able to make it; the link does not work in programs
+that close all descriptors. TMPDIR replaces /tmp. Forks are copies, so absolute paths into the original workspace are
+wrong in a fork. Without root, there is only one slot at a time, and a command can end its own slot.
 
 `none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
@@ -110,13 +111,14 @@ class LocalBackend(ServerBackend):
             self._server = await service_client.attach(self._service, rung.label, settings, self._on_lost)
 
     async def aclose(self) -> None:
-        """End the server, every slot and every layer, or detach from a service, which keeps its slots. Idempotent."""
+        """End the server, every slot and every layer. If the slots belong to a service, only detach from the service,
+        which keeps its slots. Idempotent."""
         await super().aclose()
         if self._images is not None:
             await self._images.aclose()
 
     async def end(self) -> None:
-        """Close the backend, and end its service, if it has one, with all slots."""
+        """Close the backend. If it has a service, end the service with all its slots."""
         await self.aclose()
         if self._service is not None:
             await service_client.end(self._service)
@@ -164,15 +166,15 @@ class LocalBackend(ServerBackend):
         return await self._images.directory(spec.image)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:
-        """Copy a snapshot, with whiteouts and owners, to an empty folder on this machine; returns the total size of its
-        files in bytes."""
+        """Copy a snapshot, with whiteouts and owners, to an empty folder on this machine. Returns the total size of the
+        snapshot's files in bytes."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "folder": os.path.realpath(folder)}
         reply = await self._running().call("save", fields)
         return int(reply.fields["bytes"])
 
     async def load(self, folder: str, spec: SlotSpec) -> Snapshot:
-        """Return the snapshot that was saved in a folder, which is used in place. While the snapshot is in use, the
-        server holds a shared lock on the folder (flock).
+        """Return the snapshot that was saved in a folder. The folder is used in place. While the snapshot is in use,
+        the server holds a shared lock on the folder (flock).
 
         Raises FileNotFoundError if the folder is gone.
         """
@@ -187,7 +189,8 @@ class LocalBackend(ServerBackend):
 
 
 def _interpreter_prefix() -> str:
-    """Return the folder where the running interpreter is installed; empty if slots see that folder anyway."""
+    """Return the folder where the running interpreter is installed, or an empty string if slots see that folder
+    anyway."""
     prefix = os.path.realpath(sys.base_prefix)
     return "" if f"{prefix}/".startswith("/usr/") else prefix
 

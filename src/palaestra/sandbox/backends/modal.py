@@ -1,15 +1,17 @@
-"""Runs slots in Modal sandboxes, with many slots in each sandbox. Needs the extra `modal` and an account with Modal.
+"""Runs slots in Modal sandboxes, with many slots in each sandbox. This needs the extra `modal` and an account with
+Modal.
 
 A sandbox is created with the image and resources of the configuration; the slot server runs in it as a command whose
 streams are the connection. Modal isolates the sandbox from everything else (gVisor); its slots are isolated from each
 other at the best level that Modal allows. The image needs Python 3.11 as `python3`.
 
-A sandbox costs money as long as it runs, so it is ended early: when its place closes, and `max_lifetime` after its
-start at the latest. It also ends `idle_timeout` after its server has ended, and the server ends when this process has
-been silent for `idle_timeout`. Each sandbox is also tagged with the process that started it: a later run on this
-machine ends the sandboxes of processes that are gone.
+A sandbox costs money as long as it runs, so it is ended early: when the backend no longer needs it, and `max_lifetime`
+after its start at the latest. It also ends `idle_timeout` after its server has ended, and the server ends when this
+process has been silent for `idle_timeout`. Each sandbox is tagged with the process that started it. A later run on
+this machine ends the sandboxes of processes that are gone.
 
-A slot starts only in a sandbox whose remaining lifetime is long enough for a whole rollout.
+If rollouts have a time limit, a slot starts only in a sandbox whose remaining lifetime is long enough for a whole
+rollout.
 """
 
 from __future__ import annotations
@@ -92,8 +94,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModalSandboxConfig:
-    """The settings of one profile's sandboxes, with the contract's names and defaults. Times are in seconds; `memory`
-    is in megabytes.
+    """The settings of one profile's sandboxes, with the names and defaults of Atropos and Hermes. Times are in seconds;
+    `memory` is in megabytes.
 
     At least `min_sandboxes` and at most `max_sandboxes` run; sandboxes above the minimum end after `idle_timeout`
     without slots. `secrets` are names of Modal secrets. The secrets' variables and `env_vars` are in the environment of
@@ -116,7 +118,7 @@ class ModalSandboxConfig:
     secrets: list[str] = field(default_factory=list)
     env_vars: dict[str, str] = field(default_factory=dict)
     workspace_base: str = "/data"
-    """A setting of the contract that has no effect: every slot has its workspace at /workspace."""
+    """This setting exists only for compatibility and has no effect: every slot has its workspace at /workspace."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_sandboxes <= self.max_sandboxes or self.max_sandboxes < 1 or self.slots_per_sandbox < 1:
@@ -135,16 +137,16 @@ class ModalSandboxConfig:
         return replace(self, app_name=app_name)
 
     def get_app_name(self) -> str:
-        """Return the name of the Modal app for these sandboxes: `app_name` if it is set, otherwise `DEFAULT_APP`,
-        followed by the profile's name except for the default profile."""
+        """Return the name of the Modal app for these sandboxes. This is `app_name` if it is set. Otherwise, it is
+        `DEFAULT_APP` for the default profile, and `DEFAULT_APP`, a hyphen and the profile's name for other profiles."""
         if self.app_name is not None:
             return self.app_name
         return DEFAULT_APP if self.name == "default" else f"{DEFAULT_APP}-{self.name}"
 
     @classmethod
     def from_dict(cls, name: str, data: Mapping[str, JSON]) -> ModalSandboxConfig:
-        """Return the settings of one profile in a profiles file. Raises `ConfigError` for an unknown key or a value of
-        the wrong type."""
+        """Return the settings of one profile in a profiles file. A key whose value is None is ignored. Raises
+        `ConfigError` for an unknown key or a value of the wrong type."""
         found: dict[str, JSON] = {}
         known = {each.name: str(each.type) for each in fields(cls)}
         for key, value in data.items():
@@ -156,8 +158,10 @@ class ModalSandboxConfig:
 
     @classmethod
     def from_env(cls, profile_name: str = "default", environ: Mapping[str, str] | None = None) -> ModalSandboxConfig:
-        """Return the settings from the variables ATROPOS_MODAL_PROFILE_<NAME>_<SETTING>, or else
-        ATROPOS_MODAL_<SETTING>, for example ATROPOS_MODAL_IMAGE. `environ` defaults to this process's environment."""
+        """Return the settings from environment variables. Each setting comes from the variable
+        ATROPOS_MODAL_PROFILE_<NAME>_<SETTING> or, if that is not set, from ATROPOS_MODAL_<SETTING>, for example
+        ATROPOS_MODAL_IMAGE. The variable's name may leave out the `_S` at the end of a setting. `environ` defaults to
+        this process's environment."""
         environ = os.environ if environ is None else environ
         own = f"ATROPOS_MODAL_PROFILE_{profile_name.upper().replace('-', '_')}_"
         found: dict[str, JSON] = {}
@@ -182,7 +186,7 @@ class ModalSandboxConfig:
     ) -> dict[str, ModalSandboxConfig]:
         """Return the profiles by name. They come from a YAML file with the key `profiles` (at `path`, or at
         ATROPOS_MODAL_PROFILES_FILE), and from the variables of each profile that ATROPOS_MODAL_PROFILES lists (see
-        `from_env`). The profile `default` always exists."""
+        `from_env`). If a profile is in both, the file's profile is used. The profile `default` always exists."""
         environ = os.environ if environ is None else environ
         path = path or environ.get("ATROPOS_MODAL_PROFILES_FILE")
         found: dict[str, ModalSandboxConfig] = {}
@@ -241,8 +245,8 @@ class ModalBackend(RemoteBackend):
 
     @classmethod
     def from_config(cls, config: JSON) -> ModalBackend:
-        """Return the backend for the settings of a run. If the user does not set the lifetime of sandboxes, the backend
-        makes it long enough for a rollout."""
+        """Return the backend for the settings of a run. If the run limits the time of a rollout and does not set the
+        lifetime of sandboxes, the lifetime is made long enough for a rollout."""
         rung, require = levels(config.isolation, config.require_sandbox)
         wanted = ModalSandboxConfig.from_agent_env_config(config)
         rollout_s = config.worker_timeout if config.worker_timeout > 0 else None
@@ -317,7 +321,8 @@ class ModalBackend(RemoteBackend):
         return ModalPlace(self, spec, number, rung=rung, require=self._required)
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return a new slot; waits while `max_sandboxes` run and none has room. Raises `AcquireTimeout`."""
+        """Return a new slot. Waits while `max_sandboxes` sandboxes run and none of them has room. Raises
+        `AcquireTimeout` after `acquire_timeout_s` seconds."""
         try:
             return await super().create(spec, trajectory_id, snapshot)
         finally:
@@ -366,7 +371,8 @@ class ModalBackend(RemoteBackend):
             self._changed.notify_all()
 
     async def _keep(self) -> None:
-        """Keep `min_sandboxes` running, and end other sandboxes that have been idle for too long."""
+        """Keep `min_sandboxes` running, and end other sandboxes that have been idle for more than `idle_timeout`
+        seconds."""
         while True:
             await asyncio.sleep(min(15.0, self.config.idle_timeout / 4))
             await self._tidy()
@@ -374,8 +380,8 @@ class ModalBackend(RemoteBackend):
             await self._notify()
 
     async def _fill(self) -> None:
-        """Start sandboxes with the configured image until `min_sandboxes` run. A failure to start one is only
-        logged."""
+        """Start sandboxes with the configured image until `min_sandboxes` run. If a sandbox fails to start, the failure
+        is only logged."""
         missing = self.config.min_sandboxes - len(self._places)
         await asyncio.gather(*(self._start_place() for _ in range(missing)))
 
@@ -403,7 +409,8 @@ class ModalBackend(RemoteBackend):
         await super()._tidy()
 
     async def make_sandbox(self, spec: PlaceSpec) -> modal.Sandbox:
-        """Return a new sandbox for a place. Retries while Modal has no capacity. Raises `SandboxError`."""
+        """Return a new sandbox with the settings `spec`. Retries for up to `acquire_timeout_s` seconds while Modal has
+        no capacity. Raises `SandboxError`."""
         sdk = load_sdk()
         config = self.config
         deadline = time.monotonic() + config.acquire_timeout_s
@@ -674,8 +681,8 @@ async def _output_of(sandbox: modal.Sandbox, program: str, *arguments: str) -> s
 
 
 async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "", skipped: Collection[str] = ()) -> str:
-    """Copy a directory on this machine into the sandbox, without the directories named in `skipped`; returns the
-    target, by default a new directory."""
+    """Copy a directory on this machine into the directory `target` of the sandbox, without the directories named in
+    `skipped`. If `target` is empty, a new directory is made. Returns the path of the target."""
     process = await sandbox.exec.aio("python3", "-I", "-S", "-c", _UNPACK, target)
     async for packed in _packed(source, skipped):
         for start in range(0, len(packed), _PIECE):
@@ -690,7 +697,7 @@ async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "", skippe
 
 
 async def _packed(source: str, skipped: Collection[str]) -> AsyncIterator[bytes]:
-    """Yield a tar file of the directory, some entries at a time."""
+    """Yield a tar file of the directory in pieces of `_ENTRIES` entries."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w|", bufsize=_PIECE) as files:
         paths = await asyncio.to_thread(lambda: list(_entries(source, skipped)))
@@ -717,7 +724,7 @@ def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
 
 
 def is_interpreter(mount: Mount) -> bool:
-    """Return whether a mount is this machine's Python, which tools use without its packages."""
+    """Return whether a mount is the directory of this machine's Python. Tools do not use the packages in it."""
     return bool(os.path.realpath(mount.source) == os.path.realpath(sys.base_prefix))
 
 

@@ -6,8 +6,9 @@ gives the slots the isolation that the node allows. The slot server's files trav
 (`remote/port_server.py`), which slots cannot reach. The job is scaled up as slots need allocations, and down when the
 allocations with the highest numbers are idle.
 
-A run owns its job. If another live run has a job of the same name, this run's job gets a different name. A job that has
-had no open stream for a minute is considered abandoned; the next run with the same `job_id` removes it.
+A run owns its job. If another live run has a job of the same name, this run's job gets a different name, or the start
+fails if `purge_job_on_start` is set. A job that has had no open stream for `unattended_s` seconds is considered
+abandoned; the next run with the same `sandbox_job_id` removes it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NomadBackendConfig:
-    """The backend's settings, with the contract's names and defaults. Durations are in seconds; `cpu` is in MHz and
-    `memory` in MB, both for one container."""
+    """The backend's settings, with the names and defaults of Atropos and Hermes. Durations are in seconds. `cpu` is in
+    MHz and `memory` in MB, both for one container."""
 
     nomad_address: str = "http://localhost:4646"
     sandbox_job_id: str = "atropos-sandbox"
@@ -148,7 +149,7 @@ def job_specification(config: NomadBackendConfig, name: str, image: str | None, 
     group = {
         "Name": GROUP,
         "Count": max(1, config.min_containers),
-        # A crash is reported after two restarts; later restarts are delayed, so a broken image costs a node little.
+        # A crash is reported after two restarts. Later restarts are delayed, so a broken image hardly loads a node.
         "RestartPolicy": {"Attempts": 3, "Interval": 60 * _SECOND, "Delay": 1 * _SECOND, "Mode": "delay"},
         "Networks": [{"DynamicPorts": [port]}],
         "Tasks": [task],
@@ -193,9 +194,9 @@ class NomadJob:
         return self._count
 
     async def register(self, name: str) -> None:
-        """Register the job under `name`, or under a name unique to this run if another live run has it.
+        """Register the job under `name`, or under a name unique to this run if another live run has a job of that name.
 
-        Raises `SandboxError` with the reason if Nomad cannot place the job.
+        Raises `SandboxError` with the reason if Nomad cannot place the job, and `ConfigError` as `_free_name` does.
         """
         self.name = await self._free_name(name)
         job = self._specification()
@@ -213,7 +214,11 @@ class NomadJob:
 
     async def _free_name(self, name: str) -> str:
         """Return `name` if no live run uses it, otherwise a name for this run alone. A job called `name` whose run is
-        gone is removed."""
+        gone is removed.
+
+        Raises `ConfigError` if a live run uses `name` and `purge_job_on_start` is set, or if this library did not make
+        the job and `purge_job_on_start` is not set.
+        """
         job = await self._api.find(f"/v1/job/{name}")
         if job is None or job.get("Stop") or job.get("Status") == "dead":
             return name
@@ -233,7 +238,8 @@ class NomadJob:
         return name
 
     async def aclose(self, *, purge: bool) -> None:
-        """Stop the job with every allocation, and remove it from Nomad if `purge`. Idempotent."""
+        """Stop the job with every allocation. If `purge` is true, also remove the job from Nomad's list. A failure is
+        only logged. Idempotent."""
         if self._watching is None:
             return
         watching, self._watching = self._watching, None
@@ -245,7 +251,8 @@ class NomadJob:
             _log.warning("the Nomad job %s could not be stopped; the next run will remove it: %s", self.name, error)
 
     async def take(self) -> Allocation:
-        """Return a free allocation whose server answers. Raises `SandboxError`, with the reason, if there is none."""
+        """Return a free allocation whose server answers. If none can be had in time, raises `SandboxError` with the
+        reason."""
         self._waiting += 1
         try:
             async with asyncio.timeout(_START_S):
@@ -260,7 +267,7 @@ class NomadJob:
             self._waiting -= 1
 
     def give_back(self, allocation: Allocation, idle_since: float | None) -> None:
-        """Free an allocation that has had no slot since `idle_since`."""
+        """Free an allocation that has had no slot since the monotonic time `idle_since`; None means now."""
         allocation.taken = False
         allocation.free_since = time.monotonic() if idle_since is None else idle_since
 
@@ -343,8 +350,9 @@ class NomadJob:
         return None if failed is None else placement_problem(failed)
 
     async def _shrink(self) -> None:
-        """Scale down as long as the allocation with the highest number, which Nomad stops first, has been idle for
-        `scale_cooldown_s`."""
+        """Scale the job down, but not below `min_containers`. Nomad stops the allocation with the highest number first,
+        so that allocation must have been free for `scale_cooldown_s` seconds. While a caller waits for an allocation,
+        the job is not scaled down."""
         async with self._scaling:
             numbered = {each.number: each for each in self._allocations.values()}
             count, now = self._count, time.monotonic()
@@ -477,7 +485,7 @@ class NomadPlace(Place):
         return self._held
 
     async def _start_server(self, rung: Rung) -> None:
-        if self._server is not None:  # it has ended, perhaps with its allocation
+        if self._server is not None:  # the server has ended, perhaps with its allocation
             self._give_back()
         job, allocation = await self._hold()
         settings = {"prefix": "", "first_epoch": self._last_epoch + 1}
@@ -561,11 +569,12 @@ class NomadBackend(RemoteBackend):
         except NomadRefused as refused:
             if "Enforcing job modify index" not in str(refused):
                 raise
-            await job.register(f"{name}-{self.owner[:8]}")  # another run was faster
+            await job.register(f"{name}-{self.owner[:8]}")  # another run has just registered the name
         return job
 
     async def _sweep(self) -> None:
-        """Remove the jobs of runs that are gone, whatever images they have."""
+        """Remove the jobs of runs that are gone and had the same `sandbox_job_id`, including their jobs for other
+        images."""
         own = self.config.sandbox_job_id
         for stub in await self._api.get("/v1/jobs", prefix=own):
             if stub.get("Status") == "dead" or not re.fullmatch(rf"{re.escape(own)}(-[0-9a-f]{{8}})*", stub["ID"]):
@@ -577,8 +586,9 @@ class NomadBackend(RemoteBackend):
                 await remove(self._api, stub["ID"])
 
     def _is_spare(self, place: Place) -> bool:
-        """Return whether an idle place should end. Nomad stops the allocations with the highest numbers first, so only
-        places in allocations above the minimum end."""
+        """Return whether an idle place should end, because its server has ended or it has been idle for
+        `scale_cooldown_s` seconds. Nomad stops the allocations with the highest numbers first, so a place whose server
+        runs ends only if its allocation's number is `min_containers` or higher."""
         assert isinstance(place, NomadPlace)
         if not place.is_up:
             return True

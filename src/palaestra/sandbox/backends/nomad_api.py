@@ -54,7 +54,7 @@ class NomadAPI:
             await session.close()
 
     async def check(self) -> None:
-        """Raise `ConfigError` if the agent does not answer or refuses the token."""
+        """Raise `ConfigError` if the agent does not answer, refuses the token or has no leader."""
         try:
             leader, _ = await self._send("GET", "/v1/status/leader", None, {}, _TIMEOUT_S)
             await self._send("GET", "/v1/jobs", None, {"prefix": "palaestra-check"}, _TIMEOUT_S)

@@ -1,9 +1,10 @@
-"""Looks up backends by name: those of this package, and those that other installed packages provide.
+"""Looks up backends by name: those of this package, and those that other installed packages provide. Another package
+registers its backend as an entry point:
 
     [project.entry-points."palaestra.backends"]
     my_cloud = "my_package.cloud:CloudBackend.from_config"
 
-An entry is called with a run's configuration (`HermesAgentEnvConfig`) and returns a `Backend` that has not been
+The entry point is called with a run's configuration (`HermesAgentEnvConfig`) and returns a `Backend` that has not been
 started. The configuration's `backend_options` holds the settings that only such a backend reads. Other packages cannot
 replace a backend of this package.
 """
@@ -37,11 +38,11 @@ BUILTIN: Mapping[str, str] = {
     "ssh": f"{_MODULES}.ssh:SSHBackend.from_config",
     "modal": f"{_MODULES}.modal:ModalBackend.from_config",
 }
-"""This package's own entries."""
+"""The entry points of this package's backends, by name."""
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return the names of all backends, this package's first."""
+    """Return the names of all backends. This package's backends come first."""
     return (*BUILTIN, *(name for name in plugins.installed(GROUP) if name not in BUILTIN))
 
 
@@ -64,7 +65,8 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("creates_per_s", "max_starting", "drain_file"), (*_CONTAINERS, "ssh", "modal")),
     "backend_options": (),
 }
-"""The settings, or prefixes of settings, that only some backends of this package read."""
+"""For each setting, or prefix of settings, that only some backends of this package read: the names of these
+backends."""
 
 _INSTEAD: Mapping[tuple[str, str], str] = {
     ("privileged", "docker"): "docker_privileged",

@@ -1,4 +1,5 @@
-"""Runs slots in other places, such as containers or other machines. Each place runs one slot server with many slots.
+"""Runs slots in containers or on other machines. This module calls each container or machine a *place*. A place runs
+one slot server with many slots.
 
 A place is started by a local command whose standard input and output are the stream to its server (`docker run -i`,
 `ssh`). The place ends when that stream ends, so nothing is left of it when this process is killed. The slots of a place
@@ -161,7 +162,7 @@ class RemoteBackend(StartedBackend):
         self._places: dict[int, Place] = {}
         self._numbers: Iterator[int] = _numbers
         self.gate = CreationGate(self.name)
-        """Limits how fast places start."""
+        """Limits how fast, and how many concurrently, places start."""
         self.drain_file: Path | None = None
         """A file that lists the hosts which get no new slots, or None. It may change at any time."""
         self._failed_at: dict[str, float] = {}
@@ -233,7 +234,7 @@ class RemoteBackend(StartedBackend):
 
     @property
     def rung(self) -> Rung:
-        """The isolation level in force; before `start`, the requested or best one."""
+        """The isolation level in force. Before `start`, this is the requested level, or `full` if none is requested."""
         known = self._rung if self._rung is not None else self._wanted
         return Rung.FULL if known is None else known
 
@@ -247,9 +248,10 @@ class RemoteBackend(StartedBackend):
         return self._most * self._per_place
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return a new slot, in the place that holds the snapshot if one is given.
+        """Return a new slot. If `snapshot` is given, the slot starts in the place that holds the snapshot.
 
-        If every host fails to start a place, all hosts are tried once more as soon as one of them answers.
+        If no snapshot is given and a host fails to start a place, the other hosts are tried. If every host fails after
+        `start`, all hosts are tried once more, provided that one of them answers within `away_s` seconds.
         """
         tried: set[str] = set()
         again = False
@@ -304,7 +306,7 @@ class RemoteBackend(StartedBackend):
                     await place.start()
 
     async def destroy(self, slot: Slot) -> None:
-        """End the slot and drop its files. Does nothing if it is already gone."""
+        """End the slot and drop its files. Does nothing if the slot is already gone."""
         place = self._places.get(slot.epoch // _EPOCHS)
         if place is not None and slot.epoch in place.slots:
             await place.destroy(slot)
@@ -334,7 +336,8 @@ class RemoteBackend(StartedBackend):
         return await self._place_of(snapshot).changes(snapshot)
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is already gone."""
+        """Drop the snapshot's topmost layer once no slot uses that layer. Does nothing if the snapshot is already
+        gone."""
         place = self._keeper(snapshot)
         if place is not None:
             place.snapshots.discard(snapshot.snapshot_id)
@@ -356,13 +359,14 @@ class RemoteBackend(StartedBackend):
         }
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
-        """Return the place for a new slot: an existing place that has room, or a new one on the host with the fewest
-        slots."""
+        """Return the place for a new slot: an existing place that has room, or otherwise a new place. Hosts in
+        `without` are not used."""
         wanted = self.place_spec(spec)
         return self._with_room(wanted, without) or self._add_place(wanted, without)
 
     def _with_room(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place | None:
-        """Return the fullest place of that kind that still has room, so that other places become idle."""
+        """Return the place with the settings `wanted` that has room; None if there is none. If several have room, the
+        fullest is chosen, so that other places become idle."""
         drained = self.drained_hosts()
         fitting = [
             place
@@ -376,7 +380,8 @@ class RemoteBackend(StartedBackend):
         return max(fitting, key=lambda place: place.load, default=None)
 
     def _add_place(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place:
-        """Return a new place, not started, on the host with the fewest slots."""
+        """Return a new place, which has not been started, on the host with the fewest places. A host that has just
+        failed is used only if there is no other host."""
         drained = self.drained_hosts()
         hosts = [host for host in self._hosts if host not in without and host not in drained]
         if not hosts:

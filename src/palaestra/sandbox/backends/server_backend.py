@@ -1,6 +1,6 @@
 """Makes and ends the slots of one slot server. All backends share this part, wherever their servers run.
 
-A subclass defines how the server starts and which parts of a `SlotSpec` its place offers.
+A subclass defines how the server starts, and which parts of a `SlotSpec` are available where the server runs.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class ServerBackend(StartedBackend):
 
     @abstractmethod
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
-        """Return the fields `image`, `mounts`, `env` and `allow` for a request for a slot. Raises `ConfigError` for
-        anything that the place does not offer."""
+        """Return the fields `image`, `mounts`, `env` and `allow` for a request for a slot. Raises `ConfigError` if the
+        spec needs something that is not available where the server runs."""
 
     async def start(self) -> None:
         """Start the server at the best allowed level, and prove the level in a throw-away slot. Idempotent.
@@ -138,7 +138,7 @@ class ServerBackend(StartedBackend):
         try:
             await self._start(rung)
             hello = self._running().hello
-            if not hello.get("leases"):  # a service with leases was proved when it was started
+            if not hello.get("leases"):  # the level of a service with leases was proved when the service was started
                 slot = await self.create(SlotSpec(), "proof")
                 await prove(slot, server_is_root=hello.get("uid", os.geteuid()) == 0)
                 await self.destroy(slot)
@@ -166,12 +166,17 @@ class ServerBackend(StartedBackend):
 
     @property
     def rung(self) -> Rung:
-        """The isolation level in force; before `start`, the requested or best one."""
+        """The isolation level in force. Before `start`, this is the requested level, or `full` if none is requested."""
         chosen = self._wanted if self._rung is None else self._rung
         return Rung.FULL if chosen is None else chosen  # not `or`: `none` is 0
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return a new slot, from a snapshot if one is given; `spec.image` must then be the snapshot's image."""
+        """Return a new slot. If a snapshot is given, the slot starts from it, and `spec.image` must be the snapshot's
+        image.
+
+        If the slot shares the machine's network, a warning is logged; raises `IsolationUnavailable` instead if
+        `require` was given.
+        """
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
         fields: dict[str, JSON] = {
@@ -195,7 +200,7 @@ class ServerBackend(StartedBackend):
         return self._add(server, requests, made, spec, trajectory_id)
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:
-        """Return the data of a slot that a server keeps for its next client."""
+        """Return the fields that describe a slot to the next client, if the server keeps slots for its next client."""
         return {}
 
     def _add(
@@ -238,8 +243,8 @@ class ServerBackend(StartedBackend):
             await self.forget(snapshot)
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
-        """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this costs a link
-        per changed file."""
+        """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this makes a hard
+        link for each changed file."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
         return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
 
@@ -249,7 +254,7 @@ class ServerBackend(StartedBackend):
         return [Change(**change) for change in found]
 
     async def destroy(self, slot: Slot) -> None:
-        """End the slot and drop its files. Does nothing if it is gone already."""
+        """End the slot and drop its files. Does nothing if the slot is already gone."""
         ours = self._own(slot)
         if ours.released:
             return
@@ -260,7 +265,8 @@ class ServerBackend(StartedBackend):
             await ours.requests.call("destroy", fields)
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is gone already."""
+        """Drop the snapshot's topmost layer once no slot uses that layer. Does nothing if the layer is already
+        gone."""
         await self._forget(snapshot.layers[:1])
 
     async def _forget(self, layers: Sequence[str]) -> None:
@@ -356,7 +362,8 @@ def _view(view: View | None) -> JSON:
 
 
 def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
-    """Return the request that drops a new snapshot; the layers below its topmost one belong to other snapshots."""
+    """Return the request that drops a new snapshot. It drops only the topmost layer, because the layers below belong to
+    other snapshots."""
     return "forget", {"layers": made["layers"][:1]}
 
 

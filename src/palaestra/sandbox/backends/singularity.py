@@ -1,11 +1,12 @@
 """Runs slots in containers of Apptainer or Singularity, with many slots in each container.
 
-A container is started with `apptainer exec` (or `singularity exec`) and ends with this process. It has the user's own
-rights (as root, only those that slots need), its own processes and root file system, and no host directories except
-those that slots mount. Its slots are isolated from each other at the level `userns` where the host allows user
-namespaces, otherwise at `confined`. The container uses the host's network; slots without a network are cut off from it.
+A container is started with `apptainer exec` (or `singularity exec`) and ends with this process. It has the rights of
+the user who starts it; if that user is root, it has only the rights that slots need. It has its own processes and root
+file system, and no host directories except those that slots mount. Its slots are isolated from each other at the level
+`userns` where the host allows user namespaces, otherwise at `confined`. The container uses the host's network. A slot
+whose network is off is cut off from that network.
 
-The image is an argument of `apptainer exec`: a `.sif` file, a directory, or an address. It needs Python 3.11 as
+The image is an argument of `apptainer exec`: a `.sif` file, a directory, or an address. The image needs Python 3.11 as
 `python3`.
 """
 

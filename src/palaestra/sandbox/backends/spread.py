@@ -2,10 +2,11 @@
 
 `docker=host1,host2 modal=overflow` names two backends: the first with two hosts, the second for slots that do not fit
 into the first. The backend with the largest free share makes the next slot. A backend that fails is left out for a
-while, and the other backends make the slots; a slot that starts from a snapshot is made by the backend that has the
-snapshot.
+while, and the other backends make the slots. A slot that starts from a snapshot is always made by the backend that has
+the snapshot.
 
-An overflow backend is checked at the start of the run, and started when it is first needed.
+An overflow backend is started when it is first needed. At the start of the run, it is checked but not started; the
+backend `local` is not checked.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class SpreadBackend(StartedBackend):
             backend.begin_at(number * _EPOCHS)
 
     async def start(self) -> None:
-        """Start every backend that is not for overflow, and check the overflow backends. Idempotent.
+        """Start every backend that is not for overflow, and check the overflow backends except `local`. Idempotent.
 
         A backend that fails is left out; if none starts, the first error is raised.
         """
@@ -132,7 +133,7 @@ class SpreadBackend(StartedBackend):
 
     @property
     def rung(self) -> Rung:
-        """The lowest isolation level of the backends that have started."""
+        """The lowest isolation level of the backends that have started, or of all backends if none has started."""
         started = [part.backend.rung for part in self._parts if part.started]
         return min(started or [part.backend.rung for part in self._parts])
 
@@ -143,7 +144,8 @@ class SpreadBackend(StartedBackend):
         return None if None in known else sum(each for each in known if each is not None)
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return a new slot on the backend with the most room, or on the backend that has the snapshot."""
+        """Return a new slot on the backend that has the snapshot or, if no snapshot is given, on the backend with the
+        largest free share. If that backend fails and no snapshot is given, the other backends are tried."""
         if snapshot is not None:
             return await self._make(self._keeper(snapshot), spec, trajectory_id, snapshot)
         tried: list[Part] = []
@@ -181,7 +183,7 @@ class SpreadBackend(StartedBackend):
             part.making -= 1
 
     async def destroy(self, slot: Slot) -> None:
-        """End the slot and drop its files. Does nothing if it is gone already."""
+        """End the slot and drop its files. Does nothing if the slot is already gone."""
         part = self._holder(slot)
         await part.backend.destroy(slot)
         part.slots.discard(slot.epoch)
@@ -209,7 +211,8 @@ class SpreadBackend(StartedBackend):
         return await self._keeper(snapshot).backend.changes(snapshot)
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer once no slot uses it. Does nothing if it is gone already."""
+        """Drop the snapshot's topmost layer once no slot uses that layer. Does nothing if the snapshot is already
+        gone."""
         for part in self._parts:
             if snapshot.snapshot_id in part.snapshots:
                 part.snapshots.discard(snapshot.snapshot_id)

@@ -2,7 +2,7 @@
 
     DIGEST/          the root file system          DIGEST.json   its size and source; the file's time is the last use
     DIGEST.lock      locked: shared while the image is in use, exclusive while it is made or removed
-    known/KEY        the digest of an image file, found by its path, inode, size and times without reading it again
+    known/KEY        the digest of an image file; KEY is a hash of the file's path, inode, size and times
     partial/         unfinished or removed images
 
 A directory gets its name by a rename once it is complete. The next process that takes the lock removes leftovers in
@@ -150,7 +150,8 @@ class ImageStore:
             raise
 
     def _evict(self) -> None:
-        """Remove images that are not in use, least recently used first, until the rest fits."""
+        """Remove images that are not in use, least recently used first, until the remaining images take at most
+        `max_bytes`."""
         records = sorted(self._records(), key=lambda record: record[1])
         total = sum(size for _, _, size in records)
         for digest, _, size in records:

@@ -151,7 +151,8 @@ def _layer(file: IO[bytes], path: str) -> Iterator[tarfile.TarFile]:
 
 
 def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
-    """Return the entry of the index for this machine, or the only entry."""
+    """Return the index's entry for this machine's architecture. If the index has only one entry, return that entry,
+    whatever its architecture. Raises `ImageError` if there is no such entry."""
     entries: list[dict[str, JSON]] = index["manifests"]
     wanted = _MACHINES.get(platform.machine(), platform.machine())
     fitting = [entry for entry in entries if (entry.get("platform") or {}).get("architecture") == wanted]
@@ -210,7 +211,7 @@ def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
 
 
 def _first_names(archive: tarfile.TarFile) -> Iterator[str]:
-    """Yield the first names in an archive, enough to recognise a root file system."""
+    """Yield the names in an archive up to the first one that shows that the archive holds a root file system."""
     for count, member in enumerate(archive):
         yield member.name
         top = member.name.removeprefix("./").partition("/")[0]
@@ -261,8 +262,8 @@ class Unpacking:
                 self._directories[""] = member
 
     def finish(self) -> None:
-        """Give the directories their modes and times, now that they are complete. Raises `ImageError` if the image is
-        not a root file system."""
+        """Give the directories their modes and times, now that they are complete. If `as_image` is true, raises
+        `ImageError` if the image is not a root file system."""
         self._leave_parent()
         for path, member in sorted(self._directories.items(), reverse=True):
             with contextlib.suppress(OSError), self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
@@ -428,7 +429,7 @@ def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None
 
 
 def _remove(parent: int, name: str) -> None:
-    """Remove an entry of a lower layer, if it exists."""
+    """Remove an entry of a directory and everything below it, if the entry exists."""
     status = _status(parent, name)
     if status is not None and stat.S_ISDIR(status.st_mode):
         shutil.rmtree(name, dir_fd=parent)

@@ -80,7 +80,8 @@ _HINTS: Sequence[tuple[str, str]] = (
 
 
 async def prove(slot: Slot, *, server_is_root: bool) -> None:
-    """Raise `IsolationUnavailable`, naming the failed checks, unless the slot keeps the promises of its level."""
+    """Raise `IsolationUnavailable` if the slot lacks a protection of its isolation level. The error names the failed
+    checks. At the level `none`, check only that commands run."""
     confined = slot.rung < Rung.USERNS
     result = await slot.execute(CONFINED_SCRIPT if confined else _SCRIPT, timeout_s=10.0)
     facts: dict[str, list[str]] = {}

@@ -102,7 +102,8 @@ class Requests(ABC):
         self, op: str, fields: Fields, data: bytes = b"", on_data: OnData | None = None, on_hole: OnHole | None = None
     ) -> Frame:
         """Send a request and wait for its answer. The call owns `fields` from then on and may change the mapping.
-        `on_data` and `on_hole` receive the data that comes before the answer; an error in either ends the request.
+        Before the answer, `on_data` receives each piece of data, and `on_hole` the size of each hole in the data. An
+        error in either function ends the request.
         Raises ValueError for a request that is too long."""
 
     @abstractmethod
@@ -147,7 +148,7 @@ class Requests(ABC):
             await self.send_file(fields, _pieces_of(data))
 
     async def upload_file(self, fields: Fields, file: IO[bytes]) -> int:
-        """Copy a file on this machine into a file in a slot, piece by piece; returns its size."""
+        """Copy a file on this machine into a file in a slot, piece by piece. Returns the file's size in bytes."""
         await self.send_file(fields, _pieces_from(file))
         return file.tell()
 
@@ -199,7 +200,8 @@ class Requests(ABC):
 
 
 class SlotClient(Requests):
-    """The client of one running slot server. Made by `start` or `attach`; ends with `aclose`, or with this process."""
+    """The client of one running slot server. A client is made by `start` or `attach`, and ends with `aclose` or with
+    this process."""
 
     def __init__(self, on_lost: OnLost) -> None:
         super().__init__()
@@ -491,8 +493,8 @@ async def _pieces_of(data: bytes) -> AsyncIterator[bytes]:
 
 
 async def _pieces_from(file: IO[bytes]) -> AsyncIterator[bytes]:
-    """Read a file in a thread, because the disk may be slow, and many pieces at a time, because a thread per piece
-    would be slow too."""
+    """Yield the file's content in pieces. The file is read in a thread, because the disk may be slow. Each read gets
+    many pieces, because a thread for each piece would be slow too."""
     while data := await asyncio.to_thread(file.read, _READ_AHEAD_BYTES):
         for start in range(0, len(data), CHUNK):
             yield data[start : start + CHUNK]

@@ -183,7 +183,7 @@ class LocalSlot(Slot):
         listed = await self.requests.listing("list", {**self.lease(), "path": path})
         found = [FileInfo(**entry) for entry in listed]
         parents = {posixpath.dirname(entry.path) for entry in found}
-        for entry in found:  # a server in a compromised place could redirect a download out of its directory
+        for entry in found:  # a compromised server could redirect a download out of its directory
             plain = posixpath.isabs(entry.path) and posixpath.normpath(entry.path) == entry.path
             if len(parents) > 1 or not plain or entry.path == "/" or "\0" in entry.path:
                 raise SandboxError(f"the slot server lists {entry.path!r:.200}, which is not an entry of {path!r:.200}")
@@ -344,7 +344,7 @@ class LocalShell:
 
     async def state(self) -> bytes:
         """Return the shell's directory, variables, functions, aliases and options, for the `state` argument of
-        `Slot.shell`. Bash only. Raises `SandboxError` if the state is too large."""
+        `Slot.shell`. Works only in bash. Raises `SandboxError` if the state is too large or cannot be read in time."""
         result = await self.run(_SAVE, timeout_s=_STATE_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
         if result.metadata["truncated"] or result.metadata["timeout"]:
             raise SandboxError(f"the state of the shell in {self._slot.slot_id} cannot be saved: it is too large")
@@ -420,8 +420,8 @@ class LocalProcess:
         await self._call("resize", rows=size.rows, columns=size.columns)
 
     async def wait(self, timeout_s: float | None = None) -> ProcessStatus:
-        """Wait until the process has ended, at most `timeout_s` seconds, and return its status, in which `running`
-        shows whether it still runs."""
+        """Wait until the process has ended or `timeout_s` seconds have passed; None means no limit. Returns the
+        process's status, whose `running` is true if the process still runs."""
         left = math.inf if timeout_s is None else timeout_s
         while True:
             step = min(left, _LONGEST_WAIT_S)
@@ -431,7 +431,8 @@ class LocalProcess:
                 return status
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill the whole process tree: send SIGTERM, and after `grace_s` seconds SIGKILL."""
+        """Kill the whole process tree: send SIGTERM, and after `grace_s` seconds SIGKILL. If `grace_s` is 0, send only
+        SIGKILL."""
         return _status(await self._call("kill", grace_s=grace_s))
 
     async def forget(self) -> None:

@@ -1,8 +1,9 @@
 """Connects to a slot server through the standard input and output of a command, such as `docker run -i`, `ssh` or
 `apptainer exec`.
 
-The server's files travel over the stream, so the place needs only Python 3.11. The server ends when the command ends,
-and the command ends when its standard input ends, so nothing remains after this process, however it dies.
+The server's files travel over the stream, so the container or other machine needs only Python 3.11. The server ends
+when the command ends, and the command ends when its standard input ends. Nothing is therefore left running after this
+process, however it dies.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ async def send_server(stream: socket.socket) -> None:
 
 
 def call_of(rung: str, silence_s: float | None = None) -> list[str]:
-    """Return the command that runs `launch` in a place."""
+    """Return the command that runs `launch` in a container or on another machine."""
     silence = [] if silence_s is None else [str(silence_s)]
     return ["python3", "-I", "-S", "-c", program(), rung, *silence]
 

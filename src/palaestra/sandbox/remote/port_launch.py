@@ -86,7 +86,7 @@ def receive_body(connection: DeadlineConnection, headers: dict[str, str], begun:
 
 
 def unpack(archive: bytes) -> str:
-    """Unpack the files into a new folder and return it. Removes folders of servers that were killed."""
+    """Unpack the files into a new folder and return the folder's path. Removes folders of servers that were killed."""
     for name in os.listdir(tempfile.gettempdir()):
         pid = name[len(PREFIX) :].split("-")[0]
         if name.startswith(PREFIX) and not os.path.exists("/proc/" + pid):

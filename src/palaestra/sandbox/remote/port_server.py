@@ -3,13 +3,14 @@ sandbox.
 
     POST /stream?rung=LEVEL    with `Upgrade: palaestra-slots`: 101, then the frames of `slotd/protocol/frames.py`
     PUT  /server               200; the files are already here
-    GET  /health /slots        the states of the numbered slots, and the number of open streams
+    GET  /health               the number of numbered slots, and the number of open streams
+    GET  /slots                the state of each numbered slot
     POST /execute /batch /reset /artifacts/read|list|archive      calls in the numbered slots `slot_0`, `slot_1`, …
 
 Each stream has its own slot server, which ends with the stream. Streams therefore share no slots, and no stream's slot
-server runs after the last stream has ended. The other routes are the contract's, for its existing clients. A numbered
-slot is made by its first call, with the network that this call allows, and ends with `/reset`. A later call that
-forbids the network is refused if the slot has the network on.
+server runs after the last stream has ended. The routes for numbered slots serve clients that were written for Atropos
+and Hermes. A numbered slot is made by its first call, with the network that this call allows, and ends with `/reset`. A
+later call that forbids the network is refused if the slot has the network on.
 
 Every request needs `Authorization: Bearer TOKEN`, which is checked before the body is read. A connection made by a user
 of a slot is closed whatever it sends, because slots with the network on share this host's network. The module uses only
@@ -51,10 +52,11 @@ from palaestra.sandbox.terminal.pane import Pane
 UPGRADE = "palaestra-slots"
 MAX_HEAD, MAX_BODY = 64 << 10, 64 << 20
 HEAD_S, BODY_S, MAX_UNKNOWN = 60.0, 60.0, 256
-"""The seconds that a connection may be silent before a request, the seconds that a body may take, and the maximum
-number of connections that have not sent the token. If there are more of these, the oldest is closed."""
+"""`HEAD_S`: the seconds in which the head of a connection's next request must arrive. `BODY_S`: the seconds in which a
+request's body must arrive. `MAX_UNKNOWN`: the maximum number of connections that have not sent the token; if there are
+more, the oldest of them is closed."""
 MAX_OUTPUT_BYTES = 50_000
-"""The contract's limit on the output of one call to its routes."""
+"""The maximum number of bytes of output that one call in a numbered slot returns."""
 FIRST_SLOT_UID = 65536
 """The lowest uid of the users of slots; callers have lower uids."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
@@ -113,7 +115,7 @@ class Here(ServerBackend):
 
 @dataclass
 class Numbered:
-    """A slot that the contract's routes address by number."""
+    """A slot that clients address by number."""
 
     slot_id: str
     slot: Slot | None = None
@@ -243,7 +245,7 @@ class PortServer:
         self._streams -= 1
         self._left = time.monotonic()
 
-    # The contract's routes
+    # The routes for numbered slots
 
     def _health(self) -> JSON:
         executing = sum(each.lock.locked() for each in self._slots.values())
@@ -402,8 +404,8 @@ def _described(each: Numbered) -> JSON:
 
 
 def is_of_a_slot(peer: tuple[str, int], here: tuple[str, int]) -> bool:
-    """Return whether a user of a slot on this host made the connection, according to the kernel's list of sockets. A
-    closed socket counts as a slot's. Source: proc(5), net/tcp."""
+    """Return whether a user of a slot on this host made the connection, according to the kernel's list of sockets. If
+    the other side has already closed its socket, the result is True. Source: proc(5), net/tcp."""
     wanted = _hexadecimal(peer), _hexadecimal(here)
     with contextlib.suppress(OSError), open("/proc/net/tcp") as table:
         for line in table:

@@ -31,8 +31,8 @@ IDLE_S = 60.0
 
 @dataclass
 class Visitor:
-    """One connection. `numbers` maps the numbers of its requests to the numbers under which they were sent to the slot
-    server."""
+    """One connection. `client` is true if its other side is attached. `numbers` maps the numbers of its requests to the
+    numbers under which they were sent to the slot server."""
 
     writer: asyncio.StreamWriter
     client: bool = False
@@ -116,7 +116,8 @@ class Broker:
             visitor.send(FrameKind.HELLO, frame.request, about | {"leases": list(self._leases.values())})
 
     async def _renew(self, name: str) -> None:
-        """Give a lease a new epoch, so that its former holder is refused from now on."""
+        """Give a lease a new epoch, so that its former holder is refused from now on. Drop the lease if the slot server
+        does not renew it."""
         lease = self._leases[name]
         answer = await self._ask({"op": "renew", "slot": name, "epoch": lease["epoch"]})
         if answer.kind is FrameKind.RESULT:
@@ -133,7 +134,7 @@ class Broker:
             self._drop(self._layers)
 
     def _drop(self, layers: set[str]) -> None:
-        """Forget snapshots; slots keep the layers that they use."""
+        """Drop the snapshots with these layers. Slots keep the layers that they use."""
         fields: dict[str, JSON] = {"op": "forget", "layers": sorted(layers)}
         self._below.write(frames.encode(FrameKind.REQUEST, next(self._numbers), fields))
         layers.clear()

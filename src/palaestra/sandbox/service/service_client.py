@@ -29,7 +29,8 @@ _LOOK_PATIENCE_S, _END_PATIENCE_S, _TURN_S = 5.0, 20.0, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One running service: `leases` are objects with slot, epoch and about; `attached` is true if it has a client."""
+    """One running service. Each of `leases` is an object with `slot`, `epoch` and `about` (see `encode_lease`).
+    `attached` is true if the service has a client."""
 
     name: str
     pid: int
@@ -62,7 +63,7 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
 
 async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
     """Attach to a service, starting it first if it is not running. Raises `SandboxError` while another process is
-    attached."""
+    attached, and `IsolationUnavailable` if the service runs at another isolation level."""
     async with _turn(path):
         if not _listens(path):
             await _start(path, rung, settings)
@@ -114,7 +115,7 @@ async def end(path: Path) -> None:
 
 
 async def sweep(directory: Path, *, only_list: bool = False) -> list[str]:
-    """Remove the sockets of services that were killed, unless `only_list` is set; returns the names of the services."""
+    """Return the names of services that were killed. Unless `only_list` is true, also remove their sockets."""
     gone = []
     for path in sorted(directory.glob("*.sock")) if directory.is_dir() else ():
         async with _turn(path):

@@ -127,8 +127,9 @@ def run_server(
     watcher: int,
     handover: socket.socket | None = None,
 ) -> NoReturn:
-    """Run the server, in the child of a fork, until the client or the watching process is gone. The client gets an
-    OSError before the start as a refusal, and a later error as the reason for the server's end."""
+    """Run the server, in the child of a fork, until the client or the watching process is gone. An OSError before the
+    start is sent to the client as a refusal. Any other error is logged, and the client reads the log when the server
+    has ended."""
     status, started = 1, False
     try:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)

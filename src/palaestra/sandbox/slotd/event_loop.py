@@ -78,7 +78,7 @@ class EpollLoop:
 
     def watch_soon(self, fd: int, call: Callback) -> None:
         """Do what `watch` does. A subclass may start watching a little later, because the output of a command is read
-        at its end anyway."""
+        at the end of the command anyway."""
         self.watch(fd, call)
 
     def watches(self, fd: int) -> bool:
@@ -108,14 +108,14 @@ class EpollLoop:
         os.close(fd)
 
     def later(self, seconds: float, call: Callback) -> Timer:
-        """Call `call` once, after this many seconds."""
+        """Call `call` once, after `seconds` seconds."""
         timer = _Timer(call, self)
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), timer))
         return timer
 
     def forget_timer(self) -> None:
-        """Count a cancelled timer. Cancelled timers are removed once they make up half of all timers, since a time
-        limit may be hours away."""
+        """Count a cancelled timer. Cancelled timers are removed once there are more than `_MANY` and they make up more
+        than half of all timers, since a time limit may be hours away."""
         self._forgotten += 1
         if self._forgotten > _MANY and 2 * self._forgotten > len(self._timers):
             self._timers = [entry for entry in self._timers if entry[2].call is not None]

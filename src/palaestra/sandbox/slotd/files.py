@@ -2,7 +2,7 @@
 
 Every path is opened with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS) from a descriptor of the slot's root, so no
 link, `..` or race leads out of it. Only regular files are read or replaced, so a fifo or device cannot hold up the
-server; files of /proc are left to commands.
+server. Files of /proc are refused; only a command in the slot can read them.
 
 New files belong to the slot's root user. Writing fills a new file next to the old one, gives it the old file's owner
 and mode, and renames it over the old file.
@@ -56,8 +56,8 @@ def open_at(root: int, path: str, flags: int) -> int:
 
 
 def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple[int, int]:
-    """Return a descriptor at `offset`, and the number of bytes left. Raises OSError (EFBIG) if they exceed
-    `max_bytes`."""
+    """Open a regular file. Returns a descriptor at `offset`, and the number of bytes from there to the end of the file.
+    Raises OSError, for example EFBIG if there are more than `max_bytes`."""
     handle = open_at(root, path, os.O_PATH)
     try:
         status = os.fstat(handle)
@@ -82,9 +82,9 @@ def open_for_reading(root: int, path: str, offset: int, max_bytes: int) -> tuple
 
 
 class Writing:
-    """One file that is being written. `finish` puts it in place, `discard` drops it; after `finish`, `close` can wait
-    until the answer is sent. Raises OSError, for example FileNotFoundError for a missing directory if `make_folders` is
-    false."""
+    """One file that is being written. `finish` puts the file in place, and must be followed by `close`, for example
+    after the answer has been sent. `discard` drops the file. Raises OSError, for example FileNotFoundError if the
+    directory is missing and `make_folders` is false."""
 
     def __init__(self, root: int, path: str, mode: int | None, owner: int, *, make_folders: bool = True) -> None:
         wanted = None if mode is None else mode & 0o7777
@@ -291,7 +291,8 @@ def _enter(parent: int, name: str, trail: list[tuple[str, int, list[str]]]) -> I
 
 def _at_end_of_links(root: int, path: str, owner: int, make_folders: bool) -> tuple[int, os.stat_result | None, str]:
     """Follow links in the last component of a path that is to be written, inside the root. Returns a descriptor of the
-    directory (made if `make_folders`), the status of the entry, and its path."""
+    directory to which the links lead, the status of the entry there (None if it does not exist), and the entry's path.
+    If `make_folders` is true, missing directories are made."""
     for _ in range(_MAX_LINKS):
         folder, _, name = path.rpartition("/")
         if name in ("", ".", ".."):

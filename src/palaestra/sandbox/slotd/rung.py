@@ -82,7 +82,7 @@ class SlotInit(Protocol):
 @dataclass(frozen=True, slots=True)
 class NewSlot:
     """A slot before its start. `groups` are its control groups. If the slot shares the host's network, `exposed` is the
-    reason."""
+    reason why it has no network of its own."""
 
     files: Any  # the driver's files; `release` removes them, unless they have become a layer
     groups: tuple[str, ...]
@@ -165,7 +165,7 @@ class RungDriver(Protocol[F, L]):
 
     def locate(self, files: F, root: int, path: str, writing: bool = False) -> Place:
         """Return where the server finds the slot's absolute path `path`. Raises OSError if the slot may not read that
-        path or, with `writing`, may not write to it."""
+        path or, if `writing` is true, may not write to it."""
 
 
 AnyDriver = RungDriver[Any, Any]

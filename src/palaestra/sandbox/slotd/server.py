@@ -24,8 +24,8 @@ of `server_slot.OPERATIONS`, it serves:
 
 Quick requests run in the order of their frames, and long requests (a command, a listing) run concurrently. A request
 that fails is answered with an ERROR and does not affect other requests. During a checkpoint, requests wait if they
-start or stop processes of the slot, or end the slot. The checkpoint may or may not contain files that are written
-meanwhile.
+start or stop processes of the slot, or end the slot. If a request writes a file during a checkpoint, the checkpoint may
+or may not contain that file.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class SlotServer:
     def _create(self, frame: Frame) -> Job | None:
         _require_descriptors()
         names = frame.fields["layers"]
-        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # also forgotten layers
+        layers = () if not names else (self._layer(names[0]), *self._layer(names[0]).below)  # some may be forgotten
         try:
             variables = env_block(frame.fields["env"])
         except ValueError as error:
@@ -228,7 +228,8 @@ class SlotServer:
             socket.send_fds(client, [frames.HANDOVER.pack(slot.epoch, place.owner)], fds)
 
     def _on_lost(self, frame: Frame, slot: ServerSlot) -> None:
-        """Handle the death of a slot that no request has ended, either while the slot was being made or later."""
+        """Handle the death of a slot that was not ended by a request. The slot may have died while it was being made,
+        or later."""
         if slot.was_made:
             self._connection.send(FrameKind.LOST, 0, {"slot": slot.name, "epoch": slot.epoch})
         else:
@@ -370,8 +371,8 @@ class SlotServer:
     # Frozen slots and checkpoints
 
     def _hold(self, frame: Frame) -> bool:
-        """Return whether a request has to wait for a freeze or checkpoint of its slot. If not, thaw the slot if it is
-        frozen."""
+        """Return whether a request has to wait for a freeze or checkpoint of its slot, and queue it in that case. If
+        the request need not wait, thaw the slot if it is frozen."""
         if not self._held and not self._frozen:
             return False
         name, op = frame.fields.get("slot", ""), frame.fields["op"]

@@ -113,8 +113,8 @@ class ServerSlot:
             self._kill_init()
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
-        """Call `make` for a socket in the slot's network. Raises OSError if the slot has no network, or if `make`
-        does."""
+        """Return the socket that `make` opens in the slot's network. Raises OSError if the slot has no network, or if
+        `make` raises it."""
         if self._init.network is NetworkScope.NONE:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "the slot has no network")
         if self._init.network is NetworkScope.SHARED:
@@ -199,8 +199,8 @@ OPERATIONS: dict[str, Callable[[ServerSlot, Frame], None]] = {
 
 
 def arguments(root: int, pid: int) -> list[str] | None:
-    """Return the arguments of the live process with this number in the slot, read from the kernel; None if there is no
-    such process."""
+    """Return the arguments of the live process whose number in the slot is `pid`, read from the kernel; None if there
+    is no such process."""
     try:
         fd = files.open_at(root, f"/proc/{pid}/cmdline", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -64,8 +64,8 @@ class Listing:
 
 
 class Download:
-    """Sends a file as DATA frames, with the last piece in the RESULT, as fast as the client reads it. With `holes`, a
-    hole is sent as a DATA frame with its length, because a sparse file may claim terabytes."""
+    """Sends a file as DATA frames, with the last piece in the RESULT, as fast as the client reads it. If `holes` is
+    true, a hole is sent as a DATA frame with only its length, because a sparse file may claim terabytes."""
 
     def __init__(
         self, number: int, fd: int, size: int, connection: FrameConnection, open_requests: dict[int, OpenRequest],
@@ -105,8 +105,8 @@ class Download:
         self._end(self._next())
 
     def _extent(self) -> tuple[int, int]:
-        """Return the length of the hole at the current position, which is skipped, and 0; without a hole, 0 and the
-        number of bytes to send before the next hole."""
+        """If there is a hole at the current position, skip it and return its length and 0. Otherwise, return 0 and the
+        number of bytes to send now, which is at most `CHUNK` and ends before the next hole."""
         here = os.lseek(self._fd, 0, os.SEEK_CUR)
         try:
             data = os.lseek(self._fd, here, os.SEEK_DATA)

@@ -46,8 +46,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Describes how a workspace is prepared. Change `version` when anything else that the steps depend on changes.
-    `name` is for people, and is not part of the cache key."""
+    """Describes how a workspace is prepared. Change `version` when something changes on which the steps depend, but
+    which is not part of the recipe. `name` is for people, and is not part of the cache key."""
 
     spec: SlotSpec = SlotSpec()
     steps: tuple[Put | Run, ...] = ()
@@ -55,8 +55,8 @@ class Recipe:
     name: str = ""
 
     def key(self, rung: Rung, of_image: Callable[[str | None], JSON] = fingerprints.of_image) -> str:
-        """Return the cache key for one isolation level: a hash of everything that affects the result, including this
-        package's code.
+        """Return the cache key for one isolation level: a hash of the recipe, of this package's code, and of the
+        fingerprints of the image, the mounted directories and the machine.
 
         The timeouts of steps are not part of the key. Blocks while it reads the image's metadata.
         """

@@ -1,8 +1,9 @@
 """Computes fingerprints of images, directories, the host and this package for cache keys.
 
-File contents are not read, because that would cost more than preparing the workspace again. Invariant: a change that is
-made through the file system changes the fingerprint. A copy at another path may have a different fingerprint, which
-only costs another preparation.
+The contents of files in images and directories are not read, because that would cost more than preparing the workspace
+again. A change inside an image directory always changes its fingerprint if it is made through the file system. The
+fingerprints of the host and of mounted directories notice fewer changes; the functions describe which. A copy at
+another path may have a different fingerprint, which only costs another preparation.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _HOST = ("/usr/bin", "/usr/lib", "/usr/local/bin", "/usr/local/lib")
 
 
 def of_tree(folder: str) -> tuple[str, int]:
-    """Return a digest of all names, kinds, owners, modes, sizes and times of change (which no program can set) under a
-    folder, and the folder's size in bytes on disk."""
+    """Return a digest of all names, kinds, owners, modes, sizes and times of change under a folder, and the folder's
+    size in bytes on disk. No program can set a time of change."""
     digest, taken, waiting = hashlib.sha256(), 0, [folder]
     while waiting:
         path = waiting.pop()

@@ -135,7 +135,7 @@ class SnapshotStore:
     def keep(self, path: Path, key: str, recipe: JSON) -> None:
         """Give a complete entry its name, and evict other entries to make room. If another run has already made the
         same entry, that entry stays. Blocks while the disk syncs. Raises OSError (EFBIG) for an entry that is larger
-        than the store may be."""
+        than `max_bytes`, the limit of the whole store."""
         _sync(path)
         digest, size_bytes = fingerprints.of_tree(str(path / "layers"))
         if size_bytes > self.max_bytes:
@@ -153,8 +153,8 @@ class SnapshotStore:
                 raise
 
     def evict(self, room: int = 0) -> list[str]:
-        """Remove entries that are not in use, least recently used first, until the rest leaves `room` bytes free;
-        returns the keys of the removed entries."""
+        """Remove entries that are not in use, least recently used first, until `room` bytes of `max_bytes` are free.
+        Returns the keys of the removed entries."""
         entries, gone = self.entries(), []
         excess = sum(entry.size_bytes for entry in entries) + room - self.max_bytes
         for entry in entries:
@@ -168,7 +168,7 @@ class SnapshotStore:
         return self._take_away(self.folder / key, self.files(key))
 
     def sweep(self) -> int:
-        """Remove the unfinished entries of dead runs; returns the number of removed entries."""
+        """Remove the unfinished entries that dead runs have left. Returns the number of removed entries."""
         return sum(self._take_away(path, path) for path in self.halves())
 
     def halves(self) -> list[Path]:
@@ -192,8 +192,8 @@ class SnapshotStore:
         return True
 
     def turn(self, key: str, clock: Clock) -> contextlib.AbstractAsyncContextManager[None]:
-        """Return a lock that lets only one run at a time make the entry of a key. If a run dies, its lock is
-        released."""
+        """Return a lock that lets only one run at a time make the entry of a key. Keys that begin with the same three
+        digits share a lock. If a run dies, its lock is released."""
         return file_lock(self.folder / f"turn-{key[:3]}", poll_s=_TURN_S, sleep=clock.sleep)
 
 

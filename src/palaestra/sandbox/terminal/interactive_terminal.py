@@ -1,7 +1,8 @@
 """Types into a terminal of a slot and reads its screen, as a person (or tmux) would.
 
 The program runs as a background process with a terminal of its own. When the screen is captured, an emulator in this
-process derives it from the program's output, and answers the program's queries, for example for the cursor's position.
+process derives the screen from the program's output, and answers the program's queries, for example for the cursor's
+position.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Terminal:
         await self.process.write(text.encode(errors="surrogateescape"))
 
     async def resize(self, size: TerminalSize) -> None:
-        """Resize the window, for the program and the screen."""
+        """Resize the window of the program, and the screen that this object keeps."""
         await self.process.resize(size)
         self._screen.resize(size)
         self._size = size
@@ -119,8 +120,8 @@ class Terminal:
         return await self._shot()
 
     async def wait_for(self, pattern: str | re.Pattern[str], *, timeout_s: float = 10.0) -> ScreenShot:
-        """Return the screen as soon as its text matches `pattern`. Raises TimeoutError, with the screen, if it does not
-        match in time."""
+        """Return the screen as soon as its text matches `pattern`. If the text does not match in time, or the program
+        ends before it matches, raises TimeoutError, whose message contains the screen."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             shot = await self._shot()
@@ -132,7 +133,7 @@ class Terminal:
 
     async def command_ended(self, cursor: int, patience_s: float) -> int | None:
         """Wait up to `patience_s` seconds until the output after `cursor` shows the end of a command, in a shell with
-        `PROMPTED`. Returns the command's exit code, or None if it did not end in time."""
+        `PROMPTED`. Returns the command's exit code, or None if the command did not end in time or the shell ended."""
         deadline = asyncio.get_running_loop().time() + patience_s
         seen = b""
         while (left := deadline - asyncio.get_running_loop().time()) > 0:

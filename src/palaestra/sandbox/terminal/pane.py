@@ -1,4 +1,4 @@
-"""Serves the contract's `tmux` calls in one slot: types into a shell's terminal and reads its screen.
+"""Serves the `tmux` calls of Atropos and Hermes in one slot: types into a shell's terminal and reads its screen.
 
 `palaestra.tools.builtin.tmux` is the tool for models. This module answers existing clients of a slot server's port, and
 works even where no terminal emulator is installed.

@@ -2,7 +2,8 @@
 
 `GhosttyScreen` is a real emulator (libghostty, in the extra `screen`). It handles full-screen programs, the alternate
 screen and wide characters, and answers a program's queries. `PlainScreen` drops control sequences and keeps the last
-lines, which is right for scrolling output and wrong for editors; its `emulated` is False.
+lines. That is correct for scrolling output, but not for full-screen programs such as editors. The attribute `emulated`
+is true only for `GhosttyScreen`.
 
 `cursor` is row and column, counted from 0. `application_cursor` is true if the program has requested the alternative
 codes of the cursor keys. `feed` adds output of the program and returns the terminal's answers.

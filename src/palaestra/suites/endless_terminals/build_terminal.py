@@ -1,8 +1,8 @@
 """`palaestra tasks build terminal`: generate terminal tasks from a seed and check each of them.
 
-Each task must pass its triple check in slots. A task that fails, or that needs a program that the slots lack, is
-dropped and reported. Two machines therefore write the same file if their slots have the same programs. Rows are ordered
-by task number.
+Each task must pass the check of `triple_check.py` in slots. A task that fails, or that needs a program that the slots
+lack, is dropped and reported. Two machines therefore write the same file if their slots have the same programs. Rows
+are ordered by task number.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ _CLOSINGS = (
 
 @dataclass(frozen=True, slots=True)
 class TaskSelection:
-    """The tasks to generate. Empty `families` and `areas` select all of them; empty `levels` select a mixture."""
+    """The tasks to generate. The families are those in `families` and those of `areas`; if both are empty, all families
+    are selected. If `levels` is empty, the levels are mixed."""
 
     seed: int = 0
     levels: tuple[int, ...] = ()
@@ -129,8 +130,8 @@ def _task(selection: TaskSelection, families: Sequence[Family], number: int) -> 
 
 
 def _next(stream: Stream, families: Sequence[Family], chain: _Chain) -> Family:
-    """Return the family of the next part: one that the task does not have yet, preferably one that can read the last
-    output."""
+    """Return the family of the next part. It is a family that the task does not have yet, and usually one that can read
+    the last part's output."""
     left = [family for family in families if family.name not in chain.names]
     source = chain.source
     if source is not None and stream.chance(_FEED_PERCENT):
@@ -156,7 +157,7 @@ class _Chain:
         return self.parts[-1].output if self.parts else None
 
     def add(self, family: Family) -> None:
-        """Add a part, with the last output as input if the family can use it."""
+        """Add a part. Its input is the last part's output if the family can use that output."""
         given = self.source if self.source is not None and self.source.kind in family.takes else None
         for attempt in range(_TRIES):
             draw = Draw(*self.name, len(self.parts), family.name, attempt)
@@ -213,7 +214,8 @@ def _script(pieces: Sequence[str]) -> str:
 
 
 def _initial(part: TaskPart) -> Iterator[AnyCheck]:
-    """Yield the checks of the initial state: the part's files exist, `initial` holds, and no output exists yet."""
+    """Yield the checks of the initial state. The part's files exist, unless its `setup` may move them; the checks in
+    `initial` hold; and no output exists yet."""
     if not part.setup:
         yield from (Exists(path) for path in part.files)
     yield from part.initial

@@ -1,8 +1,8 @@
 """Terminal tasks generated from a seed, read from a file of generated tasks, or read from task folders.
 
-Generated tasks are graded by their checks, and task folders by their own tests, in a fresh slot over the sealed work.
-The reward is 1.0 if every check holds or every test passes, else 0.0. For generated tasks, the share of checks that
-hold is also recorded.
+Generated tasks are graded by their checks, and task folders by their own tests. Both run in a fresh slot that has the
+agent's changes as they were at the end. Only checks of running processes run in the agent's slot. The reward is 1.0 if
+every check holds or every test passes, else 0.0. For generated tasks, the share of checks that hold is also recorded.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedFolder:
-    """A folder task with its root."""
+    """A task read from a folder, with its root file system."""
 
     item: FolderTask
     root: TaskRoot

@@ -1,8 +1,8 @@
 """Families of generated tasks and their parts. Does no I/O.
 
 A family turns random draws into a `TaskPart`: work in one directory of the workspace, with its initial files, a
-reference solution and checks of the final state. A part may read the `DataFile` that the previous part produces instead
-of files of its own. Invariant: a part never changes or moves its input, so the checks of earlier parts still hold.
+reference solution and checks of the final state. Instead of initial files, a part may read the `DataFile` that the
+previous part produces. Invariant: a part never changes or moves its input, so the checks of earlier parts still hold.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class DataFile:
 class TaskPart:
     """One piece of work. Paths are relative to the workspace.
 
-    `ask` contains every detail that `final` checks. `files`, then the shell script `setup`, make the initial state;
-    `initial` checks the rest of that state. `solution` is a shell script that starts in the workspace. `live` is true
-    if the work is a running process, which is checked in the agent's own slot.
+    `ask` contains every detail that `final` checks. The initial state is made by writing `files` and then running the
+    shell script `setup`. `initial` checks what `setup` does. `solution` is a shell script that starts in the workspace.
+    `live` is true if the work is a running process, which is checked in the agent's own slot.
     """
 
     ask: str

@@ -18,7 +18,8 @@ SCHEMA = "palaestra.terminal-task/1"
 
 
 class GeneratedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. `families` names its parts in order, `level` is their number, `needs` are required programs."""
+    """One task. `families` has the names of its parts' families in order, `level` is the number of parts, and `needs`
+    lists the required programs."""
 
     schema: str = SCHEMA
     id: str

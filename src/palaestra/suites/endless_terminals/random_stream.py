@@ -26,7 +26,7 @@ class Stream:
         self._words = _words("\x1f".join(map(str, name)).encode())
 
     def child(self, *name: str | int) -> Stream:
-        """Return a separate stream for one purpose; drawing from it does not change this one."""
+        """Return a separate stream for one purpose. Draws from the new stream do not change this stream."""
         return Stream(*self._name, *name)
 
     def below(self, end: int) -> int:

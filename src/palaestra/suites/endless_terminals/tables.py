@@ -1,5 +1,5 @@
-"""Small tables with typed columns: renders them as text in four formats, and holds the Python code with which solutions
-read and write them.
+"""Small tables with typed columns. This module renders tables as text in four formats, and has the Python code with
+which solutions read and write them.
 
 Values are integers, or text that never looks like a number, so a column has the same meaning in every format.
 """

@@ -1,4 +1,5 @@
-"""Read task folders of the public recipe, prepare their workspaces, and grade with their own tests.
+"""Read task folders in the format of the Endless Terminals paper, prepare their workspaces, and grade with the folders'
+own tests.
 
     native   task.json {description, truth, name}, container.def, test_initial_state.py, test_final_state.py
     Harbor   instruction.md, environment/{Dockerfile, task.json, test_initial_state.py}, tests/test_final_state.py,
@@ -10,8 +11,8 @@ tests of the initial state show whether that is sufficient. A Dockerfile is buil
 system, `ROOTS/<name of the folder>`, takes precedence over both. `truth` is not read.
 
 The final tests also run once when the workspace is prepared. pytest must find tests then, and they must not all pass.
-Each of these tests must pass when the agent's work is graded. The slot that runs tests has them in `/tmp`, which no
-layer contains, so no agent sees them.
+Each of these tests must pass when the agent's work is graded. Tests are written only into `/tmp` of the slot that runs
+them, which no saved file system contains, so no agent sees them.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _SETUP_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class FolderTask:
-    """One task of a folder. `image` None means the default root, unless `recipe` builds one. `setup` is empty if the
-    image needs no set-up."""
+    """One task of a folder. If `image` is None, the root file system is the one that `recipe` builds, or the default
+    one if `recipe` is None too. `setup` is empty if no set-up is needed."""
 
     id: str
     prompt: str
@@ -69,9 +70,10 @@ class FolderTask:
 def read_folder(
     root: Path, roots: Path | None = None, build_timeout_s: float = 600.0
 ) -> Iterator[FolderTask | TaskError]:
-    """Yield the tasks below `root` in the order of their names, and an error for each that cannot be used here.
+    """Yield the tasks below `root` in the order of their folders' names, with an error in place of each task that
+    cannot be used here. `root` may itself be a task.
 
-    Raises `ConfigError` when there is no folder, or no task in it.
+    Raises `ConfigError` if `root` is not a folder or contains no task.
     """
     if not root.is_dir():
         raise ConfigError(f"the folder of tasks {root} does not exist")
@@ -113,7 +115,7 @@ def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 6
 
 
 def _ready_root(name: str, roots: Path | None) -> str | None:
-    """Return the ready root file system of a task."""
+    """Return the path of the ready root file system of a task, or None if there is none."""
     found = [roots / f"{name}{ending}" for ending in _ROOT_ENDINGS if roots is not None]
     return next((str(path) for path in found if path.exists()), None)
 
@@ -142,7 +144,7 @@ def post_script(definition: str, name: str) -> str:
 
 
 def _without_installers(line: str) -> str | None:
-    """Return a command line without the parts that install packages; None if nothing is left."""
+    """Return a command line without the parts that install packages, or None if nothing is left."""
     if not _INSTALLERS.match(line.strip()):
         return line
     kept = [part for part in line.strip().split("&&") if not _INSTALLERS.match(part.strip())]
@@ -193,7 +195,8 @@ def graded_view(task: FolderTask) -> View:
 async def score_folder(
     task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
 ) -> Score:
-    """Return 1.0 if all of these tests pass and the negative controls find no tampering, else 0.0.
+    """Return the score: 1.0 if all of these tests pass and the negative controls (see `grading/controls.py`) find no
+    tampering, else 0.0.
 
     Raises `GraderError` if the tests did not run.
     """
@@ -221,7 +224,8 @@ async def score_folder(
 async def _find_tampering(
     task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
 ) -> ControlResult:
-    """Check whether passing work tampered with its tests. Isolation levels without forks have no controls."""
+    """Check whether work that passes has tampered with its tests. At isolation levels that cannot fork slots, nothing
+    is checked."""
     if slot.rung < Rung.USERNS:
         return ControlResult(None, tuple(sorted(names)))
     controls = Controls({_TEST_FILE: task.final_tests}, sorted(names), (), once=True)

@@ -1,11 +1,11 @@
-"""Check a generated task in real slots: its initial state, its oracle, and trivial attempts.
+"""Check a generated task in real slots: its initial state, trivial attempts to solve it, and its reference solution.
 
     prepare  write the files and run the set-up; every check of the initial state holds
     trivial  in a fork, the final checks fail after doing nothing, and with files at every output path that are empty or
              copies of an input
-    oracle   in a fork, run the solution and seal; every final check holds in a fresh slot
+    oracle   in a fork, run the reference solution; every final check holds in a fresh slot with its changes
 
-The sealed view contains only the workspace, as in grading.
+The fresh slot contains only the agent's changes to the workspace, as in grading.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ async def _prepared(task: GeneratedTask, slots: SlotSource, spec: SlotSpec) -> S
 
 
 async def _check_trivial(task: GeneratedTask, slots: SlotSource, snapshot: Snapshot) -> None:
-    """Make every trivial attempt in one slot; each attempt overwrites the files of the one before."""
+    """Make every trivial attempt in one slot. Each attempt overwrites the files of the attempt before it."""
     async with AsyncExitStack() as stack:
         slot = await _leased(stack, slots, task, snapshot)
         for name, script in (("doing nothing", ""), *trivial_attempts(task)):

@@ -18,7 +18,7 @@ def count_lines(n: int = 100) -> Iterator[Task]:
             prompt="Write the number of lines of a.txt to answer.txt",
             files={"a.txt": "x\n" * (i + 2)},
             solution="wc -l < a.txt > answer.txt",
-            answer=str(i + 2),  # not 0 or 1, which a guess finds
+            answer=str(i + 2),  # at least 2, because 0 and 1 are easily guessed
         )
 
 

@@ -1,15 +1,15 @@
 """Negative controls detect work that subverts its tests: they run rewritten tests, some of which must fail.
 
 Code under test runs in the same process as the reporter, so it can forge reports. That process therefore contains
-nothing that shows which report earns a reward. Passing work is run against copies of its tests in which every test has
-a new name and form (`rewritten_tests.py`), and in which some variants are falsified (`negate_test.py`). The right
-variants must pass and the falsified ones must fail; only the host knows which is which. Each round has its own
-workspace and process, and falsifies a different assertion of each test.
+nothing that shows which report earns a reward. Work that passes its tests is run again, against copies of the tests in
+which every test has a new name and form (`rewritten_tests.py`). In some of these variants, an assertion is falsified
+(`negate_test.py`). The right variants must pass and the falsified variants must fail; only the host knows which is
+which. Each round has its own workspace and process, and falsifies a different assertion of each test.
 
 First, the controls run over the reference solution. This shows which tests still pass after rewriting, which
 falsifications make them fail, and which alarms of the audit hook honest code raises. An unusual test or package is
-therefore not mistaken for tampering. Without a reference solution, only certain falsifications count, and only half of
-the right variants must pass.
+therefore not mistaken for tampering. If there is no reference solution, only falsifications that every complete run of
+a test evaluates count, and at least half of the right variants must pass.
 
 Invariant: a test that must pass for the reward and has no control is listed as uncontrolled. Not covered: work that
 contains the answers to its tests, and code that knows the tests and recognizes the variants by their meaning.
@@ -61,7 +61,7 @@ _BITS = 6.0
 """The number of bits that a forger must guess, if the tests that earn the reward have enough variants."""
 
 _MOST_VARIANTS = 8
-"""The maximum number of variants per round of a test that earns the reward; one of them is right."""
+"""The maximum number of variants, one of them right, that a test that earns the reward has in each round."""
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 3
 _MOST_PARAMETERS = 3
@@ -77,7 +77,7 @@ _SOFT = ("sys._getframe", "sys.settrace", "sys.setprofile", "code.__new__", "cty
 
 def hard_alarm(alarms: Collection[Alarm], expected: Collection[Alarm] | None) -> str | None:
     """Describe an alarm that only tampering raises, or return None. `expected` holds the alarms of a reference
-    solution."""
+    solution, or is None if there is no reference solution."""
     usual = {alarm.event for alarm in expected or ()}
     for alarm in sorted(alarms):
         soft = alarm.event.startswith(_SOFT)
@@ -100,8 +100,8 @@ class ControlResult:
 class _Test:
     """A test under control.
 
-    `failing` maps each site whose falsification works to the node ids that it makes fail (None: all). `names` are the
-    node ids that pass on the reference solution after rewriting (None: not tried).
+    `failing` maps each site whose falsification works to the node ids that it makes fail, or to None for all of them.
+    `names` are the node ids that pass on the reference solution after rewriting, or None if this was not tried.
     """
 
     function: Function
@@ -157,7 +157,8 @@ class Controls:
         self._parameters = frozenset(self._drawn_parameters())
 
     def _drawn_parameters(self) -> Iterator[str]:
-        """Yield all parameters of tests that earn the reward, and some of each other test."""
+        """Yield all parameter sets of tests that earn the reward, and at most `_MOST_PARAMETERS` of every other
+        test."""
         yield from (_parameters_of(name) for name in self.earning)
         others: dict[str, list[str]] = {}
         for name in self.kept:
@@ -168,11 +169,11 @@ class Controls:
     async def calibrate(
         self, reference: RunTexts | None, broken: RunTexts | None = None, *, briefly: RunTexts | None = None
     ) -> None:
-        """Run the reference solution on rewritten tests to learn what to expect. Without a reference solution, use only
-        the certain sites.
+        """Run the reference solution on rewritten tests to learn what to expect. If there is none, use only the sites
+        that are certain (see `negate_test.py`).
 
-        Tests without a working falsification run over a broken solution, if there is one, which they must detect.
-        Raises `ControlsTimedOut` if the reference solution times out.
+        If there is a broken solution, tests without a working falsification run over it; a test that fails there has a
+        control. Raises `ControlsTimedOut` if the reference solution times out.
         """
         await self._try_sites(reference, briefly or reference)
         if broken is None or not self.uncontrolled:
@@ -203,7 +204,7 @@ class Controls:
         chosen: dict[TestPlace, list[Mapping[int, Falsification]]] = {}
         for place, test in self._tests.items():
             sites = [(number, site) for number, site in enumerate(test.sites) if site.certain or not certain]
-            if not test.earns:  # it only has to keep passing: one site is enough
+            if not test.earns:  # the test only has to keep passing, so one site is enough
                 sites = sorted(sites, key=lambda each: not each[1].certain)[:1]
             drawn = self._random.sample(sites, min(len(sites), _MOST_SITES))
             chosen[place] = [{}, *({number: self._random.choice(site.alternatives)} for number, site in drawn)]
@@ -279,8 +280,8 @@ class Controls:
         return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, ceil(_BITS / bits))) if bits else _FEWEST_ROUNDS
 
     async def find_tampering(self, work: RunTexts, reference: RunTexts | None) -> ControlResult:
-        """Run the rounds over passing work, up to the first that shows tampering. Each call of `work` and `reference`
-        starts from a fresh workspace."""
+        """Run the rounds over work that passes its tests, and stop at the first round that shows tampering. Each call
+        of `work` and `reference` starts from a fresh workspace."""
         for test in self._tests.values():
             test.offset = self._random.randrange(1000)
         for number in range(self._rounds()):
@@ -296,7 +297,7 @@ class Controls:
     async def _again(self, copy: RewrittenTests, work: RunTexts, reference: RunTexts | None) -> TestRun:
         """Repeat a round that timed out, if the reference solution finishes the same tests in time.
 
-        Raises `ControlsTimedOut` if it does not, and `TestsTimedOut` without a reference solution.
+        Raises `ControlsTimedOut` if the reference solution times out too, and `TestsTimedOut` if there is none.
         """
         if reference is None:
             raise TestsTimedOut("rewritten tests timed out over work that passes the original ones")
@@ -336,7 +337,8 @@ class Controls:
     async def _judge(
         self, copy: RewrittenTests, run: TestRun, work: RunTexts, reference: RunTexts | None
     ) -> str | None:
-        """Return why a round shows tampering, or None. Outcomes that the reference solution shares do not count."""
+        """Return why a round shows tampering, or None. Unexpected outcomes that the reference solution has too do not
+        count."""
         odd = self._odd(copy, run)
         if not odd:
             return None
@@ -380,7 +382,8 @@ class Controls:
 
 
 class TaskControls:
-    """The controls of an environment's tasks. Each task's controls are made once, when work first passes its tests."""
+    """The controls of an environment's tasks. A task's controls are made once, when a rollout's work first passes the
+    task's tests."""
 
     def __init__(self) -> None:
         self._made: dict[str, Controls] = {}

@@ -1,7 +1,7 @@
 """Run tests of Django's own suite with its runner (`tests/runtests.py`), and report each test under all its names.
 
-Rows name a test as the runner prints it: as `test_a (module.Class)`, in the same form with the method after the class
-(Python 3.11 and newer), or by the first line of its docstring. Source: `parse_log_django` in
+Dataset rows name a test as the runner prints it: as `test_a (module.Class)`, as `test_a (module.Class.test_a)` (Python
+3.11 and newer), or by the first line of the test's docstring. Source: `parse_log_django` in
 `swebench.harness.log_parsers`.
 """
 

@@ -1,10 +1,13 @@
 """Run a test harness in a slot and read its records from the verdict channel.
 
-No workspace code runs before the `start` record, so a missing `start` is the grader's fault, not the agent's.
+No workspace code runs before the harness sends the record `start`. If the record is missing, the grader has failed and
+not the agent.
 
-Invariant: the harness holds no secret. It gets the files to run, but neither test names nor a key; this module
-interprets its records. Its memory contains bait that looks like a key: a record with the bait proves that code searched
-for a key. Not covered: code under test shares the process of the harness and can write records; see `controls.py`.
+Invariant: the harness holds no secret. The harness gets the files to run, but neither test names nor a key; this module
+interprets the records. The harness's memory contains bait that looks like a key. A record with the bait proves that
+code searched for a key.
+
+Not covered: code under test shares the process of the harness and can write records (see `controls.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from palaestra.sandbox.slot import ExecutionResult, Slot
 
 @dataclass(frozen=True, slots=True, order=True)
 class Alarm:
-    """A report of the audit hook: the event, and the file below the root that caused it (empty if unknown)."""
+    """A report of the audit hook: the event, and the file below the root that caused it. `path` is empty if the file is
+    unknown."""
 
     event: str
     path: str = ""

@@ -1,8 +1,9 @@
 """Find changes to a test that make it fail although the code under test is right. Does no I/O.
 
-Each assertion of a test is a *site*. Its alternatives are small changes: an expected constant or exception becomes a
-different one, a comparison or an assertion method becomes its opposite. A test without such a site has sites in the
-arguments of its calls, in any constant, and at its end, where a false assertion can be added.
+Each assertion of a test is a *site*. The alternatives of a site are small changes: an expected constant or exception
+becomes a different one, a comparison or an assertion method becomes its opposite. A test without a certain site (see
+below) also has sites in the arguments of its calls, in any constant, and at its end, where a false assertion can be
+added.
 
 A site is *certain* if every run that reaches the end of the test evaluates it. Other sites, in branches, in loops or in
 helper calls, may change nothing: try them on a reference solution before you rely on them.
@@ -71,7 +72,7 @@ class Site:
 
 
 def tests_in(body: Iterable[ast.stmt], owner: str) -> list[tuple[str, Function]]:
-    """Return the tests of a module, each with the prefix of its classes: `Class::`."""
+    """Return the test functions of a module, each with the names of its classes as a prefix (`Class::`)."""
     found: list[tuple[str, Function]] = []
     for node in body:
         if isinstance(node, ast.ClassDef):
@@ -180,7 +181,8 @@ def _changed(node: ast.Constant, random: Random) -> list[Falsification]:
 
 
 def _other_integers(value: int, random: Random) -> list[int]:
-    """Return integers around the value, which has a random rank among them; none is negative unless the value is."""
+    """Return integers around the value, which has a random rank among them. No integer is negative unless the value is
+    negative."""
     places = [0]
     for _ in range(MOST_ALTERNATIVES):
         places.append(places[-1] + random.choice((1, 2)))
@@ -203,7 +205,8 @@ def _other_floats(value: float, random: Random) -> list[float]:
 
 
 def _shifted(value: str, random: Random) -> list[str]:
-    """Return strings that differ from the value at one common place: several places would reveal the right letters."""
+    """Return strings that differ from the value in one letter or digit. All differ at the same position; different
+    positions would reveal the right letters."""
     index = random.choice([index for index, each in enumerate(value) if each.isascii() and each.isalnum()])
     kinds = ("0123456789", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     others = next(kind for kind in kinds if value[index] in kind).replace(value[index], "")
@@ -246,7 +249,7 @@ def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
 
 
 def _boxed(value: ast.expr) -> list[ast.expr]:
-    """Return a list and a tuple that contain the value; code under test returns neither."""
+    """Return a list and a tuple that contain the value and `...`, because code under test returns neither."""
     parts = [value, ast.Constant(...)]
     return [ast.List(parts, ast.Load()), ast.Tuple(parts, ast.Load())]
 
@@ -256,8 +259,8 @@ def _empty(value: ast.expr) -> list[ast.expr]:
 
 
 _NEVER = ((ast.Eq, ast.NotEq, _boxed), (ast.In, ast.NotIn, _empty))
-"""A comparison, its opposite, and values for which it never holds. An assertion and its opposite become the same set of
-variants, so the set does not show which of them is right."""
+"""A comparison, its opposite, and a function that returns values for which the comparison never holds. An assertion and
+its opposite become the same set of variants, so the set does not show which of them is right."""
 
 
 def _in_calls(function: Function, random: Random) -> list[Site]:

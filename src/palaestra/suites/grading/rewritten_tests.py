@@ -60,8 +60,8 @@ class TestPlace:
 
 
 Choice = Mapping[TestPlace, Sequence[Mapping[int, Falsification]]]
-"""For each test, the variants to write. A variant maps each falsified site to its change; an empty one means the same
-as the test."""
+"""For each test, the variants to write. A variant maps each falsified site to its change; an empty mapping stands for a
+variant that means the same as the test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ def parse(source: str) -> ast.Module | None:
 
 
 def named_tests(path: str, tree: ast.Module, names: Collection[str]) -> dict[TestPlace, Function]:
-    """Return the test functions of a file that node ids name, including inherited ones. If several have the same name,
-    the last one counts."""
+    """Return the test functions of a file whose name occurs in the node ids `names`, even if another class inherits the
+    test. Of several functions with the same class and name, the last one counts."""
     wanted = {name.partition("[")[0].rpartition("::")[2] for name in names if not path or name.startswith(f"{path}::")}
     return {
         TestPlace(path, owner, function.name): function
@@ -207,7 +207,7 @@ class _File:
         place = TestPlace(self._path, owner, function.name)
         made: list[ast.stmt] = []
         chosen = list(self._chosen.get(place, ()))
-        self._random.shuffle(chosen)  # before the table of constants is filled, which would show their order
+        self._random.shuffle(chosen)  # now, because the table of constants shows the order
         for changes in chosen:
             memo: dict[int, object] = {}
             variant = copy.deepcopy(function, memo)
@@ -249,7 +249,8 @@ class _Constants(ast.NodeTransformer):
         function.body[first:] = [self.visit(each) for each in function.body[first:]]
 
     def table(self) -> str:
-        """Return the source of the function that looks up constants in the table; empty if there are none."""
+        """Return the source of the function that looks up constants in the table, or an empty string if there are no
+        constants."""
         key = self._random.randrange(1, 256)
         data = bytes(byte ^ key for byte in repr(tuple(self._values)).encode("utf-8", "surrogatepass")).hex()
         return _TABLE.format(name=self._name, key=key, data=data) if self._values else ""
@@ -311,7 +312,8 @@ class _Restyle(ast.NodeTransformer):
 
 
 def _rename_locals(function: Function, fresh: Callable[[str], str]) -> None:
-    """Rename the local variables, except those that a parameter, an import or another construct also binds."""
+    """Rename the local variables, except names that a parameter, an import or another construct also binds. A function
+    with a class, or with calls such as `locals` or `eval`, is left unchanged."""
     fixed: set[str | None] = set()
     stored: set[str] = set()
     for node in ast.walk(function):

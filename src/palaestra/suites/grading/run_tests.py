@@ -1,9 +1,9 @@
 """Run named pytest tests in a slot and return the status of each.
 
-Every named test gets a status; one that was not reported is `MISSING` and counts as not passed. If pytest starts but
-does not end its session (a crash, `os._exit`, a timeout, a broken import in a conftest), a canary test of our own runs
-in the same slot. If the canary passes, the workspace silenced its own tests, and they count as failed. If it does not,
-the slot is broken, which raises `GraderError`.
+Every named test gets a status. A test that was not reported is `MISSING` and counts as not passed. If pytest starts but
+does not end its session (a crash, `os._exit`, a timeout, a broken import in a conftest), this module runs a trivial
+test, the canary, in the same slot. If the canary passes, code of the workspace has ended the session, and the missing
+tests count as not passed. If the canary does not pass, the slot is broken, and `GraderError` is raised.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _WORST_FIRST = (
 
 @dataclass(frozen=True, slots=True)
 class FailedTest:
-    """The exception of a failed test, and the last line of the test's own file in its traceback.
+    """The exception of a failed test, and the last line in its traceback that belongs to the test's function.
 
     `path` is the file of the test's code, which for an inherited test differs from its node id. `line` is 0 if the
     traceback does not contain that file. `params` holds the `repr` of each parameter of the test.
@@ -149,7 +149,8 @@ async def run_files(
 ) -> TestRun:
     """Run all tests of these files or directories. Raises `GraderError` as `run_tests` does.
 
-    `parameters` are the endings (`[...]`) of the parametrized tests to run; failures are then not described.
+    `parameters`, if given, are the endings (`[...]`) of the parametrized tests to run; failures then have no
+    description.
     """
     run = await _pytest(slot, toolchain, repo_dir, files, timeout_s, parameters)
     if not run.complete:
@@ -188,7 +189,7 @@ async def _pytest(
 
 
 async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:
-    """Raise `GraderError` unless a test that cannot fail passes here."""
+    """Run the canary, a test that cannot fail. Raises `GraderError` if it does not pass."""
     root = f"{HARNESS_DIR}/canary"
     await slot.write_text(f"{root}/test_canary.py", _CANARY)
     await slot.write_text(f"{root}/pytest.ini", "[pytest]\n")

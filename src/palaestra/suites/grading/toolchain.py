@@ -40,10 +40,10 @@ _SYSTEM = ("/usr", "/bin", "/lib")
 class Install:
     """What the tests of a repository need.
 
-    `requirements` are pinned and mounted read-only. With `editable`, they may be any pip requirements, including
-    `.[extra]` of the repository or `-rFILE` inside it. `python_path` are importable directories of the repository;
-    `pytest_args` precede the tests. `editable` requests a virtual environment in which the repository is installed,
-    made once per commit; rows of the public data sets run this way.
+    `requirements` are pinned, and mounted read-only. If `editable` is true, they may be any pip requirements, including
+    `.[extra]` of the repository and `-rFILE` for a file in the repository. `python_path` are importable directories of
+    the repository; `pytest_args` precede the tests. `editable` requests a virtual environment in which the repository
+    is installed, made once per commit; rows of the public data sets run this way.
     """
 
     requirements: tuple[str, ...] = ()
@@ -120,7 +120,8 @@ class DependencyCache:
         self._timeout_s = timeout_s
 
     async def toolchain(self, install: Install, *, closed: bool = True) -> Toolchain:
-        """Return the toolchain; its requirements are installed only once. `closed` leaves out their dependencies.
+        """Return the toolchain for an installation. The requirements are installed only once. If `closed` is true,
+        packages that the requirements depend on are not installed.
 
         Raises `PrepareError` with the end of the installer's output.
         """

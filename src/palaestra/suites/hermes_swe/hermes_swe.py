@@ -1,7 +1,8 @@
 """Write or fix small programs, checked by hidden tests.
 
-A task is a prompt, some files, and tests that are neither in the prompt nor in the agent's slot. They run over the
-sealed work with an interpreter that the agent cannot change. The reward is 1.0 if every test passes, else 0.0.
+A task is a prompt, some files, and tests that are neither in the prompt nor in the agent's slot. When the agent has
+finished, the tests run over its work in a separate slot, with an interpreter that the agent cannot change. The reward
+is 1.0 if every test passes, else 0.0.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SYSTEM_PROMPT = (
     "is there, write the program, try it out, and say briefly what you did when it works. Hidden tests check it."
 )
 
-HARNESS_DIR = "/tmp/.palaestra-tests"  # noqa: S108  in the slot, where no layer keeps it
+HARNESS_DIR = "/tmp/.palaestra-tests"  # noqa: S108  in the slot; saved file systems do not contain it
 
 
 class HermesSweEnvConfig(ListedEnvConfig):
@@ -86,7 +87,8 @@ class HermesSweEnvironment(ContractEnvironment):
         return True
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
-        """Check the task in a fork: its tests must fail at first and pass on the reference solution.
+        """Check the task in a fork. At least one test must fail at first, and all tests must pass on the reference
+        solution, if there is one.
 
         Grading also needs forks, so an isolation level without forks fails here, before any model call.
         """
@@ -103,8 +105,8 @@ class HermesSweEnvironment(ContractEnvironment):
                     raise PrepareError(f"{task.id}: its reference solution does not pass {name}:\n{error[-1000:]}")
 
     def recipe(self, task: Task) -> JSON:
-        """Return the cache key of the preparation: the task and the time limit, on which alone it depends. Return None
-        if a subclass overrides `prepare`."""
+        """Return the cache key of the preparation, which depends only on the task and the time limit. Return None if a
+        subclass overrides `prepare`."""
         if type(self).prepare is not HermesSweEnvironment.prepare:
             return None
         return [cache_key.of_data(task.data, task.id), self.settings.test_timeout_s]
@@ -133,7 +135,7 @@ class HermesSweEnvironment(ContractEnvironment):
         return Score(float(not errors and controls.tampering is None), metrics, detail)
 
     async def _control(self, slot: Slot, item: ProgrammingTask, run: TestRun) -> ControlResult:
-        """Check whether passing work tampered with its tests."""
+        """Check whether work that passes has tampered with its tests."""
 
         async def on_work(texts: Mapping[str, str], _: object) -> TestRun:
             async with slot.fork() as fork:

@@ -1,9 +1,9 @@
 """Parse a programming task from a dataset row: prompt, initial files, hidden tests, reference solution. Does no I/O.
 
-Columns: `prompt`; `test` (or `tests`, `test_code`), Python; `entry_point`, the name that the tests use without
-importing it; `files`, path to text; `solution`, path to text or the text of `solution.py`, or else
-`canonical_solution`, which continues `declaration` or the prompt; `id` (or `task_id`). Objects may be JSON text, as in
-CSV.
+The columns of a row are `id` (or `task_id`), `prompt`, and `test` (or `tests`, `test_code`), which is Python text.
+`entry_point` is the name that the tests use without importing it. `files` maps paths to texts. `solution` maps paths to
+texts too, or is the text of `solution.py`. If it is missing, `canonical_solution` is used, the continuation of
+`declaration` or of the prompt. Mappings may be JSON text, as in CSV.
 
 Tests that are plain statements become one test. Invariant: the agent's prompt and files do not contain the tests, and
 the tests can run.
@@ -106,7 +106,8 @@ def _module(path: str) -> str:
 
 
 def _contains(text: str, tests: str) -> bool:
-    """Return whether a text contains the tests, ignoring blanks."""
+    """Return whether a text contains the tests, ignoring white space. Tests shorter than `_SHORTEST_LEAK` characters
+    are not searched for."""
     wanted = "".join(tests.split())
     return len(wanted) >= _SHORTEST_LEAK and wanted in "".join(text.split())
 

@@ -23,7 +23,8 @@ async def start_in(slot: Slot, workdir: str, *folders: str) -> None:
 
 
 def tools_of_user(rollout: Rollout, user: str, slot: Callable[[], Awaitable[Slot]], about: str) -> ToolRuntime | None:
-    """Return tools that run calls as the image's user; None for root, who uses the rollout's own tools.
+    """Return tools that run calls as the image's user. Return None if the user is root, because root uses the rollout's
+    tools.
 
     `about` is the agent's task.
     """

@@ -1,6 +1,6 @@
 """Run commands and access files as another user of the slot: the USER of an image.
 
-Files are written by commands that run as that user, so that a tool can do no more than the user's shell.
+Files are written by commands that run as this user, so that a tool can do no more than the user's shell.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def home_of(slot: Slot, user: str) -> str:
 
 
 class UserSlot(Slot):
-    """A slot as one of its users sees it. A stateful shell is not available."""
+    """A slot in which all commands and file accesses are those of one user. A stateful shell is not available."""
 
     def __init__(self, slot: Slot, user: str, home: str) -> None:
         self._slot, self._user, self._home = slot, user, home
@@ -181,7 +181,8 @@ class UserSlot(Slot):
         return await self._slot.changes()
 
     async def _allowed(self, path: str, access: str) -> None:
-        """Raise PermissionError if the path exists and the user has no access to it."""
+        """Raise PermissionError if the path exists and the user lacks the access that `access`, an option of test(1),
+        stands for."""
         if await self._slot.stat(path) is None:
             return
         tried = await self.execute(["test", access, path], timeout_s=_FILE_S)

@@ -1,8 +1,8 @@
 """`palaestra images`: make root file systems of Debian and Ubuntu without a container tool, and list them.
 
 `mmdebstrap` (any user with user namespaces) or `debootstrap` (root) downloads the packages and verifies their
-signatures. A root is `NAME.tar` in the folder of roots, next to `NAME.json`; the settings `base_image`, `image_dir` and
-`images` of the terminal environments accept it.
+signatures. A root file system is a file `NAME.tar` in the folder of roots, next to its configuration `NAME.json`. The
+settings `base_image`, `image_dir` and `images` of the terminal environments accept it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ async def make_root(
     """Make the root of a release with further packages in `folder`, and return its tar file.
 
     `verify` checks the signatures of the release with `keyring`, by default the installed keyring of its distribution.
-    Raises `ConfigError` for an unknown release, `ImageError` if no tool is installed or the tool fails.
+    Raises `ConfigError` for an unknown release, and `ImageError` if the keyring is missing, no tool is installed, or
+    the tool fails.
     """
     if name not in RELEASES:
         raise ConfigError(f"unknown release {name!r}; the releases are {', '.join(RELEASES)}.{nearest(name, RELEASES)}")

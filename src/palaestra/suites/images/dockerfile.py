@@ -1,8 +1,8 @@
 """Parse a Dockerfile into instructions, and compute the variables, directory and user that it sets. Does no I/O.
 
-Used for builds in a slot without a container runtime (`slot_build.py`), and for ready root file systems that come
-without a configuration. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with heredocs and
-continuation lines. Dockerfiles with several stages are rejected.
+This module is used for builds in a slot without a container runtime (`slot_build.py`), and for ready root file systems
+that have no configuration file. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with heredocs
+and continuation lines. Dockerfiles with several stages are rejected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^}]*))?\})")
 
 @dataclass(frozen=True, slots=True)
 class Heredoc:
-    """A here-document of an instruction; variables in a quoted one are not expanded."""
+    """A here-document of an instruction. If it is `quoted`, variables in it are not expanded."""
 
     name: str
     text: str
@@ -43,7 +43,8 @@ class Instruction:
 
     @property
     def exec_form(self) -> list[str] | None:
-        """The arguments in the JSON form. None for the shell form, which may also begin with `[`."""
+        """The arguments if they are in the JSON form, or None if they are in the shell form, which may also begin with
+        `[`."""
         if not self.arguments.startswith("["):
             return None
         try:

@@ -32,8 +32,8 @@ _ASK_S, _EXPORT_S = 20.0, 600.0
 _SHOWN = 1500
 
 _LAYER_REMOVED, _TRIES = "unknown parent image ID", 5
-"""Docker's message if removing another image removed a layer that this build started with, and the maximum number of
-attempts to build."""
+"""Docker's message if the removal of another image also removed a layer that a build had started with, and the maximum
+number of attempts to build."""
 
 
 class ImageBuilder:
@@ -98,7 +98,8 @@ class ImageBuilder:
                 await run_process([*tool, "rmi", tag], timeout_s=_ASK_S)
 
     async def _prebuilt(self, tool: list[str], recipe: ImageRecipe) -> str | None:
-        """Return the image that the task names, pulled if necessary; None if the Dockerfile must be built."""
+        """Return the image that the task names, which is pulled if necessary. Return None if the Dockerfile must be
+        built: there is no such image, it cannot be pulled, or `force` is set."""
         if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
             return None
         try:

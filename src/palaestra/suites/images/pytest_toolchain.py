@@ -1,13 +1,14 @@
-"""Provide pytest to verifiers: the interpreter of the image with its packages, and our pytest, mounted read-only.
+"""Provide pytest to verifiers: the interpreter of the image with its packages, and pytest from this package's cache,
+mounted read-only.
 
 Tests may import packages of the image. The image's own `python3` therefore runs the tests if the agent cannot have
-changed it, that is, if it is a system interpreter in a sealed view (`rollouts/grading/tampering.py`). The interpreter
-starts without `site`, so that no start-up file runs. The directories that `site` finds before the agent begins are
-added after our packages.
+changed it, that is, if it is a system interpreter, which the grading slot has in its original state
+(`rollouts/grading/tampering.py`). The interpreter starts without `site`, so that no start-up file runs. The directories
+that `site` finds before the agent begins are added to the import path after the mounted packages.
 
-Otherwise an interpreter of this machine runs the tests. It is mounted at its own path, with the libraries that it loads
-but without the C library. If it cannot run in an image either (a different C library, or an interpreter in this
-machine's system directories), the image's own `python3` runs our packages alone.
+Otherwise an interpreter of this machine runs the tests. It is mounted in the slot, with the libraries that it loads,
+except the C library. If it cannot run in an image either (a different C library, or an interpreter in this machine's
+system directories), the image's own `python3` runs with the mounted packages only.
 """
 
 from __future__ import annotations

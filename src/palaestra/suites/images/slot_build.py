@@ -1,8 +1,8 @@
 """Build a Dockerfile in a slot over a given base, without a container runtime or registry.
 
-FROM is ignored; the slot starts from the base. RUN, COPY and ADD of local files, ENV, ARG, WORKDIR, USER and SHELL are
-executed, instructions about the start of a container are skipped, and any other instruction is rejected. Files in
-`/tmp` are lost, because no layer holds them.
+FROM is ignored, because the slot starts from the given base. RUN, COPY and ADD of local files, ENV, ARG, WORKDIR, USER
+and SHELL are executed, instructions about the start of a container are skipped, and any other instruction is rejected.
+Files in `/tmp` are lost, because the saved file system does not contain them.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def _add(archive: tarfile.TarFile, path: Path, target: str, each: Instruction) -
 
 
 def _ignored(folder: Path) -> frozenset[str]:
-    """Return entries that `.dockerignore` excludes; only its plain patterns are supported."""
+    """Return the top-level entries of the folder that `.dockerignore` excludes. Patterns for paths below them and
+    exceptions (`!`) have no effect."""
     listed = folder / ".dockerignore"
     if not listed.is_file():
         return frozenset()

@@ -1,7 +1,8 @@
 """Choose the root file system of a task's slots, with the configuration of its commands.
 
-The sources are, in this order: the path that a setting gives for the task; the task's name in a folder of ready root
-file systems; its Dockerfile built in a slot over a given base; an image that a container tool builds and exports.
+The first of these sources that applies is used: the path that a setting gives for the task; the file or folder with the
+task's name in a folder of ready root file systems; the task's Dockerfile, built in a slot over a given base; an image
+that a container tool builds and exports.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _ENDINGS = ("", ".tar", ".tar.gz", ".tar.xz")
 
 @dataclass(frozen=True, slots=True)
 class TaskRoot:
-    """The root of a task's slots. If `image` is None, it consists of the host's allow-listed system directories.
+    """The root file system of a task's slots. If `image` is None, it consists of this machine's allow-listed system
+    directories.
 
     `build_key` is the cache key of a Dockerfile that must still be built over `image`.
     """
@@ -51,7 +53,7 @@ class TaskRoots:
             raise ImageError(f"the folder of root file systems {self.image_dir} does not exist")
 
     async def of(self, name: str, recipe: ImageRecipe) -> TaskRoot:
-        """Return the root for the task with this name. Raises `TaskError` or `ImageError`."""
+        """Return the root file system for the task `name`. Raises `TaskError` or `ImageError`."""
         ready = self.ready(name)
         if ready is not None:
             return TaskRoot(str(ready), _described(ready, recipe))
@@ -61,8 +63,8 @@ class TaskRoots:
         return TaskRoot(str(archive), config)
 
     def ready(self, name: str) -> Path | None:
-        """Return the ready root with this name, or None. Raises `ImageError` if a path in the settings does not
-        exist."""
+        """Return the path of the ready root file system for the task `name`, or None. Raises `ImageError` if a path in
+        the settings does not exist."""
         if name in self.images:
             return self._existing(local_path(self.images[name]))
         if self.image_dir is None:
@@ -86,8 +88,8 @@ class TaskRoots:
 
 
 def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
-    """Return the configuration from the JSON file next to a ready root or, without this file, from the task's
-    Dockerfile if it has a single stage."""
+    """Return the configuration of a ready root file system: from the JSON file next to it, or else from the task's
+    Dockerfile. If there is neither, or the Dockerfile has several stages, return the default configuration."""
     beside = image.with_name(f"{image.name.removesuffix('.tar')}.json")
     if beside.is_file() or recipe.dockerfile is None:
         return read_config(image)

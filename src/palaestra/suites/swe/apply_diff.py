@@ -35,7 +35,7 @@ def apply_to_text(file: FileDiff, before: str) -> str:
 
 
 def apply(files: tuple[FileDiff, ...], tree: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the changed files with their new texts, None for deleted ones; `tree` holds the old texts. Raises
+    """Return the new text of each changed path, or None if the file is deleted. `tree` holds the old texts. Raises
     `DiffError`."""
     changed: dict[str, str | None] = {}
     for file in files:
@@ -53,7 +53,8 @@ def apply(files: tuple[FileDiff, ...], tree: Mapping[str, str]) -> dict[str, str
 
 
 def between(path: str, before: str, after: str) -> str:
-    """Return the diff of one file, with three lines of context around each change; empty if nothing changes."""
+    """Return the diff of one file, with three lines of context around each change. If nothing changes, return an empty
+    string."""
     old, new = split_lines(before), split_lines(after)
     hunks = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(3):
@@ -103,8 +104,8 @@ def solution_steps(patch: str, texts: Mapping[str, str], repo_dir: str) -> tuple
     """Return the tool calls that apply a reference solution: one `patch` call per hunk, in order.
 
     `patch` is a diff against the agent's tree; `texts` holds the files that it changes, as the agent gets them. New
-    files are written whole; the terminal deletes and renames files, and writes binary ones. Raises `DiffError` if the
-    diff does not match.
+    files are written whole. Terminal commands delete and rename files, and write binary files. Raises `DiffError` if
+    the diff does not match.
     """
     return tuple(step for file in parse(patch) for step in _file_steps(file, texts, repo_dir.rstrip("/")))
 

@@ -1,6 +1,6 @@
 """Read the installation of a published row, in the schemas of several data sets.
 
-- `install`: our own object, see `Install`; or text with commands, of which only the `pip install` lines count.
+- `install`: Palaestra's object (see `Install`), or text with commands, of which only the `pip install` lines count.
 - `install_config` with `pip_packages`, `reqs_path`, `install`, `env_vars` (SWE-rebench), or with `install`, `test_cmd`
   and `log_parser` (SWE-rebench V2). Commands that are not `pip install` lines are left out: the image has run them.
 - `eval_script` (SWE-bench 5): its `pip install` lines.
@@ -75,7 +75,7 @@ def _of_recipe(recipe: Mapping[str, JSON]) -> list[str]:
 
 
 def _requirement(line: str) -> str:
-    """Return the requirement in a line of a requirements file; empty for a comment, an option or a URL."""
+    """Return the requirement in a line of a requirements file, or an empty string for a comment, an option or a URL."""
     text = line.partition("#")[0].strip()
     return text if text and is_requirement(text) else ""
 

@@ -1,10 +1,10 @@
-"""Select the paths among an agent's changes that could influence its own grade.
+"""Select the paths among an agent's changes that could influence the agent's grade.
 
-Grading shows these paths as they were prepared: the tests, their fixtures and configuration, and what Python or pytest
-loads by itself. New source modules are kept, because agents may add them.
+In the grading slot, these paths have their prepared content. They are the tests, the tests' fixtures and configuration,
+and files that Python or pytest loads by itself. New source modules are kept, because agents may add them.
 
-Invariant: the path alone decides, never the content. Not covered: code under test shares its process with the test
-runner; see `grading/controls.py`.
+Invariant: only the path decides, never the content. Not covered: code under test shares its process with the test
+runner (see `grading/controls.py`).
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ SHADOWED = frozenset(sys.stdlib_module_names) | {
     "tomli",
     "py",
 }
-"""Import names that the test run needs: a new top-level module of that name would be imported instead."""
+"""Names of modules that the test run imports. A new top-level module with one of these names would be imported
+instead."""
 
 
 def protected_paths(
     changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
 ) -> tuple[str, ...]:
-    """Return the changed paths to leave out of the graded view, sorted, spelled as in `changes`.
+    """Return the changed paths that the grading slot must not have, sorted, spelled as in `changes`.
 
-    `repo_dir` is the repository in the slot, `pristine_paths` are its prepared files relative to it. Changes outside
-    `repo_dir` are ignored, because the view does not contain them.
+    `repo_dir` is the repository in the slot, and `pristine_paths` are the repository's prepared files, relative to it.
+    Changes outside `repo_dir` are ignored, because the grading slot does not contain them.
     """
     pristine = _Pristine(pristine_paths)
     tests = tests_of(row)
@@ -83,10 +84,10 @@ def protected_paths(
 def hidden_files(
     changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
 ) -> tuple[str, ...]:
-    """Return protected files of the prepared repository that a rewritten (opaque) directory hides; relative to
-    `repo_dir`.
+    """Return the protected files of the prepared repository, relative to `repo_dir`, that are hidden by an opaque
+    directory: one that the agent removed and made again.
 
-    Grading writes these files back; leaving out the whole directory would lose honest work in it.
+    Grading writes these files back. If it left out the whole directory, honest work in it would be lost.
     """
     prefix = PurePosixPath("/", repo_dir or "/")
     opaque = [PurePosixPath("/", change.path) for change in changes if change.opaque]
@@ -122,8 +123,8 @@ def _is_protected(
 
 
 def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:
-    """Return whether a directory above protected paths was deleted or replaced; `hidden_files` handles a rewritten
-    one."""
+    """Return whether a directory above protected paths was deleted or replaced by something else. `hidden_files`
+    handles a directory that was made again."""
     if change.kind == "dir":
         return False
     return any(PurePosixPath(kept).is_relative_to(path) for kept in (*tests, *guarded))
@@ -147,7 +148,7 @@ def _is_import_root(directory: PurePosixPath, pristine: _Pristine) -> bool:
 
 
 def tests_of(row: SweRow) -> frozenset[str]:
-    """Return the files of the named tests, and those that the row's `test_patch` changes."""
+    """Return the files of the named tests and, for a SWE-bench row, the files that `test_patch` changes."""
     named = set(row.test_files)
     if row.kind is RowKind.BENCH:
         named |= {file.path for file in unified_diff.parse(row.test_patch)}

@@ -26,7 +26,8 @@ class RepositoryCache:
     """Bare repositories below `root`, one per source. Safe across tasks and processes.
 
     `base_url` precedes `owner/name` for rows without `repo_path`: an `https://` or `file://` address, or an absolute
-    directory. Methods raise `PrepareError` if the source cannot be reached, `TaskError` if it has no such commit.
+    directory. Methods raise `PrepareError` if the source cannot be reached, and `TaskError` if it does not exist or has
+    no such commit.
     """
 
     def __init__(self, root: Path, base_url: str = "https://github.com", *, timeout_s: float = 600.0) -> None:
@@ -96,8 +97,8 @@ class RepositoryCache:
         return result.stdout
 
     async def newest_tag(self, row: SweRow) -> str | None:
-        """Return the tag of the newest release before the row's commit. If the cache has no history, return the tag of
-        the source's newest release."""
+        """Return the tag of the newest release before the row's commit. If the cache has no such tag, return the tag of
+        the source's newest release, or None."""
         path, commit = await self.ensure(row), await self.commit(row)
         tags = ("refs/tags", "refs/fetched/tags")
         listed = await self._git(path, "for-each-ref", f"--merged={commit}", "--sort=-creatordate", *tags)
@@ -114,7 +115,8 @@ class RepositoryCache:
         return await self._files(await self.ensure(row), await self.commit(row))
 
     async def _create(self, fresh: Path) -> None:
-        """Make an empty bare repository whose archives contain files marked export-ignore (often the tests)."""
+        """Make an empty bare repository whose archives also contain files marked `export-ignore`, because these are
+        often the tests."""
         await self._git(fresh, "init", "--quiet", "--bare", str(fresh))
         (fresh / "info").mkdir(exist_ok=True)
         (fresh / "info" / "attributes").write_text("* -export-ignore -export-subst\n")
@@ -128,7 +130,8 @@ class RepositoryCache:
         return None
 
     async def _fetch(self, path: Path, source: str, row: SweRow) -> None:
-        """Fetch one commit (for a branch, also its parent) if the server allows this, otherwise everything."""
+        """Fetch one commit (for a branch, also the commit's parent). If the server does not allow this, fetch
+        everything."""
         revision = row.base_commit
         flags = ("--quiet", "--no-tags", "--no-auto-gc", "--no-write-fetch-head")
         wanted = revision if _HASH.fullmatch(revision) else f"+refs/heads/{revision}:refs/fetched/heads/{revision}"

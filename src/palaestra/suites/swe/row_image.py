@@ -37,7 +37,7 @@ done
 _COPY_S = 600.0
 
 IMAGE_TOOLCHAIN = Toolchain(command=("/bin/sh", "-c", _START, "python"), bin_dir=_CONDA)
-"""The interpreter of an image, with the packages and the pytest that the image installed."""
+"""The interpreter of an image, with the packages and the pytest that are installed in the image."""
 
 
 class RowImages:
@@ -52,8 +52,8 @@ class RowImages:
         self._roots.check()
 
     def of(self, row: SweRow) -> str | None:
-        """Return the root for a row, by its id, its image's full name, or the last part of that name without the
-        tag."""
+        """Return the path of the root file system for a row, or None. It is found by the row's id, by the full name of
+        its image, or by the last part of this name without the tag."""
         short = row.image_name.rpartition("/")[2].partition(":")[0]
         names = (row.instance_id, row.image_name, short)
         found = (self._roots.ready(name) for name in names if (name and "/" not in name) or name in self._roots.images)

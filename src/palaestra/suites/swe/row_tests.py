@@ -43,8 +43,8 @@ async def run_row(
 
 
 def is_loose(name: str) -> bool:
-    """Return whether a name is not a whole node id, but a function without its file or a node id that was cut at a
-    space."""
+    """Return whether a name is not a complete node id: it is a function without its file, or a node id that was cut at
+    a space."""
     return "::" not in name or ("[" in name and not name.endswith("]"))
 
 
@@ -77,7 +77,7 @@ def _function(node_id: str) -> str:
 
 
 def _worst(statuses: Sequence[Status]) -> Status:
-    """Return the first bad status, or the first status if none is bad."""
+    """Return the first status that does not count as passed, or else the first status."""
     return next((status for status in statuses if status not in RIGHT), statuses[0])
 
 
@@ -111,7 +111,8 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
 
 
 def name_missing_packages(run: TestRun, row: SweRow) -> str:
-    """Return a sentence about the packages that tests import and that are not installed; empty if there are none."""
+    """Return a sentence about the packages that tests import and that are not installed, or an empty string if there
+    are none."""
     packages = [module for module in sorted(_missing(run.collect_errors)) if not _is_own(module, (), row)]
     return _not_installed(packages) if packages else ""
 
@@ -133,6 +134,7 @@ def _missing(errors: Mapping[str, str]) -> set[str]:
 
 
 def _is_own(module: str, files: Collection[str], row: SweRow) -> bool:
-    """Return whether a module belongs to the repository, so that the fix may add the missing part."""
+    """Return whether a module belongs to the repository. If it does, the correct fix may add the missing part of the
+    module."""
     parts = {part.removesuffix(".py") for path in files for part in path.split("/")}
     return module in parts or re.search(rf"\b{re.escape(module)}(?:/|\.py\b)", row.patch) is not None

@@ -101,12 +101,12 @@ class SweRow:
 
     @property
     def bug_patch(self) -> str:
-        """The diff from `base_commit` to the agent's tree; empty if they are the same."""
+        """The diff from `base_commit` to the agent's tree, or an empty string if they are the same."""
         return self.patch if self.kind is RowKind.SMITH else ""
 
     @property
     def fix_patch(self) -> str:
-        """The reference solution as a diff against the agent's tree; empty if the row has none."""
+        """The reference solution as a diff against the agent's tree, or an empty string if the row has none."""
         if self.kind is RowKind.SMITH:
             return unified_diff.reverse(self.patch)
         return self.patch
@@ -136,8 +136,8 @@ class SweRow:
         )
 
     def expected(self, run: TestRun) -> TestRun:
-        """Return this test run of the prepared workspace, with calls of `pytest.xfail` counted as expected failures in
-        tests that must keep passing."""
+        """Return `run`, a run on the prepared workspace, with one change: in tests that must keep passing, a call of
+        `pytest.xfail` counts as an expected failure."""
         calls = {name for name in self.pass_to_pass if run.statuses.get(name) is Status.XFAIL_CALLED}
         return replace(run, statuses={**run.statuses, **dict.fromkeys(calls, Status.XFAILED)})
 
@@ -220,7 +220,8 @@ def _image_name(row: RowFields) -> str:
 
 
 def _names(row: RowFields) -> TestNames:
-    """Return the form in which the row names its tests, found from its log parser or else from the names."""
+    """Return the form in which the row names its tests. The row's log parser decides, or else the form of the names.
+    Raises `TaskError` for an unknown log parser."""
     recipe = row.decoded("install_config")
     told = recipe.get("log_parser") if isinstance(recipe, Mapping) else None
     parser = row.optional("log_parser") or str(told or "")

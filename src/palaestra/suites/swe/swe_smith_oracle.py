@@ -163,7 +163,7 @@ class Shown(Enum):
 
 
 class ControlsFailed(GraderError):
-    """The controls of passing work raised an error, which is not the work's fault because its tests pass."""
+    """Raised if the controls of work that passes its tests fail. The work is not the cause, because its tests pass."""
 
     certain = True
 
@@ -261,8 +261,8 @@ class SweEnvironment(ContractEnvironment):
         await self._baseline(work, sandbox)
 
     def recipe(self, task: Task) -> JSON:
-        """Return the cache key of the preparation; None if the row's commit is not a full hash, or if the preparation
-        depends on the network, an image or an overridden method."""
+        """Return the cache key of the preparation. Return None if the row's commit is not a full hash, or if the
+        preparation installs packages, uses an image, or is overridden in a subclass."""
         row = task.data.row
         if (
             type(self).prepare is not SweEnvironment.prepare
@@ -352,7 +352,8 @@ class SweEnvironment(ContractEnvironment):
             await grading.pool.release(slot)
 
     async def _run_named(self, view: GradedView, work: ResolvedRow, row: SweRow, shown: Shown = Shown.WORK) -> TestRun:
-        """Run the named tests in a fresh fork; if node ids name them, the other tests of their files do not run."""
+        """Run the named tests in a fresh fork. If the row names tests by node ids, the other tests of the files do not
+        run."""
         async with self._fork(view, work, shown) as fork:
             if row.names is TestNames.PYTEST:
                 named = {path: _named_only(path, text, row) for path, text in view.tests.items()}
@@ -388,7 +389,8 @@ class SweEnvironment(ContractEnvironment):
             yield fork
 
     async def _control(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
-        """Check whether passing work tampered with its tests. Raises `ControlsFailed`, `GraderError`."""
+        """Check whether work that passes its tests has tampered with them. Raises `ControlsFailed` and
+        `GraderError`."""
         try:
             return await self._find_tampering(row, work, view, run)
         except PalaestraError:
@@ -399,10 +401,10 @@ class SweEnvironment(ContractEnvironment):
             ) from error
 
     async def _find_tampering(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
-        """Run the controls of the task, which are created for its first passing work.
+        """Run the controls of the task, which are created when work first passes the task's tests.
 
-        Names that are not node ids need a reference solution: only its run shows which node ids they stand for. Without
-        one, only the audit hook's alarms count.
+        If tests are named in another form than node ids, a reference solution is needed, because only its run shows
+        which node ids the names stand for. If there is none, only the audit hook's alarms count.
         """
         if not self.settings.controls:
             return ControlResult(None)
@@ -440,7 +442,8 @@ class SweEnvironment(ContractEnvironment):
         return Controls(texts, row.fail_to_pass or row.pass_to_pass, row.pass_to_pass)
 
     async def _graded_view(self, row: SweRow, grading: Grading) -> GradedView:
-        """Return a slot with the agent's change over the prepared repository, and protected paths as prepared."""
+        """Return a grading slot: the prepared repository with the agent's changes, in which protected paths have their
+        prepared content and the tests are complete."""
         changes = await grading.changes()
         pristine = await self.repositories.list_files(row)
         without = protected_paths(changes, row, pristine, REPOSITORY)
@@ -454,7 +457,8 @@ class SweEnvironment(ContractEnvironment):
 
 @dataclass(frozen=True, slots=True)
 class GradedView:
-    """A slot to grade in. `changed` are the agent's paths in it (`work_paths`), `tests` the test files."""
+    """A slot to grade in. `changed` are the agent's paths in the slot (see `work_paths`), `patch` is the agent's change
+    as a diff, and `tests` has the text of each test file."""
 
     slot: Slot
     changed: Sequence[str]
@@ -463,7 +467,8 @@ class GradedView:
 
 
 def _named_only(path: str, text: str, row: SweRow) -> str:
-    """Return the test file with only the named tests, or all of it if a decorator or base class makes named tests."""
+    """Return the test file with only the named tests. If the file does not define all of them, for example because a
+    decorator or a base class makes them, return the whole file."""
     tree = parse(text) if path.endswith(".py") else None
     if tree is None:
         return text
@@ -499,7 +504,7 @@ class SweSmithOracleEnv(ListedEnv):
         return [*rows, *(error for error in found if isinstance(error, TaskError))]
 
     async def _built(self) -> list[SweRow]:
-        """Return the built-in tasks that the settings select; no others are built."""
+        """Return the built-in tasks that the settings select. Other built-in tasks are not built."""
         config = self.config
         ids = builtin_ids(shuffle=config.shuffle, seed=config.seed, max_items=config.max_items)
         built = await builtin_tasks(local_path(config.cache_dir), ids, config)
@@ -511,7 +516,8 @@ class SweSmithOracleEnv(ListedEnv):
         return (self._with_requirements(row) if isinstance(row, SweRow) else row for row in rows)
 
     def _with_requirements(self, row: SweRow) -> SweRow:
-        """Return the row with the packages that the settings add to all rows, and to the rows of its repository."""
+        """Return the row with the packages that the settings add to all rows and to the rows of this repository. A row
+        whose repository is not installed is returned unchanged."""
         further = (*self.config.requirements, *self.config.repo_requirements.get(row.repo, ()))
         if not further or not row.install.editable:
             return row

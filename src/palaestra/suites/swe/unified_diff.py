@@ -29,7 +29,7 @@ class DiffError(ValueError):
 class DiffHunk:
     """One changed region. `lines` are (sign, text) with sign one of " -+"; text keeps its line end.
 
-    Line numbers are 1-based; for an empty side they give the line before, as in the format.
+    Line numbers are 1-based. If a side has no lines, its number is that of the line before, as in the format.
     """
 
     old_start: int
@@ -45,14 +45,15 @@ class DiffHunk:
         return tuple(text for sign, text in self.lines if sign != "-")
 
     def reversed(self) -> DiffHunk:
-        """Return the hunk that undoes this one."""
+        """Return the hunk that undoes this hunk."""
         swapped = [({"+": "-", "-": "+"}.get(sign, sign), text) for sign, text in self.lines]
         return DiffHunk(self.new_start, self.old_start, tuple(_removals_first(swapped)))
 
 
 @dataclass(frozen=True, slots=True)
 class BinaryChange:
-    """The new content of a binary file: whole, or as a delta to the old content. `lines` are those of the diff."""
+    """The new content of a binary file, whole or as a delta to the old content. `lines` are the lines of the diff that
+    encode it."""
 
     lines: tuple[str, ...]
 
@@ -94,7 +95,7 @@ class FileDiff:
         return None not in (self.old_path, self.new_path) and self.old_path != self.new_path
 
     def reversed(self) -> FileDiff:
-        """Return the change that undoes this one."""
+        """Return the change that undoes this change. Raises `DiffError` for a binary change without its reverse."""
         hunks = tuple(hunk.reversed() for hunk in self.hunks)
         if len(self.binary) == 1:
             raise DiffError(f"{self.path}: its binary change cannot be undone without the old content")
@@ -116,7 +117,7 @@ def render(files: tuple[FileDiff, ...]) -> str:
 
 
 def reverse(text: str) -> str:
-    """Return the diff that undoes this one."""
+    """Return the diff that undoes `text`. Raises `DiffError`."""
     return render(tuple(file.reversed() for file in parse(text)))
 
 
@@ -332,7 +333,8 @@ def _header_paths(line: str) -> tuple[str, str]:
 
 
 def _path_field(field: str) -> str | None:
-    """Return the path of a `---` or `+++` line; None for /dev/null. A tab and a time stamp may follow."""
+    """Return the path of a `---` or `+++` line, or None if it is /dev/null. A tab and a time stamp after the path are
+    ignored."""
     name = _unquote(field.rstrip("\r\n").split("\t")[0])
     return None if name == "/dev/null" else _drop_side(name)
 

@@ -56,7 +56,7 @@ async def unpack(slot: Slot, tree: bytes, repo_dir: str) -> None:
 
 
 async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None) -> None:
-    """Commit everything as the only commit of a new repository. Without git in the slot there is no history.
+    """Commit everything as the only commit of a new repository. If the slot has no git, do nothing.
 
     `tag` is for the installation of packages that take their version from git.
     """
@@ -75,8 +75,8 @@ async def start_history(slot: Slot, repo_dir: str, *, tag: str | None = None) ->
 
 
 async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """Return the test files as grading runs them: those with the named tests and, for a SWE-bench row, those that its
-    `test_patch` adds."""
+    """Return the texts of the test files as grading runs them: the files with the named tests and, for a SWE-bench row,
+    the files that its `test_patch` adds or changes."""
     known = set(await cache.list_files(row))
     texts = {
         path: (await cache.read_file(row, path)).decode("utf-8", "surrogateescape")
@@ -90,7 +90,8 @@ async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
 
 
 async def inherited_texts(cache: RepositoryCache, row: SweRow, tests: Mapping[str, str]) -> dict[str, str]:
-    """Return the files next to the test files that define named tests which the test files only inherit."""
+    """Return the texts of the Python files next to the test files that define named tests. The test files only inherit
+    these tests."""
     missing = {name.partition("[")[0].rpartition("::")[2] for name in row.node_ids}
     missing = {name for name in missing if not any(f"def {name}(" in text for text in tests.values())}
     folders = {path.rpartition("/")[0] for path in tests}
@@ -122,7 +123,8 @@ async def write_texts(slot: Slot, repo_dir: str, texts: Mapping[str, str | None]
 
 
 async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | None]:
-    """Return the test files that differ for the agent, with None for files that the agent does not get."""
+    """Return the test files that the agent gets in a different form, with their texts, or with None for files that it
+    does not get."""
     found: dict[str, str | None] = {}
     failing = {name.partition("::")[0] for name in row.fail_to_pass}
     for path, text in (await test_texts(cache, row)).items():
@@ -139,14 +141,14 @@ async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | N
 
 
 async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, paths: tuple[str, ...]) -> None:
-    """Write files of the row's commit back, such as those of `protected.hidden_files`."""
+    """Write files back with their content in the row's commit, for example the files from `protected.hidden_files`."""
     for path in paths:
         await slot.write_bytes(f"{repo_dir}/{path}", await cache.read_file(row, path))
 
 
 def work_paths(changes: Sequence[Change], without: Collection[str], repo_dir: str) -> list[str]:
-    """Return the paths of a change relative to the repository, except `without`. The paths of kept directories end in a
-    slash."""
+    """Return the changed paths relative to the repository, except those in `without`. The path of a directory ends in a
+    slash, unless the agent removed the directory and made it again."""
     prefix = f"{repo_dir}/"
     return [
         change.path.removeprefix(prefix) + ("/" if change.kind == "dir" and not change.opaque else "")
@@ -183,8 +185,8 @@ async def replace_work(
 
 
 async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:
-    """Return the change of the repository as a diff without these test files, which grading restores; empty without
-    git."""
+    """Return the change of the repository as a diff, without the files `tests`, which grading restores. If git fails or
+    is missing, return an empty string."""
     git = ["git", "-c", f"safe.directory={repo_dir}", "-c", "core.fsmonitor=false"]
     await slot.execute([*git, "add", "--all", "--intent-to-add"], cwd=repo_dir)
     without = (f":(exclude,literal){path}" for path in sorted(tests))
@@ -194,7 +196,8 @@ async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:
 
 
 async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[str, str]:
-    """Return the files that a diff changes, as in the row's commit; bytes that are not UTF-8 are surrogate escapes."""
+    """Return the texts that the files which a diff changes have in the row's commit. Bytes that are not UTF-8 become
+    surrogate escapes."""
     known = set(await cache.list_files(row))
     paths = {file.old_path for file in unified_diff.parse(patch)} - {None}
     return {
@@ -205,14 +208,16 @@ async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[
 
 
 async def agent_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
-    """Return the files that the reference solution changes, as the agent gets them: with the bug."""
+    """Return the texts of the files that the reference solution or the bug changes, as the agent gets them: with the
+    bug."""
     texts = await source_texts(cache, row, row.fix_patch or row.bug_patch) if row.patch else {}
     buggy = await _changed_by(row.bug_patch, cache, row)
     return {path: text for path, text in {**texts, **buggy}.items() if text is not None}
 
 
 async def _changed_by(patch: str, cache: RepositoryCache, row: SweRow) -> Mapping[str, str | None]:
-    """Return the files that a patch changes in the row's commit; none if the commit already contains the patch."""
+    """Return the new texts of the files that a patch changes in the row's commit, with None for deleted files. If the
+    commit already contains the patch, the result is empty. Raises `TaskError` if the patch does not match."""
     if not patch:
         return {}
     files = unified_diff.parse(patch)

@@ -10,9 +10,10 @@ from palaestra.suites.task_files import Unsupported, read_yaml_file
 
 
 def single_service(path: Path) -> dict[str, JSON]:
-    """Return the only service of a compose file; empty if the file does not exist.
+    """Return the only service of a compose file, or an empty mapping if the file does not exist.
 
-    Raises `Unsupported` for several services or for privileges, `TaskError` for a file that is not a compose file.
+    Raises `Unsupported` if there are several services, or if the service needs privileges, devices or GPUs. Raises
+    `TaskError` if the file is not a compose file.
     """
     if not path.is_file():
         return {}

@@ -2,10 +2,10 @@
 
 A row (JSONL or Parquet) has either an archive of the whole task (`task_binary`, a `.tar.gz`) or its parts (`task_name,
 instruction, category, docker_image, environment_tar, tests_tar, test_sh`, archives in base64). Rows are unpacked into
-cache folders named by their content, and then read as folders. In a row for a task about a running service, `grading`
-is `live`.
+cache folders named by their content, and then read as folders. A row whose `grading` is `live` is a task about a
+running service.
 
-Invariant: a bad task never hides the others; it is returned with its error.
+Invariant: a bad task does not prevent the others from loading. It is returned with its error.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ def _solution(folder: Path, solution: TypedFields) -> SolutionScript | None:
 
 
 def _network(agent: TypedFields, environment: TypedFields) -> Network | AllowList:
-    """Return the agent's network: the agent's own mode, else the environment's mode, else the older
-    `allow_internet`."""
+    """Return the agent's network: `network_mode` of the section `agent`, or else that of `environment`, or else the
+    older setting `allow_internet`, which is true by default."""
     for section in (agent, environment):
         mode = section.text("network_mode")
         if mode is not None:
@@ -188,7 +188,7 @@ def _limits(environment: TypedFields) -> Limits:
 
 
 def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
-    """Return the steps in order; none for a task without steps."""
+    """Return the steps in order. For a task without steps, the result is empty."""
     steps: dict[str, TaskStep] = {}
     for section in config.sections("steps"):
         name = section.text("name") or ""
@@ -239,8 +239,8 @@ def _check_step(section: TypedFields) -> None:
 
 
 def _min_reward(section: TypedFields) -> Mapping[str, float]:
-    """Return the minimum of each reward that is required for the next step. A single number is the minimum of
-    `reward`."""
+    """Return the minimum that each reward must reach for the next step to follow, by name. A single number is the
+    minimum of the reward called `reward`."""
     value = section.values.get("min_reward")
     values = {} if value is None else value if isinstance(value, Mapping) else {"reward": value}
     for name, least in values.items():

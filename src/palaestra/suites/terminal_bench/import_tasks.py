@@ -54,7 +54,7 @@ class TriedTask:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """Every task of the source in order, then those that could not be read."""
+    """The result for every task of the source in order, then for the tasks that could not be read."""
 
     lines: tuple[TriedTask, ...]
 
@@ -82,7 +82,8 @@ async def try_tasks(
     progress: Callable[[TriedTask], None] = lambda line: None,
     limit: int | None = None,
 ) -> ImportReport:
-    """Try the tasks of an open environment, at most `limit`; `left_out` are the tasks that it could not read."""
+    """Try at most `limit` tasks of an open environment. `left_out` are the tasks that the environment could not read;
+    they are reported as refused."""
     tasks = [task async for _, task in numbered(environment.tasks(), 0, limit)]
     width = asyncio.Semaphore(os.cpu_count() or 1)
 

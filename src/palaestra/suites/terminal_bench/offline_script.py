@@ -1,9 +1,9 @@
 """Rewrite test scripts so that they run without a network.
 
 Published test scripts install curl, uv and pytest before they test anything. Without a network these installations
-fail, and a script that continues writes a reward of 0 for work that it never tested. So lines that only install are
-removed, and `pytest`, `uv` and `uvx` are replaced by our commands (`grading/in_slot/pytest_launcher.py`) while the
-script runs.
+fail, and a script that continues writes a reward of 0 for work that it never tested. Lines that only install are
+therefore removed, and `pytest`, `uv` and `uvx` are replaced while the script runs
+(`grading/in_slot/pytest_launcher.py`).
 
 Invariant: only lines that are recognised as a whole are changed, and `OfflineScript.replaced` lists them. Other Python
 packages that a script installs are in `requirements`. Other system packages are not installed; instead, the script
@@ -26,7 +26,7 @@ PROVIDED = frozenset({"pytest", "pytest-json-ctrf", "pip", "uv", "setuptools", "
 _PACKAGES = frozenset(
     {"curl", "wget", "ca-certificates", "python3", "python3-pip", "python3-venv", "python3-pytest", "python-is-python3"}
 )
-"""System packages that only the bootstrap needs."""
+"""System packages that only the installation of the test tools needs."""
 
 _APT = re.compile(r"(?:sudo\s+)?(?:DEBIAN_FRONTEND=\S+\s+)?(?:apt|apt-get|apk)\b(.*)")
 _PIP = re.compile(r"(?:sudo\s+)?(?:python3?\s+-m\s+pip|uv\s+pip|pip3?)\s+install\b(.*)")
@@ -95,7 +95,7 @@ def _read_script(task: TerminalTask) -> OfflineScript:
 
 
 def offline(text: str) -> OfflineScript:
-    """Return the script without its bootstrap.
+    """Return the script without its bootstrap, the lines that install what the tests need.
 
     If a script does not start pytest, the packages that it installs are meant for the image's own Python. They are not
     provided; the script checks whether the image has them.
@@ -110,13 +110,14 @@ def offline(text: str) -> OfflineScript:
 
 
 def needs_network(text: str, output: str) -> bool:
-    """Return whether a script downloads something itself, and its output shows that this failed."""
+    """Return whether a script downloads something and its output shows that the download failed."""
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     return _CANNOT_REACH.search(output) is not None and any(_REACHES_OUT.search(line) for line in lines)
 
 
 def with_others(script: OfflineScript, others: Mapping[str, str]) -> OfflineScript:
-    """Return the script with the scripts that it may call; its requirements include those of the other scripts."""
+    """Return the script together with the rewritten scripts `others`, which it may call. Its requirements include those
+    of the other scripts."""
     changed = {name: offline(text) for name, text in others.items()}
     every = (script, *changed.values())
     return replace(
@@ -146,7 +147,8 @@ def _whole_lines(text: str) -> list[str]:
 
 
 def _replaced(line: str, python_check: str) -> str:
-    """Return the line to run instead; `python_check` is the command that checks for Python packages, or empty."""
+    """Return the line to run instead. `python_check` is the command that checks for Python packages; if it is empty,
+    nothing is checked."""
     flat = " ".join(line.replace("\\\n", " ").split())
     if not flat or flat.startswith("#"):
         return line
@@ -164,7 +166,7 @@ def _commands(line: str) -> list[str]:
 
 
 def _instead(command: str, python_check: str) -> str | None:
-    """Return the replacement for a command that installs packages; None for any other command."""
+    """Return the replacement for a command that only installs, which may be empty, or None for any other command."""
     if command in ("true", ":"):  # as in `pip install pytest || true`
         return ""
     if any(pattern.fullmatch(command) for pattern in _BOOTSTRAP):
@@ -187,7 +189,7 @@ def _instead(command: str, python_check: str) -> str | None:
 
 
 def _asked_for(line: str) -> list[str]:
-    """Return the Python packages that the line installs, except those that are provided."""
+    """Return the Python packages that the line installs, except packages that are provided."""
     flat = " ".join(line.replace("\\\n", " ").split())
     if flat.startswith("#"):
         return []

@@ -19,7 +19,8 @@ REWARD = "reward"
 
 
 def read_rewards(json_file: bytes | None, text_file: bytes | None) -> Mapping[str, float]:
-    """Return the rewards by name; None stands for a missing file. Raises `GraderError`."""
+    """Return the rewards by name. None stands for a missing file. Raises `GraderError` if both files are missing or a
+    file is not valid."""
     if json_file is not None:
         return _from_json(_decoded(json_file, "reward.json"))
     if text_file is not None:
@@ -33,13 +34,13 @@ def single(rewards: Mapping[str, float]) -> float:
 
 
 def step_rewards(score: Score) -> Mapping[str, float]:
-    """Return the rewards of a step by name; all 0 if tampering was detected."""
+    """Return the rewards of a step by name. If tampering was detected, all rewards are 0."""
     rewards: Mapping[str, float] = score.detail["rewards"]
     return dict.fromkeys(rewards, 0.0) if score.detail.get("tampering") else rewards
 
 
 def falls_short(step: TaskStep, score: Score) -> bool:
-    """Return whether a reward is missing or below the minimum of the step."""
+    """Return whether a reward for which the step sets a minimum is missing or below this minimum."""
     rewards = step_rewards(score)
     return any(rewards.get(name, float("-inf")) < minimum for name, minimum in step.min_reward.items())
 

@@ -24,7 +24,8 @@ _ENDS = {Status.PASSED: "pass", Status.XPASSED: "pass", Status.SKIPPED: "skip", 
 
 
 def empty_tests(source: str, *, decorated: bool) -> str:
-    """Return the file with empty tests, and with their decorators if `decorated`. Raises `SyntaxError`."""
+    """Return the test file with empty tests. If `decorated` is true, they keep their decorators. Raises
+    `SyntaxError`."""
     kept = _emptied(ast.parse(source).body, decorated=decorated)
     return ast.unparse(ast.fix_missing_locations(ast.Module([*ast.parse(_IMPORTS).body, *kept], [])))
 
@@ -135,7 +136,8 @@ def _classes(statuses: Mapping[tuple[str, ...], Status], indent: str) -> str:
 
 
 def _function(name: str, statuses: Mapping[str, Status], indent: str) -> str:
-    """Return a test that ends with the outcome of each parameter; an empty parameter stands for none."""
+    """Return the source of a test that ends with the given outcome for each parameter. An empty parameter stands for a
+    test without parameters."""
     ends = [_ENDS.get(each, "fail") for each in statuses.values()]
     arguments, decorator = (["self"] if indent else []), ""
     start = f"end = {ends[0]!r}"

@@ -1,16 +1,17 @@
 """Prepare and grade terminal tasks.
 
 When the agent stops, its processes are killed and the verifier runs in a fresh slot over its work. The agent never had
-access to the tests or the verdict, and paths that could influence the verifier are shown as the image has them
-(`verifier_files.py`). A task about a running service is graded in the agent's own slot. Files in `/tmp` are carried
-over.
+access to the tests or the verdict. In the fresh slot, paths that could influence the verifier have the content that the
+image has (`verifier_files.py`), and files in `/tmp` are copied from the agent's slot. A task about a running service is
+graded in the agent's own slot.
 
 A task with several steps is one conversation in one workspace, with a verdict after every step. The order is that of
 Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
-agent gets the instruction, then the verifier runs. A reward below `min_reward` ends the rollout. Each step is sealed
-and graded separately, and the agent continues in a fork of the workspace that the grader saw. A task that is graded
-live keeps a single slot, and the verifier's files are removed from it between steps. The conversation continues from
-step to step, which Harbor calls resuming; each step has the turns and the time of a rollout.
+agent gets the instruction, then the verifier runs. A reward below `min_reward` ends the rollout. After each step, the
+workspace is saved and graded separately, and the agent continues in a fork of the saved workspace. A task that is
+graded live, in the agent's slot, keeps a single slot, and the verifier's files are removed from it between steps. The
+conversation continues from step to step, which Harbor calls resuming; each step has the turns and the time of a
+rollout.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
 )
 
 CARRIED = "/.palaestra-tmp"
-"""The copy of `/tmp` in a sealed workspace; layers do not contain `/tmp` itself."""
+"""The copy of `/tmp` in a saved workspace, because saved file systems do not contain `/tmp`."""
 
 _COPY_S = 300.0
 _MOST_TEXT_BYTES = 1 << 20
@@ -88,7 +89,8 @@ _PIECE = 60_000
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTask:
-    """A task with its root, its parts in order, and the tools of its tests."""
+    """A task with its root file system, its parts in order, the tools of its tests, and the paths and words that its
+    texts name."""
 
     task: TerminalTask
     root: TaskRoot
@@ -168,7 +170,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         )
 
     def _solution(self, work: ResolvedTask) -> Sequence[ToolStep | Say] | None:
-        """Return the reference solutions of all parts in order."""
+        """Return the calls of the reference solutions of all parts in order, or None if a part has no solution."""
         steps: list[ToolStep | Say] = []
         for part in work.parts:
             own = solution_steps(part.task, work.user, self._agent_s(part.task), fresh=bool(steps))
@@ -235,7 +237,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return await rollout.run_agent(tool_handler=handler)
 
     async def agent_slot(self, rollout: Rollout) -> Slot:
-        """Return the rollout's slot as the image's user sees it."""
+        """Return the rollout's slot, in which all commands and file accesses are those of the image's user."""
         work: ResolvedTask = rollout.task.data
         slot = await rollout.sandbox()
         return slot if is_root(work.user) else UserSlot(slot, work.user, self._prepared[rollout.task.id].home)
@@ -313,7 +315,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return slot, hidden, made
 
     async def restore_tmp(self, slot: Slot) -> None:
-        """Copy the saved files back to `/tmp`."""
+        """Move the saved files back to `/tmp`."""
         copy = f"if [ -d {CARRIED} ] && [ ! -h {CARRIED} ]; then cp -a {CARRIED}/. /tmp/; rm -rf {CARRIED}; fi"
         await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
 
@@ -367,7 +369,8 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
 
 
 async def _save_tmp(slot: Slot) -> None:
-    """Copy `/tmp` to a path that layers contain. The agent's running processes gain no advantage from the copy."""
+    """Copy `/tmp` to a path that saved file systems contain. The agent's processes may still run, but gain no advantage
+    from the copy."""
     copy = f"rm -rf {CARRIED} && mkdir -m 1777 {CARRIED} && cp -a /tmp/. {CARRIED}/"
     await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
 
@@ -382,8 +385,9 @@ class _Steps:
         self.scores: list[Score] = []
 
     async def run(self) -> AgentResult:
-        """Let the agent work step by step. A step that ended at a limit is verified too, and the next step may
-        follow."""
+        """Let the agent work step by step, and verify each step. A step that ended at a limit is verified too. The next
+        step follows unless the step failed in a way that gives no score, the context is full, or a reward is too
+        low."""
         rollout, work = self._rollout, self._rollout.task.data
         try:
             for number, part in enumerate(work.parts):
@@ -424,7 +428,7 @@ class _Steps:
         return score
 
     async def _close(self) -> None:
-        """Close the agent's slot, then the gradings, because the slot uses layers of the grading snapshots."""
+        """Close the agent's slot first and then the gradings, because the slot uses the snapshots of the gradings."""
         if self._gradings and not self._gradings[-1].live:
             await self._rollout.aclose()
         for grading in reversed(self._gradings):
@@ -440,9 +444,10 @@ async def _remove_verifier(slot: Slot) -> None:
 def solution_steps(
     task: TerminalTask, user: str, seconds: float, *, fresh: bool = False
 ) -> tuple[ToolStep, ...] | None:
-    """Return the calls that solve a task in at most `seconds`; None for a task without a solution. Raises `TaskError`.
+    """Return the calls that solve a task in at most `seconds`, or None for a task without a solution. Raises
+    `TaskError`.
 
-    `fresh` removes an earlier solution first.
+    If `fresh` is true, the files of an earlier solution are removed first.
     """
     solution = task.solution
     if solution is None:

@@ -3,7 +3,7 @@
     task.yaml  Dockerfile  docker-compose.yaml  run-tests.sh  solution.sh or solution.yaml  tests/
 
 Format: terminal-bench 0.2.18. Every test that pytest reports must pass. A `solution.yaml` counts as a solution only if
-all its steps are commands; one that types into a running program does not.
+all its steps are commands, and none of them types into a running program.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VARIABLES = {
     "T_BENCH_CONTAINER_LOGS_PATH": LOGS_DIR,
     "T_BENCH_CONTAINER_AGENT_LOGS_PATH": f"{LOGS_DIR}/agent",
 }
-"""The variables that the format's compose file sets, with our paths."""
+"""The variables that the format's compose file sets, with the paths that slots have."""
 
 
 def is_task(folder: Path) -> bool:
@@ -87,7 +87,8 @@ def _solution(folder: Path) -> SolutionScript | None:
 
 
 def commands(path: Path) -> list[str]:
-    """Return the commands of a `solution.yaml`; none if it also types into a running program. Raises `TaskError`."""
+    """Return the commands of a `solution.yaml`. If a step is not a command or types into a running program, the list is
+    empty. Raises `TaskError`."""
     steps = read_yaml_file(path)
     if not isinstance(steps, list):
         return []

@@ -45,7 +45,7 @@ class Verifier:
     shared: Path | None = None
 
     def files(self) -> dict[str, Path]:
-        """Return the files and directories of both folders by their path below `TESTS_DIR`, sorted."""
+        """Return the files and directories of `shared` and `folder` by their path below `TESTS_DIR`, sorted."""
         folders = [each for each in (self.shared, self.folder) if each is not None and each.is_dir()]
         found = {str(path.relative_to(each)): path for each in folders for path in each.rglob("*")}
         return dict(sorted(found.items()))
@@ -53,7 +53,8 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True)
 class SolutionScript:
-    """The reference solution: `script` of `folder` with its other `files`. An agent's slot contains none of them."""
+    """The reference solution: the `script` in `folder`, and the other `files` that it needs. An agent's slot contains
+    none of them."""
 
     folder: Path
     script: str

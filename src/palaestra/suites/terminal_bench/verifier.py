@@ -4,11 +4,11 @@ The order is Harbor's: old rewards are removed, the tests are copied into the sl
 `test-stdout.txt`, its exit status is ignored, and the reward is read from the files it wrote. A Terminal-Bench 1 script
 writes no reward: every test that pytest reports must pass.
 
-If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised; the work is not scored 0.0. The
-only exception is work that kept the tests from running, because a module of the workspace is missing or broken and
+If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised, and the work is not scored 0.0.
+The only exception is work that prevented the tests from running: a module of the workspace is missing or broken, so
 pytest could not collect the tests.
 
-A positive verdict is checked again, each time in a fork of the same work: once with the same tests, and twice with
+A positive verdict is checked by further runs, each in a fork of the same work: once with the same tests, and twice with
 rewritten tests, some of which are falsified (`grading/controls.py`). The order is random, so recognizing the first
 check gains nothing. Not covered: scripts without pytest, and (in a task that is graded live) code under test that
 remembers an earlier run.
@@ -55,8 +55,8 @@ _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w
 
 
 GradedViews = Callable[[], AbstractAsyncContextManager[Slot]]
-"""Opens a slot that contains the agent's work and in which no verifier has run. A task graded live has only one such
-slot."""
+"""Opens a slot that contains the agent's work and in which no verifier has run. A task that is graded live has only the
+agent's slot, in which every run takes place."""
 
 
 class _PaysWithoutTests(GraderError):
@@ -81,7 +81,7 @@ class VerifierSetup:
 
 @dataclass(frozen=True, slots=True)
 class VerifierVerdict:
-    """The result of a verifier. `run` is what pytest reported, None if the script does not use pytest.
+    """The result of a verifier. `run` is what pytest reported, or None if the script does not use pytest.
 
     `doubt` explains why the reward cannot have come from the verifier alone.
     """
@@ -116,7 +116,8 @@ async def verify(
     alone: bool,
     made: Collection[str] = (),
 ) -> VerifierVerdict:
-    """Check the work in a slot. `alone` kills every other process of the slot after the script has run.
+    """Run the verifier over the work in a slot. If `alone` is true, every other process of the slot is killed after the
+    script has run.
 
     `made` are the paths that the agent created or changed. Raises `GraderError`.
     """
@@ -162,7 +163,7 @@ class _Again:
 
     @asynccontextmanager
     async def _look(self, *, ends_well: bool = False, all_tests: bool = False) -> AsyncIterator[Slot]:
-        """Yield a slot for one more run, which may end without a verdict. Raises `GraderError` if the run times out,
+        """Yield a slot for a further run, which may end without a verdict. Raises `GraderError` if the run times out,
         since a slow machine is not a sign of tampering."""
         setup = self.setup
         library_path = setup.env.get("LD_LIBRARY_PATH")
@@ -178,7 +179,8 @@ class _Again:
                 pass
 
     async def pays_less(self, verdict: VerifierVerdict) -> str | None:
-        """Run the same tests, and return why the verdict is wrong, or None."""
+        """Run the same tests again. Return why the verdict is wrong, for example because the reward is lower now, or
+        None."""
         again = None
         async with self._look() as fork:
             again = await _once(fork, self.task, self.script, self.setup, alone=False, made=())
@@ -196,8 +198,8 @@ class _Again:
         return TestRun({}, complete=False)
 
     async def unearned(self, verdict: VerifierVerdict, run: TestRun) -> str | None:
-        """Return the reason if tests are missing from the outcomes, or if the outcomes do not earn the reward;
-        otherwise None."""
+        """Return why the reward is not earned, or None. Either tests are missing from the outcomes, or the same
+        outcomes of stub tests get a lower reward."""
         texts = _test_files(self.task)
         if problem := await self._left_out(run, texts):
             return problem
@@ -212,7 +214,8 @@ class _Again:
         return "the verifier gives a lower reward for the same outcomes of tests that do not use the work"
 
     async def _left_out(self, run: TestRun, texts: Mapping[str, str]) -> str | None:
-        """Return a message about a test that the work, not the verifier, left out; None if there is none."""
+        """Return a message about a test that the work, and not the verifier, left out or skipped, or None if there is
+        no such test."""
         skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
         parsed = {name: text for name, text in texts.items() if parse(text) is not None}
         wanted = {(name, test) for name, text in parsed.items() if _is_collected(name) for test in default_tests(text)}
@@ -248,7 +251,8 @@ def _is_collected(name: str) -> bool:
 
 
 def _files_of(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, tuple[str, str]]:
-    """Return the files of these tests by the path in node ids: each file's name below the folder, and its text."""
+    """Return the files of these tests, keyed by the path in the node ids. A value is the file's name below the
+    verifier's folder, and its text."""
     found = {}
     for at in {node_id.partition("::")[0] for node_id in node_ids}:
         match = next((name for name in texts if at == name or at.endswith(f"/{name}")), None)
@@ -264,7 +268,7 @@ def _in_file(statuses: Mapping[str, Status], path: str) -> dict[str, Status]:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """One run of the script. `run` is what pytest reported, None if the script does not use pytest."""
+    """One run of the script. `run` is what pytest reported, or None if the script does not use pytest."""
 
     records: Sequence[Mapping[str, JSON]]
     exit_code: int
@@ -334,8 +338,8 @@ async def _once(
 
 
 async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
-    """Return the reason to doubt that the reward is the verifier's, or None. Reasons are failed tests, tampering, and
-    another process that writes rewards."""
+    """Return the reason to doubt that the reward comes from the verifier, or None. Reasons are failed tests, an
+    incomplete session, tampering, and another process that writes rewards."""
     failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
     if reward > 0 and run is not None and not run.complete:
         return "there is a reward, but not every test reported, or the test session did not end"

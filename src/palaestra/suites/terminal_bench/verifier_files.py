@@ -1,9 +1,9 @@
-"""Place the files of a verifier in a slot (its tests, and our replacements for its bootstrap), and find the agent's
-changes that the verifier must not see.
+"""Place the files of a verifier in a slot: its tests, and the commands that replace its installation of test tools.
+Find the agent's changes that the verifier must not see.
 
 `hidden_paths` selects changes of the agent that could influence its grade: the folders of the verifier, pytest's
-configuration above the tests, and start-up files of shells if the verifier's script loads them. It adds them to the
-changes that every environment hides from its grader (`rollouts/grading/tampering.py`). The path alone decides.
+configuration above the tests, and start-up files that shells or other programs of the verifier load. It adds these
+paths to those that every environment hides from its grader (`rollouts/grading/tampering.py`). Only the path decides.
 `find_shadows` finds files that the verifier's programs would load in place of files of the image.
 
 Not covered: programs that a task installed and a verifier trusts, and tests that import the work into their process;
@@ -45,7 +45,8 @@ ALWAYS_HIDDEN = (TESTS_DIR, VERIFIER_LOGS, "/solution", "/oracle", "/opt/palaest
 """Paths that are hidden even if unchanged, because a planted link could lead elsewhere."""
 
 _PARENTS = frozenset({"/logs", "/opt"})
-"""Directories above hidden ones. A link in place of one would put the verifier's files into a folder of the agent."""
+"""Parent directories of hidden paths. A link in place of such a directory would put the verifier's files into a folder
+of the agent."""
 
 _NOT_FOR_LINKS = (*ALWAYS_HIDDEN, "/proc", "/dev/fd", "/dev/stdin")
 _MOST_LINKS = 40
@@ -64,7 +65,7 @@ _LOADING = frozenset(
 _ORDINARY = frozenset(
     {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "PWD", "OLDPWD", "TMPDIR", "TMP", "TEMP", *_LOADING}
 )
-"""Variables that name no directory in which interpreters look for modules, or that other rules cover."""
+"""Variables that do not name directories in which interpreters look for modules, or that other rules cover."""
 
 _MODULE_ROOT_DEPTH = 4
 """The maximum number of parts of a path in which an image keeps modules, such as `/usr/share/perl/5.36`."""
@@ -113,9 +114,9 @@ async def install(
     ends_well: bool = False,
     all_tests: bool = False,
 ) -> None:
-    """Copy our commands into a folder of the slot that comes first in PATH.
+    """Copy the commands that replace `pytest`, `uv` and `uvx` into a folder of the slot that comes first in PATH.
 
-    `command` starts Python (empty if it is not needed); `library_path` is the image's LD_LIBRARY_PATH. With
+    `command` starts Python, and is empty if Python is not needed. `library_path` is the image's LD_LIBRARY_PATH. With
     `ends_well`, pytest exits with status 0, so that the script starts it as often as for passing work. With
     `all_tests`, a selection of tests by name is ignored.
     """
@@ -214,8 +215,9 @@ async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShadowScope:
-    """The scope of a task: the directory in which its script starts, the paths and words of its texts, the programs
-    that the agent may replace, and the directory (`carried`) with the files of `/tmp`."""
+    """The scope of a task: the directory in which the script starts, the paths and words that the task's texts name,
+    and the programs that the agent may replace. `carried` is the directory in which the slot has the files of
+    `/tmp`."""
 
     workdir: str
     paths: Collection[str]
@@ -346,8 +348,8 @@ async def _image_files(slot: Slot, wanted: Sequence[str], scope: ShadowScope) ->
 
 
 def _is_module(inside: str, had: Collection[str]) -> bool:
-    """Return whether the image had the module at the path `inside`: one of the files `had` is below a directory of
-    modules, either at that path or with the same name in a package of the same name."""
+    """Return whether the image had the module at the path `inside`. It did if one of the image's files `had` is at this
+    path below a directory of modules, or has the same name in a package of the same name there."""
     package, name = inside.partition("/")[0], basename(inside)
     for path in had:
         if path.endswith(f"/{inside}"):
@@ -376,8 +378,8 @@ async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str
 
 
 async def _real(slot: Slot, folders: set[str], changes: Sequence[Change], scope: ShadowScope) -> set[str]:
-    """Return the directories and the targets of links among them, also where a link leads to the moved files of
-    `/tmp`."""
+    """Return the directories, and the directories to which links lead from them. Links to files of `/tmp`, which are
+    now in another place, are followed too."""
     if not folders:
         return folders
     each = 'for each; do readlink -f -- "$each" || echo; done'
@@ -411,8 +413,8 @@ def shadows(change: Change, folders: SearchedFolders, scope: ShadowScope) -> boo
 
 
 def _module(change: Change, folders: Collection[str], scope: ShadowScope) -> str:
-    """Return the module that Python would import from this change in one of the directories, unless the texts name
-    it."""
+    """Return the module that Python would import from this change if it is in one of `folders`. Return an empty string
+    if there is none or the task's texts name the file."""
     folder, name = scope.place(change.path)
     if change.kind not in ("file", "symlink"):
         return ""
@@ -430,9 +432,9 @@ def _entries(env: Mapping[str, str], name: str, workdir: str) -> set[str]:
 
 
 def python_folders(script: str, workdir: str, made: Collection[str]) -> set[str]:
-    """Return the directories in which Python looks for modules first when this script starts it: the working directory
-    of a command, a module or standard input, and the directory of a program that is not among the files that the agent
-    `made`."""
+    """Return the directories in which Python looks for modules first when this script starts it. If Python runs a
+    command, a module or standard input, it is the working directory. If it runs a program, it is the program's
+    directory, unless the program is one of the files that the agent `made` or is in `TESTS_DIR`."""
     for name, value in _ASSIGNED.findall(script):
         script = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value, script)
     folders = {workdir}
@@ -453,10 +455,10 @@ def hidden_paths(
     declared: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Return the paths to leave out of the graded view: `planted`, and those that could influence this `script`, which
-    has the variables `env`.
+    """Return the paths that the grading slot must not have: `planted`, and the paths that could influence this
+    `script`, which runs with the variables `env`.
 
-    A shell's start-up file that the task is about (`declared`) stays visible.
+    A start-up file that the task is about (`declared`) is not hidden.
     """
     loaded = {path for name, value in (env or {}).items() if name in _LOADING for path in _ABSOLUTE.findall(value)}
     starts_shell = STARTUP_FILES.search(script) is not None

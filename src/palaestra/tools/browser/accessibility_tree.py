@@ -4,7 +4,7 @@ The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per 
 every document. `Numbers` replaces these references with numbers that are unique in a rollout, so an outdated reference
 is recognised and never points to another element.
 
-Invariant: the full form has every line of the source; a compact or cut form gives the number of missing lines.
+Invariant: the full form has every line of the source. A compact or cut form reports the number of missing lines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ USABLE = frozenset((
 """Roles of elements that a user can operate."""
 
 _SIGNS = frozenset(("alert", "alertdialog", "dialog", "heading", "iframe", "status"))
-"""Roles that orient the reader; compact snapshots keep them."""
+"""Roles of elements that show the page's structure or state. Compact snapshots keep them."""
 
 _SAYINGS = frozenset(("alert", "status"))
 
@@ -148,9 +148,9 @@ def _plain(text: str) -> str:
 
 
 def _compact(elements: Sequence[PageElement]) -> list[PageElement]:
-    """Return usable elements and those that orient the reader, indented by their nesting.
+    """Return the usable elements and those with a role in `_SIGNS`, indented by their nesting.
 
-    An element without a name shows the first text inside it.
+    A usable element, alert or status that has neither a name nor a text shows the first text inside it.
     """
     kept: list[PageElement] = []
     above: list[int] = []

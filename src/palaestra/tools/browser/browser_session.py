@@ -2,7 +2,7 @@
 
 The session is kept in `ToolRun.state`, so it closes when the rollout ends. The tools are in `builtin/browser.py`.
 
-Invariants: an error in a page or by the model is a `ToolMistake` that the model reads; a browser that died is a
+Invariants: an error in a page or by the model raises `ToolMistake`, which the model reads. A browser that died raises
 `ToolUnavailable`, and the next call of any rollout gets a new browser. Memory is bounded whatever a page writes.
 """
 
@@ -38,7 +38,7 @@ SETTLE_S = 5.0
 ANSWER_S = 3.0
 """The maximum time, in seconds, for a page to answer a trivial script. A page that takes longer is replaced."""
 HANG_S = 10.0
-"""The time, in seconds, beyond a call's own time limit after which a page that has not answered counts as hung."""
+"""A page counts as hung if it has not answered this many seconds after the call's own time limit."""
 
 MOST_ENTRIES, MOST_NOTES = 200, 20
 LONGEST_ENTRY = 2000
@@ -87,7 +87,7 @@ class PageEvents:
         return notes
 
     def read(self, *, clear: bool) -> dict[str, JSON]:
-        """Return all kept entries, in the contract's format."""
+        """Return all kept entries in the format of `browser_console`. With `clear`, forget them."""
         reply: dict[str, JSON] = {
             "console_messages": list(self._console),
             "js_errors": list(self._errors),
@@ -118,7 +118,8 @@ class BrowserSession:
 
     @property
     def page(self) -> Page:
-        """The current page. Raises `ToolMistake` if none is open, `ToolUnavailable` as `check` does."""
+        """The current page. Raises `ToolMistake` if no page is open or the page has crashed or hangs, and
+        `ToolUnavailable` if the browser has died."""
         if self._dead:
             raise ToolUnavailable(_DIED)
         if not self._tabs:
@@ -132,7 +133,8 @@ class BrowserSession:
         return self._lease is not None and not self._lease.running.browser.is_connected()
 
     async def check(self) -> None:
-        """Raise `ToolUnavailable`, once, if the browser has died."""
+        """Raise `ToolUnavailable` if the browser has died, and close the session, so that the next call does not raise
+        again."""
         if self._dead:
             await self.aclose()
             raise ToolUnavailable(_DIED)
@@ -170,7 +172,8 @@ class BrowserSession:
         return response.status
 
     async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
-        """Open `url` and return the response; None if there is none, or if a script navigated elsewhere first."""
+        """Open `url` and return the response. Return None if there is no response, or if a script of the page navigated
+        elsewhere first."""
         page, limit_s = self.page, settings.browser_navigation_timeout_s
         for _ in range(3):
             try:
@@ -202,7 +205,7 @@ class BrowserSession:
         )
 
     async def element(self, reference: str) -> Locator:
-        """Return the element of a reference. Raises `ToolMistake` for an unknown or outdated reference."""
+        """Return the element that a reference names. Raises `ToolMistake` for an unknown or outdated reference."""
         page, known = self.page, self._numbers.find(reference)
         if known is None:
             raise ToolMistake(f"There is no reference {reference!r}. browser_snapshot shows references such as @e5")
@@ -256,7 +259,8 @@ class BrowserSession:
                 await self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
 
     async def back(self, settings: ToolSettings) -> None:
-        """Go to the previous page, or from a new tab to the one that opened it."""
+        """Go to the previous page. If the tab has no previous page, close it, so that the tab before it becomes
+        current. Raises `ToolMistake` if there is no such tab."""
         page, before, limit_s = self.page, self.page.url, settings.browser_navigation_timeout_s
         if await self.ask(page.go_back(wait_until="domcontentloaded"), limit_s) is None and page.url == before:
             if len(self._tabs) == 1:
@@ -353,7 +357,8 @@ class BrowserSession:
 
 
 def _address(url: str) -> tuple[str, str, int]:
-    """Return the complete address, its host and port. Raises `ToolMistake` for an address that must not be opened."""
+    """Return the address with its scheme, the host, and the port. Raises `ToolMistake` for an address that must not be
+    opened."""
     url = url.strip()
     if not url:
         raise ToolMistake("url is empty: specify the page to open")
@@ -378,7 +383,8 @@ def _led(asked: str, got: str) -> str:
 
 
 def _explained(message: str) -> str:
-    """Return Playwright's message in one line, with the obstacle from its log."""
+    """Return Playwright's message in one line. If its log names an obstacle, such as a covered element, the line ends
+    with it."""
     lines = message.strip().splitlines()
     what = re.sub(r"^\w+\.\w+: ", "", lines[0]) if lines else "the browser could not perform the action"
     hindrance = [line.strip(" -") for line in lines[1:] if _HINDRANCE.search(line)]

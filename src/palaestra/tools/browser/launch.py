@@ -1,6 +1,6 @@
 """Finds a Chromium that starts on this machine, and starts it as safely as possible.
 
-A candidate is tested by starting it. The first of these ways that works is used, and logged:
+A candidate is tested by starting it. Chromium is started in the first of these ways that works, and the way is logged:
 
     with root       as a separate user, in Chromium's sandbox; the same without that sandbox; as root without it
     without root    in Chromium's sandbox; without it
@@ -54,9 +54,10 @@ _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwrigh
 
 @functools.cache
 def absent(executable: str | None = None) -> str | None:
-    """Return the missing component and its remedy, or None. Starts nothing, so it is cheap.
+    """Return which component the browser tools lack and how to install it, or None. Starts nothing, so it is cheap.
 
-    A Chromium that does not start is an infrastructure failure of the first rollout that browses (`problem`).
+    A Chromium that is installed but does not start is found only by `problem`, and fails the first rollout that
+    browses.
     """
     if importlib.util.find_spec("playwright") is None:
         return f"install the extra `browser`: {install_command('browser')}"
@@ -80,7 +81,8 @@ def problem(executable: str | None = None) -> str | None:
 
 @functools.cache
 def usable(executable: str | None = None) -> str | None:
-    """Return the first Chromium that shows an empty page, or None. `executable` is the only candidate if given."""
+    """Return the first Chromium that shows an empty page, or None. If `executable` is given, it is the only
+    candidate."""
     return next((path for path in _candidates(executable) if _probe(path) is None), None)
 
 
@@ -96,8 +98,8 @@ def _candidates(executable: str | None) -> list[str]:
 
 @functools.cache
 def _probe(path: str) -> str | None:
-    """Start a Chromium with an empty page. Returns its error, or None if it works; a Chromium that hangs gets a second
-    try."""
+    """Start a Chromium with an empty page. Returns the error, or None if it works. A Chromium that hangs is tried once
+    more."""
     said = _tried(path)
     return _tried(path) if said == _SILENT else said
 

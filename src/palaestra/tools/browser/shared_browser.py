@@ -80,7 +80,7 @@ class BrowserProxy:
         return {"server": self.address, "username": self.user, "password": self.password}
 
     def why(self, host: str, port: int) -> str | None:
-        """Return the reason why the last connection to the host failed, or None."""
+        """Return the reason why the latest failed connection to the host and port failed, or None."""
         return self._refused.get((host, port))
 
     def _note(self, host: str, port: int, why: str) -> None:
@@ -101,7 +101,7 @@ class BrowserLease:
 
 @dataclass(slots=True)
 class RunningBrowser:
-    """One Chromium with its driver, proxy and files."""
+    """One Chromium with its Playwright driver, proxy and files."""
 
     playwright: Playwright
     browser: Browser
@@ -126,7 +126,7 @@ class RunningBrowser:
 
 
 class SharedBrowser:
-    """Hands out contexts of the `running` browser; the first caller's `browser_max_contexts` is the limit."""
+    """Lends contexts of the `running` browser. The `browser_max_contexts` of the first caller limits their number."""
 
     def __init__(self) -> None:
         self.running: RunningBrowser | None = None
@@ -234,8 +234,8 @@ async def _started(settings: ToolSettings) -> RunningBrowser:
 
 
 def new_home() -> tuple[Path, int]:
-    """Return a new directory and its lock, held while the directory is used. Removes directories of killed processes
-    first."""
+    """Return a new directory and the descriptor of its lock, which stays held while the directory is used. First
+    removes directories that killed processes left behind."""
     for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
         with contextlib.suppress(OSError):
             if left.lstat().st_uid == os.getuid():
@@ -246,7 +246,7 @@ def new_home() -> tuple[Path, int]:
     fcntl.flock(lock, fcntl.LOCK_EX)
     return made.rename(
         made.with_name(_HOME + made.name.rpartition("-")[2])
-    ), lock  # other processes see it only once it is locked
+    ), lock  # other processes see the directory only once it is locked
 
 
 def _remove_if_left(home: Path) -> None:

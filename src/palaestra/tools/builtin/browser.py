@@ -1,8 +1,8 @@
 """The `browser_*` tools: a real browser, shown as text (`tools/browser`).
 
-The contract fixes the names, parameters and reply keys; a reply also has `notes` if something else happened (a
-dialog, a refused download, a new tab). Invariant: the calls of one rollout run one after the other, and each lets the
-page react for a moment.
+The project's interface contract fixes the names, parameters and reply keys. A reply also has `notes` if something else
+happened (a dialog, a refused download, a new tab). Invariant: the calls of one rollout run one after the other, and
+each lets the page react for a moment.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ async def _where(session: BrowserSession) -> dict[str, JSON]:
 
 
 def _view(shown: PageView, skipped: int) -> dict[str, JSON]:
-    """Return a snapshot; its text ends with a note on omissions, so that a model cannot miss it."""
+    """Return the reply for a snapshot. Its text ends with notes on the omitted lines, so that a model cannot miss
+    them."""
     lacks = []
     if shown.cut:
         lacks.append(f"{shown.cut} more lines: browser_snapshot with offset={shown.lines - shown.cut} shows them")

@@ -1,7 +1,7 @@
 """The `clarify` tool: a question to the user.
 
 The program that runs the agent shares a `User` with its tools: a chat asks the person, an environment its simulated
-user. Without a `User`, the reply asks the model to decide by itself.
+user. If no `User` is shared, the reply asks the model to decide by itself.
 """
 
 from __future__ import annotations

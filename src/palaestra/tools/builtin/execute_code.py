@@ -1,8 +1,8 @@
 """The `execute_code` tool: a Python program in the rollout's slot that calls the agent's other tools as functions.
 
-It suits work with many calls and little thought: the program loops, filters and counts, and the model reads only what
-it prints. Every program starts fresh. Its calls are checked, run and limited like the model's own, and recorded
-with the turn; the program has no other access to anything outside its slot.
+It suits work with many calls and few decisions: the program loops, filters and counts, and the model reads only what
+the program prints. Variables do not persist between programs. A program's calls are checked, run and limited like the
+model's calls, and recorded with the turn. The program has no other access to anything outside its slot.
 
 Invariant: output, calls and time are bounded whatever the program does, and everything that it sends is checked.
 """
@@ -38,7 +38,7 @@ MAX_CALLS = 50
 
 FOLDER = "/tmp/execute_code"  # noqa: S108 - a path inside the slot, which is not shared
 NOT_FROM_PROGRAMS = frozenset({"execute_code", "delegate_task", "clarify"})
-"""Tools that a program cannot call: they start work of their own, or wait for a person."""
+"""Tools that a program cannot call, because they start another program or agent, or wait for a person."""
 
 _CLEAN_UP_S = 10.0
 _CUT_OFF = "The program was ended together with its call channel."
@@ -49,7 +49,8 @@ folder="$TMPDIR/{name}"
 command -v python3 > /dev/null || exit 127
 exec python3 -I -S "$folder/supervisor.py" "$folder"
 """
-"""Starts the supervisor. In a slot without its own file system, the file channel's /tmp is $TMPDIR for commands."""
+"""Starts the supervisor. If a slot has no file system of its own, commands find the /tmp of the file channel in
+$TMPDIR."""
 
 SCHEMA = ToolSchema(
     name="execute_code",
@@ -162,8 +163,8 @@ async def _start(slot: Slot, folder: str) -> Process:
 
 
 async def _own_end(process: Process) -> int:
-    """Return the exit code of a supervisor that reported none for its program. Raises `ToolMistake` if the slot has no
-    Python."""
+    """Return the exit code of a supervisor that ended without reporting its program's exit code. Raises `ToolMistake`
+    if the slot has no Python."""
     status = await process.wait()
     if status.exit_code == _NOT_FOUND and not status.output_total_bytes:
         raise ToolMistake("There is no python3 in this sandbox; nothing was run. Use the terminal")
@@ -171,7 +172,7 @@ async def _own_end(process: Process) -> int:
 
 
 def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None]:
-    """Return the output, and its full size if a part was dropped."""
+    """Return the output, and a mapping with its full size if a part was dropped."""
     if channel is None:
         return "", None
     head, tail = channel.output.parts()
@@ -182,8 +183,8 @@ def _output(channel: ProgramChannel | None) -> tuple[str, dict[str, JSON] | None
 
 
 async def _clean_up(slot: Slot, folder: str, process: Process | None) -> None:
-    """Kill the program and remove its files, even when the call is cancelled. Errors of a slot that is gone are
-    ignored.
+    """Kill the program and remove its files, even if the call is cancelled. Errors are ignored, because the slot may be
+    gone.
 
     A background process that the program left on purpose stays, as with a shell command.
     """

@@ -1,6 +1,6 @@
 """The `read_file` and `write_file` tools, over the slot's file channel.
 
-Invariant: a reply is bounded, with a hint on how to get the rest; a write is complete or did not happen.
+Invariant: a reply is bounded, and a hint explains how to get the rest. A write is complete or changes nothing.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _cut(line: str) -> str:
 
 
 async def run_write_file(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Write the whole file; the reply has `bytes_written`, `created`, and `syntax_check` for kinds of files with a
-    check."""
+    """Write the whole file; the reply has `path`, `bytes_written`, `created`, and for Python, JSON, YAML and TOML files
+    `syntax_check`."""
     slot, content = await run.slot(), arguments["content"]
     path = await in_full(slot, arguments["path"])
     try:

@@ -47,8 +47,8 @@ SPEECH = ToolSchema(
 
 
 class FileMaker(Tool):
-    """A tool that writes a file. `request` gets it from the server as `{"data": base64, "suffix": …}`; `folder` is for
-    new files, and `key` names the path in the reply."""
+    """A tool that writes a file. `request` gets the file from the server as `{"data": base64, "suffix": …}`. New files
+    are written into `folder`, and the reply has the path under `key`."""
 
     parallel_safe = True
 

@@ -26,11 +26,11 @@ _NOTHING = re.compile(r"(?!)")
 
 
 def name_filter(glob: str | None, root: str, is_dir: bool, *, loose: bool = False) -> Callable[[str], bool]:
-    """Return a test for paths below `root`. A glob without a slash matches base names; with one, it matches paths from
-    `root`.
+    """Return a test for paths below `root`. A glob without a slash matches base names. A glob with a slash matches
+    paths relative to `root`, or to its directory if `root` is a file.
 
-    With `loose`, a glob without wildcards matches every name that contains it. None matches everything. Raises
-    `ToolMistake`.
+    With `loose`, a glob without wildcards matches every name that contains it. If `glob` is None or empty, every path
+    matches. Raises `ToolMistake` for a glob that cannot be used.
     """
     if not glob:
         return lambda path: True
@@ -53,7 +53,7 @@ def simple_names(glob: str | None) -> list[str]:
     """Return the alternatives of a glob if every search backend interprets all of them in the same way, otherwise an
     empty list.
 
-    Backends may use them to skip files early; `name_filter` filters the result in any case.
+    Backends may use these alternatives to skip files early. `name_filter` filters the result in any case.
     """
     alternatives = _expanded(glob) if glob else []
     return alternatives if all(_PLAIN.fullmatch(one) for one in alternatives) else []

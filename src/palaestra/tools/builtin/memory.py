@@ -1,7 +1,8 @@
 """The `memory` tool and the notes that it keeps for later sessions: two small files in one folder.
 
-Rollouts must not learn from each other, so nothing is kept unless the environment sets a folder (`Notes`); without one,
-the agent loop answers the call itself. Files are plain text that a person may edit: notes with a line `§` between them.
+Rollouts must not learn from each other, so nothing is kept unless the environment sets a folder (`Notes`). If no folder
+is set, the agent loop answers the call itself. The files are plain text that a person may edit: notes with a line `§`
+between them.
 
 Invariants: a file never exceeds its limit and is replaced atomically; a lock orders the changes of concurrent
 processes, and no change is lost.
@@ -49,9 +50,10 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes in one folder, which the first write creates. With None, nothing may be kept.
+    """The notes in one folder, which the first write creates. If `folder` is None, no notes may be kept.
 
-    Methods block while they read or write a small file, and raise `OSError`, or `ToolMistake` with the current notes.
+    Methods block while they read or write a small file. They raise `OSError`, or `ToolMistake` with the current notes
+    as a detail.
     """
 
     folder: Path | None = None
@@ -72,8 +74,8 @@ class Notes:
             return self._write(target, notes)
 
     def replace(self, target: str, old_text: str, content: str) -> list[str]:
-        """Replace the only note that contains `old_text`; remove it if `content` is already a note. Returns all
-        notes."""
+        """Replace the only note that contains `old_text` with `content`. If another note already equals `content`, only
+        remove the old note. Returns all notes."""
         with self._changing(target) as notes:
             place = _place(notes, old_text)
             others = [*notes[:place], *notes[place + 1 :]]

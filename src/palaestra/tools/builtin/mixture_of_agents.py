@@ -1,8 +1,8 @@
 """The `mixture_of_agents` tool: several models answer a question, and one of them combines the answers.
 
 One layer of "Mixture-of-Agents Enhances Large Language Model Capabilities" (Wang et al. 2024, arXiv 2406.04692): the
-models answer independently, then the aggregator sees the question and all answers. The settings, not the calling
-model, choose the models; one server with chat completions serves all of them.
+models answer independently, then a further model, the aggregator, gets the question and all answers. The settings, not
+the calling model, choose the models; one server with chat completions serves all of them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ async def _run(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolR
 
 
 async def _ask(settings: ToolSettings, model: str, messages: list[JSON]) -> str:
-    """Return the text of a model's answer. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+    """Return the text of a model's answer. Raises `ToolMistake` if the server refuses the request, and
+    `ToolUnavailable` for any other failure."""
     server = model_server(
         f"the model {model}",
         "moa",

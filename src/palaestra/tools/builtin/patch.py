@@ -1,5 +1,5 @@
-"""The `patch` tool: replace a piece of text in one file, or apply a V4A patch to several. `tools/patching/`
-finds the places by text alone.
+"""The `patch` tool: replaces a piece of text in one file, or applies a V4A patch to several files. `tools/patching/`
+finds the positions to change by their text, without line numbers.
 
 Invariant: a patch over several files is applied completely or not at all. All results are computed before the first
 write, and if a write fails or is cancelled, the files written before it get their old content back.

@@ -1,10 +1,11 @@
 """The ten `rl_*` tools: an agent chooses an environment, then configures, starts, watches and stops a training run.
 
-The contract fixes names, arguments and reply keys. A training run is a separate process, `palaestra train`
-(`tools/training/`), with the trainers of this package. The settings, not the agent, choose model, trainer and folder.
+The project's interface contract fixes names, arguments and reply keys. A training run is a separate process, `palaestra
+train` (`tools/training/`), with the trainers of this package. The settings, not the agent, choose model, trainer and
+folder.
 
-Invariant: a training run is identified by its conversation, environment and settings. So a resumed rollout that repeats
-a call starts no second run, and a start with the settings of a stopped run continues that run.
+Invariant: a training run is identified by its conversation, environment and settings. A resumed rollout that repeats a
+call therefore starts no second run. A start with the settings of a stopped run continues the stopped run.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class Setup:
     environment: str = ""
     reference: str = ""
     rows: dict[str, dict[str, JSON]] = field(default_factory=dict)
-    """Maps each setting of a training run to its `value` and `about`; `training` marks settings that are not the
-    environment's."""
+    """Maps each setting of a training run to its `value` and its description, `about`. `training` marks settings of the
+    training run, as opposed to those of the environment."""
     edits: dict[str, JSON] = field(default_factory=dict)
     looked: dict[str, float] = field(default_factory=dict)
     started: list[TrainingProcess] = field(default_factory=list)
@@ -383,7 +384,8 @@ async def _test_inference(settings: ToolSettings, arguments: Mapping[str, JSON],
 
 
 async def _tested(setup: Setup, model: str, words: list[str]) -> dict[str, JSON]:
-    """Return the test results of one model. `steps` are tasks with scored rollouts; a score above 0 is correct."""
+    """Return the test results of one model. `steps` has one entry per task with scored rollouts. A rollout with a score
+    above 0 counts as correct."""
     reply: dict[str, JSON] = {"model": model, "steps": [], "steps_tested": 0, "total_completions": 0,
                               "correct_completions": 0, "accuracy": 0.0}  # fmt: skip
     try:
@@ -423,7 +425,8 @@ def _training(settings: ToolSettings, arguments: Mapping[str, JSON]) -> Training
 
 
 def _locked(settings: ToolSettings, setup: Setup) -> dict[str, JSON]:
-    """Return the locked settings for training on the chosen environment, with their values."""
+    """Return the locked settings that the chosen environment's training has, with their values. If a locked value is
+    None, the setting's default is locked."""
     return {
         name: setup.rows[name]["value"] if value is None else value
         for name, value in settings.rl_locked.items()

@@ -1,10 +1,13 @@
 """The `search_files` tool: lines that match a pattern, or files by name.
 
-ripgrep or GNU grep searches inside the slot, with options that make both give the same results. Commands are argv,
-never shell text. Both search regular files below a directory, including hidden and ignored ones, do not follow
-symlinks, skip `.git` and files with NUL bytes, and treat bytes as text: ASCII patterns match bytewise, others as UTF-8.
-The results differ for a NUL byte after the first 32 KiB (ripgrep stops there), and for the few constructs that only one
-of Rust's regex and PCRE supports, where ripgrep itself falls back to PCRE.
+ripgrep searches inside the slot, or GNU grep if there is no ripgrep, with options that make both give the same results.
+Commands are argument lists, never shell text. Both programs search regular files below a directory, including hidden
+and ignored ones. They do not follow symlinks, skip `.git` and files with NUL bytes, and treat bytes as text: ASCII
+patterns match bytewise, others as UTF-8.
+
+The results of the two programs differ in two cases. If a NUL byte follows the first 32 KiB of a file, ripgrep stops
+there. A few constructs exist only in Rust's regex or only in PCRE; for those that Rust's regex lacks, ripgrep uses
+PCRE.
 
 Invariant: results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
 """
@@ -71,7 +74,8 @@ SCHEMA = ToolSchema(
 
 
 async def run_search_files(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Search; returns one page of results, `total_count` of all, and a `hint` on how to continue if there are more."""
+    """Search; the reply has one page of results, the `total_count` of all results, and a `hint` on how to continue if
+    there are more."""
     slot = await run.slot()
     path = await in_full(slot, arguments.get("path", ".") or ".")
     if any("\0" in text for text in (path, arguments["pattern"], arguments.get("file_glob", ""))):
@@ -113,7 +117,7 @@ async def _kept(names: Sequence[str], wanted: Callable[[str], bool], timeout_s: 
 
 
 async def _lines(slot: Slot, query: SearchQuery, counts: Mapping[str, int], arguments: Mapping[str, JSON]) -> ToolReply:
-    """Return the page of matching lines. Only the files on that page are searched again."""
+    """Return the page of matching lines. Only the files with lines on this page are searched again."""
     offset, limit = int(arguments.get("offset", 0)), int(arguments.get("limit", 50))
     before, files, reached = 0, [], 0
     for name, count in counts.items():
@@ -176,13 +180,13 @@ async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
         found = _COUNT.fullmatch(text)
         if found is not None and ".git" not in path.split("/"):
             counts[_shown(path)] = int(text)
-    if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise, just one file could not be read
+    if not counts and result.exit_code > 1 and "\0" not in result.output:  # otherwise, only some files were unreadable
         raise ToolMistake(_engine_error(result, query))
     return dict(sorted(counts.items()))
 
 
 async def matching_lines(slot: Slot, query: SearchQuery, files: Sequence[str], context: int, most: int) -> list[JSON]:
-    """Return the matching lines of these files as the reply has them, at most `most` per file, in order of path and
+    """Return the matching lines of these files in the form of the reply, at most `most` per file, in order of path and
     line."""
     engine = await _ripgrep(slot)
     argv = _rg(engine, query) if engine else _grep(query)

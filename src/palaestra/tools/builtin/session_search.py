@@ -1,7 +1,8 @@
 """The `session_search` tool and the earlier conversations that it searches: files in one folder, one per conversation,
 each a JSON object of the schema `palaestra.session/1`, written when the conversation ends.
 
-It shows excerpts and does not summarise. Without a folder (`Sessions`), the agent loop answers the call itself.
+The tool shows excerpts and does not summarise. If no folder is set (`Sessions`), the agent loop answers the call
+itself.
 
 Invariants: a file is replaced atomically; a search reads at most the newest `MAX_SESSIONS` files of the folder, up to
 `MAX_SESSION_BYTES` each; the same folder and query give the same answer.
@@ -66,7 +67,8 @@ class Session(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class SessionMatch:
-    """One conversation that matches, with its best excerpts: role, and text around the words."""
+    """One conversation that matches, with its best excerpts. An excerpt has the message's role and the text around the
+    words."""
 
     session: Session
     excerpts: list[dict[str, str]]
@@ -83,8 +85,8 @@ class SessionSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """The conversations of one folder or of a `source`; without either, none are kept. Searches leave out `current`,
-    the conversation that searches, given by its id.
+    """The conversations of one folder or of a `source`. If neither is set, no conversations are kept. `current` is the
+    id of the conversation that searches; searches leave it out.
 
     Methods block. A file that cannot be read as a session is left out of searches.
     """
@@ -94,8 +96,8 @@ class Sessions:
     source: SessionSource | None = None
 
     def save(self, session: Session) -> Path:
-        """Write a conversation and return its file. Raises `OSError`, and `ConfigError` without a folder or for an id
-        that cannot be a file's name."""
+        """Write a conversation and return the path of its file. Raises `OSError`, and `ConfigError` if `folder` is None
+        or the id cannot be a file's name."""
         if self.folder is None:
             raise ConfigError("there is no folder for sessions")
         if _NAME.fullmatch(session.session_id) is None or session.session_id.startswith("."):
@@ -109,7 +111,8 @@ class Sessions:
         return path
 
     def search(self, query: str, roles: Collection[str] = (), limit: int = 3) -> list[SessionMatch]:
-        """Return the conversations that contain words of `query`, best first; only messages of `roles` count, if given.
+        """Return at most `limit` conversations that contain words of `query`, best first. If `roles` is given, only
+        messages with these roles count.
 
         A word that few conversations contain weighs more (as in BM25), and repetitions add little.
         """
@@ -186,8 +189,8 @@ def _rarity(having: int, of: int) -> float:
 
 
 def _excerpts(said: Sequence[tuple[str, str]], words: Sequence[str]) -> list[dict[str, str]]:
-    """Return the messages with the most of these words, in their order, each cut to the text around its first such
-    word."""
+    """Return the messages that contain the most of these words, in the conversation's order. Each is cut to the text
+    around the first of the words."""
     scored = [(len(set(words) & set(_words(text))), place) for place, (_, text) in enumerate(said)]
     best = sorted(sorted((-score, place) for score, place in scored if score)[:EXCERPTS], key=lambda each: each[1])
     return [{"role": said[place][0], "text": _around(said[place][1], words)} for _, place in best]

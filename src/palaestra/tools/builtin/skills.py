@@ -1,8 +1,8 @@
 """The tools `skills_list`, `skill_view` and `skill_manage`, over a folder of skills that the settings name.
 
 A skill is a folder with a `SKILL.md`: YAML between two `---` lines with `name` and `description`, then Markdown
-(https://agentskills.io/specification). It is in the folder of skills, or one level below it in a category. Rollouts
-must not learn from each other, so there are no skills unless `skills_dir` is set.
+(https://agentskills.io/specification). A skill's folder is directly in the folder of skills, or in a subfolder of it,
+the skill's category. Rollouts must not learn from each other, so there are no skills unless `skills_dir` is set.
 
 Invariants: no path leaves the folder of its skill, and no link is followed; a file is replaced atomically; a lock
 orders the changes of concurrent processes.
@@ -96,8 +96,8 @@ class Skills:
         self.folder = folder
 
     def all(self) -> list[Skill]:
-        """Return the skills with a valid header, by category and name. Of two skills with the same name, the
-        first counts."""
+        """Return the skills whose header is valid and names their folder, by category and name. Of several skills with
+        the same name, the one whose path sorts first counts."""
         found: dict[str, Skill] = {}
         for document in sorted([*self.folder.glob(f"*/{DOCUMENT}"), *self.folder.glob(f"*/*/{DOCUMENT}")]):
             folder = document.parent
@@ -109,7 +109,7 @@ class Skills:
         return sorted(found.values(), key=lambda skill: (skill.category, skill.name))
 
     def find(self, name: str) -> Skill:
-        """Return the skill with this name. Raises `ToolMistake` with the known names."""
+        """Return the skill called `name`. If there is none, raises `ToolMistake` with the known names."""
         skills = self.all()
         for skill in skills:
             if skill.name == name:
@@ -117,13 +117,13 @@ class Skills:
         raise ToolMistake(f"There is no skill {name!r}", skills=[skill.name for skill in skills])
 
     def view(self, name: str, file_path: str = DOCUMENT) -> dict[str, JSON]:
-        """Return the text of a file of the skill, and the files of the skill."""
+        """Return the text of one file of the skill, and a list of all files of the skill."""
         skill = self.find(name)
         text = _read(skill.folder, file_path)
         return {"name": name, "file_path": file_path, "content": text, "files": _files(skill.folder)}
 
     def create(self, name: str, content: str, category: str = "") -> None:
-        """Write a new skill."""
+        """Write a new skill. Raises `ToolMistake` if a skill with this name exists."""
         for what, value in (("name", name), ("category", category)):
             if (value or what == "name") and not (_NAME.fullmatch(value) and len(value) <= _MAX_NAME):
                 raise ToolMistake(
@@ -143,7 +143,8 @@ class Skills:
             _write(self.find(name).folder, DOCUMENT, content)
 
     def patch(self, name: str, old: str, new: str, file_path: str = DOCUMENT, *, everywhere: bool = False) -> None:
-        """Replace a text in the document or in another file."""
+        """Replace a text in the document or in another file. The text must occur exactly once, unless `everywhere` is
+        true."""
         with self._changing():
             folder = self.find(name).folder
             text = _read(folder, file_path)

@@ -26,7 +26,8 @@ parse."""
 
 
 def check_syntax(path: str, text: str) -> str | None:
-    """Return "ok", or the first error with its position; None if files of this kind are not checked."""
+    """Return "ok", the first error with its position, or the reason why the text was not checked. Returns None if files
+    of this kind are never checked."""
     kind = posixpath.splitext(path)[1].lower()
     check = _CHECKS.get(kind)
     if check is None:

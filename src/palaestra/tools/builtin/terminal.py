@@ -2,7 +2,8 @@
 it in the background for the `process` tool.
 
 Invariant (S5): the reply is bounded whatever a command prints, and reports the full size. If the middle was cut out, a
-file in the slot has all output, or its first megabytes (`full_output_bytes`). A command is never run twice.
+file in the slot has all output, or its first `full_output_bytes` bytes if it is very long. A command is never run
+twice.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ MIN_CHECK_INTERVAL_S = 30.0
 
 
 class ContractReplies:
-    """Shared with a task's tools, an object of this class makes terminals reply like the contract's sandbox server:
-    standard error follows standard output, after a line `[stderr]`; both streams are also separate keys, next to facts
-    about the sandbox."""
+    """Makes the terminal tools reply like the sandbox server of the project's interface contract, if a task's tools
+    share an object of this class. In `output`, standard error follows standard output after a line `[stderr]`. Both
+    streams are also separate keys, and further keys describe the sandbox."""
 
 
 _FACTS = ("returncode", "timeout", "sandboxed", "network_isolated", "stateful")
@@ -59,7 +60,7 @@ _BACKGROUND: Mapping[str, JSON] = {
         "description": "With background: report output lines that contain one of these strings. Use for rare events.",
     },
 }
-"""Parameters of background commands, whose reports come with the next reply of the `process` tool."""
+"""Parameters of background commands. The reports of such a command come with the next reply of the `process` tool."""
 
 SCHEMA = ToolSchema(
     name="terminal",
@@ -85,12 +86,13 @@ SCHEMA = ToolSchema(
 
 
 def clamp_timeout(timeout_s: float) -> float:
-    """Return the time limit in seconds, clamped to the limits of a call."""
+    """Return the time limit in seconds, clamped to `MIN_TIMEOUT_S` and `MAX_TIMEOUT_S`."""
     return float(min(max(timeout_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S))
 
 
 def check_command(command: str, most_bytes: int | None = None) -> None:
-    """Raise `ToolMistake` for a command line that cannot be passed to a program."""
+    """Raise `ToolMistake` for a command line that cannot be passed to a program, or that has more than `most_bytes`
+    bytes."""
     try:
         size = len(command.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError:
@@ -113,7 +115,8 @@ def check_command(command: str, most_bytes: int | None = None) -> None:
 
 
 async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Run `command`; the reply has `output`, `exit_code` and `error` (null unless the command was stopped)."""
+    """Run `command`; the reply has `output`, `exit_code` and `error`. `error` is null unless the command was stopped or
+    did not run."""
     check_command(arguments["command"], MAX_COMMAND_BYTES)
     approvals = run.found_state(Approvals)
     if approvals is not None and (refusal := await approvals.refusal(arguments["command"], run.task_id)) is not None:
@@ -189,7 +192,7 @@ async def reply_to(slot: Slot, result: ExecutionResult, timeout_s: float) -> dic
 
 
 async def bounded(slot: Slot, text: str, kept: Mapping[str, JSON] | None) -> tuple[str, dict[str, JSON]]:
-    """Return the output for a reply, and the keys that describe a cut.
+    """Return the output for a reply, and the keys that describe the cut if the output is not complete.
 
     `kept` is given if `text` is incomplete: it has `output_total_bytes` and the path of the saved output, if any.
     """

@@ -1,7 +1,7 @@
-"""The `todo` tool: a list of a task's steps. Each rollout has its own, which needs no slot.
+"""The `todo` tool: a list of a task's steps. Each rollout has its own list, and needs no slot for it.
 
-The contract fixes parameters and reply. Invariant: every reply is the whole list after the call; a refused call changes
-nothing.
+The project's interface contract fixes the parameters and the reply. Invariant: every reply is the whole list after the
+call; a refused call changes nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The `vision_analyze` tool: a vision model answers a question about an image.
 
-The image is a file in the slot, a data URL, or an http(s) address. The contract fixes parameters and reply. The model
-is any server with chat completions: one user message with a text part and an `image_url` part that holds a data URL
-(https://platform.openai.com/docs/guides/images-vision), so the server fetches nothing itself.
+The image is a file in the slot, a data URL, or an http(s) address. The project's interface contract fixes the
+parameters and the reply. Any server with chat completions can serve the model. It receives one user message with a text
+part and an `image_url` part (https://platform.openai.com/docs/guides/images-vision). The latter holds a data URL, so
+the server fetches nothing itself.
 
-Invariant: only bytes that are recognised as an image, and no more than the settings allow, are sent. Addresses are
-fetched like web pages, so private networks are out of reach. The settings, not the calling model, choose the
-vision model.
+Invariant: only bytes that are recognised as an image are sent, and no more of them than the settings allow. Addresses
+are fetched like web pages, so private networks are out of reach. The settings, not the calling model, choose the vision
+model.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SCHEMA = ToolSchema(
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image and its type. It is not decoded here: the model server refuses a broken one."""
+    """An image and its type. The image is not decoded here; the model server refuses a broken image."""
 
     data: bytes
     type: str
@@ -82,8 +83,8 @@ def vision_problem(settings: ToolSettings) -> str | None:
 
 
 async def look(settings: ToolSettings, image: Image, question: str) -> dict[str, JSON]:
-    """Get the model's `analysis` and `usage`. Raises `ToolMistake`, or `ToolUnavailable` if the model does not
-    answer."""
+    """Return the model's `analysis`, its `usage` if the server reports it, and `cut` if the answer ended at its token
+    limit. Raises `ToolMistake`, or `ToolUnavailable` if the model does not answer."""
     if (reason := vision_problem(settings)) is not None:
         raise ToolMistake(reason)
     server = model_server(
@@ -175,6 +176,6 @@ def _recognised(data: bytes, most_bytes: int, name: str) -> Image:
 
 
 def image_type(data: bytes) -> str | None:
-    """Return the media type of an image by its first bytes, None for other data
+    """Return the media type of an image, found by its first bytes, or None for other data
     (https://mimesniff.spec.whatwg.org/#matching-an-image-type-pattern)."""
     return next((kind for kind, pattern in _MAGIC.items() if re.match(pattern, data, re.DOTALL)), None)

@@ -1,4 +1,4 @@
-"""The `web_search` and `web_extract` tools. The contract fixes their names and parameters.
+"""The `web_search` and `web_extract` tools. The project's interface contract fixes their names and parameters.
 
 Invariant: a reply is bounded, reports how to get the rest of a cut page, and is never a summary.
 """
@@ -108,8 +108,9 @@ async def run_search(provider: Searcher, arguments: Mapping[str, JSON]) -> ToolR
 
 
 async def run_extract(pages: PageReader, arguments: Mapping[str, JSON]) -> ToolReply:
-    """Read pages; the reply has `results`: for each address its `title` and `content` or its `error`, with
-    `total_chars` and a `hint` if it is cut. The reply has an `error` if no page could be read."""
+    """Read pages; `results` in the reply has one entry per address. An entry has the page's `title` and `content`, or
+    an `error`; a cut page also has `total_chars` and a `hint`. The reply itself has an `error` if no page could be
+    read."""
     urls, offset = [str(url) for url in arguments["urls"]], int(arguments.get("offset", 0))
     results = [shown(page, offset) for page in await pages.read(urls)]
     if all("error" in each for each in results):

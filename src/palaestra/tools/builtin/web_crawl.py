@@ -1,4 +1,5 @@
-"""The `web_crawl` tool: reads pages of a site, starting at one page. The contract fixes the name and the parameters.
+"""The `web_crawl` tool: reads pages of a site, starting at one page. The project's interface contract fixes the name
+and the parameters.
 
 It is available on request only, because `web_search` and `web_extract` find more with fewer pages. `instructions` only
 decide which links are followed first. Only links with the first page's origin are followed. Pages are read by
@@ -105,8 +106,8 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """The result of one link: the page, its address after redirects (None if it could not be fetched), and the address
-    and words of each of its links."""
+    """The result of following one link: the page, its address after redirects, and the address and text of each of its
+    links. `place` is None if the page could not be fetched."""
 
     page: WebPage
     place: str | None = None
@@ -134,7 +135,7 @@ class _Crawl:
         self._robots = RobotFileParser()
 
     async def run(self, url: str) -> None:
-        """Start with the first page. Its address after redirects defines the site."""
+        """Crawl, starting with the page at `url`. The page's address after redirects defines the site."""
         first = await self._visit(url)
         self._take(first)
         if self._site is None:
@@ -149,7 +150,8 @@ class _Crawl:
                 self._note(visit.links, link.depth + 1)
 
     def _next(self, most: int) -> list[_Link]:
-        """Return the next links, without those to a page that was already read at another address."""
+        """Return up to `most` queued links in reading order. Drops links whose page was already read after a redirect
+        from another address."""
         self._waiting = sorted(link for link in self._waiting if link.url not in self._read)
         batch, self._waiting = self._waiting[:most], self._waiting[most:]
         self.left = len(self._waiting)
@@ -192,7 +194,7 @@ class _Crawl:
         self.left = len(self._waiting)
 
     async def _ask_robots(self, site: URL) -> None:
-        """Read the site's robots.txt. A site without one, or that does not answer, allows everything."""
+        """Read the site's robots.txt. If the site has no robots.txt or does not answer, everything is allowed."""
         address, policy = str(site.origin() / "robots.txt"), self._fetcher.policy
         try:
             rules = await fetch(address, policy, max_bytes=MAX_ROBOTS_BYTES, timeout_s=10.0)

@@ -4,8 +4,8 @@ This is not a security boundary; slots are. The patterns match the usual forms o
 commands assembled at run time, scripts, an interpreter's own calls, keys sent to `tmux`, and input of background
 processes. If you do not trust an agent, give it a slot with nothing to lose.
 
-Without an `ask`, as in rollouts, every command runs. Invariant: a denied command is not run, and an approval covers
-only this command, or its kinds of danger for the session.
+If there is no `ask` function, as in rollouts, every command runs. Invariant: a denied command is not run, and an
+approval covers only this command, or its kinds of danger for the session.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ApprovalAnswer(StrEnum):
     ONCE = "once"
     SESSION = "session"
     ALWAYS = "always"
-    """Like `SESSION`; the `ask` function also keeps it for later sessions."""
+    """Like `SESSION`, but the `ask` function also keeps the approval for later sessions."""
     DENY = "deny"
 
 
@@ -65,7 +65,7 @@ _DANGERS: Sequence[tuple[str, str]] = (
     ("starts processes without end", r":\s*\(\s*\)\s*\{\s*:\s*\|\s*:"),
     ("drops scheduled work", _START + r"crontab\s+(?:\S+\s+){0,20}?-r\b"),
 )
-"""Kinds of danger, each with a pattern of its usual form. If you change them, also change the table in
+"""Kinds of danger, each with a pattern of its usual form. If you change an entry, also change the table in
 docs/tools.md."""
 
 _COMPILED = [(danger, re.compile(pattern)) for danger, pattern in _DANGERS]
@@ -88,7 +88,7 @@ class Approvals:
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def refusal(self, command: str, task_id: str) -> str | None:
-        """Return the reason why the command must not run, or None."""
+        """Ask the user if the command is dangerous. Return the reason why it must not run, or None if it may."""
         if self.ask is None:
             return None
         async with self._asking:

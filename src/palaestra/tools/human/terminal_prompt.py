@@ -4,7 +4,7 @@
     ToolSession(shared=[Approvals(person.approve), User(person.answer)])
 
 It uses the terminal for one question at a time and restores it. Invariants: silence, an interrupt (Ctrl-C), the end of
-input (Ctrl-D) and anything typed before the question never count as a yes; a model's text is shown in full, with its
+input (Ctrl-D) and anything typed before the question never count as a yes. A model's text is shown in full, with
 control characters escaped, so it cannot imitate the prompt.
 """
 
@@ -34,7 +34,8 @@ _INTERRUPT = b"\x03"
 class TerminalPerson:
     """The person at `terminal`, by default the terminal that started the process.
 
-    A question without an answer after `timeout_s` seconds counts as refused. Raises `ConfigError` without a terminal.
+    A question without an answer after `timeout_s` seconds counts as refused. Raises `ConfigError` if there is no
+    terminal.
     """
 
     def __init__(self, terminal: str | Path = "/dev/tty", *, timeout_s: float = 300.0) -> None:
@@ -51,14 +52,14 @@ class TerminalPerson:
             ) from None
 
     async def approve(self, request: ApprovalRequest) -> ApprovalAnswer:
-        """Ask whether a command may run, and return the answer: the `ask` of `Approvals`."""
+        """Ask whether a command may run, and return the answer. This method is the `ask` of `Approvals`."""
         what = f"A command of task {_plain(request.task_id)} {', '.join(request.dangers)}:\n{_quoted(request.command)}"
         prompt = "Run it? y: this time, s: this kind from now on, n: no [n] "
         return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:
-        """Ask a question, and return the answer, which need not be one of the choices, or None: the `ask` of a
-        `User`."""
+        """Ask a question and return the answer, or None if there is none. The answer need not be one of the choices.
+        This method is the `ask` of a `User`."""
         offered = "".join(f"\n  {number}: {_plain(choice)}" for number, choice in enumerate(choices, 1))
 
         def understood(line: str) -> str | None:
@@ -99,8 +100,8 @@ class TerminalPerson:
 
 @contextlib.contextmanager
 def _line_by_line(terminal: int) -> Iterator[None]:
-    """Set the terminal, during the block, to deliver each line when it is complete, and Ctrl-C as input. Drop what was
-    typed before."""
+    """Set the terminal, for the duration of the block, to deliver each line when it is complete, and Ctrl-C as input.
+    Drop what was typed before."""
     before = termios.tcgetattr(terminal)
     termios.tcsetattr(terminal, termios.TCSANOW, _asking_mode(before))
     try:
@@ -111,7 +112,8 @@ def _line_by_line(terminal: int) -> Iterator[None]:
 
 
 def _asking_mode(mode: list[int | list[bytes | int]]) -> list[int | list[bytes | int]]:
-    """Return a terminal mode that passes on a line at its end or at Ctrl-C, and in which Ctrl-C sends no signal."""
+    """Return the terminal mode, changed so that the end of a line or Ctrl-C delivers the input, and Ctrl-C sends no
+    signal."""
     iflag, oflag, cflag, lflag, ispeed, ospeed, characters = mode
     assert isinstance(iflag, int)
     assert isinstance(lflag, int)

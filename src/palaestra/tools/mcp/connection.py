@@ -55,7 +55,7 @@ class StderrTail:
         return self._writing
 
     def let_go(self) -> None:
-        """Close our copy of the writing end, so that the reader sees when the server ends."""
+        """Close this process's copy of the writing end, so that the reader sees when the server ends."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.close()
@@ -69,7 +69,7 @@ class StderrTail:
                     await self._at_end.wait()
 
     def text(self) -> str:
-        """Return the last output."""
+        """Return the last kilobytes of the server's stderr as text."""
         return self._data.decode(errors="replace").strip()
 
     def close(self) -> None:
@@ -123,7 +123,8 @@ class Connection:
     async def opened(cls, name: str, config: MCPServerConfig) -> Connection:
         """Open a session that is ready for calls. `config` must have its variables replaced.
 
-        Raises `ConfigError` if the extra is not installed, `ToolServerUnavailable` and `ToolServerRefused`.
+        Raises `ConfigError` if the extra `mcp` is not installed, and `ToolServerUnavailable` or `ToolServerRefused` if
+        the session cannot be opened.
         """
         await _need_extra(name)
         connection = cls(name, config)
@@ -175,7 +176,8 @@ class Connection:
     async def call(self, tool: str, arguments: Mapping[str, JSON]) -> CallToolResult:
         """Make one call. Cancelling it notifies the server.
 
-        Raises `TimeoutError`, `ServerSaid`, and `NotCarriedOut` or `ToolServerUnavailable` if the session has ended.
+        Raises `TimeoutError`, `ServerSaid` for an error that the model reads, and `ToolServerReplyError` for an invalid
+        result. If the session has ended, raises `NotCarriedOut` or `ToolServerUnavailable`.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
@@ -200,7 +202,7 @@ class Connection:
             raise ToolServerReplyError(f"MCP server '{self.name}' sent an invalid result of {tool}: {error}") from None
 
     async def aclose(self) -> None:
-        """End the session. If the server is a command, also end it and all processes that it started."""
+        """End the session. If the server is a command, also end the command and all processes that it started."""
         self._stop.set()
         task = self._task
         if task is None or task is asyncio.current_task():
@@ -221,7 +223,7 @@ class Connection:
         return self._client
 
     async def _hold(self) -> None:
-        """Enter the session, report that it is ready, and leave it when it is to end."""
+        """Enter the session, report that it is ready, and leave it once `_stop` is set."""
         from mcp import Client
         from mcp.types import Implementation
 
@@ -285,7 +287,7 @@ class Connection:
         return streamable_http_client(url, http_client=await stack.enter_async_context(client))
 
     async def _note_status(self, response: httpx2.Response) -> None:
-        """Keep the HTTP status, which the package's errors lack."""
+        """Keep the HTTP status, because the package's errors do not contain it."""
         self._status = response.status_code
 
     async def _hear(self, message: object) -> None:
@@ -297,7 +299,7 @@ class Connection:
         await asyncio.sleep(0)
 
     def _said(self) -> str:
-        """Return the end of the server's stderr, for a message."""
+        """Return a text for error messages with the end of the server's stderr, or an empty string if there is none."""
         text = self._stderr.text()
         return f"; its last output:\n{text}" if text else ""
 

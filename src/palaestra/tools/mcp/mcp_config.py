@@ -4,9 +4,9 @@
       files: {command: npx, args: [-y, "@modelcontextprotocol/server-filesystem", /data]}
       tickets: {url: "https://tickets.example.org/mcp", headers: {Authorization: "Bearer ${TICKETS_TOKEN}"}}
 
-`${NAME}` and `${NAME:-default}` stand for environment variables. They are replaced when a server opens, with
-variables that the command line or a session passes (`take_variables`), so a run records the name and never the value.
-Durations are in seconds.
+`${NAME}` and `${NAME:-default}` stand for environment variables. They are replaced when a server opens, with the values
+that the command line or a session passes (`take_variables`). So a run records the name of a variable and never its
+value. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEADINGS = ("mcpServers", "mcp_servers")
 
 
 class MCPToolChoice(Settings):
-    """The choice of a server's tools for an agent; names are the server's own."""
+    """The choice of a server's tools for an agent, by the names that the server gives them."""
 
     include: list[str] | None = Field(default=None, description="Offer only these tools. Default: all.")
     exclude: list[str] = Field(default_factory=list, description="Do not offer these tools.")
@@ -100,7 +100,7 @@ class MCPServerConfig(Settings):
 
     @field_serializer("env", "headers")
     def _without_values(self, values: dict[str, str]) -> dict[str, str]:
-        """Return the mapping for the record, with every value hidden that contains no `${NAME}`."""
+        """Return the mapping as it is recorded: every value that contains no `${NAME}` is hidden."""
         return {name: value if _VARIABLE.search(value) else HIDDEN for name, value in values.items()}
 
     def __repr_args__(self) -> Iterable[tuple[str | None, JSON]]:
@@ -112,7 +112,8 @@ class MCPServerConfig(Settings):
         return self.enabled and not self.disabled
 
     def take_variables(self, environ: Mapping[str, str]) -> None:
-        """Remember the variables that the settings refer to. Raises `ConfigError` for one that is not set."""
+        """Remember the variables that the settings refer to. Raises `ConfigError` for a variable that is not set and
+        has no default."""
         for name, default in _VARIABLE.findall("\n".join(self._texts())):
             if name in environ:
                 self._variables[name] = environ[name]
@@ -199,7 +200,8 @@ def configured(servers: Mapping[str, Mapping[str, JSON]]) -> dict[str, MCPServer
 
 
 def hand_over(environ: Mapping[str, str], servers: Mapping[str, MCPServerConfig]) -> None:
-    """Pass every enabled server the variables it refers to. Raises `ConfigError` for a missing variable."""
+    """Pass every enabled server the variables that its settings refer to. Raises a `ConfigError` that names the server
+    if a variable is not set and has no default."""
     for name, server in servers.items():
         if server.used:
             try:

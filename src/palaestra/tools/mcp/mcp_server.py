@@ -1,7 +1,7 @@
 """One MCP server of a run and its tools, which are listed once, so that all rollouts of the run have the same tools.
 
-Calls run concurrently over one session; if it has ended, a call opens a new session once. A result becomes bounded
-text, with the type and size of images, sound and files in their place.
+Calls run concurrently over one session. If the session has ended, a call opens a new session, but only once. A result
+becomes bounded text. Images, sound and files are replaced by their type and size.
 
 Invariant: a call that the server may have carried out is not sent again, unless the server declares it idempotent.
 """
@@ -40,7 +40,7 @@ def toolset_of(server: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A tool as the server names it. `again` is true if a second call has no further effect."""
+    """A tool by the name that the server gives it. `again` is true if a second call has no further effect."""
 
     name: str
     again: bool
@@ -73,7 +73,8 @@ class MCPServer:
             await connection.aclose()
 
     async def call(self, known: _Known, arguments: Mapping[str, JSON]) -> ToolReply:
-        """Call a tool. Raises `ToolMistake` for an error that the model can fix, else `ToolServerError`."""
+        """Call a tool. Raises `ToolMistake` if the server answers with an error or does not answer in time, and
+        `ToolServerError` for any other failure."""
         from palaestra.tools.mcp.connection import NotCarriedOut, ServerSaid
 
         most = self._config.max_reply_chars
@@ -88,8 +89,8 @@ class MCPServer:
     async def _called(
         self, known: _Known, arguments: Mapping[str, JSON], not_carried_out: type[ToolServerUnavailable]
     ) -> CallToolResult:
-        """Return the result of a call. If its session ended, the call is sent again, provided that the server did not
-        carry it out or that it may be repeated."""
+        """Return the result of a call. If the session ended during the call, the call is sent once more, provided that
+        the server did not carry it out or that it may be repeated."""
         connection = await self._session()
         try:
             return await connection.call(known.name, arguments)
@@ -99,7 +100,8 @@ class MCPServer:
         return await (await self._session(instead_of=connection)).call(known.name, arguments)
 
     async def _session(self, instead_of: Connection | None = None) -> Connection:
-        """Return the live session, opened if necessary. `instead_of` is a session that has just ended."""
+        """Return the live session, opened if necessary. `instead_of` is a session that has just ended and must not be
+        returned."""
         from palaestra.tools.mcp.connection import Connection
 
         async with self._opening:
@@ -153,13 +155,14 @@ def recorded_tool(server: str, schema: ToolSchema) -> FunctionTool:
 
 
 def owner_of(tool: str, servers: Iterable[str]) -> str | None:
-    """Return the server of a tool whose name `tool_names` made, or None."""
+    """Return the server whose tool has this name (see `tool_names`), or None. If several servers fit, return the one
+    with the longest name."""
     found = [server for server in servers if tool.startswith(f"mcp_{_plain(server)}_")]
     return max(found, key=len, default=None)
 
 
 def schema_of(name: str, tool: ServersTool) -> ToolSchema:
-    """Return the server's own schema of a tool, under the name that models see."""
+    """Return the schema that the server gives for a tool, under the name that models see."""
     given = dict(tool.input_schema)
     parameters, required = given.pop("properties", None) or {}, given.pop("required", None) or ()
     given.pop("type", None)

@@ -1,5 +1,5 @@
-"""Several MCP servers: `MCPServers` opens those of a run together at its start; `ServersOnDemand` starts each server
-of a session with the first call of one of its tools.
+"""Several MCP servers: `MCPServers` opens all servers of a run together when the run starts. `ServersOnDemand` starts a
+server of a session when one of the server's tools is first called.
 
 Invariant: after `aclose`, no server that was started here still runs, even if opening failed.
 """
@@ -26,7 +26,8 @@ HAND_ON = frozenset({"delegate_task", "execute_code"})
 
 
 class MCPServers:
-    """Servers by name. An async context manager; without servers it does nothing and loads nothing.
+    """Servers by name. This class is an async context manager. If there are no servers, it does nothing and loads
+    nothing.
 
     `without` lists disabled toolsets, whose servers need not run. With `forgiving`, a server that cannot be opened,
     even a required one, becomes an empty toolset that reports the reason.
@@ -62,7 +63,7 @@ class MCPServers:
         *,
         without: Collection[str] = (),
     ) -> MCPServers:
-        """Return the servers of a recording: tools with the schemas of `definitions`; no server is opened."""
+        """Return the servers of a recording, with tools that have the schemas of `definitions`. No server is opened."""
         servers = cls(configs, without=without)
         known: dict[str, list[FunctionTool]] = {name: [] for name in servers._configs}
         for definition in definitions:
@@ -74,7 +75,8 @@ class MCPServers:
         return servers
 
     async def open(self) -> None:
-        """Open all servers concurrently and list their tools. Raises the error of a required server that fails."""
+        """Open all servers concurrently and list their tools. Raises the error of a required server that fails, unless
+        the servers are `forgiving`."""
         if self._installed:
             return
         self._servers = {name: MCPServer(name, config) for name, config in self._configs.items()}
@@ -110,7 +112,7 @@ def _installed(name: str, tools: Iterable[FunctionTool], problem: BaseException 
 
 
 class ServersOnDemand:
-    """Servers by name. A server that starts adds its tools to `registry` permanently."""
+    """Servers by name. When a server starts, its tools are added to `registry` and stay there."""
 
     def __init__(self, configs: Mapping[str, MCPServerConfig], registry: ToolRegistry) -> None:
         self._required = {name: config.required for name, config in configs.items() if config.used}
@@ -128,7 +130,8 @@ class ServersOnDemand:
             await self.start(owner)
 
     async def all(self) -> None:
-        """Start every server. Raises the error of the first required server that fails; other failures are logged."""
+        """Start every server. Raises the error of the first required server that fails, or a `ConfigError` of any
+        server. Infrastructure failures of other servers are logged."""
         ended = await asyncio.gather(*map(self.start, self._servers), return_exceptions=True)
         for name, error in zip(self._servers, ended, strict=True):
             if error is None:
@@ -138,8 +141,8 @@ class ServersOnDemand:
             logger.warning("a server that is not required is left out: %s", error)
 
     async def start(self, name: str) -> None:
-        """Start one server unless it was started before. Raises `ConfigError` and `ToolServerError`; the next call
-        tries again."""
+        """Start one server unless it was started before. Raises `ConfigError` and `ToolServerError`. After a failure,
+        the next call tries again."""
         closed = ToolServerUnavailable(f"The session was closed while MCP server '{name}' was being started")
         async with self._ending.block(closed), self._starting[name]:
             if name in self._started:

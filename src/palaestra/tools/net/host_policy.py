@@ -1,14 +1,15 @@
 """Decides which hosts tools on this machine may reach: `AddressPolicy` for web tools, `HostPolicy` for browsers.
 
-A model names hosts, but the address of the connection decides. `AddressPolicy` checks it when the socket is created,
-which covers redirects and names that later resolve to another address. It refuses loopback, private,
-link-local (cloud metadata), shared, reserved and multicast addresses, also inside IPv6 addresses (mapped, NAT64; the
-tunnels 6to4 and Teredo are never used). It does not check what public servers do.
+A model names hosts, but the address of the connection decides. `AddressPolicy` checks the address when the socket is
+created, which covers redirects and names that later resolve to another address. It refuses loopback, private,
+link-local (cloud metadata), shared, reserved and multicast addresses, even if an IPv6 address contains them
+(IPv4-mapped or NAT64). Addresses of the tunnels 6to4 and Teredo are always refused. It does not check what public
+servers do.
 
 `HostPolicy` has lists and does no I/O: call `refusal` before the look-up and `address_refusal` for each address found,
 and connect to that address, not to the name. Invariant: cloud metadata is refused whatever the lists say, and so are
-other non-public addresses unless the allow-list names the address itself (or `localhost`). Slots have their own
-network, but the same rules (`sandbox`).
+other non-public addresses unless the allow-list names the address itself (or `localhost`). Slots have a separate
+network, for which `sandbox` applies the same rules.
 """
 
 from __future__ import annotations
@@ -100,14 +101,15 @@ def _carried(address: IPAddress) -> IPAddress:
 
 
 class HostPolicy:
-    """Lists of hosts in the form of `AllowList`; the default allows `*:*`. Raises ValueError for an invalid entry."""
+    """The hosts that a browser may reach, and blocked hosts, both in the form of `AllowList`. The default allows `*:*`.
+    Raises ValueError for an invalid entry."""
 
     def __init__(self, allowed: Iterable[str] = ("*:*",), blocked: Iterable[str] = ()) -> None:
         self._allowed = tuple(allowlist.parse(entry) for entry in allowed)
         self._blocked = tuple(allowlist.parse(entry) for entry in blocked)
 
     def refusal(self, host: str, port: int) -> str | None:
-        """Return the reason why a host must not be reached, or None if it may be looked up."""
+        """Return the reason why a host must not be reached, or None if its name may be looked up."""
         try:
             host = allowlist.normal(host)
         except ValueError as error:
@@ -126,7 +128,8 @@ class HostPolicy:
         return None
 
     def address_refusal(self, host: str, port: int, address: Address) -> str | None:
-        """Return the reason not to connect to `address` for `host`, or None. `host` may be the address itself."""
+        """Return the reason why a connection to `host` must not use `address`, or None. `host` may be the address
+        itself."""
         if allowlist.is_metadata(address):
             return f"{_as(host, address)} serves cloud metadata and is never reached"
         if any(_covers(rule, str(address), port) for rule in self._blocked):
@@ -142,7 +145,7 @@ class HostPolicy:
         return None
 
     def _names(self, host: str, port: int) -> bool:
-        """Return whether the allow-list names this host or a range that contains it."""
+        """Return whether an entry of the allow-list other than `*` covers the host."""
         return any(rule.name != "*" and _covers(rule, host, port) for rule in self._allowed)
 
 

@@ -1,7 +1,7 @@
 """JSON over HTTP, with retries and typed errors, to a server that the user configured for a tool.
 
-Addresses that a model names go through `web/fetch.py`, which refuses private ones; requests to the agent's model
-server through `inference/http/transport.py`. Invariant: every failure is a mistake that the model reads
+Addresses that a model names go through `web/fetch.py`, which refuses private addresses. Requests to the agent's model
+server go through `inference/http/transport.py`. Invariant: every failure is a mistake that the model reads
 (`ToolMistake`), or an infrastructure failure (`ToolUnavailable`). Messages never contain a key.
 """
 
@@ -58,7 +58,8 @@ class JsonServer:
         return await self._ask("GET", (URL(self.base_url) / path.lstrip("/")).with_query(query), None)
 
     async def post(self, path: str, payload: JSON) -> JSON:
-        """Send a POST and return its JSON reply. Raises `ToolMistake` for a refused request, else `ToolUnavailable`."""
+        """Send a POST and return its JSON reply. Raises `ToolMistake` if the server refuses the request, and
+        `ToolUnavailable` for any other failure."""
         return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def post_for_bytes(self, path: str, payload: JSON) -> bytes:
@@ -140,8 +141,8 @@ class ChatAnswer:
 def model_server(
     name: str, prefix: str, base_url: str, key: str | None, lane: asyncio.Semaphore, timeout_s: float
 ) -> JsonServer:
-    """Return a model server with OpenAI's API, at `/v1` of its address; the names of its settings begin with
-    `prefix`."""
+    """Return a model server with OpenAI's API. `/v1` is added to the address if it is missing. The names of the
+    server's settings begin with `prefix`."""
     base_url = base_url.rstrip("/")
     return JsonServer(
         name,
@@ -154,7 +155,8 @@ def model_server(
 
 
 def missing_model(what: str, prefix: str, models: str = "") -> str:
-    """Return the message that `what` is not configured, with the settings to set: `models`, or else `prefix`_model."""
+    """Return the message that `what` is not configured, with the settings to set. `models` names the setting for the
+    models; if it is empty, the message names `prefix`_model."""
     return (
         f"{what} configured: set {prefix}_base_url (--env.{prefix}_base_url http://HOST/v1), "
         f"{models or f'{prefix}_model'} and, if the server needs a key, {prefix}_api_key"
@@ -162,8 +164,8 @@ def missing_model(what: str, prefix: str, models: str = "") -> str:
 
 
 async def chat_answer(server: JsonServer, model: str | None, messages: JSON, max_tokens: int) -> ChatAnswer:
-    """Return the model's answer to these messages. Raises `ToolMistake` for a refused request, else
-    `ToolUnavailable`."""
+    """Return the model's answer to these messages. Raises `ToolMistake` if the server refuses the request, and
+    `ToolUnavailable` for any other failure or an empty answer."""
     request = {"model": model, "messages": messages, "max_tokens": max_tokens}
     reply = await server.post("chat/completions", request)
     try:
@@ -177,7 +179,8 @@ async def chat_answer(server: JsonServer, model: str | None, messages: JSON, max
 
 
 def rows(server: JsonServer, told: JSON, *path: str) -> list[dict[str, JSON]]:
-    """Return the list of objects at `path` of a reply; empty if it is missing. Raises `ToolUnavailable`."""
+    """Return the list of objects at `path` of a reply, or an empty list if the reply has none there. Raises
+    `ToolUnavailable` for a reply in another format."""
     value = told
     for name in path:
         if not isinstance(value, dict):

@@ -1,1 +1,2 @@
-"""Edits text exactly at the place that a model meant, or not at all. Pure functions: nothing here touches a file."""
+"""Edits text exactly at the position that a model meant, or not at all. All functions are pure: nothing here touches a
+file."""

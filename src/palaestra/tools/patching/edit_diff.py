@@ -12,16 +12,18 @@ Opcode: TypeAlias = tuple[Literal["replace", "delete", "insert", "equal"], int, 
 MAX_DIFF_CHARS = 20_000
 """The maximum number of characters of a diff in a reply."""
 _MAX_EXACT_LINES, _MAX_COMPARED_LINES = 1_000, 50_000
-"""The maximum number of lines (of both texts) in a changed part that is compared exactly, and in one that is compared
-at all."""
+"""Limits on the number of lines of both texts in a changed part. Up to the first limit, the part is compared exactly;
+beyond the second, it is not compared at all."""
 _MAX_LOOKED_AT = 5_000_000
-"""The maximum number of pairs of equal lines that the comparison examines; the rest counts as replaced."""
+"""The maximum number of pairs of equal lines that the comparison examines. Lines that were not examined count as
+replaced."""
 _MOSTLY_SAME = 0.75
 _CONTEXT = 3
 
 
 def unified_diff(before: str | None, after: str | None, path: str) -> str:
-    """Return the change of `path` in git's format; None stands for no file. A note marks a cut at `MAX_DIFF_CHARS`."""
+    """Return the change of `path` in git's format, or an empty string if nothing changed. None stands for a missing
+    file. A diff is cut at `MAX_DIFF_CHARS`, and a note marks the cut."""
     old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
     new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
     old, new = _lines(before), _lines(after)
@@ -78,7 +80,8 @@ class _Trimmed(difflib.SequenceMatcher[str]):
         self._left = _MAX_LOOKED_AT
 
     def _line_by_line(self) -> list[Opcode]:
-        """Return the edit script if only a few of very many lines changed and none moved; empty for other edits."""
+        """Return the edit script if only a few of very many lines changed and none moved. For other edits, return an
+        empty list."""
         old, new = self._inner
         if len(old) != len(new) or len(old) + len(new) <= _MAX_EXACT_LINES:
             return []
@@ -104,7 +107,8 @@ class _Trimmed(difflib.SequenceMatcher[str]):
         return super().find_longest_match(alo, ahi, blo, bhi)
 
     def get_opcodes(self) -> list[Opcode]:
-        """Return the edit script of the whole texts; a changed part beyond the limit is one replacement."""
+        """Return the edit script of the whole texts. A changed part that is too large to compare becomes one
+        replacement."""
         old_end, new_end = (size - self._tail for size in self._sizes)
         if self._too_large:
             inner: list[Opcode] = [("replace", self._head, old_end, self._head, new_end)]

@@ -1,8 +1,8 @@
 """Finds the text that a model meant to replace, even if the model wrote it slightly differently.
 
 Strategies from exact to loose are tried in order, and the first that finds anything decides. If it finds several
-places, even overlapping ones, `Ambiguous` is raised: no looser strategy is tried, and no place is chosen. The caller
-normalises files whose line ends are all CRLF.
+places, even overlapping ones, `Ambiguous` is raised, unless all places are to be replaced: no looser strategy is tried,
+and no place is chosen. The caller normalises files whose line ends are all CRLF.
 
 Invariant: text outside the replaced spans is returned unchanged, character for character.
 """
@@ -21,10 +21,10 @@ from palaestra.tools.patching.lines import Reindent, carriage_return, nearest, p
 BLOCK_SIMILARITY = 0.8
 """The minimum similarity of the inner lines of a block if only its first and last line match exactly."""
 _MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
-"""The maximum number of lines in such blocks, and of character pairs in their lines. Beyond either, no block is
-compared."""
+"""The maximum number of lines in all such blocks, and of character pairs to compare in their lines. If either limit is
+exceeded, no block is compared."""
 _MAX_LINES_LOOKED_AT = 2_000_000
-"""The maximum number of lines, in all places together, whose indentation is compared."""
+"""The maximum number of lines, summed over all places, whose indentation is compared."""
 _MOST_NAMED = 10
 """The maximum number of places that an `Ambiguous` error names."""
 
@@ -56,7 +56,8 @@ class EditSpan:
 
 
 def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Replacement:
-    """Return `text` with `old` replaced by `new`. Raises `NoMatch` or `Ambiguous`; `old` must not be empty."""
+    """Return `text` with `old` replaced by `new`, everywhere if `replace_all` is true. `old` must not be empty. Raises
+    `NoMatch` or `Ambiguous`. The strategy `block_anchor` never replaces more than one place."""
     if not old.strip():
         strategies: tuple[tuple[str, Strategy], ...] = STRATEGIES[:1]  # a looser match of blank text means nothing
     else:
@@ -74,8 +75,8 @@ def replace(text: str, old: str, new: str, *, replace_all: bool = False) -> Repl
 
 
 Strategy: TypeAlias = Callable[[str, str, str, bool], Iterable[EditSpan]]
-"""`strategy(text, old, new, apart)` finds the places, in order, including overlapping ones. With `apart`, for replacing
-all, each place begins after the end of the one before."""
+"""`strategy(text, old, new, apart)` finds the places, in order, including overlapping ones. If `apart` is true, because
+all places are to be replaced, each place begins after the end of the previous place."""
 
 
 def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
@@ -84,7 +85,7 @@ def _exact(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpan]:
 
 
 def _found(text: str, wanted: str, step: int) -> Iterator[int]:
-    """Yield the places where `wanted` begins; the search continues `step` characters after each."""
+    """Yield the offsets where `wanted` begins. The search continues `step` characters after each of them."""
     at = text.find(wanted)
     while at >= 0:
         yield at
@@ -115,7 +116,8 @@ def _indentation(text: str, old: str, new: str, apart: bool) -> Iterator[EditSpa
 
 
 def _blank_edges(text: str, old: str, new: str, apart: bool) -> Iterable[EditSpan]:
-    """Find the text without superfluous blank lines before and after it. They are removed from both old and new."""
+    """Find the text without its blank lines at the beginning and the end. These lines are removed from both `old` and
+    `new`."""
     begins, ends = old.startswith("\n"), old.endswith("\n")
     if not (begins or ends):
         return ()
@@ -178,7 +180,8 @@ class _Window:
     text_length: int
 
     def span(self, new: str, ends_line: bool) -> EditSpan:
-        """Return the window as a span, with the line end after it if the model's text ended with one."""
+        """Return the span that replaces the window with `new`. If the model's text ended with a line end, the span
+        includes the line end after the window."""
         takes_end = ends_line and self.end < self.text_length
         new = new if takes_end or not ends_line else new.removesuffix("\n")
         if end := carriage_return(self.lines):
@@ -193,8 +196,8 @@ def _windows(
     apart: bool,
     fits: Callable[[list[str]], bool] | None = None,
 ) -> Iterator[_Window]:
-    """Yield the windows whose lines equal `keys` once `same` is applied to them, and pass `fits`. Yield none if too
-    many lines would be compared."""
+    """Yield the windows whose lines equal `keys` once `same` is applied to them, and pass `fits`. If too many lines
+    would have to be compared, yield nothing."""
     lines = text.split("\n")
     starts = places([same(line) for line in lines], keys)
     if fits is not None and len(starts) * len(keys) > _MAX_LINES_LOOKED_AT:
@@ -244,7 +247,8 @@ _NUMBERED = re.compile(r" *(\d+)\|(.*)", re.DOTALL)
 
 
 def _without_numbers(text: str) -> str | None:
-    """Return the text without `12|` prefixes if every line has one and the numbers are consecutive, else None."""
+    """Return the text without `12|` prefixes if every line has such a prefix and the numbers are consecutive.
+    Otherwise, return None."""
     lines, ends_line = _split(text)
     matches = [_NUMBERED.fullmatch(line) for line in lines]
     parts = [(int(match[1]), match[2]) for match in matches if match is not None]
@@ -267,7 +271,7 @@ def _unlike(a: list[str], b: list[str]) -> list[tuple[str, str]]:
 
 
 def _similarity(unlike: list[tuple[str, str]], count: int) -> float:
-    """Return the mean similarity (0 to 1) of `count` pairs of lines; `unlike` holds those that differ."""
+    """Return the mean similarity (0 to 1) of `count` pairs of lines. `unlike` holds the pairs that differ."""
     ratios = [difflib.SequenceMatcher(None, x, y, autojunk=False).ratio() for x, y in unlike]
     return (count - len(unlike) + sum(ratios)) / count
 

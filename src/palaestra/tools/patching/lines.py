@@ -1,4 +1,5 @@
-"""Lines of text: their positions, their indentation, and the lines most similar to another text."""
+"""Functions on lines of text: where lines occur, how they are indented, and which lines are most similar to another
+text."""
 
 from __future__ import annotations
 

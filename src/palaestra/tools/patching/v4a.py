@@ -12,7 +12,7 @@
     *** End of File               (optional: the change is at the end of the file)
     *** End Patch
 
-Places are found by their text; line numbers are ignored. The caller writes the files.
+The position of a change is found by its text; line numbers are ignored. The caller writes the files.
 
 Invariant: a patch is read and applied completely or raises `PatchError`, even if it was cut off before its end. A
 change that could apply at several places is an error; context lines stay exactly as the file has them.
@@ -140,7 +140,7 @@ def _take_hunk_line(hunks: list[PatchHunk], line: str) -> None:
         hunks[-1].at_end = True
     elif line[:1] in ("-", "+", " "):
         hunks[-1].lines.append((line[0], line[1:]))
-    elif not line:  # editors strip the one space of an empty context line
+    elif not line:  # editors strip the space of an empty context line
         hunks[-1].lines.append((" ", ""))
     else:
         raise PatchError(f"a line of a change must start with ' ', '-' or '+', got {line[:80]!r}")
@@ -170,14 +170,14 @@ def _check(changes: Sequence[FileChange]) -> None:
 
 
 _MAX_LINES_LOOKED_AT = 20_000_000
-"""A file is searched only if the number of its lines times the number of its changes is at most this."""
+"""A file is searched only if the product of its number of lines and its number of changes is at most this limit."""
 
 
 def apply_patch(changes: Sequence[FileChange], contents: Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the new text of each touched path; None if the file is removed.
 
-    `contents` has the current text of every path that the patch names (line ends are \\n), None for a missing file.
-    Raises `PatchError` for the first change that does not fit.
+    `contents` has the current text of every path that the patch names, with \\n as line ends, or None for a missing
+    file. Raises `PatchError` for the first change that does not fit.
     """
     results: dict[str, str | None] = {}
     for change in changes:
@@ -221,7 +221,8 @@ def _updated(change: FileChange, before: str) -> str:
 
 
 def _locate(lines: list[str], at: int, hunk: PatchHunk) -> int:
-    """Return the line index, at or after `at`, where the hunk fits. Raises `PatchError` unless there is exactly one."""
+    """Return the only line index, at or after `at`, where the hunk fits. Raises `PatchError` if there is none or more
+    than one."""
     below = _below_anchors(lines, at, hunk.anchors)
     if not hunk.old:
         return _insertion(lines, below, hunk)
@@ -264,14 +265,15 @@ def _below_anchors(lines: list[str], at: int, anchors: Sequence[str]) -> list[in
 
 
 def _first(found: Sequence[int], start: int) -> int | None:
-    """Return the first of these sorted places that is not before `start`."""
+    """Return the first of these sorted indices that is not less than `start`, or None."""
     index = bisect_left(found, start)
     return found[index] if index < len(found) else None
 
 
 def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
-    """Return the indices of the lines that equal the anchor; if there are none, of the lines that equal it except for
-    white space; and if there are none of these either, of the lines that begin with it."""
+    """Return the indices of the lines that match the anchor by the strictest of three tests that finds any: the line
+    equals the anchor; it does so apart from white space at the ends; it begins with the anchor, apart from this white
+    space."""
     bare = anchor.strip()
     tests: tuple[Callable[[str], bool], ...] = (
         lambda line: line == anchor,
@@ -283,7 +285,7 @@ def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
 
 
 def _places(lines: list[str], at: int, hunk: PatchHunk) -> list[int]:
-    """Return the places of the old lines, from the strictest comparison that finds any."""
+    """Return the line indices where the old lines occur, by the strictest comparison that finds any."""
     old = hunk.old
     for same in _SAME:
         found = places([same(line) for line in lines], [same(line) for line in old], at)

@@ -82,8 +82,8 @@ def module_text(schemas: Iterable[ToolSchema]) -> str:
 
 
 def _function(schema: ToolSchema) -> str:
-    """Return one function: required parameters, then the others; `**others` accepts names that are not valid for a
-    parameter."""
+    """Return the source of one function. Its required parameters come first, then the optional ones. If the tool has
+    parameters whose names are not valid in Python, `**others` accepts them."""
     names = [name for name in schema.parameters if _usable(name)]
     required = [name for name in names if name in schema.required]
     optional = [f"{name}=_LEFT_OUT" for name in names if name not in schema.required]
@@ -158,7 +158,7 @@ class ProgramChannel:
 
 
 def _first(buffer: bytearray) -> tuple[bytes, bytes] | None:
-    """Remove the first frame from the buffer and return it; None while it is incomplete."""
+    """Remove the first frame from the buffer and return it. Returns None while the frame is incomplete."""
     line, newline, _ = buffer[:_HEADER_BYTES].partition(b"\n")
     if not newline:
         if len(buffer) >= _HEADER_BYTES:

@@ -7,8 +7,9 @@ program is `FOLDER/program.py`. It reaches this process through an inherited soc
 host through its standard input and output, so there is no address that other processes could connect to.
 
 Frames to the host: a letter (`o` output, `c` a part of a request, `C` its last part, `e` the end), the length of the
-payload, a newline, the payload. The host answers each frame but the last with a length, a newline and that many bytes
-before the next one is sent: `C` with the reply, the others with nothing. So a program that prints waits for its reader.
+payload, a newline, the payload. The host answers each frame but the last with a length, a newline and that many bytes.
+The answer to `C` is the call's reply; the other answers are empty. The next frame is sent only after the answer, so a
+program that prints waits until its output was read.
 
 Invariant: the program's output is sent before a request that follows it, and before the end.
 """
@@ -28,7 +29,7 @@ FRAME_BYTES = 32768
 
 
 class Host:
-    """The host's end: frames out, answers in."""
+    """The connection to the host: sends frames and reads answers."""
 
     def __init__(self) -> None:
         self._out = os.dup(1)

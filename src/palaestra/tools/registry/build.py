@@ -8,7 +8,7 @@ through entry points in the group `palaestra.tools`:
 
 The entry point's name is the toolset. Its value is a tool, a list of tools, or a function that returns one of these.
 
-Invariants: a requested tool is in the registry or, with the reason, in `missing`; with `strict`, a missing tool is an
+Invariants: a requested tool is in the registry, or in `missing` with the reason. With `strict`, a missing tool is an
 error. A package that cannot be loaded does not affect the others.
 """
 
@@ -78,8 +78,8 @@ class Installed:
 
 
 def builtin_tools(settings: ToolSettings | None = None, toolsets: Collection[str] | None = None) -> tuple[Tool, ...]:
-    """Return the package's tools, or those of some of its `toolsets`, in a fixed order, including tools that cannot be
-    used."""
+    """Return the tools of `toolsets` (None: all toolsets of this package) in a fixed order, including tools that cannot
+    be used."""
     settings = settings or ToolSettings()
     wanted = _BUILTIN if toolsets is None else [toolset for toolset in _BUILTIN if toolset in toolsets]
     found: list[Tool] = []
@@ -120,8 +120,8 @@ def _tools(offered: object) -> tuple[Tool, ...]:
 
 
 def all_tools(settings: ToolSettings | None = None, others: Iterable[Installed] | None = None) -> list[Tool]:
-    """Return every tool of the package, then those of other packages (`usable_packages`), including tools that cannot
-    be used."""
+    """Return every tool of this package, then the tools of other packages (`usable_packages`), including tools that
+    cannot be used."""
     return [*builtin_tools(settings), *(tool for each in usable_packages(others) for tool in each.tools)]
 
 
@@ -168,13 +168,15 @@ def build_tool_registry(
     conditions: RunConditions = RunConditions(),
     provided: Iterable[Tool] = (),
 ) -> ToolRegistry:
-    """Return the tools of the enabled toolsets (None: all that work here) without those of the disabled toolsets.
+    """Return the tools of the enabled toolsets, without the tools of the disabled toolsets. If `enabled_toolsets` is
+    None, all tools that work here are enabled, except those of toolsets that must be requested by name.
 
-    `extra` are an environment's own tools, which only `disabled_toolsets` removes. `provided` tools replace known tools
-    of the same name, such as built-in ones that need a provider. `installed` are tools of other packages, by default
-    from entry points. External tools run at `tool_server_url` (an address, `inprocess`, or a link) if given. The
-    registry leaves out tools that cannot be used, and lists them in `missing`; with `strict` they are an error, and the
-    toolsets must be named. Raises `ConfigError` also for unknown toolsets and for two tools of the same name.
+    `extra` are the environment's tools, which only `disabled_toolsets` removes. `provided` tools replace known tools of
+    the same name, such as built-in tools that only some programs can provide. `installed` are tools of other packages,
+    by default from entry points. If `tool_server_url` (an address, `inprocess`, or a link) is given, external tools run
+    there. The registry leaves out tools that cannot be used. If they were requested, it lists them in `missing`, or,
+    with `strict`, `ConfigError` is raised. `strict` needs named toolsets. Raises `ConfigError` also for unknown
+    toolsets and for two tools of the same name.
     """
     if strict and enabled_toolsets is None:
         raise ConfigError("strict needs named toolsets, or a distribution: the tools that work differ between machines")
@@ -224,8 +226,8 @@ def unrestricted(
     registry: ToolRegistry | None = None, settings: ToolSettings | None = None, *, replayed: bool = False
 ) -> ToolRegistry:
     """Return every known tool, including those that cannot be used, for calls from code; models never see this
-    registry. Tools of `registry` replace known tools of the same name; the other tools get `settings`, or the
-    registry's settings."""
+    registry. Tools of `registry` replace known tools of the same name. All remaining tools get `settings`, by default
+    the registry's settings."""
     registry = ToolRegistry(replayed=replayed) if registry is None else registry
     settings = settings or registry.settings
     others = (tool for tool in all_tools(settings) if registry.get(tool.name) is None)
@@ -236,7 +238,8 @@ def unrestricted(
 def chosen_tools(
     tools: Iterable[Tool], enabled_toolsets: Iterable[str] | None, disabled_toolsets: Iterable[str] | None
 ) -> list[Tool]:
-    """Return the tools in the enabled toolsets (None: all except those on request) that are not in a disabled toolset.
+    """Return the tools in the enabled toolsets that are not in a disabled toolset. None enables all toolsets, except
+    those that must be requested by name.
 
     Raises `ConfigError` for an unknown toolset.
     """

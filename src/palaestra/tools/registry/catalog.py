@@ -1,4 +1,5 @@
-"""Names, toolsets and availability of all known tools, in the contract's formats. `build.py` has the tools."""
+"""Names, toolsets and availability of all known tools, in the formats that the project's interface contract fixes.
+`build.py` selects the tools."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def get_all_tool_names() -> list[str]:
 
 
 def get_toolset_for_tool(tool_name: str) -> str | None:
-    """Return the toolset of a tool, given any of its names; None for an unknown name."""
+    """Return the toolset of a tool, given the tool's name or an alias, or None for an unknown name."""
     name = TOOL_ALIASES.get(tool_name, tool_name)
     return next((tool.toolset for tool in all_tools() if tool.name == name), None)
 
@@ -37,8 +38,8 @@ def get_toolset_for_tool(tool_name: str) -> str | None:
 def get_available_toolsets(
     settings: ToolSettings | None = None, others: Iterable[Installed] | None = None
 ) -> dict[str, dict[str, JSON]]:
-    """Return each toolset: `available` (at least one tool works here), `tools`, `description`, and `missing` tools with
-    the reason. `others` defaults to the tools of installed packages."""
+    """Return a description of each toolset by name: `available` (at least one tool works here), `tools`, `description`,
+    and the `missing` tools with the reason. `others` defaults to the tools of installed packages."""
     known = {tool.name: tool for tool in all_tools(settings, others)}
     builtin = ((name, toolset.description, resolve_toolsets([name])) for name, toolset in TOOLSETS.items())
     offered = (
@@ -54,8 +55,8 @@ def check_toolset_requirements() -> dict[str, bool]:
 
 
 def check_tool_availability(quiet: bool = False) -> tuple[list[str], list[dict[str, JSON]]]:
-    """Return the available toolsets, and `name`, `env_vars`, `tools` and `missing` of the others, which are
-    logged unless `quiet`."""
+    """Return the names of the available toolsets, and for each unavailable toolset its `name`, `env_vars`, `tools` and
+    `missing` tools. Unavailable toolsets are logged unless `quiet` is true."""
     toolsets = get_available_toolsets()
     unavailable = [
         {"name": name, "env_vars": [], "tools": each["tools"], "missing": each["missing"]}

@@ -1,8 +1,9 @@
 """Draws toolsets at random: the named distributions, as data, and a function for one draw.
 
-The contract fixes the names and the numbers: for each toolset the chance, in percent, that a draw includes it. The
-chances are independent of each other. Invariant: a draw depends only on the distribution and the generator. A run gives
-each group a generator of its own, so the rollouts of a group share one draw, and a resumed run makes the same draws.
+The project's interface contract fixes the names and the numbers. A number is the chance, in percent, that a draw
+includes a toolset. The chances are independent of each other. Invariant: a draw depends only on the distribution and
+the generator. A run uses a separate generator for each group, so the rollouts of a group share one draw, and a resumed
+run makes the same draws.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def find_distribution(name: str) -> Distribution:
 
 
 def sample_toolsets_from_distribution(distribution_name: str, rng: random.Random | None = None) -> list[str]:
-    """Return one draw: each toolset with its own chance. If no toolset is drawn, return the likeliest one (the first of
-    several).
+    """Return the toolsets of one draw. If no toolset is drawn, return the likeliest toolset (the first of several that
+    are equally likely).
 
-    Without `rng` a draw cannot be repeated. Raises `ConfigError` for an unknown name.
+    If `rng` is None, the draw cannot be repeated. Raises `ConfigError` for an unknown name.
     """
     chances = find_distribution(distribution_name).chances
     rng = rng if rng is not None else random.Random()
@@ -100,7 +101,7 @@ def list_distributions() -> dict[str, dict[str, JSON]]:
 
 
 def validate_distribution(distribution_name: str) -> bool:
-    """Return whether a distribution of this name exists."""
+    """Return whether there is a distribution with this name."""
     return distribution_name in DISTRIBUTIONS
 
 

@@ -22,8 +22,9 @@ from palaestra.tools.tool import States, Tool, ToolRun, ToolSchema, run_tool
 class ToolRegistry:
     """Tools by name, in the order of registration. `missing` maps requested tools that are left out to the reasons.
 
-    `shared` holds the objects that rollouts with these tools share, and its creator closes it; with None, each rollout
-    has its own. With `replayed`, a recording answers for tools with `touches_world`, so they are never missing.
+    `shared` holds the objects that rollouts with these tools share, and its creator closes it. If `shared` is None,
+    each rollout has its own objects. With `replayed`, a recording answers for tools with `touches_world`, so they are
+    never missing.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class ToolRegistry:
             self.register(tool)
 
     def register(self, tool: Tool, arguments: ArgumentSchema | None = None) -> None:
-        """Add a tool. `arguments` replaces its schema for checking calls. Raises `ConfigError` if the name is taken."""
+        """Add a tool. If `arguments` is given, calls are checked against it and not against the tool's schema. Raises
+        `ConfigError` if the name is taken."""
         if tool.name in self._tools:
             raise ConfigError(f"Two tools are called '{tool.name}'; rename one of them")
         self._tools[tool.name] = tool
@@ -54,7 +56,7 @@ class ToolRegistry:
             self._arguments[tool.name] = arguments
 
     def with_tools(self, tools: Iterable[Tool] | None = None, *, replayed: bool | None = None) -> ToolRegistry:
-        """Return a copy of the registry, with `tools` in place of its own if they are given."""
+        """Return a copy of the registry. `tools` and `replayed`, if given, replace the registry's values."""
         return ToolRegistry(
             self._tools.values() if tools is None else tools,
             self.missing,
@@ -67,8 +69,8 @@ class ToolRegistry:
         return self._tools.get(name)
 
     def argument_schema(self, name: str) -> ArgumentSchema:
-        """Return the compiled argument schema of a tool. Raises `KeyError`, or `ConfigError` if it is not a JSON
-        schema."""
+        """Return the compiled argument schema of a tool. Raises `KeyError` for an unknown tool, and `ConfigError` if
+        the schema is not a valid JSON schema."""
         schema = self._arguments.get(name)
         if schema is None:
             schema = self._arguments[name] = compiled(self._tools[name].schema)
@@ -101,7 +103,7 @@ class ToolRegistry:
         return name in self._tools
 
     async def call(self, name: str, arguments: Mapping[str, JSON] | None = None) -> ToolResult:
-        """Run a tool by its name, outside any rollout: `execute` without a `ToolCall`."""
+        """Run a tool by its name, outside any rollout. See `execute`."""
         return await self.execute(ToolCall(name, dict(arguments or {})))
 
     def tools(self) -> list[Tool]:

@@ -1,8 +1,9 @@
-"""The named groups of tools, as data, and the tool names of selected groups. The contract fixes names and members.
+"""The named groups of tools, as data, and the tool names of selected groups. The project's interface contract fixes the
+names and members of the groups.
 
-Invariant: `enabled` is applied first, then `disabled`. Disabling a toolset removes the tools that it lists itself;
-it removes included tools only if it lists none itself. So disabling one toolset never removes a tool that another
-toolset lists.
+Invariant: `enabled` is applied first, then `disabled`. Disabling a toolset removes the tools that it lists. If it lists
+none, the tools of the toolsets that it includes are removed. For example, disabling `browser` does not remove
+`web_search`, which `browser` only includes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from palaestra.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Toolset:
-    """A group of tools: those it lists itself and those of the toolsets it includes."""
+    """A group of tools: the tools that it lists, and the tools of the toolsets that it includes."""
 
     description: str
     tools: tuple[str, ...] = ()
@@ -111,10 +112,11 @@ def resolve_toolsets(
     disabled: Iterable[str] | None = None,
     toolsets: Mapping[str, Toolset] = TOOLSETS,
 ) -> list[str]:
-    """Return the tool names of the enabled toolsets (None: all except those on request) without those of the disabled
-    ones, each once, in table order. Raises `ConfigError` for an unknown toolset, with the nearest name."""
+    """Return the tool names of the enabled toolsets without those of the disabled toolsets, each once, in the order of
+    `toolsets`. If `enabled` is None, all toolsets are enabled except those with `on_request`. Raises `ConfigError` for
+    an unknown toolset, with the nearest name."""
     chosen: set[str] = set()
-    if enabled is None:  # only their own tools, because included toolsets have their own entries
+    if enabled is None:  # only the tools that a toolset lists, because included toolsets have entries of their own
         chosen.update(*(toolset.tools for toolset in toolsets.values() if not toolset.on_request))
     else:
         chosen.update(*(_members(name, toolsets) for name in _known(enabled, toolsets)))
@@ -141,7 +143,7 @@ def _canonical(name: str, toolsets: Mapping[str, Toolset]) -> str:
 
 
 def _members(name: str, toolsets: Mapping[str, Toolset], above: frozenset[str] = frozenset()) -> set[str]:
-    """Return the tools of a toolset and of those it includes; circular includes count once."""
+    """Return the tools of a toolset and of the toolsets that it includes. Includes may be circular."""
     toolset = toolsets[name]
     inner = [included for included in toolset.includes if included not in above]
     return set(toolset.tools).union(*(_members(included, toolsets, above | {name}) for included in inner))

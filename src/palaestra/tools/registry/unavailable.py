@@ -1,5 +1,6 @@
-"""Tools of the contract that this version lacks, or that only some programs provide: `palaestra gateway` replaces some
-with its own tools (`build_tool_registry`). The rest are never shown to a model, and answer with the reason."""
+"""Tools that the project's interface contract names, but that this version lacks or only some programs provide.
+`palaestra gateway` replaces some of them (see `build_tool_registry`). The rest are never shown to a model. A call of
+one is answered with the reason."""
 
 from __future__ import annotations
 

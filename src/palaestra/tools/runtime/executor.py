@@ -1,4 +1,5 @@
-"""Runs tool calls for many trajectories: `ToolExecutor`, the contract's interface to tools in slots.
+"""Runs tool calls for many trajectories: `ToolExecutor`, the interface to tools in slots that the project's interface
+contract defines.
 
 It serves code that names trajectories by id and lets the executor lease, keep and return their slots. The agent loop
 uses one `ToolRuntime` per rollout instead.
@@ -49,7 +50,7 @@ _CONTRACT_REPLIES = ContractReplies()
 
 
 class ToolExecutorConfig(BaseModel):
-    """The permissions of an executor's calls. The contract fixes field names and defaults."""
+    """The permissions of an executor's calls. The project's interface contract fixes the field names and defaults."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,8 +65,8 @@ class ToolExecutorConfig(BaseModel):
     require_stateful_sandbox: bool = False
     """The same as `require_sandbox`, because stateful shells run in the same slots."""
     tool_server_url: str | None = None
-    """The address of the `palaestra serve tools` server for external tools. With None or `inprocess`, this process runs
-    them."""
+    """The address of the `palaestra serve tools` server for external tools. If it is None or `inprocess`, this process
+    runs external tools."""
     tool_server_token: str | None = None
     """The bearer token for the tool server."""
 
@@ -97,8 +98,8 @@ class ToolExecutor:
     `backend` (or `pool`, another name for it) hands out the slots, made from `spec` with the configured network.
     `shared` are objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of
     `delegate_task` and are closed with the executor. `world` records or replays tools with `touches_world`
-    (`open_world`); its owner closes it. A released trajectory that returns is recorded as `NAME#2`. Tools may be added
-    to `registry` later.
+    (`open_world`); its owner closes it. If a released trajectory makes calls again, they are recorded as those of a
+    second trajectory, `NAME#2`. Tools may be added to `registry` later.
     """
 
     def __init__(
@@ -138,7 +139,8 @@ class ToolExecutor:
         self._closed = False
 
     async def start(self) -> None:
-        """Do nothing: calls run in the tasks of their callers. Kept for the contract."""
+        """Do nothing, because calls run in the tasks of their callers. The method exists because the interface contract
+        requires it."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -153,8 +155,8 @@ class ToolExecutor:
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
         """Run one call in the trajectory's slot. Cancelling it kills the command. Raises `InfraError`.
 
-        The time limit is `timeout_s`, or otherwise the call's own `timeout`, clamped to between 1 and 600 seconds. It
-        ends commands and external tools; other tools read it (`run.timeout_s`).
+        `timeout_s`, if given, replaces the call's own `timeout`. It is clamped to between 1 and 600 seconds, and ends
+        commands and external tools. Other tools may read it (`run.timeout_s`).
         """
         started = time.monotonic()
         self.stats.total_requests += 1
@@ -203,12 +205,13 @@ class ToolExecutor:
         return await artifacts.or_error(work, ArtifactArchiveResponsePayload)
 
     def slot_of(self, trajectory_id: str) -> Slot | None:
-        """Return the trajectory's current slot; None before its first call that needs one."""
+        """Return the trajectory's current slot, or None before its first call that needs a slot."""
         known = self.trajectories.get(trajectory_id)
         return None if known is None else known.slot
 
     def trajectory(self, trajectory_id: str) -> TrajectoryTools:
-        """Return the trajectory with this id, created if it is new. Raises `StaleLease` if the executor is closed."""
+        """Return the trajectory with this id, which is created on first use. Raises `StaleLease` if the executor is
+        closed."""
         if self._closed:
             raise StaleLease(f"The executor is closed; trajectory {trajectory_id} cannot make further calls")
         known = self.trajectories.get(trajectory_id)
@@ -224,7 +227,8 @@ class ToolExecutor:
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
         """Give back the trajectory's slot. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
 
-        `reset_workspace` is part of the contract and has no effect, because no returned slot is reused without a reset.
+        `reset_workspace` is part of the interface contract and has no effect, because no returned slot is reused
+        without a reset.
         """
         known = self.trajectories.pop(trajectory_id, None)
         if known is not None:
@@ -276,7 +280,8 @@ class TrajectoryTools:
             tools.share(Delegation(self._ending(executor.delegates.work(tools))))
 
     async def call(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None = None) -> ToolOutcome:
-        """Run one call after the earlier ones. Raises `PalaestraError`; `StaleLease` if the trajectory was released."""
+        """Run one call after all earlier calls of the trajectory. Raises `PalaestraError`, for example `StaleLease` if
+        the trajectory was released."""
         async with self._turn:
             self._check()
             return await self.tools.call(name, arguments, timeout_s=timeout_s)

@@ -1,10 +1,12 @@
-"""Tools as plain function calls, for code written to the contract: `handle_function_call` and its companions.
+"""Tools as plain function calls: `handle_function_call` and related functions, as the project's interface contract
+defines them.
 
     reply = handle_function_call("terminal", {"command": "ls"}, task_id="t1")   # JSON text
     cleanup_vm("t1")
 
-Each task id has its own slot on this machine, created by its first call and kept until it is cleaned up. Rollouts use
-a slot of their run's pool instead. A `ToolSession` offers the same without being shared by the whole process.
+Each task id has its own slot on this machine, created by its first call and kept until it is cleaned up. Rollouts use a
+slot of their run's pool instead. A `ToolSession` offers the same as an object, which the rest of the process does not
+share.
 
 Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks concurrently.
 No slot outlives the process, however it ends, unless the backend keeps slots (`LocalBackend(service=…)`) for the next
@@ -60,8 +62,8 @@ class ToolSessionConfig(ToolExecutorConfig):
     """The permissions of a session's calls, the lifetime of its slots, and its MCP servers."""
 
     idle_s: float | None = None
-    """Seconds from a task's last call to the end of its slot, unless a background process of the task still runs. Later
-    calls raise `StaleLease` until the task is released. With None, slots stay."""
+    """Seconds after a task's last call until its slot is released, unless a background process of the task still runs.
+    Later calls raise `StaleLease` until the task is released. If this is None, slots stay."""
     checkpoint_path: Path | None = None
     """The file in which the next session finds the background processes, if the backend keeps slots."""
     mcp: str | Path | dict[str, JSON] | None = None
@@ -150,10 +152,10 @@ class ToolSession:
         return self._wait(self._spawn(task_id, command, options))
 
     def recover(self) -> int:
-        """Take over the slots of an earlier session, as the first call also does. Returns the number of processes
-        found.
+        """Take over the slots of an earlier session. The first call of a tool also does this. Returns the number of
+        background processes found.
 
-        Raises `ConfigError` for an unreadable checkpoint, `SandboxError` while another process has the slots.
+        Raises `ConfigError` for an unreadable checkpoint, and `SandboxError` if another process uses the slots.
         """
         return self._wait(self._recover())
 
@@ -254,7 +256,7 @@ class ToolSession:
         await self._end_task(task_id)
 
     async def end_task(self, task_id: str) -> None:
-        """Release a task's slot, on the session's loop; the async form of `release`."""
+        """Release a task's slot, as `release` does. Await this method on the session's loop."""
         await self._release(task_id)
 
     async def _end_task(self, task_id: str) -> None:
@@ -338,8 +340,8 @@ _choosing = threading.Lock()
 
 
 def default_session() -> ToolSession:
-    """Return the process's session: the one that `use_session` set, or else a default one. It is closed when the
-    interpreter exits."""
+    """Return the process's session: the one that `use_session` set, or else a session with default settings. It is
+    closed when the interpreter exits."""
     global _own
     with _choosing:
         if _own is None:
@@ -349,7 +351,7 @@ def default_session() -> ToolSession:
 
 
 def use_session(session: ToolSession) -> None:
-    """Make this the session of `handle_function_call` and `process_registry`, and close the previous one."""
+    """Make `session` the one that `handle_function_call` and `process_registry` use, and close the previous session."""
     global _own
     with _choosing:
         before, _own = _own, session
@@ -364,7 +366,8 @@ def handle_function_call(
     task_id: str | None = None,
     user_task: str | None = None,
 ) -> str:
-    """Run one tool call in the task's slot and return the JSON text for the model. No tool reads `user_task`."""
+    """Run one tool call in the task's slot and return the JSON text for the model. Code of a rollout that names the
+    rollout's task, or no task, uses the rollout's tools. No tool reads `user_task`."""
     if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
         call = found.tools().handle(function_name, function_args)
         return wait_for_sync(call, loop=found.loop, twin="handle_function_call_async")
@@ -384,7 +387,8 @@ async def handle_function_call_async(
 
 
 def register_task_env_overrides(task_id: str, overrides: Mapping[str, JSON]) -> None:
-    """Set the image (`IMAGES`, paths as in `SlotSpec`) and the `cwd` of a task's slot. Raises `ConfigError`."""
+    """Set the image (`IMAGES`, in the form of `SlotSpec.image`) and the directory (`cwd`) of the task's next slot.
+    Raises `ConfigError`."""
     default_session().override(task_id, overrides)
 
 

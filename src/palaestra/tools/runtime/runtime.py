@@ -70,10 +70,10 @@ class ToolRecordings(Protocol):
 class ToolRuntime(ToolRun):
     """The tools of a registry, for one rollout or one of its conversations.
 
-    `slot_source` hands out the sandbox; without one, tools that need a sandbox fail. `middleware` wraps every call,
+    `slot_source` hands out the sandbox. If it is None, tools that need a sandbox fail. `middleware` wraps every call,
     including those of sub-agents and programs; the first one is the outermost. `shared` defaults to the registry's.
-    `conversation` names a sub-agent or another part of the rollout, and is empty for its own agent. `aclose` does not
-    end the slot.
+    `conversation` names a sub-agent or another part of the rollout, and is empty for the rollout's main agent. `aclose`
+    does not end the slot.
     """
 
     def __init__(
@@ -159,7 +159,8 @@ class ToolRuntime(ToolRun):
             return ToolOutcome.refused(f"The tool did not answer within {timeout_s:g} s.")
 
     async def handle(self, name: str, args: Mapping[str, JSON], task_id: str | None = None) -> str:
-        """Make a call in the form of the contract's `tool_handler`: returns the text that the model reads."""
+        """Make a call and return the text that the model reads. The parameters are those of a `tool_handler` in the
+        project's interface contract."""
         return (await self.call(name, args)).text
 
     def _limited(self, timeout_s: float) -> ToolRun:
@@ -171,7 +172,7 @@ class ToolRuntime(ToolRun):
 
 @dataclass(frozen=True, slots=True)
 class TaskTools:
-    """The tools of the current rollout, for code of its environment that names its task."""
+    """The tools of the current rollout, for code that the rollout's environment runs, such as a reward function."""
 
     task_id: str
     tools: Callable[[], ToolRuntime]

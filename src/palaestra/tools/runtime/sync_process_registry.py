@@ -1,4 +1,5 @@
-"""`process_registry`: the contract's access to background processes by session id, for synchronous code.
+"""`process_registry`: access to background processes by session id, for synchronous code. The project's interface
+contract defines it.
 
     session = process_registry.spawn_local("python -m http.server", task_id="t1")
     process_registry.poll(session.id)
@@ -6,8 +7,8 @@
 It is for reward functions and scripts. Each rollout, and the session of `handle_function_call`, has its own registry in
 this process; a call goes to the registry that has the session.
 
-Invariant: a call runs on the loop of its registry. It works in threads, in code without a loop, and in reward functions
-and hooks, which are bridged; in another task of a running loop it raises `RuntimeError` with the method to
+Invariant: a call runs on the loop of its registry. A call works in threads, in code without a loop, and in synchronous
+reward functions and hooks. In any other task of a running loop, it raises `RuntimeError`, which names the method to
 await instead.
 """
 
@@ -43,7 +44,7 @@ def _of_session(
         having = [(session.started_at, each) for each in living() if (session := each.get(session_id)) is not None]
         if not having:
             return not_found(session_id)
-        registry = max(having, key=lambda pair: pair[0])[1]  # the later one, if a repeated run has the same session
+        registry = max(having, key=lambda pair: pair[0])[1]  # the latest, if several runs have this session
         try:
             return _wait(registry, functools.partial(method, registry, session_id, *args, **options), method.__name__)
         except (SlotLost, StaleLease) as error:
@@ -87,7 +88,8 @@ class SharedProcesses:
         *,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in a slot of any backend, as a session of `task_id` or else of the slot's trajectory.
+        """Start a command line in a slot of any backend. The session belongs to `task_id`, or to the slot's trajectory
+        if `task_id` is empty.
 
         A slot without a `loop` must belong to the loop that runs a bridged function. Raises TimeoutError after
         `timeout` seconds, and the errors of `ProcessRegistry.spawn`.
@@ -124,7 +126,7 @@ class SharedProcesses:
         return default_session().told.pending_watchers
 
     def get(self, session_id: str) -> ProcessSession | None:
-        """Return the session of that id, or None."""
+        """Return the session with this id, or None. If several runs have such a session, return the latest."""
         found = [session for each in living() if (session := each.get(session_id)) is not None]
         return max(found, key=lambda session: session.started_at, default=None)
 
@@ -148,12 +150,12 @@ class SharedProcesses:
         return any(self._each(ProcessRegistry.has_active_processes, task_id))
 
     def has_active_for_session(self, session_key: str, max_age_s: float | None = None) -> bool:
-        """Return whether the conversation has a running process that is not older than `max_age_s`."""
+        """Return whether the conversation has a running process, at most `max_age_s` seconds old if that is given."""
         return any(self._each(ProcessRegistry.has_active_for_session, session_key, max_age_s))
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:
-        """End the waits for processes of that task and that conversation, but not the processes themselves. Returns the
-        number of waits."""
+        """End the waits for processes, but not the processes themselves. `task_id` and `session_key`, if given, limit
+        this to the processes of a task and a conversation. Returns the number of waits."""
 
         async def interrupt(registry: ProcessRegistry) -> int:
             return registry.interrupt(task_id=task_id, session_key=session_key)
@@ -179,7 +181,7 @@ class SharedProcesses:
 
 
 process_registry = SharedProcesses()
-"""The contract's global object."""
+"""The global object that the project's interface contract defines."""
 
 
 def _wait(registry: ProcessRegistry, work: Callable[[], Coroutine[object, object, T]], method: str) -> T:

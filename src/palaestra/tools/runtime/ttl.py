@@ -1,6 +1,6 @@
 """Expires trajectories whose client has gone away, so that their owner can free their resources.
 
-Invariant: a trajectory in use never expires, and calls of an expired trajectory are refused until a caller ends it by
+Invariant: a trajectory in use never expires. Calls of an expired trajectory are refused until a caller releases it by
 name, so that no client mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to
 lose; it is dropped, and its later calls are not refused.
 """

@@ -1,7 +1,7 @@
 """`palaestra serve executor`: slots and tools over HTTP, for programs that name trajectories by id.
 
-The contract's routes over one `ToolExecutor` and one pool: POST /execute, /release, /artifacts/{read,list,archive}; GET
-/, /health, /status.
+The routes that the project's interface contract defines, over one `ToolExecutor` and one pool: POST /execute, /release,
+/artifacts/{read,list,archive}; GET /, /health, /status.
 
 Invariants: a trajectory without calls is released when its lease expires, and its later calls are refused (`Leases`); a
 draining service refuses new calls and finishes the running ones.
@@ -45,7 +45,8 @@ RequestT = TypeVar("RequestT", ArtifactReadRequestPayload, ArtifactListRequestPa
 
 
 class ExecutorService:
-    """The routes of the service. Callers must send `token`; None accepts every program on this machine."""
+    """The routes of the service. Callers must send `token`. If it is None, every program on this machine may call the
+    service."""
 
     def __init__(
         self,
@@ -151,7 +152,8 @@ class ExecutorService:
         work: Callable[[Slot | None, RequestT], Awaitable[BaseModel]],
         response: Callable[..., BaseModel],
     ) -> Handle:
-        """Return a handler for artifact requests; a failure has its own HTTP status and the contract's body."""
+        """Return a handler for artifact requests. The reply to a request that fails has the failure's HTTP status, and
+        a body in the same format as a success."""
 
         async def handle(body: bytes) -> JSON:
             request = read(body, model)

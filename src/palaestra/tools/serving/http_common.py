@@ -68,8 +68,8 @@ def _status(error: PalaestraError) -> int:
 
 
 def application(token: str | None, gets: Mapping[str, Handle], posts: Mapping[str, Handle]) -> web.Application:
-    """Return a web application that replies with the result of each path's `Handle`, or with a status for its
-    failure."""
+    """Return a web application that replies to a path with the result of its `Handle`, or with an error status if the
+    handle fails."""
     app = web.Application(client_max_size=MOST_REQUEST_BYTES, middlewares=[guard(token, OPEN_PATHS)])
     for method, routes in (("GET", gets), ("POST", posts)):
         for path, handle in routes.items():

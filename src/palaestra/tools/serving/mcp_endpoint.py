@@ -2,9 +2,9 @@
 
     status, reply = await McpTools(definitions, call).answer(body)
 
-Format: the protocol's transport "Streamable HTTP" (modelcontextprotocol.io, 2025-06-18), the part for a
-server that has no sessions and sends no messages of its own: it answers requests with JSON and notifications with
-status 202.
+Format: the protocol's transport "Streamable HTTP" (modelcontextprotocol.io, 2025-06-18). Only the part for a server
+without sessions is supported. The server never sends messages unasked: it answers requests with JSON, and notifications
+with status 202.
 
 Invariant: every message of a client is answered; only errors of `call` are raised.
 """
@@ -39,7 +39,8 @@ class McpTools:
         self._call = call
 
     async def answer(self, body: bytes) -> tuple[int, JSON]:
-        """Return the HTTP status and the JSON of the reply, None for an empty reply. Raises the errors of `call`."""
+        """Return the HTTP status and the JSON of the reply, which is None if the reply is empty. Raises the errors of
+        `call`."""
         try:
             message = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -1,4 +1,5 @@
-"""Request and reply bodies of the tool server and the executor service. The contract fixes names, fields and defaults.
+"""Request and reply bodies of the tool server and the executor service. The project's interface contract fixes names,
+fields and defaults.
 
 Unknown fields are ignored, because clients of other versions send more. Sizes are in bytes, times in seconds.
 """
@@ -62,7 +63,7 @@ class ToolExecutorReleaseRequest(BaseModel):
 
 
 class ToolServerExecuteRequest(BaseModel):
-    """A call of an external tool. `slot_id` and `container_addr` are part of the contract and have no
+    """A call of an external tool. `slot_id` and `container_addr` are part of the interface contract and have no
     effect."""
 
     trajectory_id: str | None = None
@@ -73,7 +74,8 @@ class ToolServerExecuteRequest(BaseModel):
 
 
 class ToolServerResultPayload(ToolResultPayload):
-    """The result of an external tool's call. `reply` is the tool's own, for callers that show it to a model."""
+    """The result of an external tool's call. `reply` is the unchanged reply of the tool, for callers that show it to a
+    model."""
 
     reply: JSON = None
 

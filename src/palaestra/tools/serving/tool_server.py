@@ -1,9 +1,9 @@
 """`palaestra serve tools`: a server that runs external tools for executors on other machines.
 
-It serves the tools of its registry that need no slot: those marked `external`, such as a search with a key that only
-this machine has or the tools of MCP servers, and subclasses of `Tool` that only define `execute`. Each trajectory has
-its own tool state, which is dropped after a while without calls. The routes are the contract's `POST /execute`, and
-`GET /health`, `GET /tools` and `POST /release`.
+It serves the tools of its registry that need no slot. These are tools marked `external`, such as a search whose key
+only this machine has or the tools of MCP servers, and subclasses of `Tool` that only define `execute`. Each trajectory
+has its own tool state, which is dropped after `lease_s` seconds without calls. The routes are `POST /execute`, which
+the project's interface contract defines, and `GET /`, `GET /health`, `GET /tools` and `POST /release`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ DEFAULT_LEASE_S = 3600.0
 
 
 class ToolServer:
-    """Runs external tools by trajectory. Callers must send `token`; None accepts every program on this machine."""
+    """Runs external tools by trajectory. Callers must send `token`. If it is None, every program on this machine may
+    call the server."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The client of a tool server: `ToolServerLink`, which makes external tools run at the server.
 
-Invariants: no request is sent twice; mistakes of the model come back as the tool's own reply, and every other failure
-is a `ToolServerError` that names the server and the remedy.
+Invariants: no request is sent twice. A mistake of the model is returned as the tool's reply. Every other failure raises
+a `ToolServerError` that names the server and the remedy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SHOWN_CHARS = 300
 
 
 class ToolServerLink:
-    """A tool server at an address; with `inprocess`, tools stay as they are.
+    """A tool server at an address. If the address is `inprocess`, all tools run in this process.
 
     It connects on first use, and again after `aclose`, which is idempotent. Raises `ConfigError` for an invalid address
     and for a token that cannot be sent.
@@ -60,11 +60,13 @@ class ToolServerLink:
         self._session: aiohttp.ClientSession | None = None
 
     def served(self, tools: Iterable[Tool]) -> list[Tool]:
-        """Return the tools, with external ones replaced by calls to the server, which need no key or package here."""
+        """Return the tools, with external tools replaced by calls to the server. These calls need no key and no package
+        on this machine."""
         return [self._proxy(tool) if tool.schema.external and self._address is not None else tool for tool in tools]
 
     async def offered(self) -> list[ToolSchema]:
-        """Return the tools of the server; none with `inprocess`. Raises `ToolServerError`."""
+        """Return the schemas of the server's tools, or an empty list if the address is `inprocess`. Raises
+        `ToolServerError`."""
         if self._address is None:
             return []
         body = await self._send("GET", "/tools", None, _CONNECT_S, "the list of its tools")
@@ -159,7 +161,8 @@ class ToolServerLink:
 
 
 class _Used:
-    """The tool servers that a rollout has called, each with the trajectory whose state to drop at the end."""
+    """The tool servers that a rollout has called, each with the trajectory whose state it drops when the rollout
+    ends."""
 
     def __init__(self) -> None:
         self.by: set[tuple[ToolServerLink, str]] = set()

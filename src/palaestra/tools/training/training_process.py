@@ -100,7 +100,7 @@ class TrainingProcess:
     def alive(self) -> bool:
         """Return whether a training process runs in this folder."""
         with contextlib.suppress(ChildProcessError, OSError):
-            os.waitpid(self.request().pid, os.WNOHANG)  # reap it if it is our child
+            os.waitpid(self.request().pid, os.WNOHANG)  # reap it if it is a child of this process
         try:
             descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -114,7 +114,8 @@ class TrainingProcess:
         return False
 
     def status(self) -> str:
-        """Return `starting`, `running`, `completed`, `stopped`, `interrupted` (with its agent) or `failed`."""
+        """Return `starting`, `running`, `completed`, `stopped`, `interrupted` (ended together with the agent) or
+        `failed`."""
         if self.alive():
             return RUNNING if (self.run / "training" / "settings.json").is_file() else STARTING
         if self.result() is not None:
@@ -166,7 +167,7 @@ class TrainingProcess:
             config = ["--config", str(self.config)] if request.settings else []
             words = [request.reference, "--out", str(self.run), *config, *request.flags]
         request.started = time.time()
-        self._write(request)  # before the process exists, so a kill in between leaves a failed run and no orphan
+        self._write(request)  # first, so that a kill in between leaves a failed run, not an unknown process
         request.pid = await self._spawn([*command, *words, "--json"])
         self._write(request)
         until = time.monotonic() + READY_S
@@ -192,7 +193,7 @@ class TrainingProcess:
         outlive the event loop."""
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)  # at most a reader holds it, for a moment
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)  # only `alive` may hold the lock, for a moment
             written = os.O_WRONLY | os.O_CREAT
             return os.posix_spawn(  # noqa: ASYNC221 - it returns when the process exists
                 command[0],

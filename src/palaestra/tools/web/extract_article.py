@@ -1,7 +1,8 @@
 """Extracts the title and the main text of an HTML page as Markdown, with trafilatura (extra `web`).
 
-Finding the main text can cost a minute of CPU time per megabyte of HTML, and the author of the page controls that. So a
-separate process with limits on time and memory reads large pages; if it reaches a limit, all text is used.
+Finding the main text can cost a minute of CPU time per megabyte of HTML, and the author of the page controls this cost.
+Large pages are therefore read in a separate process with limits on time and memory. If the process reaches a limit, the
+article is all text of the page.
 
     python -m palaestra.tools.web.extract_article URL < page.html      # that process: JSON to stdout
 
@@ -44,7 +45,8 @@ async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Ar
 
 
 def find_article(source: str, url: str) -> Article:
-    """Return the article of a page. This may take very long, so the caller must limit the time."""
+    """Return the article of a page. If no main text is found, the article is all text. This may take very long, so the
+    caller must limit the time."""
     title, everything = all_text(source)
     extracted = importlib.import_module("trafilatura").extract(
         source, url=url, output_format="markdown", include_links=True, include_tables=True, include_comments=False
@@ -67,7 +69,7 @@ def all_text(source: str) -> tuple[str, str]:
 
 
 async def _apart(source: str, url: str, limit_s: float) -> Article | None:
-    """Run `find_article` in a separate process. Return None if the process reached a limit."""
+    """Run `find_article` in a separate process. Return None if the process failed or reached a limit."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__, url),
         stdin=asyncio.subprocess.PIPE,

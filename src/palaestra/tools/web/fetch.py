@@ -66,7 +66,8 @@ async def fetch(
 
 
 async def screen(url: str, policy: AddressPolicy) -> None:
-    """Resolve the host of `url` without sending a request. Raises `PageUnreadable` if the policy refuses any result."""
+    """Resolve the host of `url` without sending a request. Raises `PageUnreadable` if the host cannot be resolved or
+    the policy refuses any of its addresses."""
     parsed = _checked(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
@@ -109,7 +110,8 @@ async def _taken(reply: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
 
 
 def _checked(url: str) -> URL:
-    """Return the parsed address. Raises `PageUnreadable` unless it is http or https without a user."""
+    """Return the parsed address. Raises `PageUnreadable` unless it is an http or https address with a host and without
+    a user or password."""
     try:
         parsed = URL(url.strip())
     except ValueError:

@@ -1,4 +1,5 @@
-"""Turns a fetched document into text: HTML into its article, plain text as it is; other types are refused.
+"""Turns a fetched document into text. HTML becomes its article, JSON on one line is indented, other plain text stays as
+it is, and all other types are refused.
 
 `shown` bounds the text for a reply. Invariant: nothing is summarised or guessed; the same bytes give the same text.
 """
@@ -75,7 +76,7 @@ class Screened:
 
 
 async def as_text(url: str, fetched: Fetched) -> WebPage:
-    """Return the document as text. Raises `PageUnreadable` if it has none."""
+    """Return the document as text. Raises `PageUnreadable` if it has no text or is of a type that is refused."""
     kind = fetched.content_type.lower()
     if kind in _REFUSED or fetched.body.startswith(b"%PDF-"):
         raise PageUnreadable(_REFUSED.get(kind, _REFUSED["application/pdf"]))
@@ -95,7 +96,8 @@ async def as_text(url: str, fetched: Fetched) -> WebPage:
 
 
 def decoded(fetched: Fetched) -> str:
-    """Return the text, decoded with the declared charset or else UTF-8; invalid bytes are marked."""
+    """Return the text, decoded with the charset that the reply or the HTML page declares. If there is none or it is
+    unknown, the text is decoded as UTF-8. Invalid bytes become replacement characters."""
     body, charset = fetched.body, fetched.charset
     if charset is None and fetched.content_type.lower() in HTML:
         charset = _declared(body)
@@ -123,7 +125,8 @@ def _pretty(kind: str, text: str) -> str:
 
 
 def shown(page: WebPage, offset: int, most: int = MAX_PAGE_CHARS, way: str = "") -> dict[str, JSON]:
-    """Return at most `most` characters of a page from `offset`, or its error. `way` is the hint on how to continue."""
+    """Return at most `most` characters of a page from `offset`, or the page's error. `way` replaces the hint on how to
+    continue, which by default names the next offset."""
     if page.error:
         return {"url": page.url, "error": page.error}
     total = len(page.content)

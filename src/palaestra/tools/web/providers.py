@@ -1,7 +1,7 @@
 """Providers of web searches and pages: their protocol, the APIs of seven providers, and the choice by configuration.
 
-A provider's key is `web_api_keys.NAME`; its address is `web_urls.NAME`, or the public one. No request is sent before
-`search` or `read`.
+A provider's key is `web_api_keys.NAME`. Its address is `web_urls.NAME`, or the provider's public address if that is not
+set. No request is sent before `search` or `read`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Searcher(Protocol):
     """Searches the web."""
 
     async def search(self, query: str, limit: int) -> list[SearchResult]:
-        """Return the best results first, at most `limit`. Raises `ToolUnavailable`, or `ToolMistake` for a refused
-        query."""
+        """Return at most `limit` results, the best first. Raises `ToolMistake` if the provider refuses the query, and
+        `ToolUnavailable` for any other failure."""
         ...
 
 
@@ -218,7 +218,8 @@ _APIS: Mapping[str, tuple[Callable[[JsonServer], Any], str, Callable[[str], dict
 
 @dataclass(frozen=True, slots=True)
 class ProviderChoice:
-    """The name of a provider (empty if none was found), and the reason why it cannot be used, or None."""
+    """The name of a provider, which is empty if none was found. `missing` is the reason why no provider or this
+    provider cannot be used, or None."""
 
     name: str = ""
     missing: str | None = None
@@ -277,7 +278,7 @@ def _made(name: str, settings: ToolSettings) -> Any:  # each class is a Searcher
 
 
 def _lacks(name: str, settings: ToolSettings) -> str | None:
-    """Return the missing requirement of a provider, or None."""
+    """Return the reason why a provider cannot be used, with the setting or extra that it lacks, or None."""
     if name == "ddgs":
         installed = importlib.util.find_spec("ddgs") is not None
         return None if installed else f"web_provider ddgs needs the extra `web`: {install_command('web')}"

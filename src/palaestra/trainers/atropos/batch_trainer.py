@@ -2,7 +2,7 @@
 
 A batch is written to disk before the trainer uses it, and stays there until a checkpoint includes it. A trainer that
 was killed and restarted therefore trains exactly once on each batch that it received. The API forgets a batch once it
-has answered, so a batch is lost if the answer does not arrive. The protocol has no means to prevent that.
+has sent the batch, so a batch is lost if the answer does not arrive. The protocol has no means to prevent that.
 """
 
 from __future__ import annotations
@@ -197,8 +197,8 @@ class BatchTrainer:
 
 def scored_batch(groups: Sequence[ScoredData], *, most_tokens: int | None = None, scaled: bool = True) -> Batch:
     """Return the rows of a batch. Rows of more than `most_tokens` tokens, groups without log-probabilities, and groups
-    with equal scores and no advantages are left out. The advantages are those that the groups contain, or else those
-    that `trainers.batch.advantages` computes."""
+    with equal scores and no advantages are left out. The advantages are those that a group contains or, if it contains
+    none, those that `trainers.batch.advantages` computes."""
     batch = Batch()
     for number, group in enumerate(groups):
         batch.rewards += group.scores
@@ -235,8 +235,8 @@ def _only(values: Sequence[float]) -> float:
 def _row(
     tokens: list[int], masks: Sequence[int], logprobs: Sequence[float], score: float, name: str
 ) -> ExportedRow | None:
-    """Return a sequence as a row, or None if no token is trained or if the first one is, because a row needs a
-    prompt."""
+    """Return a sequence as a row. Returns None if no token is trained, or if the first token is trained, because a row
+    needs a prompt."""
     start = next((place for place, mask in enumerate(masks) if mask != UNTRAINED), None)
     if not start:  # without a prompt, no token predicts the first one
         return None

@@ -1,5 +1,5 @@
 """Connects an environment to a trajectory server: sends requests, registers the environment, and keeps the server's
-reports.
+reports. The server is Palaestra's or the original one, which is part of atroposlib and stores no groups.
 
 Invariants: each request is sent once, because only `feed` knows which requests may be repeated. Only one status request
 is in progress at a time, so an older report never replaces a newer one. If the server has forgotten the environment,
@@ -29,7 +29,7 @@ from palaestra.trainers.atropos.wire import BatchInfo, EnvStatus, Registered
 logger = logging.getLogger(__name__)
 
 PACKED_BYTES = 1024
-"""Bodies of at least this many bytes are sent with gzip, as the original environments do."""
+"""Bodies of at least this many bytes are sent with gzip, as atroposlib's environments do."""
 
 LEAVE_S = 5.0
 """Seconds that a run, even an interrupted one, may wait at its end to disconnect."""
@@ -140,7 +140,7 @@ class FeedSettings:
 
 @dataclass(slots=True)
 class Standing:
-    """The server's last report. Queue sizes count groups of our size, `batch_size` counts sequences.
+    """The server's last report. Queue sizes count groups of this environment's size, `batch_size` counts sequences.
 
     `keeps` is true if the server recognizes repeated deliveries and stores groups. `alone` is true if the server has no
     groups of other environments. `starving` is true if no combination of the waiting groups fills a batch, although
@@ -162,8 +162,8 @@ class Standing:
 
 
 class TrainerConnection:
-    """One environment's registration. `current` is None while it is not registered; `changed` is notified after every
-    report.
+    """One environment's registration. `current` is None while the environment is not registered; `changed` is notified
+    after every report.
 
     `unsaved` receives the reports of an original server, which stores no groups. `returned` is called with the
     standings before and after the server forgot the environment.
@@ -312,7 +312,7 @@ class TrainerConnection:
             asked = self._unsaved.asking()
             answer = await self._client.ask("GET", "/status-env", {"env_id": standing.env_id})
             status = answer.read(EnvStatus) if answer.status == 200 else None
-            reused = status is not None and status.current_step < standing.step  # another environment has our id
+            reused = status is not None and status.current_step < standing.step  # another environment now has this id
             if reused or answer.status in (404, 500):  # the original fails with 500 for an unknown id
                 await self.forget(standing)
             elif status is not None and self.current is standing:

@@ -35,8 +35,8 @@ from palaestra.trainers.atropos.groups import Deliveries, UnsavedGroups
 logger = logging.getLogger(__name__)
 
 CONCURRENT_DELIVERIES = 4
-"""The maximum number of concurrent deliveries: enough to fill a network link, few enough to hold in memory
-compressed."""
+"""The maximum number of concurrent deliveries: enough to fill a network link, and few enough to keep their compressed
+bodies in memory."""
 
 BACK_OFF = RetryPolicy(first_s=0.25, longest_s=5.0)
 
@@ -75,7 +75,7 @@ class Feed:
         self._unsent = 0
 
     async def admit(self) -> bool:
-        """Wait until one more group may begin. Returns False if the trainer needs no more."""
+        """Wait until one more group may begin. Returns False if the trainer needs no more groups."""
         connection = self.connection
         await connection.standing()
         async with connection.changed:

@@ -41,8 +41,8 @@ def scored_data(
 ) -> dict[str, JSON] | None:
     """Return the group in the shape of `/scored_data`, or None if nothing in it can be trained on.
 
-    If the number of rows is not `group_size`, `group_overrides` contains it. Raises `ConfigError` for rows without
-    sampled tokens, unless `placeholders` is true.
+    If the number of rows is not `group_size`, `group_overrides` contains the number. Raises `ConfigError` for rows
+    without sampled tokens, unless `placeholders` is true.
     """
     line = group_line(group, env="", model="", messages=messages)
     if line is None:
@@ -122,8 +122,9 @@ class UnsavedGroups:
 
     An original server holds groups only in memory and does not report which of them its trainer took. But groups of one
     size leave the server in the order in which they came, so the number of waiting groups shows which ones wait, and no
-    group leaves before the groups fill a batch. Therefore the server gets one batch at a time. It combines short groups
-    in ways that it does not report, so after the first short group no group is remembered or held back any more.
+    group leaves before the groups fill a batch. Therefore the server gets one batch at a time. The server combines
+    short groups in ways that it does not report, so after the first short group no group is remembered or held back any
+    more.
 
     Invariant: a group is sent again only if it was waiting at the last status request, or cannot have left. A group
     that filled a batch after that request may have been taken, so it is not sent again.
@@ -159,7 +160,7 @@ class UnsavedGroups:
         return QuestionTime(self._count, self._busy)
 
     def heard(self, waiting: int, asked: QuestionTime) -> None:
-        """Record the server's answer, which is the number of our groups that wait."""
+        """Record the server's answer, which is the number of this environment's groups that wait."""
         older = sum(each.number <= asked.given for each in self.given)
         del self.given[: max(0, older - waiting)]
         if not asked.busy and not self._busy and self._count == asked.given:

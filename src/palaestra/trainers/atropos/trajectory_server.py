@@ -1,9 +1,9 @@
 """Runs a trajectory server: serves the routes of the Atropos API over one `Exchange`, and stores its events.
 
 Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
-The server speaks plain HTTP. Callers are checked before their bodies are read. A server that listens beyond the
-loopback must have a token, which its callers must send. A request body must be JSON, so that a form on a web page
-cannot send one.
+The server speaks plain HTTP. Callers are checked before their bodies are read. A server that does not listen on a
+loopback address must have a token, which its callers must send. A request body must be JSON, so that a form on a web
+page cannot send one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class EventStore:
                 raise ConfigError(f"{self.path}: line {number} is damaged: {error}") from None
 
     def append(self, event: AnyEvent) -> None:
-        """Hand one event to the kernel. Raises `DiskError`, and then leaves no part of the event in the file."""
+        """Write one event, without waiting for the disk. Raises `DiskError`, and then leaves no part of the event in
+        the file."""
         self._file.append(msgspec.json.encode(event) + b"\n")
 
     async def commit(self) -> None:
@@ -91,10 +92,10 @@ class EventStore:
 
 
 class TrajectoryServer:
-    """The routes of the API. `app` is the web application. Without a store, everything is lost when the server
+    """The routes of the API. `app` is the web application. If there is no store, everything is lost when the server
     restarts.
 
-    Callers must send `token`; without one, every program may call, but web pages may not.
+    If `token` is set, callers must send it. Otherwise, every program may call the server, but web pages may not.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Run a server; the context's value is its address. Port 0 selects a free port.
 
-    Raises `ConfigError`, for example if the host is not the loopback and there is no token.
+    Raises `ConfigError`, for example if `host` is not a loopback address and there is no token.
     """
     require_token(host, token)
     clock = clock or SystemClock()

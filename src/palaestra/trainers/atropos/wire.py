@@ -3,8 +3,8 @@
 Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-probability rows as token rows, each row
 is as long as its tokens, and all its numbers are finite.
 
-Wire source: the routes and models of atroposlib 0.4, which does not check lengths. `delivery_id` is our
-addition: deliveries with the same id contain the same group.
+Source of the format: the routes and models of atroposlib 0.4, which does not check lengths. `delivery_id` is
+Palaestra's addition: deliveries with the same id contain the same group.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class BatchInfo(msgspec.Struct):
 class EnvStatus(msgspec.Struct, kw_only=True):
     """The answer of `GET /status-env`. Queue sizes count groups of the size that the asking environment registered.
 
-    `starving` is our addition: enough sequences for a batch wait, but no combination of the groups fills one.
+    `starving` is Palaestra's addition: enough sequences for a batch wait, but no combination of the groups fills one.
     """
 
     current_step: int
@@ -102,10 +102,9 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class ScoredData(msgspec.Struct, kw_only=True):
-    """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and optional fields.
-
-    `inference_logprobs[G][T]`, `ref_logprobs[G][T]`; `advantages[G]`, with T values or one value for each sequence. An
-    empty list counts as absent.
+    """A group: `tokens[G][T]`, `masks[G][T]` (-100 where nothing is trained), `scores[G]`, and optional fields. These
+    include `inference_logprobs[G][T]`, `ref_logprobs[G][T]` and `advantages[G]`, which has T values or one value for
+    each sequence. An empty list counts as absent.
     """
 
     tokens: list[list[TokenId]]
@@ -126,7 +125,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
 
 
 def read(body: bytes, shape: type[T]) -> T:
-    """Return the body as a `shape`. Numbers may be text, as in the original. Raises `RequestRefusal` (422)."""
+    """Return the body as a `shape`. Numbers may be text, as in atroposlib. Raises `RequestRefusal` (422)."""
     try:
         return msgspec.json.decode(body, type=shape, strict=False)
     except msgspec.ValidationError as error:

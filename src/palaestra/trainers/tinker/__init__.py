@@ -1,1 +1,1 @@
-"""A training and sampling server for clients of the Tinker SDK. Extra: `tinker`."""
+"""A training and sampling server for clients of the Tinker SDK. Needs the extra `tinker`."""

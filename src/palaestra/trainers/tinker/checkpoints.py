@@ -98,7 +98,8 @@ class CheckpointFolder:
         ttl_s: float | None = None,
         user_metadata: dict[str, str] | None = None,
     ) -> Checkpoint:
-        """Write the weights, and with `optimizer` AdamW's state. Raises `UserError` if the name is taken."""
+        """Write the weights and, if `optimizer` is true, AdamW's state. Raises `UserError` if the name is taken and
+        `overwrite` is false."""
         file = self._file(place)
         former = self._read(file)
         if former is not None and not overwrite:
@@ -141,8 +142,9 @@ class CheckpointFolder:
         return found
 
     def load(self, checkpoint: Checkpoint, base: BaseModel, *, optimizer: bool) -> TrainedModel:
-        """Return a saved model, ready to train; with `optimizer`, AdamW's state is loaded too. Raises `UserError` if
-        the checkpoint belongs to a different base model or lacks the optimizer's state."""
+        """Return a saved model, ready to train. If `optimizer` is true, AdamW's state is loaded too. Raises `UserError`
+        if the checkpoint belongs to a different base model, lacks the optimizer's state although `optimizer` is true,
+        or cannot be read."""
         if checkpoint.digest != base.digest:
             raise UserError(
                 f"The checkpoint {checkpoint.path} was trained from '{checkpoint.base_model}', whose weights differ "

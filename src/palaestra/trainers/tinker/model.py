@@ -1,11 +1,11 @@
 """The models of the training server: one base model, and the modules made from it.
 
-Each trained model is a separate `torch` module. With LoRA it shares the base's tensors and adds those of its adapter;
-with full weights it has its own tensors. A sampler is a module with a copy of the trained tensors, so later steps do
-not change it. Invariants: log-probabilities are the model's own, in float32 at temperature 1, in samplers and trainers
-alike. A batch that fails leaves the gradients as they were.
+Each trained model is a separate `torch` module. With LoRA, the module shares the base model's tensors and adds those of
+its adapter. With full weights, it has its own tensors. A sampler is a module with a copy of the trained tensors, so
+later steps do not change it. Invariants: log-probabilities are the model's own, in float32 at temperature 1, in
+samplers and trainers alike. A batch that fails leaves the gradients as they were.
 
-Extra: `tinker` (torch, transformers, peft).
+Needs the extra `tinker` (torch, transformers, peft).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Settings of one AdamW step, as in the API. With `grad_clip_norm` 0, gradients are not clipped."""
+    """Settings of one AdamW step, as in the API. If `grad_clip_norm` is 0, gradients are not clipped."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -108,7 +108,8 @@ class BatchResult:
 
 
 class BaseModel:
-    """The model that all others start from. `name` is its name for clients. Loading blocks; raises `ConfigError`."""
+    """The base model, from which all trained models start. `name` is its name for clients. Loading blocks. Raises
+    `ConfigError` if the model cannot be loaded."""
 
     def __init__(self, source: str, *, name: str | None = None, device: str | None = None, dtype: str = "float32"):
         try:
@@ -181,8 +182,8 @@ class TrainedModel:
         return {name: tensor for name, tensor in self.module.named_parameters() if tensor.requires_grad}
 
     def batch(self, rows: Sequence[Row], loss: str, config: Mapping[str, float], *, backward: bool) -> BatchResult:
-        """Return the loss and the log-probabilities of `rows`; with `backward`, the gradient is added to the
-        accumulated one.
+        """Return the loss and the log-probabilities of `rows`. If `backward` is true, the gradient is added to the
+        accumulated gradient.
 
         Raises `UserError` if the loss is not finite; the gradients are then unchanged.
         """
@@ -233,8 +234,9 @@ class TrainedModel:
 
     def step(self, adam: Adam) -> dict[str, float]:
         """Take one AdamW step with the accumulated gradient, which is then dropped. Returns the gradient's norm before
-        clipping. Raises `UserError` if there is no gradient, or if it is not finite; the weights are then unchanged.
-        Also raises `UserError` if the step has ruined the weights; only loading another state repairs them."""
+        clipping. Raises `UserError` if there is no gradient or if the gradient is not finite; the weights are then
+        unchanged. Also raises `UserError` if the step has ruined the weights; only loading another state repairs
+        them."""
         import torch
 
         tensors = [tensor for tensor in self.trained().values() if tensor.grad is not None]

@@ -38,7 +38,8 @@ class Scoring:
 
     `first` is the first position with log-probabilities, at least 1. `targets[prompt - 1, K]` are ids to score at each
     prompt position after the first, -1 for none. `alternatives` is the number of tokens to draw at each of these
-    positions.
+    positions. `top_prompt` and `top_sampled` are the numbers of most likely tokens to return at each position of the
+    prompt and of the reply.
     """
 
     ids: Sequence[int]
@@ -89,7 +90,8 @@ class Sampler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-scores")
 
     async def sample(self, request: SampleRequest, tokenizer: Callable[[], Tokenizer]) -> list[Sampled]:
-        """Return the continuations. The ids of a reply include the tokens that ended it. Raises `UserError`."""
+        """Return the continuations. The ids of a reply include the tokens that ended the reply. Raises `UserError` if
+        the prompt fills the window."""
         room = self.base.window - len(request.prompt)
         if room < 1:
             raise UserError(

@@ -1,6 +1,6 @@
 """Serves the routes of the Tinker API (SDK 0.38) over one `TinkerService`.
 
-Wire source: the SDK itself (PyPI `tinker`), whose request and response types are used unchanged. Invariant: no
+Source of the format: the SDK itself (PyPI `tinker`), whose request and response types are used unchanged. Invariant: no
 answer makes the SDK repeat a request forever. An invalid request gets a status for which the SDK raises immediately, or
 fails through its future. The SDK repeats a request only after 429, which the server sends while it is full.
 """
@@ -52,8 +52,8 @@ _Model = TypeVar("_Model", bound=pydantic.BaseModel)
 
 
 class TinkerServer:
-    """The routes of the API. `app` is the web application. Callers must send `token` as their API key; without one,
-    every program may call, but web pages may not."""
+    """The routes of the API. `app` is the web application. If `token` is set, callers must send it as their API key.
+    Otherwise, every program may call the server, but web pages may not."""
 
     def __init__(self, service: TinkerService, *, token: str | None = None) -> None:
         self.service = service
@@ -471,7 +471,7 @@ async def serving(
     """Run a server for one base model. Port 0 selects a free port.
 
     Raises `ConfigError` if the model cannot be loaded, the folder cannot be written, the token lacks the prefix `tml-`
-    (which the SDK requires), or the host is not the loopback and there is no token.
+    (which the SDK requires), or `host` is not a loopback address and there is no token.
     """
     require_token(host, token)
     if token is not None and not token.startswith(KEY_PREFIX):

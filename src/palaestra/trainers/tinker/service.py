@@ -56,8 +56,8 @@ SILENT_S = 30.0
 that was killed cannot end its session."""
 
 MOST_RECORDED_TOKENS = 1 << 24
-"""The maximum number of tokens in all sequences recorded for `stable_reinforce`; beyond it, the oldest sequences are
-forgotten."""
+"""The maximum number of tokens in all sequences recorded for `stable_reinforce`; beyond this number, the oldest
+sequences are forgotten."""
 
 RECORDED_S = 86_400.0
 """Seconds after which a recorded sequence is forgotten, counted from its last use."""
@@ -326,8 +326,9 @@ class TinkerService:
     def submit(
         self, model_id: str, sequence: int | None, run: Callable[[TrainedModel], FutureAnswer]
     ) -> PendingRequest:
-        """Queue a request under its number. For a number that was already submitted, return the future of that request.
-        Raises `NotFound`, `Busy`, and `UserError` for a number that has passed."""
+        """Queue a request under its sequence number; if `sequence` is None, the request gets the next free number. If
+        the number was already submitted, return the request that has it. Raises `NotFound`, `Busy`, and `UserError` for
+        a number that has passed."""
         training = self.training(model_id)
         number = sequence or max([training.expected - 1, *training.waiting]) + 1
         request_id = f"{model_id}:{number}"
@@ -621,7 +622,8 @@ class TinkerService:
             await self._evict(self._most_samplers)
 
     async def _evict(self, most: int) -> None:
-        """Drop the least recently used weights beyond `most`. With 0, drop the weights that no session uses."""
+        """Drop the least recently used weights until at most `most` are left. If `most` is 0, drop only the weights
+        that no session uses. Weights in use are kept."""
         named = {sampling.key for sampling in self.sampling.values()}
         for key in list(self._samplers)[:-1] if most else list(self._samplers):
             sampler = self._samplers[key]

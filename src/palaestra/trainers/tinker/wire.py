@@ -74,8 +74,8 @@ def read_batch(body: bytes) -> DatumBatch:
 
 
 def rows(batch: DatumBatch, base: BaseModel, recorded: Callable[[str], Recorded]) -> list[Row]:
-    """Return the checked rows of a batch. `recorded` returns the sequence with an id, or raises `UserError`. Raises
-    `UserError`, which names the invalid datum and input."""
+    """Return the checked rows of a batch. `recorded` returns the recorded sequence with the given id, or raises
+    `UserError`. Raises `UserError` for an invalid batch; the message names the invalid datum and input."""
     kind = LOSSES.get(batch.loss)
     if batch.loss == "custom":
         raise UserError("This server does not store custom losses: let the SDK compute them (forward_backward_custom).")

@@ -57,8 +57,8 @@ class GptOss(Grammar):
         return self._message(output, mark, end.end, thinking=_ANALYSIS.search(header) is not None)
 
     def _no_message(self, output: OutputReader, mark: Mark, end: int) -> int | None:
-        """Read a header without a message. At the end of a cut output, the header is unfinished; otherwise, it is only
-        a mention."""
+        """Read a header without a message. The header `assistant` alone is skipped. A header with a recipient at the
+        end of a cut output is a broken call. Any other header is only a mention."""
         header = output.text[mark.end : end]
         if mark.text == _START and header.strip() == "assistant":
             return end  # the header of a message that never began

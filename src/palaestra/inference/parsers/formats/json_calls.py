@@ -45,8 +45,8 @@ _STRAY = re.compile(r"[)} \t\r\n]*")
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The tag that begins a call, and the tags that end it, which may have white space between them. `last` ends the
-    call."""
+    """The tag that begins a call, and the tags that end it, which may have white space between them. `last` is the tag
+    that ends the call."""
 
     open: str
     close: tuple[str, ...]
@@ -107,7 +107,7 @@ def _next_end(text: str, start: int, tags: Tags) -> int:
 def _end_of_broken(text: str, start: int, failed: int, tags: Tags) -> int:
     """Return the end of a call whose JSON begins at `start` and stops being JSON at `failed`.
 
-    The call ends after the first end tag that follows `failed`, because earlier ones are inside strings. But if a
+    The call ends after the first end tag that follows `failed`, because earlier end tags are inside strings. But if a
     string was never closed, the true end tag may be inside it: if another call begins before `failed`, the first end
     tag after `start` counts.
     """
@@ -162,7 +162,7 @@ def named_call(text: str, keys: Sequence[str] = ("arguments",)) -> NamedCall:
 
 
 def _name_in(text: str) -> str:
-    """Return the name in a broken object, or the empty string. It only shows the model which call is meant."""
+    """Return the name in a broken object, or the empty string. The name only shows the model which call is meant."""
     try:
         name = decode_members(text).get("name")
     except Malformed:
@@ -190,7 +190,7 @@ def add_named(
 
 
 def add_json(output: OutputReader, start: int, name: str, body: JsonBody, call_id: str = "") -> int:
-    """Add the call `name` whose arguments are the object, broken or not; return its end."""
+    """Add the call `name`, whose arguments are the object in `body`, broken or not; return its end."""
     problem = body.problem
     if problem is None:
         try:
@@ -209,8 +209,8 @@ def add_json(output: OutputReader, start: int, name: str, body: JsonBody, call_i
 
 
 def read_array(output: OutputReader, start: int, bracket: int, with_ids: bool = False) -> int:
-    """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns the end of the list.
-    `with_ids`: use the calls' own ids."""
+    """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns the end of the list, or
+    of the element after which the list breaks off. `with_ids`: use the calls' own ids."""
     text, position = output.text, bracket + 1
     while True:
         begin = skip(text, position)
@@ -309,7 +309,7 @@ def string_end(text: str, start: int, quote: str) -> int:
 
 
 class Hermes(Grammar):
-    """`<tool_call>` … `</tool_call>`."""
+    """Reads calls between `<tool_call>` and `</tool_call>`."""
 
     tags: ClassVar[Tags] = Tags("<tool_call>", ("</tool_call>",))
     openers = ("<tool_call>",)
@@ -326,7 +326,7 @@ class Hermes(Grammar):
 
 
 class LongCat(Hermes):
-    """`<longcat_tool_call>` … `</longcat_tool_call>`, and thinking in tags of its own."""
+    """Reads calls between `<longcat_tool_call>` and `</longcat_tool_call>`, and thinking also in LongCat's own tags."""
 
     tags = Tags("<longcat_tool_call>", ("</longcat_tool_call>",))
     openers = ("<longcat_tool_call>",)

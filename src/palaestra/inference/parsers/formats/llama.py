@@ -87,7 +87,8 @@ class LlamaJson(Grammar):
 
 
 def _is_call(text: str, complete: bool) -> bool:
-    """Return whether a bare object requests a call; anything else is text, not a mistake."""
+    """Return whether a bare object is a call, which may be broken if the object begins with `name`. Any other object is
+    text."""
     named = _NAMED.match(text[:_NAMED_CHARS]) is not None
     if not complete:
         return named
@@ -207,7 +208,8 @@ _ARGUMENT = re.compile(r"\s*([^\W\d]\w*)\s*=\s*")
 
 
 def scan_parentheses(text: str, start: int) -> Scan:
-    """Return where the bracket that opens at `start` closes, ignoring strings; or where a string breaks off."""
+    """Return where the bracket that opens at `start` closes, ignoring brackets in strings. If a string is not closed,
+    return where it breaks off."""
     depth, position = 0, start
     while True:
         position = skip(text, position, _OUTSIDE)

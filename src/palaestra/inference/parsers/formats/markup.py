@@ -49,7 +49,8 @@ from palaestra.inference.parsers.scan import (
 
 
 class Markup(Grammar):
-    """The tags of one family. Each opening tag is cut before the name that it contains."""
+    """The tags of one family. `call` and `parameter` hold only the beginning of the opening tag, up to the name that it
+    contains."""
 
     section: ClassVar[tuple[str, str]]
     call: ClassVar[tuple[str, str]]
@@ -133,8 +134,8 @@ class Markup(Grammar):
     def _value_end(self, output: OutputReader, start: int) -> tuple[int, int]:
         """Return where the value that begins at `start` ends, and where the markup continues. Raises `Malformed`.
 
-        `meant` is the likely end of an unclosed value: an end tag before another call or the section's end. The value
-        ends there if more markup comes before an end tag that fits.
+        `meant` is the likely end of an unclosed value: an end tag before another call or the section's end. If more
+        markup comes before an end tag that fits, the value is unclosed, and the error has that position.
         """
         text, position, meant = output.text, start, -1
         while (mark := find(text, position, self.parameter[1], self.parameter[0], self.call[1])) is not None:
@@ -191,8 +192,8 @@ class Qwen3Coder(Markup):
     """The format has one call per section; if a model writes several, each counts as a call.
 
     One line end after a parameter's opening tag and one before its end tag belong to the format, all other white space
-    to the value. `<function=…>` may appear without the tags around it; an opening tag requires its end tag after the
-    last call.
+    to the value. `<function=…>` may appear without the section's tags. If the section's opening tag is there, its end
+    tag must follow the last call.
     """
 
     section = ("<tool_call>", "</tool_call>")
@@ -245,7 +246,7 @@ class Qwen3Coder(Markup):
 
 
 class MiniMaxM2(Markup):
-    """Several calls per section. White space belongs to the value."""
+    """A section may hold several calls. White space belongs to the value."""
 
     section = ("<minimax:tool_call>", "</minimax:tool_call>")
     call = ("<invoke", "</invoke>")
@@ -274,11 +275,11 @@ _PARAMETER = re.compile(r'([^"]+)"(?:\s+string="(true|false)")?\s*')
 
 
 class DeepSeekV32(Markup):
-    """Several calls per section. White space belongs to the value.
+    """A section may hold several calls. White space belongs to the value.
 
-    A value with `string="true"` is text, whatever the schema says; one with `string="false"` is JSON; anything else in
-    that attribute makes the call malformed. An `invoke` element may be self-closing, or hold one JSON object instead of
-    parameters.
+    A value with `string="true"` is text, whatever the schema says; a value with `string="false"` is JSON. Without the
+    attribute, the schema decides; any other value of the attribute makes the call malformed. An `invoke` element may be
+    self-closing, or hold one JSON object instead of parameters.
     """
 
     section = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
@@ -343,7 +344,8 @@ class Glm47(Grammar):
         return output.add(call, mark.start)
 
     def _unfinished(self, output: OutputReader, mark: Mark, end: int) -> int | None:
-        """Read a lone name at the end of an output as the beginning of a call."""
+        """Read a tag at the end of an output as an unfinished call if nothing follows it or, in a cut output, only a
+        name. Otherwise, the tag is a mention."""
         name = output.text[mark.end : end].strip()
         if end < output.end or (name and not (output.cut and _GLM_NAME.fullmatch(name))):
             return None
@@ -382,8 +384,8 @@ class Glm47(Grammar):
         """Return where a value ends, and where the pairs continue. An end tag with nothing valid after it is part of
         the value.
 
-        `meant` is the likely end of an unclosed value: an end tag that another call, or nothing, follows. Raises
-        `Malformed`.
+        `meant` is the likely end of an unclosed value: an end tag that is followed by another call or by the end of the
+        output. Raises `Malformed`.
         """
         text, position, meant = output.text, start, -1
         tags = (_VALUE_END, _GLM_CLOSE, f"{_KEY_END}{_VALUE}", f"{_KEY_END}\n{_VALUE}")

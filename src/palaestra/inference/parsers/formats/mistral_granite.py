@@ -92,7 +92,7 @@ class Mistral(Grammar):
 
 
 class Granite(Grammar):
-    """One list per mark."""
+    """Each mark begins one list of calls."""
 
     openers = ("<|tool_call|>", "<tool_call>")
 

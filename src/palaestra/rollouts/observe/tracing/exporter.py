@@ -1,7 +1,7 @@
 """Sends spans to a collector with OTLP over HTTP, in batches, from a thread of the SDK.
 
-If the collector is slow, unreachable or full, spans are lost, one warning is printed, and the run's end waits at most
-`GRACE_S`.
+If the collector is slow, unreachable or full, spans are lost, one warning is printed, and the run waits at most
+`GRACE_S` seconds at its end.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def traced(
 
 
 def traces_url(endpoint: str) -> str:
-    """Return the URL for spans: the endpoint, with the protocol's path if it has no path."""
+    """Return the URL for spans: the endpoint, to which the protocol's path is added if the endpoint has no path."""
     parts = urlsplit(endpoint)
     return urlunsplit(parts._replace(path="/v1/traces")) if parts.path in ("", "/") else endpoint
 

@@ -182,8 +182,8 @@ class Spans:
 
     @contextmanager
     def _call(self, rollout_id: str, name: str, attributes: Attributes, kind: SpanKind) -> Iterator[Span]:
-        """Open a span for a call, inside the span of the call that made it (`delegate_task`) or of its rollout's
-        stage."""
+        """Open a span for a call, inside the span of the tool call that made it (`delegate_task`) or, otherwise, inside
+        the span of the rollout's stage."""
         outer, within = get_current_span(), self._context(rollout_id)
         same = outer.get_span_context().trace_id == get_current_span(within).get_span_context().trace_id
         with self._tracer.start_as_current_span(
@@ -201,7 +201,8 @@ class Spans:
                 raise
 
     def tool(self, rollout_id: str) -> ToolMiddleware:
-        """Return tool middleware that puts a span around each call of the rollout's agent."""
+        """Return tool middleware that puts a span around each call that the rollout's agent makes itself. Calls in
+        other conversations, such as those of sub-agents, get no span."""
 
         async def traced(call: CheckedCall, then: Next) -> ToolOutcome:
             if not call.by_agent or call.conversation:

@@ -1,7 +1,7 @@
 """Runs the client of a tracking service in a child process: `start_tracker` and `ChildTracker`.
 
-Such clients take seconds to import, capture the terminal, print, block on networks and input, and install exit hooks. A
-child process that reads lines from a pipe keeps all of that away from the run, and ends with the run. Invariant: only
+Such clients take seconds to import, capture the terminal, print, block on networks and input, and install exit hooks.
+The client therefore runs in a child process, which reads lines from a pipe and ends with the run. Invariant: only
 `aclose` waits for the child, for `GRACE_S` at most; lines that do not fit into the pipe are dropped, with one warning.
 """
 
@@ -24,7 +24,7 @@ GRACE_S = 30.0
 WORKER = "palaestra.rollouts.observe.trackers.worker"
 
 MOST_WAITING = 4_000_000
-"""The maximum number of bytes queued for a child that does not read. Beyond that, lines are dropped."""
+"""The maximum number of bytes queued for a child that does not read. Further lines are dropped."""
 
 Note = Callable[[str], None]
 
@@ -96,7 +96,8 @@ def _last_line(log: Path) -> str:
 
 
 async def start_tracker(service: str, label: RunLabel, note: Note) -> ChildTracker | None:
-    """Start the tracker of a service. Returns None, with a warning, if its library is missing or it cannot start."""
+    """Start the tracker of a service. Returns None, with a warning, if the service's library is missing or the child
+    process cannot be started."""
     found = importlib.util.find_spec(service)
     if found is None or found.origin is None:  # without an origin, it is only a folder that the service created
         note(f"WARNING: {service} was requested but is not installed (pip install 'palaestra[{service}]')")

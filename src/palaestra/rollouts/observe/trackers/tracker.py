@@ -1,4 +1,5 @@
-"""`Tracker`, which shows the metrics of a run, and `RunLabel`, under which it files them. This module does no I/O.
+"""`Tracker`, which shows the metrics of a run, and `RunLabel`, the names under which the tracker files these metrics.
+This module does no I/O.
 
 Invariant: a tracker neither delays nor breaks the run. Metrics always go to `metrics.jsonl`; services are reached
 through `subprocess_tracker`.
@@ -19,8 +20,8 @@ Shown: TypeAlias = Sequence[tuple[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class RunLabel:
-    """The names under which a run is filed. A resumed run keeps its `run_id`. `group` is a larger unit, such as the
-    training run that this run feeds."""
+    """The names under which a run is filed, with its folder and its settings. A resumed run keeps its `run_id`. `group`
+    is a larger unit, such as the training run that this run feeds."""
 
     project: str
     name: str

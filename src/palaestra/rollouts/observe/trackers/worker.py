@@ -28,7 +28,7 @@ SERVICES = {
     "wandb": "palaestra.rollouts.observe.trackers.wandb:WandbClient",
 }
 """To add a service, write a module with a `Client` and add a line here. The key must be the name of
-both the service's library and our extra."""
+both the service's library and Palaestra's extra."""
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
 """Serves a slot's commands, shells and small files without the slot server, which saves two process wake-ups per
 request.
 
-At the level `full`, the server and its client run as root on the same machine. For each slot the server hands over a
-descriptor of the slot's root and a line (a second socket) to its init, and the client then acts like the server, with
-the same code (`slotd/exec`, `slotd/files.py`). The server makes, freezes and ends the slot. It also serves all other
-requests, and requests that fail here (a missing file, no free descriptor in this process), so that the errors are the
-same.
+At the level `full`, the server and its client run as root on the same machine. For each slot, the server hands over a
+descriptor of the slot's root and a second socket to the slot's init process, which the code calls the *line*. The
+client then acts like the server, with the same code (`slotd/exec`, `slotd/files.py`). The server makes, freezes and
+ends the slot. It also serves all other requests, and requests that fail here (a missing file, no free descriptor in
+this process), so that the errors are the same.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class DirectSlot(Requests):
 
     def _serves(self, op: str, fields: Fields) -> bool:
         """Return whether a command's request is served here. A new shell is served here only if this process has
-        descriptors left for it."""
+        descriptors left for it; later requests about a shell are served where the shell was started."""
         if self.root < 0 or op == "exec":
             return self.root >= 0
         if op != "shell":
@@ -241,8 +241,8 @@ class DirectSlot(Requests):
         self.root = -1
 
     def _has_file(self, fields: Fields) -> bool:
-        """Return whether a file call may be served here. If not, the server serves the call, and first lets a frozen
-        slot continue."""
+        """Return whether a file call may be served here. A call in a frozen slot is served by the server, which first
+        lets the slot continue."""
         frozen, self._frozen = self._frozen, False
         return not frozen and self.root >= 0 and type(fields["path"]) is str
 
@@ -257,7 +257,7 @@ class DirectSlot(Requests):
         try:
             yield
         finally:
-            self._frozen |= op == "freeze"  # again: a file call has cleared it, but came before everything was stopped
+            self._frozen |= op == "freeze"  # set again, because a file call may have cleared it during the freeze
             self._surveys -= op in _SURVEYS
             self._stops.discard(end)
             end.set_result(None)
@@ -348,7 +348,7 @@ class AsyncioLoop(EpollLoop):
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = float("inf")
 
-    close_in_child = EpollLoop.end  # asyncio's loop is still the parent's
+    close_in_child = EpollLoop.end  # asyncio's loop still belongs to the parent process
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
         self._soon.pop(fd, None)
@@ -394,7 +394,7 @@ class AsyncioLoop(EpollLoop):
             self.watch(fd, call)
 
     def _set_alarm(self, seconds: float | None) -> None:
-        """Run the timers after this many seconds; None for never."""
+        """Run the timers after `seconds` seconds. If `seconds` is None, only cancel the alarm."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm = None if seconds is None else self._asyncio.call_later(seconds, self._ring)

@@ -1,4 +1,5 @@
-"""Runs background processes, which outlive the request that started them. Serves these requests, all with the lease:
+"""Runs background processes, which outlive the request that started them. Serves these requests, each of which also has
+the fields of the slot's lease:
 
     op          fields                                              RESULT
     spawn       argv | command, cwd, env, terminal, stdin           `BackgroundProcess.fields`
@@ -51,7 +52,7 @@ _PTMX = os.makedev(5, 2)
 
 
 class BackgroundProcesses:
-    """The background processes of one slot, oldest first. `numbers` yields their names."""
+    """The background processes of one slot, oldest first. `numbers` yields the numbers that name them."""
 
     def __init__(self, supervisor: Supervisor, numbers: Iterator[int]) -> None:
         self._supervisor, self._numbers = supervisor, numbers
@@ -165,8 +166,8 @@ class BackgroundProcess:
     # Requests
 
     def read(self, number: int, cursor: int, max_bytes: int, wait_s: float) -> None:
-        """Answer with the output from `cursor`. If there is none, wait up to `wait_s` seconds for output or for the end
-        of the process."""
+        """Answer with the output from `cursor`. If there is no output yet, first wait up to `wait_s` seconds for output
+        or for the end of the process."""
         if cursor < 0:
             cursor = max(0, self._ring.total + cursor)
         self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
@@ -176,7 +177,8 @@ class BackgroundProcess:
         self._wait(_Reader(number, None, 0, None), wait_s)
 
     def write(self, number: int, data: bytes, close: bool) -> None:
-        """Answer when all of `data` is written; `close` then ends the input. Raises BrokenPipeError."""
+        """Answer when all of `data` is written. If `close` is true, end the input after that. Raises
+        BrokenPipeError."""
         if self._input is None or self.over:
             raise BrokenPipeError(errno.EPIPE, "the process has ended")
         self._input.write(number, data, close, self)
@@ -378,7 +380,8 @@ class _Input:
         self._closing = self._listening = False
 
     def write(self, number: int, data: bytes, close: bool, owner: BackgroundProcess) -> None:
-        """Answer when all of `data` is written; `close` then ends the input. Raises BrokenPipeError."""
+        """Answer when all of `data` is written. If `close` is true, end the input after that. Raises
+        BrokenPipeError."""
         if self.fd < 0 or self._closing:
             raise BrokenPipeError(errno.EPIPE, "the input of the process is closed")
         if close:

@@ -89,7 +89,7 @@ class Execution:
         self.errors_leftover: int | None = None
 
     def start(self) -> None:
-        """Start to watch the pipes and the time limit."""
+        """Start watching the pipes and the time limit."""
         self._loop.watch_soon(self._output, self._read_output)
         if self._verdict >= 0:
             self._loop.watch_soon(self._verdict, self._read_verdict)
@@ -200,8 +200,8 @@ class Execution:
         )
 
     def _begin_kill(self) -> None:
-        """Kill the command unless it has ended; otherwise a stateful shell would apply the interrupt to its next
-        command."""
+        """Kill the command, unless it has ended or is already being killed. If a stateful shell were interrupted after
+        the command's end, the interrupt would hit the shell's next command."""
         if not self.killing and not self.ended:
             self.killing = True
             self._kill()

@@ -6,8 +6,8 @@ would inherit a second copy of each pipe, including the verdict's pipe, which a 
 code.
 
 Spill files hold the output that is not kept in memory. They are files of the slot below /tmp, so they are in no
-snapshot and count against the slot's disk limit. Each file gets the output from the first byte up to a size limit; a
-slot keeps only the newest few files.
+snapshot and count against the slot's disk limit. Each file gets the output from the first byte up to `MAX_SPILL_BYTES`.
+A slot keeps only the newest `_MAX_FILES` files.
 """
 
 from __future__ import annotations

@@ -78,9 +78,9 @@ def _load() -> int:
 
 
 def inside(init: int, noted: Noted) -> Moment:
-    """Convert a moment from this process's namespace to the namespace of a slot's init. Ids serve only to order
-    processes that started in the same tick, so the result has the id of the youngest living process of that tick, or
-    0."""
+    """Convert a moment from this process's namespace to the namespace of a slot's init. The id in a moment serves only
+    to order processes that started in the same tick. The result therefore has the id of the youngest living process of
+    that tick, or 0 if there is none."""
     started, last = moment(noted)
     before = [_number_inside(pid) for pid, _ in freezer.descendants(init) if pid <= last and _began_in(pid, started)]
     return started, max(before, default=0)
@@ -110,8 +110,9 @@ def kill_tree(
     *,
     kill_slot: KillSlot,
 ) -> bool:
-    """Kill until no process of the command lives. Returns True if only `kill_slot` could end the tree. Spares processes
-    that started up to the moment `after`, with their descendants; with `spare`, also the main process."""
+    """Kill until no process of the command lives. Returns True if only `kill_slot` could end the tree. Processes that
+    started up to the moment `after` are spared, with their descendants. If `spare` is true, the main process is also
+    spared."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         victims = tree(processes(), command, others, os.getpid(), after) - ({command.pid} if spare else set())
@@ -132,7 +133,8 @@ def kill_tree(
 def tree(
     table: Sequence[ProcessStat], command: Command, others: Sequence[Command], init: int = 1, after: Moment = ALWAYS
 ) -> set[int]:
-    """Return the living processes that belong to the command (since `after`); orphans are children of `init`."""
+    """Return the pids of the living processes that belong to the command. If `after` is given, they include only
+    processes that started after that moment, and the main process. Orphans are children of `init`."""
     mains = {other.pid for other in others}
     living = [process for process in table if not process.zombie]
     members = {command.pid}

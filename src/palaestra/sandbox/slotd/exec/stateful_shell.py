@@ -18,8 +18,8 @@ in time, it is kept; otherwise it is killed. If a shell has ended (for example b
 command starts a new shell. `shell_restarted` is set in the result of the command that ended the shell or, if the shell
 died between two commands, in the result of the second.
 
-Commands of a shell never have a verdict channel: a command shares the shell with earlier commands, which could have
-changed it, and can write to the status descriptor.
+Commands of a shell never have a verdict channel. A command could not be trusted with one, because earlier commands may
+have changed the shell that runs it, and every command can write to the status descriptor.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class ShellProcess:
             self._supervisor.kill_child(self._process, self._since())
             return
         self._supervisor.signal(self._process, signal.SIGINT)
-        self._say(_TELL % self._sequence)  # again, because some shells forget the lines that they have read ahead
+        self._say(_TELL % self._sequence)  # sent again, because some shells forget the lines that they have read ahead
         self._patience = self._loop.later(INTERRUPT_EVERY_S, lambda: self._interrupt_again(times - 1))
 
     def _interrupt_again(self, times: int) -> None:

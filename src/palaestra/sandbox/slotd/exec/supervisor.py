@@ -37,7 +37,7 @@ _APART: init_messages.Places = ((0, 0), (1, 1), (2, 2))  # errors in a pipe of t
 
 
 class Child(Protocol):
-    """A process that outlives a request: a shell, a background process."""
+    """A process that outlives the request that started it: a shell or a background process."""
 
     def on_report(self, report: InitReport) -> None:
         """Handle the init's report on this child: STARTED, NOT_STARTED, EXIT or KILLED."""
@@ -154,7 +154,8 @@ class Supervisor:
             execution.give_credit(frame.fields["bytes"])
 
     def finish(self, execution: Execution, shell_flags: int, then: Callable[[Execution], None]) -> None:
-        """Send a command's RESULT, only once. If the command was killed, first ask whether memory had run out."""
+        """Send a command's RESULT, unless it has been sent. If the command was killed, first ask whether memory had run
+        out."""
         if not execution.was_killed:
             if not execution.over:
                 execution.finish(False, shell_flags)
@@ -192,8 +193,8 @@ class Supervisor:
         self._order(init_messages.encode(Order.SIGNAL, child, number))
 
     def kill_child(self, child: int, after: process_tree.Moment = process_tree.ALWAYS, spare: bool = False) -> None:
-        """Kill the processes that a child has started since the moment `after`, and the child itself unless `spare` is
-        set. The report KILLED follows."""
+        """Kill the processes that a child has started since the moment `after`, and, unless `spare` is true, the child
+        itself. The report KILLED follows."""
         order = self._dying[child] = object()
         self._order(init_messages.encode_kill(child, after, spare))
         self.loop.later(_KILL_PATIENCE_S, lambda: self._give_up(lambda: self._dying.get(child) is order))
@@ -214,7 +215,7 @@ class Supervisor:
         self.loop.watch(self._channel.fileno(), self.receive)
 
     def open_line(self) -> socket.socket | None:
-        """Return a second socket for orders to the init, for the client. None if no descriptors are left."""
+        """Return a second socket over which the client can send orders to the init; None if no descriptors are left."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError:
@@ -321,7 +322,7 @@ class Supervisor:
             self.finish(execution, 0, self._put_away)
 
     def _on_not_started(self, execution: Execution, report: InitReport) -> None:
-        """Start a command line again with `sh` if bash is missing."""
+        """Start a command line again with `sh` if bash is missing. Otherwise, send the ERROR."""
         spec = execution.spec
         self._forget(execution)
         if spec.shell == "bash" and report.value == errno.ENOENT and not report.flag and not execution.killing:

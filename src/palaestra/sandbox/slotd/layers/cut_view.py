@@ -9,7 +9,8 @@ changes a link on the way, that change is left out too; otherwise the layer coul
 - If the layer turned a parent of a left-out path into a link or a file, the change of that parent is left out as a
 whole.
 
-- If the layer replaced (opaque) or deleted a parent, the parent's entries below stay hidden, except for the path.
+- If the layer replaced (opaque) or deleted a parent of a left-out path, the parent's entries in the stack below stay
+hidden, except for the left-out path.
 
 Cutting renames entries, removes marks and adds whiteouts. The cost grows with the number of named paths and the size of
 the directories on the way to them, not with the number of files in the layer.
@@ -179,7 +180,8 @@ class OverlayCut:
         return True
 
     def _hide_below(self, directory: str, path: str, passage: str) -> None:
-        """Hide each entry below by a mark of its own, in place of one opaque mark, except for the name `passage`."""
+        """Hide each entry of the stack below with a separate mark, instead of all entries with one opaque mark. The
+        entry `passage` is not hidden."""
         for name in self._below.names(path):
             child = f"{directory}/{name}"
             status = _lstat(child)

@@ -4,7 +4,8 @@ Each store is a tmpfs of its own: its size is the slot's disk limit, and droppin
 supports overlays on an unmounted tmpfs, the store is held by a descriptor alone, because a mount would make every new
 slot more expensive: a slot begins with a copy of the server's mount namespace.
 
-A layer is one upper directory for each tree of a root. Layers and stores are kept until their last user releases them.
+A layer is one upper directory for each tree of a root (see `rootfs.py`). Layers and stores are kept until their last
+user releases them.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class LayerStore(Counted):
             syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
     def unlimit(self) -> None:
-        """Lift the limits once no slot writes to the store any more, because a view of the store needs new inodes."""
+        """Remove the store's limits, because a view of the store needs new inodes. By then, no slot writes to the store
+        any more."""
         if self.fd is not None:
             syscalls.reconfigure(self.fd, _UNLIMITED)
             return
@@ -102,7 +104,7 @@ def _can_detach() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """One overlay of a root: its mount point in the slot, and the directories below all layers, topmost first."""
+    """One overlay of a root: its mount point in the slot, and its lower directories, topmost first."""
 
     name: str
     target: str

@@ -1,7 +1,7 @@
 """Computes from a stack of layers the files that overlayfs would show, and the changes in one layer.
 
 The format has two marks (kernel documentation, filesystems/overlayfs). A whiteout is a character device 0:0 and hides
-the entry below. An opaque directory carries the `overlay.opaque` attribute and hides the directory below. The names of
+the entry below. An opaque directory has the `overlay.opaque` attribute and hides the directory below. The names of
 the attributes start with `trusted.`, or with `user.` if the server is not root.
 
 Layers hold names that an agent chose, so no symbolic link is followed.
@@ -80,7 +80,7 @@ class Stack:
         return entry
 
     def names(self, path: str) -> set[str]:
-        """Return the names in a directory; empty for an entry of another kind."""
+        """Return the names in a directory; empty if there is no directory at the path."""
         entry = self.find(path)
         seen: set[str] = set()
         hidden: set[str] = set()

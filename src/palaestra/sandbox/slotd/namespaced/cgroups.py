@@ -32,8 +32,8 @@ class Hierarchy:
 
 
 def find(prefix: str = "") -> list[Hierarchy]:
-    """Return the hierarchies with the memory, pids and cpu controllers, and any writable one of version 2; [] if limits
-    cannot be set."""
+    """Return the hierarchies that have the memory, pids or cpu controller, and any writable hierarchy of version 2. If
+    there is no controller for memory or for pids, return [], because limits cannot be set."""
     own = _own_groups()
     found: list[Hierarchy] = []
     for point, kind, options in _mounts(prefix):
@@ -88,7 +88,8 @@ class ServerCgroup:
         raise OSError(errno.EBUSY, "other servers keep removing the directory", directory)
 
     def add(self, slot: str, limits: Fields, prefix: str = "", network: bool = False) -> list[str]:
-        """Make the directories of one slot and set its limits; returns the directories."""
+        """Make the directories of one slot, set its limits, and return the directories. A hierarchy without controllers
+        is used only if `network` is true, for a slot that shares the host's network."""
         made = []
         for hierarchy in self._hierarchies:
             if not hierarchy.controllers and not network:
@@ -116,7 +117,8 @@ class ServerCgroup:
 
 
 def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
-    """Remove the directories of killed servers, unless `only_list` is set; returns the names of the directories."""
+    """Remove the directories of killed servers, and return the names of the removed directories. If `only_list` is
+    true, only return the names of the directories that could be removed."""
     gone: set[str] = set()
     for hierarchy in hierarchies:
         with contextlib.suppress(FileNotFoundError):

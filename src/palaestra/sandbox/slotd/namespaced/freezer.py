@@ -1,4 +1,5 @@
-"""Stops every process of a slot from outside and lets it continue later: for a consistent copy, or while no agent acts.
+"""Stops every process of a slot from outside and lets these processes continue later. This allows a consistent copy of
+the slot's files, and keeps processes from acting while the agent does not act.
 
 It uses SIGSTOP and SIGCONT instead of the freezer of control groups. This works at every level, a stopped process can
 be killed (a process that a version 1 freezer has frozen cannot), and a killed server leaves nothing to undo. However, a

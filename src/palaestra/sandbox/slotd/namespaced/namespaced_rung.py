@@ -213,7 +213,7 @@ class NamespaceInit:
     root: RootPlan
     shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty network
     groups: tuple[str, ...]
-    user_namespaces: namespaces.RangeNamespaces | None  # the source of one; with None, the init makes its own
+    user_namespaces: namespaces.RangeNamespaces | None  # the source of the slot's namespace; None if the init makes it
     open_files: int | None
     processes: int | None  # a limit per user, if no control group counts them
     data_bytes: int | None  # a limit per process, if no control group limits memory
@@ -294,7 +294,7 @@ class NamespaceInit:
         if self.user_namespaces is None:
             yield from _single_user_namespace()
             for name, most in namespaces.SHARED_COUNTERS:
-                yield BuildStep(Do.WRITE, (f"/proc/self/fd/{_SETTINGS}/{name}", most), 1)  # older kernels lack some
+                yield BuildStep(Do.WRITE, (f"/proc/self/fd/{_SETTINGS}/{name}", most), 1)  # some kernels lack a setting
         else:
             yield BuildStep(Do.ENTER, (), USERS, syscalls.CLONE_NEWUSER)
             yield BuildStep(Do.BE_ROOT)
@@ -344,7 +344,8 @@ def _advice(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The last checkpoint of one slot."""
+    """The last checkpoint of one slot. `mapped` is true if a process could write to files through memory at that
+    time."""
 
     store: LayerStore
     index: Index
@@ -388,7 +389,7 @@ class DiskStore(LayerStore):
 
 
 class OverlayCheckpoints:
-    """Implements `Checkpoints` for one server, whose slots' root is `owner`."""
+    """Implements `Checkpoints` for one server. `owner` is the slots' root user as the server sees it."""
 
     def __init__(self, owner: int) -> None:
         self._owner = owner

@@ -53,9 +53,9 @@ _PROC_HIDDEN = (
 class Bind:
     """A directory or file that a slot sees read-only. `source` is its path in the server's root.
 
-    If `layered`, it is a directory that is mounted through an overlay, so that each slot has inodes of its own, and
-    locks, leases and watches on them do not reach other slots or the host. A directory with other mounts below it is
-    bound unchanged.
+    If `layered` is true, `source` is a directory that is mounted through an overlay. Each slot then has inodes of its
+    own, and locks, leases and watches on them do not reach other slots or the host. A directory with other mounts below
+    it is bound unchanged.
     """
 
     source: str
@@ -87,8 +87,8 @@ class RootPlan:
 
 
 class Lowers:
-    """Prepares host directories as lower directories and mounts, each once per server. With `idmap`, a user namespace,
-    files of the host's root user appear to belong to the slot's root user."""
+    """Prepares host directories as lower directories and mounts, each once per server. If `idmap`, a descriptor of a
+    user namespace, is given, files of the host's root user appear to belong to the slot's root user."""
 
     def __init__(self, idmap: int | None) -> None:
         self._idmap = idmap
@@ -96,8 +96,8 @@ class Lowers:
         self._whole: set[str] = set()
 
     def get(self, path: str, owned: bool = True) -> str:
-        """Return the path from which the host's `path` can be mounted. Unless `owned`, the owners of its files do not
-        exist in the slot. Raises OSError if `path` is missing or cannot be mapped."""
+        """Return the path from which the host's `path` can be mounted. If `owned` is false, the owners of its files do
+        not exist in the slot. Raises OSError if `path` is missing or cannot be mapped."""
         source = f"{HOST}{path}"
         status = os.stat(source)
         key = (path, owned, (status.st_dev, status.st_ino))

@@ -1,4 +1,5 @@
-"""Decides which hosts and ports a slot with a list of hosts may reach, and which addresses no slot may reach. No I/O.
+"""Decides which hosts and ports a slot with a list of hosts may reach, and which addresses no slot may reach. This
+module performs no I/O.
 
     example.org            this name, ports 80 and 443          10.0.0.0/8:5432     addresses, one port
     example.org:8443       this name, this port                 [2001:db8::1]:443   an address of version 6
@@ -40,7 +41,8 @@ METADATA: tuple[Range, ...] = tuple(
 _METADATA_NAMES = frozenset({"metadata", "metadata.google.internal", "metadata.goog", "instance-data"})
 # IPv6 addresses that end in the IPv4 address to which a gateway translates them (RFC 6052, RFC 8215).
 TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
-# The same for local networks, whose prefix may be longer; its length decides which bytes are the IPv4 address.
+# The range for translation in local networks. A network's own prefix in this range may be longer; the length of the
+# prefix decides which bytes are the IPv4 address.
 TRANSLATED_LOCALLY = ipaddress.IPv6Network("64:ff9b:1::/48")
 _TRANSLATED_BYTES = ((6, 7, 9, 10), (7, 9, 10, 11), (9, 10, 11, 12), (12, 13, 14, 15))
 
@@ -55,7 +57,7 @@ class Rule:
     ports: frozenset[int] | None
 
     def covers(self, host: str, port: int) -> bool:
-        """Return whether the entry covers this port of this host, which is written as in the request."""
+        """Return whether the entry covers the port `port` of the host `host`, which is written as in the request."""
         if self.ports is not None and port not in self.ports:
             return False
         address = literal(host)

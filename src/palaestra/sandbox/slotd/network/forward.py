@@ -45,8 +45,9 @@ class Judge(Protocol):
 
 
 class Forwarder:
-    """Serves at most `most` connections at a time. With a `key`, it serves only clients that send the key (RFC 9110,
-    11.7.2). `refused` is called with the host, the port and the reason for every refused connection."""
+    """Serves at most `most` connections at a time. If `key` is not empty, it serves only clients that send the key
+    (RFC 9110, 11.7.2). `refused` is called with the host, the port and the reason for every request whose destination
+    is not allowed or cannot be reached."""
 
     def __init__(
         self,

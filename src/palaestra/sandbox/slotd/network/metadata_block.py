@@ -49,7 +49,7 @@ class _Hook(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Jump:
-    """A jump to a label if 32 bits of a register equal a number; always, if the register is None."""
+    """A jump to a label. It is taken if 32 bits of `register` equal `number`, or always if `register` is None."""
 
     label: str
     register: int | None = None

@@ -116,7 +116,7 @@ class Tunnel:
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> None:
-        """Start to serve the slot, until `close`."""
+        """Start serving the slot. `close` ends this."""
         for listener in self._listeners.values():
             listener.setblocking(False)
             self._servers.append(await asyncio.start_server(self._accept, sock=listener))
@@ -323,8 +323,8 @@ class Tunnel:
 
 
 class _Datagrams:
-    """The socket for the datagrams between two addresses, which is closed some time after the `last` datagram. Raises
-    OSError."""
+    """The socket for the datagrams between two addresses. It is closed `_UDP_S` seconds after the last datagram, whose
+    time is in `last`. Raises OSError."""
 
     def __init__(self, tunnel: Tunnel, version: int, key: bytes, host: str, port: int) -> None:
         self._tunnel, self._version, self._key = tunnel, version, key

@@ -16,7 +16,7 @@ The bytes of a command's RESULT begin with a struct (`encode_result`). A list wh
 entries, changes) is a JSON array that is sent like the bytes of a file.
 
 The modules that serve requests list them: `server.py`, `exec/supervisor.py`, `exec/stateful_shell.py` and
-`exec/background.py`. Each request about a slot carries the epoch of its lease; if that is not the slot's epoch, the
+`exec/background.py`. Each request about a slot contains the epoch of the lease. If the slot now has another epoch, the
 answer is a `stale` ERROR.
 """
 
@@ -49,9 +49,9 @@ _RESULT = struct.Struct("!iBIIQddQ")
 RESULT_SIZE = _RESULT.size
 
 # Flags of a command's RESULT.
-TIMEOUT, CANCELLED, SWEPT, OOM = 1, 2, 4, 8  # why it was killed; everything in the slot was killed; memory had run out
-BASH, SH = 16, 32  # which shell ran it, if any
-STATEFUL, RESTARTED = 64, 128  # that shell is stateful; the shell was started again since the last command
+TIMEOUT, CANCELLED, SWEPT, OOM = 1, 2, 4, 8  # two reasons for a kill; all of the slot was killed; memory had run out
+BASH, SH = 16, 32  # the shell that ran the command, if any
+STATEFUL, RESTARTED = 64, 128  # the shell is stateful; the shell was started again since the last command
 
 # The struct before the bytes of a command's RESULT (JSON would cost more than all other work on a result): exit code,
 # flags, bytes kept of the output's head and tail, total bytes of the output, wall seconds, processor seconds, peak

@@ -1,4 +1,4 @@
-"""Encodes orders to the init of a slot, and decodes its reports; each is one datagram. No I/O.
+"""Encodes orders to the init of a slot, and decodes its reports; each is one datagram. This module performs no I/O.
 
 The messages are plain structs in the machine's byte order, for the native init (`native/init.c`). Descriptors travel
 with an order; `places` assigns them to descriptor numbers of the command.
@@ -124,13 +124,14 @@ def encode_spawn(
 
 
 def encode(order: Order, command: int = 0, number: int = 0) -> bytes:
-    """Return an order without strings; for SIGNAL, `number` is the signal."""
+    """Return an order without strings. `number` is the signal of a SIGNAL, or the flags of a KILL."""
     return _ORDER.pack(order, number, 0, command, 0, 0)
 
 
 def encode_kill(command: int, after: tuple[int, int] = (0, 0), spare: bool = False, at_end: bool = False) -> bytes:
-    """Return the order to kill a command's tree, or only its processes younger than a moment
-    (`process_tree.Moment`)."""
+    """Return the order to kill a command's tree, or only its processes younger than the moment `after`
+    (`process_tree.Moment`). If `spare` is true, the main process is spared. If `at_end` is true, the tree is killed
+    only after the main process has ended."""
     return encode(Order.KILL, command, (SPARE if spare else 0) | (AT_END if at_end else 0)) + _MOMENT.pack(*after)
 
 

@@ -47,7 +47,8 @@ def copy_for(uid: int, source: str, target: str) -> None:
 
 
 def open_up(tree: str) -> None:
-    """Let the caller read files of its own user whose permissions an agent has removed. Does nothing for root."""
+    """Make the files in a tree readable to this process's user, who owns them, because an agent may have removed the
+    permissions. Does nothing for root."""
     for folder, names, files in os.walk(tree) if os.geteuid() else ():
         for name in (*names, *files):
             with contextlib.suppress(OSError):  # the entry is too deep for a path

@@ -46,8 +46,8 @@ def version() -> int:
 
 def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
     """Permanently restrict this process to `rights` (pairs of a path and the rights below it); missing paths are
-    skipped. From version 4 on, a process without `tcp` can neither listen nor connect. From version 6 on, it can
-    signal, and reach over abstract sockets, only processes restricted by this same call. Requires that `no_new_privs`
+    skipped. From version 4 on, a process without `tcp` can neither listen nor connect over TCP. From version 6 on,
+    signals and abstract sockets reach only processes that are restricted by the same call. Requires that `no_new_privs`
     is set.
     """
     abi = version()

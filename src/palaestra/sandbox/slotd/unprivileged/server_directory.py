@@ -8,7 +8,8 @@ it.
 The server's directory is locked as long as the server, or the process that watches it, lives. If another server can
 take the lock, the owner is dead: the processes of the range's users are killed and the files removed.
 
-If the name is free, `/workspace` becomes a link to descriptor `WORKSPACE_FD` of the process that follows the link.
+If slots have users of their own and the name is free, `/workspace` becomes a link to descriptor `WORKSPACE_FD` of the
+process that follows the link.
 Every command of a slot has its own workspace open under that number.
 """
 
@@ -68,7 +69,8 @@ class ServerDirectory:
         raise OSError(11, "no free range of users was found")
 
     def clear(self) -> None:
-        """Kill the processes of the server's users that are still alive, and remove the directory."""
+        """Kill the processes of the server's users that are still alive, and remove the directory. The last server also
+        removes the link `/workspace`."""
         parent = os.path.dirname(self.path)
         with _held(parent):
             _clear(self.path, self.first_user)

@@ -152,8 +152,9 @@ def _limit(limit: int, value: int | None) -> None:
 
 
 def _kill_slot(plan: UnprivilegedPlan) -> process_tree.KillSlot:
-    """Return the function that kills the slot: all processes of its user. If it has no user of its own, the function
-    kills all processes that this process may signal (`confined`), or this process's descendants (`none`)."""
+    """Return the function that kills all processes of the slot. If the slot has a user of its own, these are the
+    processes of that user. Otherwise, they are all processes that this process may signal (at `confined`), or this
+    process's descendants (at `none`)."""
     if plan.user:
         return lambda: users.kill(plan.user)
     return process_tree.kill_everything if plan.confined else _kill_descendants
@@ -175,8 +176,8 @@ def real_path(home: str, path: str) -> str:
 
 
 def _start(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int]) -> int:
-    """Start a process as the slot's user and return its pid. Raises OSError if its program could not be run. Becoming
-    another user needs a fork of this whole process, which is half as fast as starting a program directly."""
+    """Start a process as the slot's user and return its pid. Raises OSError if its program could not be run. To become
+    another user, this whole process is forked, which takes twice as long as starting a program directly."""
     env = init_messages.env_block(_environment(plan, spawn.env.variables()))
     spawn = spawn._replace(cwd=real_path(plan.home, spawn.cwd), env=env)
     if not plan.user:
@@ -301,7 +302,8 @@ class Init:
                     os.killpg(pid, number)
 
     def _kill(self, name: int, after: process_tree.Moment, flags: int) -> None:
-        """Kill a command's tree and report its EXIT, then KILLED."""
+        """Kill a command's tree and report its EXIT, then KILLED. With the flag AT_END, do so only after the command's
+        main process has ended."""
         if flags & init_messages.AT_END and name in self._names.values():
             self._at_end[name] = after
             return

@@ -1,4 +1,5 @@
-"""The isolation levels `confined` and `none`: slots made of users and plain directories, which are forked by copying.
+"""The isolation levels `confined` and `none`. A slot consists of a user and plain directories, and a fork is a copy of
+these directories.
 
 If the server is root and gives each slot a user, `confined` serves many slots. Otherwise it serves one slot at a time,
 since a second slot would have the same user and could reach the files of the first.
@@ -27,7 +28,7 @@ _READ, _PASS = 0o004, 0o001
 
 
 class CopiedLayer(SealedLayer):
-    """Whole trees that are never written to."""
+    """A layer of whole trees, which are never written to."""
 
     below: tuple[CopiedLayer, ...]
 

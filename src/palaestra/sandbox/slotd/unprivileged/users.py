@@ -110,8 +110,8 @@ def _read(pid: int) -> tuple[bool, int, int]:
 
 def kill_orphans(spare: set[int]) -> int:
     """Kill all inherited processes except `spare` and their descendants, for slots without users of their own. Returns
-    the number of processes that are still alive, not counting those that became another user, which is possible only at
-    `none` (sudo)."""
+    the number of processes that are still alive. Processes that have become another user are not counted; only the
+    level `none` allows that, for example with sudo."""
     table = [process for process in process_tree.processes() if process.pid not in spare]
     kept = {process.pid for pid in spare for process in process_tree.descendants(pid, table)}
     living = 0

@@ -45,20 +45,22 @@ AnyCheck: TypeAlias = (
 
 
 async def faults(checks: Sequence[AnyCheck], slot: Slot) -> list[str]:
-    """Return the fault of each check, in order; empty for a check that holds. Raises `InfraError` if the slot fails."""
+    """Return the fault of each check, in order. The fault of a check that holds is an empty string. Raises `InfraError`
+    if the slot fails."""
     return [await _fault(check, slot) for check in checks]
 
 
 async def live_faults(checks: Sequence[AnyCheck], slot: Slot, sealed: Callable[[], Awaitable[Slot]]) -> list[str]:
-    """Return the faults of a task about running processes. Checks of processes run first, in the agent's slot; all
-    others run in the slot that `sealed` returns, which may end the agent's slot."""
+    """Return the fault of each check of a task about running processes, in order. Checks of processes (`LIVE`) run
+    first, in the agent's slot. All other checks run in the slot that `sealed` returns; `sealed` may end the agent's
+    slot."""
     seen = {number: await _fault(check, slot) for number, check in enumerate(checks) if isinstance(check, LIVE)}
     rest = await sealed() if len(seen) < len(checks) else slot
     return [seen[number] if number in seen else await _fault(check, rest) for number, check in enumerate(checks)]
 
 
 async def first_fault(checks: Sequence[AnyCheck], slot: Slot) -> str:
-    """Return the first fault; empty if every check holds."""
+    """Return the first fault, or an empty string if every check holds."""
     for check in checks:
         if fault := await _fault(check, slot):
             return fault

@@ -1,9 +1,10 @@
 """The base class of checks. A check is one claim about a workspace, and is stored in a task's row.
 
 A check reads from the slot and compares on the host, so the expected value never enters a slot. `fault` returns an
-empty string if the claim holds, else one line that explains why it does not.
+empty string if the claim holds, or else one line that explains why it does not hold.
 
-Invariant: a missing, huge, binary or malformed file of the agent is a fault; only a failing slot raises.
+Invariant: a missing, huge, binary or malformed file of the agent is a fault. Only a slot that fails, or that cannot run
+the check's programs, raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class BaseCheck(msgspec.Struct, frozen=True, tag_field="check", tag=str.lower, f
     path: str
 
     async def fault(self, slot: Slot) -> str:
-        """Return the reason why the claim does not hold; empty if it holds."""
+        """Return the reason why the claim does not hold, or an empty string if it holds."""
         raise NotImplementedError
 
     def made(self) -> tuple[str, ...]:
@@ -43,13 +44,13 @@ class UnreadableFile(ValueError):
 
 
 async def look(slot: Slot, path: str) -> FileInfo | None:
-    """Return the entry at a path, or None."""
+    """Return the file information of a path, or None if nothing is there."""
     try:
         return await slot.stat(path)
     except OSError as error:
         if isinstance(error, InfraError):
             raise
-        return None  # a file where a directory should be
+        return None  # for example, a part of the path is a file and not a directory
 
 
 async def read_bytes(slot: Slot, path: str) -> bytes:
@@ -101,8 +102,8 @@ asked = json.load(sys.stdin)
 async def probe(slot: Slot, code: str, asked: JSON, shape: JSON) -> JSON:
     """Run Python code in the slot, and return the value of type `shape` that the code passes to `answer`.
 
-    The value arrives over the verdict descriptor. Raises `UnreadableFile` if the code fails, and `GraderError` if not
-    even an empty program answers in this slot.
+    The value arrives over a separate descriptor, not over standard output. Raises `UnreadableFile` if the code fails or
+    its answer has the wrong type, and `GraderError` if not even an empty program answers in this slot.
     """
     value = await _probe(slot, code, asked)
     if value is None:

@@ -75,7 +75,8 @@ class Csv(BaseCheck, frozen=True):
 
 
 class Ini(BaseCheck, frozen=True):
-    """An INI file with these sections and values; the case of keys is ignored, as by most readers."""
+    """An INI file with these sections and values. The case of keys is ignored, as most programs that read INI files
+    do."""
 
     sections: dict[str, dict[str, str]]
 

@@ -18,7 +18,8 @@ from palaestra.suites.endless_terminals.checks.base_check import (
 
 
 class FileContent(BaseCheck, frozen=True, tag="text"):
-    """A file with this text; blanks at line ends and empty lines at the end are ignored unless `exact`."""
+    """A file with this text. Unless `exact` is true, blanks at line ends and empty lines at the end of the file are
+    ignored."""
 
     text: str
     exact: bool = False

@@ -40,7 +40,8 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Runs(BaseCheck, frozen=True):
-    """A program at `path`, started by `command`, that gives the expected output in each case, in a fresh directory."""
+    """A program at `path`, started by `command`. In each case, it runs in a fresh directory and must exit with the
+    expected code and, if this code is 0, print the expected output."""
 
     command: list[str]
     cases: list[Case]
@@ -131,7 +132,8 @@ except Exception as error:
 
 
 class Git(BaseCheck, frozen=True):
-    """A repository in which this git command prints `output`; programs that the repository configures do not run."""
+    """A repository in which this git command prints `output`. Programs that the repository's configuration names do not
+    run."""
 
     arguments: list[str]
     output: str

@@ -1,4 +1,8 @@
-"""Tasks about configuration formats: INI, TOML, YAML, nested JSON and environment files."""
+"""Tasks about configuration formats: INI, TOML, YAML, nested JSON and environment files.
+
+Each function that returns a `TaskPart` builds one kind of task; its docstring, if any, describes the work that the task
+asks for.
+"""
 
 from __future__ import annotations
 

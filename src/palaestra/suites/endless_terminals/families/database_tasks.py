@@ -1,6 +1,10 @@
-"""Tasks about SQLite databases. Python's `sqlite3` is sufficient."""
+"""Tasks about SQLite databases. Python's `sqlite3` is sufficient to solve them.
 
-# ruff: noqa: S608  all names in these queries come from our own vocabulary
+Each function that returns a `TaskPart` builds one kind of task; its docstring, if any, describes the work that the task
+asks for.
+"""
+
+# ruff: noqa: S608 all names in these queries come from words.py
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tasks about files, permissions and archives."""
+"""Tasks about files, permissions and archives.
+
+Each function that returns a `TaskPart` builds one kind of task; its docstring, if any, describes the work that the task
+asks for.
+"""
 
 from __future__ import annotations
 

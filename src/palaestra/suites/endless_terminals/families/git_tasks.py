@@ -1,4 +1,8 @@
-"""Tasks about git repositories. The slot's image must have git."""
+"""Tasks about git repositories. The slot's image must have git.
+
+Each function that returns a `TaskPart` builds one kind of task; its docstring describes the work that the task asks
+for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ _IDENTITY = (
     "GIT_COMMITTER_NAME=Setup GIT_COMMITTER_EMAIL=setup@example.org "
     "GIT_AUTHOR_DATE='2024-01-01T00:00:00Z' GIT_COMMITTER_DATE='2024-01-01T00:00:00Z'\n"
 )
-"""The committer in set-ups and solutions, fixed so that commits have the same hashes on every machine."""
+"""Shell commands that set the author, the committer and the dates in set-ups and solutions, so that commits have the
+same hashes on every machine."""
 
 _TOLD = "Where git wants an identity, any will do."
 

@@ -1,4 +1,8 @@
-"""Tasks about logs: count, filter, merge and summarise."""
+"""Tasks about logs: count, filter, merge and summarise.
+
+Each function that returns a `TaskPart` builds one kind of task; its docstring, if any, describes the work that the task
+asks for.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +185,7 @@ def sessions(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         if name not in opened:
             opened[name] = moment
             events.append((moment, "start", name))
-        elif name != names[0]:  # the first one is never closed
+        elif name != names[0]:  # the session of the first name never ends
             events.append((moment, "end", name))
             spans[name] = _seconds(moment) - _seconds(opened[name])
     log, target = f"{place}/{draw.fresh()}.log", f"{place}/{draw.fresh()}.json"

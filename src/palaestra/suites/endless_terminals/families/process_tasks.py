@@ -1,4 +1,8 @@
-"""Tasks about processes: exit codes, retries, signals, and services that must keep running."""
+"""Tasks about processes: exit codes, retries, signals, and services that must keep running.
+
+Each function that returns a `TaskPart` builds one kind of task; its docstring describes the work that the task asks
+for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Tasks about programs to write or fix, checked with hidden inputs."""
+"""Tasks about programs to write or fix, checked with hidden inputs.
+
+Each function that returns a `ProgramTask` builds one kind of task; its docstring, if any, describes what the program
+must do or which mistake must be fixed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,8 @@ def _shown(case: Case) -> str:
 
 
 def program_family(step: ProgramStep) -> Build:
-    """Return the family whose parts ask for one program to be written or fixed."""
+    """Return a function that builds task parts. Each part asks for the program that `step` describes to be written or,
+    if there is a broken version, to be fixed."""
 
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         program = step(draw)

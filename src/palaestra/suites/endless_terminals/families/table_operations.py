@@ -46,9 +46,10 @@ def fresh_table(draw: Draw, *, rows: int | None = None) -> tuple[str, Table]:
 
 
 def table_source(draw: Draw, place: str, given: DataFile | None) -> tuple[DataFile, Table, dict[str, str]]:
-    """Return the file to work on, its table, and the files that must exist for it.
+    """Return the file to work on, its table, and the initial files that it needs. The file is `given` if that is a
+    table, or else a generated one.
 
-    Raises `UnfitInputError` for a table without rows.
+    Raises `UnfitInputError` if the given table has no rows.
     """
     if given is not None and given.table is not None:
         if not given.table.rows:
@@ -75,7 +76,7 @@ def reading(source: DataFile) -> str:
 
 
 def need(values: list[str], what: str) -> list[str]:
-    """Return `values`, such as names of columns. Raises `UnfitInputError` if there are none."""
+    """Return `values`, such as names of columns, unchanged. Raises `UnfitInputError` if the list is empty."""
     if not values:
         raise UnfitInputError(f"the table has no {what}")
     return values
@@ -97,7 +98,8 @@ TableStep: TypeAlias = Callable[[Draw, Table], TableOp]
 
 
 def table_family(step: TableStep) -> Build:
-    """Return the family whose parts read a table, apply one operation, and write the result as a table."""
+    """Return a function that builds task parts. Each part asks to read a table, apply the operation that `step` draws,
+    and write the result as a table."""
 
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         source, table, files = table_source(draw, place, given)
@@ -134,7 +136,8 @@ class ReportOp:
 
 
 def report_family(step: Callable[[Draw, Table], ReportOp]) -> Build:
-    """Return the family whose parts read a table and write one JSON report."""
+    """Return a function that builds task parts. Each part asks to read a table and write the JSON report that `step`
+    draws."""
 
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         source, table, files = table_source(draw, place, given)

@@ -1,4 +1,8 @@
-"""Tasks about lines of text: sort, count, cut, merge, clean, fill in."""
+"""Tasks about lines of text: sort, count, cut, merge, clean, fill in.
+
+Each function that returns a `TaskPart` or a `LineOp` builds one kind of task; its docstring, if any, describes the work
+that the task asks for.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ from palaestra.suites.endless_terminals.words import CITIES, NOUNS, PEOPLE
 
 
 def lines_source(draw: Draw, place: str, given: DataFile | None) -> tuple[DataFile, dict[str, str]]:
-    """Return the lines to work on, and the files that must exist for them."""
+    """Return the file with the lines to work on, and the initial files that it needs. The file is `given` if that has
+    lines, or else a generated one."""
     if given is not None and not given.table:
         return given, {}
     vocabulary = draw.words(draw.between(5, 9))
@@ -51,7 +56,8 @@ LineStep: TypeAlias = Callable[[Draw, tuple[str, ...]], LineOp]
 
 
 def line_family(step: LineStep) -> Build:
-    """Return the family whose parts read lines, apply one operation, and write lines."""
+    """Return a function that builds task parts. Each part asks to read lines, apply the operation that `step` draws,
+    and write the resulting lines."""
 
     def build(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
         source, files = lines_source(draw, place, given)

@@ -1,4 +1,4 @@
-"""Report, over the verdict channel, actions of workspace code that are needed only to attack its own test run.
+"""Report, over the verdict channel, actions of workspace code that hardly any code needs except to attack the test run.
 
 The hook is installed before any code of the workspace runs and cannot be removed. It reports each event once, with the
 workspace file that caused it. The host decides whether that is tampering, because it knows which events honest code of
@@ -96,7 +96,7 @@ def _matters(event: str, args: tuple[Any, ...], frame: FrameType | None, own: st
 
 
 def _caller(frame: FrameType | None, prefix: str, trusted: tuple[str, ...], most: int) -> str | None:
-    """Return the first workspace file among the `most` innermost frames, or None."""
+    """Return the first workspace file, outside of the `trusted` folders, among the `most` innermost frames, or None."""
     for _ in range(most):
         if frame is None:
             return None

@@ -77,7 +77,8 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
 
 
 def _unselected(arguments: list[str]) -> list[str]:
-    """Return the arguments without a selection by name, because the rewritten tests have other names."""
+    """Return the arguments without options and suffixes that select tests by name, because the rewritten tests have
+    other names."""
     words, found = list(arguments), []
     while words:
         word = words.pop(0)
@@ -91,15 +92,15 @@ def _unselected(arguments: list[str]) -> list[str]:
 
 
 def _restore(library_path: str | None) -> None:
-    """Restore the image's loader path, because ours is for this interpreter only."""
+    """Restore the image's LD_LIBRARY_PATH, because the launcher's value is only for this interpreter."""
     os.environ.pop("LD_LIBRARY_PATH", None)
     if library_path is not None:
         os.environ["LD_LIBRARY_PATH"] = library_path
 
 
 def _pinned(tests: str, arguments: list[str]) -> list[str]:
-    """Return options that precede the script's: no cache, and the tests' folder as root if it holds every test that
-    runs."""
+    """Return pytest options to put before the script's options: no cache, and the folder `tests` as root if it contains
+    every test that runs."""
     paths = [os.path.abspath(word.partition("::")[0]) for word in arguments if not word.startswith("-")]
     paths = [path for path in paths if os.path.exists(path)]
     inside = bool(paths) and all(os.path.commonpath([path, tests]) == tests for path in paths)
@@ -108,7 +109,8 @@ def _pinned(tests: str, arguments: list[str]) -> list[str]:
 
 
 class _EveryTest:
-    """Run all tests, even after the first failure (`-x`): falsified tests fail, and the others must still report."""
+    """Run all tests, even if an option (`-x`) stops at the first failure, because falsified tests fail and all other
+    tests must still report."""
 
     def pytest_configure(self, config: Any) -> None:
         config.option.maxfail = 0

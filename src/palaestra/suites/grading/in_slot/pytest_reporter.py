@@ -65,7 +65,7 @@ class Reporter:
         self._send("collected", node_ids=[item.nodeid for item in session.items])
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-        """Record the line of the test's own file through which the exception passed.
+        """Record the exception of a failed phase, and the line of the test's file through which the exception passed.
 
         Runs after all other plugins, because for unittest's tests one of them puts the exception into `call`.
         """
@@ -113,7 +113,7 @@ def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException], *,
 
 
 def _repr(value: object) -> str:
-    """Return `repr` of a parameter; a `repr` that raises must not break the report."""
+    """Return the `repr` of a parameter, or a placeholder if it raises, so that the report is not lost."""
     try:
         return repr(value)
     except Exception as problem:

@@ -1,6 +1,6 @@
 """Run the tests of one Python text, without pytest, and report each on the verdict channel.
 
-Tests are functions without arguments, or methods of classes (also of `unittest.TestCase`).
+Tests are functions without arguments, or methods of classes, including subclasses of `unittest.TestCase`.
 
 Input: one JSON object on standard input, written by `hermes_swe/hermes_swe.py`. Output: `start` (no code of the
 workspace has run yet), `collected` (the names of the tests), `test` (one for each test), `finish`.
@@ -48,7 +48,8 @@ def _load(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _tests(text: str, names: dict[str, Any]) -> list[str]:
-    """Return the tests of the text (`Class::test`), and those that its classes inherit."""
+    """Return the names of the tests in the text (`test`, or `Class::test`), including tests that its classes
+    inherit."""
     found: dict[str, None] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test"):
@@ -63,7 +64,7 @@ def _tests(text: str, names: dict[str, Any]) -> list[str]:
 
 
 def _run(names: dict[str, Any], name: str) -> str:
-    """Return the traceback of a test; empty if it passed."""
+    """Run a test and return its traceback, or an empty string if the test passed."""
     owner, _, method = name.rpartition("::")
     try:
         found = names[owner.partition("::")[0] or method]

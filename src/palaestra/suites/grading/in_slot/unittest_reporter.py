@@ -44,7 +44,7 @@ def _names(test: Any) -> list[str]:
 
 
 def _test_id(test: Any) -> str:
-    """Return `module::Class::method` of a test; empty for an object that is not a single test."""
+    """Return `module::Class::method` of a test, or an empty string for an object that is not a single test."""
     method = getattr(test, "_testMethodName", "")
     return f"{type(test).__module__}::{type(test).__qualname__}::{method}" if method else ""
 

@@ -33,7 +33,8 @@ _BROKEN = (Status.FAILED, Status.ERROR)
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A package as a repository. `repo_path` is its bare repository as rows name it, `commit` its only commit."""
+    """A package as a repository. `repo_path` is the path of the bare repository as rows name it, and `commit` is the
+    only commit."""
 
     package: PinnedPackage
     files: Mapping[str, SourceFile]
@@ -54,8 +55,8 @@ class Flips:
 
 
 def flips(base: TestRun, mutated: TestRun, flaky: Sequence[str] = ()) -> Flips:
-    """Return the tests that the bug breaks and those that keep passing. Raises `TaskError` if pytest did not finish
-    with the bug."""
+    """Return the tests that the bug breaks, and at most `MAX_PASS_TO_PASS` of the tests that keep passing. Flaky tests
+    are left out. Raises `TaskError` if pytest did not finish with the bug."""
     stable = [name for name, status in base.statuses.items() if status is Status.PASSED and name not in set(flaky)]
     if not mutated.complete:
         raise TaskError("the tests do not finish with the bug")
@@ -89,7 +90,8 @@ async def make_row(
 
 
 def row(repository: Repository, mutation: PinnedMutation, after: str, found: Flips, run: TestRun) -> dict[str, JSON]:
-    """Return one row in the SWE-smith schema, followed by our own columns."""
+    """Return one row: the columns of the SWE-smith schema, followed by Palaestra's columns. Raises `TaskError` if the
+    problem statement contains the path of the changed file."""
     package = repository.package
     failures = {name: run.failures.get(name, _UNSEEN) for name in found.fail_to_pass}
     texts = {

@@ -133,8 +133,8 @@ def pick(packages: Sequence[PinnedPackage], limit: int = 0, select: Sequence[str
 
 
 def _named(packages: Sequence[str], pinned: Manifest, options: BuildOptions) -> list[PinnedPackage]:
-    """Return the named packages. A package that is not in the manifest has no bugs yet; it must be searched for
-    them."""
+    """Return the named packages, by default all packages of the manifest. A package that is not in the manifest has no
+    bugs yet, so it must be searched for them."""
     if not packages:
         return list(pinned.packages)
     known = {(package.name, package.version): package for package in pinned.packages}
@@ -190,8 +190,8 @@ class _Builder:
         return Repository(package, files, relative, commit, install)
 
     async def _archive(self, package: PinnedPackage) -> tuple[bytes, str]:
-        """Return the source distribution and its sha256: the pinned one, or the index's if the package is not
-        pinned."""
+        """Return the source distribution and its sha256. If the package is pinned, the distribution must have the
+        pinned hash; otherwise, the index's hash is used."""
         downloads = self._options.cache / "sdists"
         if package.sha256 and (data := cached_bytes(downloads, package.sha256)) is not None:
             return data, package.sha256
@@ -318,7 +318,8 @@ async def find_bugs(
     max_tries: int = 120,
     progress: Callable[[str], None] = lambda line: None,
 ) -> FoundBugs:
-    """Try candidates until `want` of them qualify as bugs or `max_tries` have run."""
+    """Try candidates until `want` of them qualify as bugs, `max_tries` have run, or none are left. At most
+    `_MAX_PER_KIND` bugs are of one kind, and no function gets two."""
     chosen = tuple(tests) or test_files(repository.files)
     base, flaky = await steady_base(trial, chosen)
     budget_s = 10 + 4 * sum(base.durations_s.values())

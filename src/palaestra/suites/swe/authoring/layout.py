@@ -10,7 +10,7 @@ _NOT_SOURCES = _TEST_DIRECTORIES | {"docs", "doc", "examples", "benchmarks", "be
 
 
 def python_path(paths: Collection[str]) -> tuple[str, ...]:
-    """Return the import path of the package: `src` in a src layout, else the root."""
+    """Return the import path of the package: `src` if there are modules below `src`, or else the root."""
     in_src = any(path.startswith("src/") and path.endswith(".py") for path in paths)
     return ("src",) if in_src else (".",)
 
@@ -27,7 +27,7 @@ def is_test_file(path: str) -> bool:
 
 
 def source_files(paths: Collection[str]) -> tuple[str, ...]:
-    """Return modules of the package that may get bugs, sorted."""
+    """Return the modules of the package that may get bugs, sorted: no tests, no set-up files, no documentation."""
     top = python_path(paths)[0]
     found = []
     for path in paths:

@@ -19,7 +19,8 @@ SCHEMA = "palaestra.swe-manifest/1"
 
 @dataclass(frozen=True, slots=True)
 class PinnedMutation:
-    """One bug. `tests` are the test files to run, `fail_to_pass` how many of their tests detect it."""
+    """One bug. `tests` are the test files to run, and `fail_to_pass` is the number of tests in them that detect the
+    bug."""
 
     id: str
     path: str
@@ -34,7 +35,8 @@ class PinnedMutation:
 
 @dataclass(frozen=True, slots=True)
 class PinnedPackage:
-    """One release. `requirements` are needed in addition to those of the manifest. Rows never name `flaky` tests."""
+    """One release. `requirements` are needed in addition to the manifest's `requirements`. Rows never name `flaky`
+    tests."""
 
     name: str
     version: str

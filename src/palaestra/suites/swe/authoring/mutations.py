@@ -1,7 +1,8 @@
 """Make procedural bugs: small changes to Python source that a person might make by mistake.
 
 Procedural bug injection follows SWE-smith (arXiv 2504.21798). Changes are found in the syntax tree and applied to the
-text, inside functions only, never in tests, docstrings or comments.
+text, inside functions only, never in tests, docstrings or comments. A finder is a function that yields every change of
+one kind in a function; its docstring describes this kind.
 
 Invariant: outside the changed span the file keeps its text byte for byte, and the result compiles.
 """
@@ -80,7 +81,7 @@ class Scope:
 
 
 def find_mutations(source: str, path: str) -> list[Mutation]:
-    """Return every mutation of a module in the order of the text; none for a test file.
+    """Return every mutation of a module in the order of the text. For a test file, the list is empty.
 
     Each result compiles. Raises SyntaxError for a source that does not compile.
     """
@@ -247,7 +248,8 @@ def fix_condition(scope: Scope) -> Iterator[Proposal]:
 
 
 def remove_statement(scope: Scope) -> Iterator[Proposal]:
-    """Remove a statement that calls a function or assigns to an existing name or element, or replace it with `pass`."""
+    """Remove a statement, or replace it with `pass`. The statement calls a function, assigns to a parameter or an
+    element, or assigns in place (`+=`)."""
     for body in _bodies(scope):
         for statement in body:
             if isinstance(statement, ast.AugAssign) or _is_call(statement) or _rebinds(statement, scope):
@@ -303,7 +305,8 @@ def _called_name(call: ast.Call) -> str:
 
 
 def _operator(scope: Scope, kind: str, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Proposal]:
-    """Replace the operator between two operands, if it occurs only once between them and without a comment."""
+    """Yield a proposal that replaces the operator between two operands. Yield nothing if the operator does not occur
+    exactly once between them, or if a comment does."""
     start, end = scope.source.span(left)[1], scope.source.span(right)[0]
     between = scope.source.cut(start, end)
     pattern = rf"(?<![\w<>=!*/]){re.escape(old)}(?![\w<>=*/])".replace(r"\ ", r"\s+")

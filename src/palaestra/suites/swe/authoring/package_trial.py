@@ -1,7 +1,7 @@
 """Run a package's tests in slots, unchanged or with some files changed.
 
-The tree is unpacked into one slot and sealed. Every run starts from that snapshot without a network, and uses the same
-functions that grade agents.
+The package's files are unpacked into one slot, which is saved as a snapshot. Every run starts from this snapshot
+without a network, and uses the same functions that grade agents.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ _FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(dir(builtins)) | {"sel
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """One failure. `open_names` counts its names without a definition; an example with fewer is better."""
+    """One failure. `open_names` counts the names in its code that are not defined there; examples with fewer such names
+    are preferred."""
 
     title: str
     body: str
@@ -167,7 +168,8 @@ def mentions(statement: str, secrets: Sequence[str]) -> tuple[str, ...]:
 
 
 def _statement_at(module: ast.Module, line: int) -> tuple[ast.FunctionDef, ast.stmt] | None:
-    """Return the outermost function around a line, and the innermost statement at the line; None if there is none."""
+    """Return the outermost function around a line, and the innermost statement at the line, or None if there is no such
+    function."""
     for function in (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)):
         if function.lineno <= line <= (function.end_lineno or 0):
             inside = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
@@ -179,7 +181,8 @@ def _statement_at(module: ast.Module, line: int) -> tuple[ast.FunctionDef, ast.s
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """The call that a test's statement makes, and the expected result (None: it only has to succeed)."""
+    """The call that a test's statement makes, and the expected result. If the result is None, the call only has to
+    succeed."""
 
     call: ast.expr | ast.stmt
     expected: ast.expr | None = None
@@ -209,7 +212,8 @@ def _read_claim(statement: ast.stmt) -> _Claim:
 
 
 def _sides(left: ast.expr, right: ast.expr) -> _Claim:
-    """Return the claim of a comparison; the expected value may be on the left."""
+    """Return the claim of a comparison whose expected value is on the right or, as names or literals show, on the
+    left."""
     named = isinstance(left, ast.Name) and left.id.startswith(("expect", "want"))
     only_right_calls = (_called_name([right]) and not _called_name([left])) or not _is_literal(right)
     flipped = named or bool(only_right_calls and _is_literal(left))
@@ -327,7 +331,7 @@ def _unexplained(call: ast.AST, setup: Sequence[ast.stmt], params: Mapping[str, 
 
 
 def _called_name(nodes: Sequence[ast.AST]) -> str:
-    """Return the first called name that belongs to neither builtins nor the standard library."""
+    """Return the first called name that belongs to neither builtins nor the standard library, or an empty string."""
     names = [_spelled(call.func) for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
     own = [name for name in names if name and name.split(".")[0] not in _FOREIGN]
     return own[0] if own else ""
@@ -338,7 +342,8 @@ def _first_call(node: ast.AST) -> str:
 
 
 def _spelled(function: ast.expr) -> str:
-    """Return a called name as written, or only the method's name after a longer expression; empty for other nodes."""
+    """Return a called name as written. After a longer expression, return only the method's name. For any other node,
+    return an empty string."""
     if isinstance(function, ast.Subscript):
         function = function.value
     text = ast.unparse(function)

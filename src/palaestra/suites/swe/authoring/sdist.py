@@ -1,11 +1,11 @@
 """Download source distributions from pip's package index, read their files, and make git repositories from them.
 
-This code contains no index address: the caller's flag comes first, then pip's configuration or environment variables,
-then the default that pip prints in its own help. Wire formats: the simple repository API, HTML (PEP 503) and JSON (PEP
-691), https://packaging.python.org/specifications/simple-repository-api/
+This module contains no address of an index. The address comes from the caller's flag, or else from pip's environment
+variables or configuration, or else from the default that pip (or uv) prints in its help. Wire formats: the simple
+repository API, HTML (PEP 503) and JSON (PEP 691), https://packaging.python.org/specifications/simple-repository-api/
 
-Invariants: downloaded bytes have the requested sha256, or the one that the index states. No part of a package is
-executed or unpacked to disk: archive members go straight to git.
+Invariants: downloaded bytes have the sha256 that was requested or that the index states. No part of a package is
+executed or unpacked to disk; the members of an archive are passed directly to git.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class PackageIndex:
         raise ConfigError(f"the package index has no source distribution of {name}=={version}")
 
     async def download(self, sdist: Sdist) -> bytes:
-        """Return the bytes of the archive, cached. Raises `PrepareError` if the hash differs."""
+        """Return the bytes of the archive, from the cache if possible. Raises `PrepareError` if the hash of a download
+        differs."""
         if (data := cached_bytes(self._cache, sdist.sha256)) is not None:
             return data
         data, _ = await self._get(sdist.url, accept="*/*")
@@ -107,7 +108,7 @@ class PackageIndex:
 
 
 def cached_bytes(cache: Path, sha256: str) -> bytes | None:
-    """Return a cached source distribution whose hash is right, or None."""
+    """Return the source distribution with this hash from the cache, or None if it is missing or damaged."""
     path = cache / f"{sha256}.tar.gz"
     data = path.read_bytes() if path.is_file() else b""
     return data if hashlib.sha256(data).hexdigest() == sha256 else None
@@ -115,7 +116,7 @@ def cached_bytes(cache: Path, sha256: str) -> bytes | None:
 
 @asynccontextmanager
 async def open_index(cache: Path, *, url: str | None = None) -> AsyncIterator[PackageIndex]:
-    """Connect to the package index at `url` or, without one, to pip's package index."""
+    """Connect to the package index at `url`. If `url` is None, connect to the index that pip uses."""
     address = url or await configured_url()
     context = ssl.create_default_context(cafile=await _setting("cert") or None)
     timeout = aiohttp.ClientTimeout(total=120, connect=30)
@@ -144,8 +145,8 @@ async def configured_url() -> str:
 
 
 async def _setting(name: str) -> str:
-    """Return a setting of pip from pip's environment variables or, if it is not there, from pip's configuration files;
-    empty if it is not set."""
+    """Return a setting of pip from its environment variables, or else from its configuration files. If it is set
+    nowhere, return an empty string."""
     if not importlib.util.find_spec("pip"):
         return ""
     result = await run_process([sys.executable, "-m", "pip", "config", "list"], timeout_s=_SETTINGS_TIMEOUT_S)
@@ -180,7 +181,8 @@ class SourceFile:
 
 
 def read_sdist(archive: bytes, name: str) -> dict[str, SourceFile]:
-    """Return the regular files of an archive by path below its top directory, without links and special files.
+    """Return the regular files of an archive, keyed by their path below the top directory. Links, special files and
+    `.git` folders are left out.
 
     Raises `PrepareError` for an archive that is broken, unsafe (a member outside its directory) or too large.
     """
