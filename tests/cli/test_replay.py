@@ -25,7 +25,7 @@ from palaestra.rollouts.journal.reader import Recording
 NOISY = """
 from palaestra import Task, environment
 
-SOLUTIONS = ["cat a.txt", "date +%s.%N", "echo $RANDOM$RANDOM$RANDOM", "cat /etc/hostname_of_nobody; false"]
+SOLUTIONS = ["cat a.txt", "date +%s.%N", "echo r$RANDOM$RANDOM$RANDOM", "cat /etc/hostname_of_nobody; false"]
 
 @environment(toolsets=["terminal"])
 def noisy():
