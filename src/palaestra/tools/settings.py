@@ -178,7 +178,8 @@ class ToolSettings(Settings):
         default=False, description="Let training runs continue after the conversation that started them."
     )
     rl_test_url: str | None = Field(
-        default=None, description="The model server for rl_test_inference; None: rl_model, in a separate process."
+        default=None,
+        description="URL of the model server for rl_test_inference; None: rl_model runs in a separate process.",
     )
     rl_test_models: list[str] = Field(
         default_factory=list, description="Names of the models that rl_test_inference may request at rl_test_url."

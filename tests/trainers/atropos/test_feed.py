@@ -209,7 +209,7 @@ def test_a_refused_group_is_told_and_the_others_go_on(tmp_path: Path) -> None:
         async with serving() as url, Talk(url) as api:
             await api.both()
             with pytest.RaisesGroup(
-                pytest.RaisesExc(TrainerRefused, match=r"refused 1 groups: run/0: HTTP 422: masks")
+                pytest.RaisesExc(TrainerRefused, match=r"refused 1 group; the last refusal: run/0: HTTP 422: masks")
             ):
                 async with fed(tmp_path, url, said) as feed:
                     feed.offer("run/0", group(masks=[[1], [1]]))

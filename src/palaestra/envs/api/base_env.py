@@ -280,7 +280,8 @@ class BaseEnv(ABC):
             try:
                 self._tokenizer = load_tokenizer(self.config.tokenizer_name)
             except ConfigError as error:
-                self._tokenizer = ConfigError(f"env.tokenizer_name: {error} With 'none', self.tokenizer is None.")
+                hint = "With 'none', the environment has no tokenizer (self.tokenizer is None)."
+                self._tokenizer = ConfigError(f"env.tokenizer_name: {error} {hint}")
         if isinstance(self._tokenizer, ConfigError):
             raise self._tokenizer
         return self._tokenizer

@@ -69,8 +69,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def in_rollout(rollout: Rollout) -> Iterator[None]:
-    """While the block runs, the code of a class may run the agent itself. Tool calls under the rollout's name, or
-    without a name, run in the rollout's slot."""
+    """Make `rollout` the current rollout inside the block, so that an environment class can run the agent. Tool calls
+    under the rollout's name, or without a name, run in the rollout's slot."""
     tools = TaskTools(rollout.rollout_id, lambda: rollout.tools, asyncio.get_running_loop())
     with assigned(CURRENT, rollout), assigned(TASK_TOOLS, tools):
         yield

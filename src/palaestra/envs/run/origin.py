@@ -27,8 +27,8 @@ _KEY_BYTES = 32
 
 
 def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
-    """Add the mark of a part of a run, from the part's recorded settings. If the key cannot be stored, the part stays
-    unmarked."""
+    """Add a mark for this part of the run to `folder`, computed from the part's recorded settings (`config`). If the
+    key cannot be stored, the part stays unmarked."""
     try:
         mark = _mark(folder, config, _key(make=True))
         with open(folder / MARKS, "a", opener=private) as file:

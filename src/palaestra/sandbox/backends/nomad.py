@@ -587,8 +587,8 @@ class NomadBackend(RemoteBackend):
 
     def _is_spare(self, place: Place) -> bool:
         """Return whether an idle place should end, because its server has ended or it has been idle for
-        `scale_cooldown_s` seconds. Nomad stops the allocations with the highest numbers first, so a place whose server
-        runs ends only if its allocation's number is `min_containers` or higher."""
+        `scale_cooldown_s` seconds. Nomad stops the allocations with the highest numbers first, so a place with a
+        running server should end only if its allocation's number is at least `min_containers`."""
         assert isinstance(place, NomadPlace)
         if not place.is_up:
             return True

@@ -3,7 +3,7 @@
 The process is the slot server's client, and passes frames between that server and the client that is attached to the
 service's unix socket. When a client leaves, its running commands are cancelled and its snapshots dropped; its slots
 stay. The next client gets the leases of these slots with new epochs, so that late calls of the former client are
-refused. If this process is killed, the slot server ends with every slot.
+refused. If this process is killed, the slot server and all its slots end too.
 
 `service_client.py` starts the process and makes the socket (mode 0600, in a directory that only the user can enter).
 The process ends on request, when the slot server has died, or after a minute with neither a client nor slots.

@@ -7,7 +7,7 @@ which every test has a new name and form (`rewritten_tests.py`). In some of thes
 which. Each round has its own workspace and process, and falsifies a different assertion of each test.
 
 First, the controls run over the reference solution. This shows which tests still pass after rewriting, which
-falsifications make them fail, and which alarms of the audit hook honest code raises. An unusual test or package is
+falsifications make them fail, and which audit-hook alarms honest code raises. An unusual test or package is
 therefore not mistaken for tampering. If there is no reference solution, only falsifications that every complete run of
 a test evaluates count, and at least half of the right variants must pass.
 

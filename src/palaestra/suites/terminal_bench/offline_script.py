@@ -59,7 +59,7 @@ STARTUP_FILES = re.compile(r"\.bashrc|\.bash_profile|\.profile|/etc/profile|bash
 class OfflineScript:
     """A rewritten test script. `pytest` is true if the script's verdict appears to come from pytest.
 
-    `others` are the shell scripts of the tests' folder by their path, rewritten in the same way.
+    `others` maps the paths of the other shell scripts in the tests' folder to their rewritten text.
     """
 
     text: str

@@ -4,7 +4,7 @@ The order is Harbor's: old rewards are removed, the tests are copied into the sl
 `test-stdout.txt`, its exit status is ignored, and the reward is read from the files it wrote. A Terminal-Bench 1 script
 writes no reward: every test that pytest reports must pass.
 
-If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised, and the work is not scored 0.0.
+If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised instead of scoring the work 0.0.
 The only exception is work that prevented the tests from running: a module of the workspace is missing or broken, so
 pytest could not collect the tests.
 

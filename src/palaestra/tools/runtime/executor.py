@@ -97,9 +97,9 @@ class ToolExecutor:
 
     `backend` (or `pool`, another name for it) hands out the slots, made from `spec` with the configured network.
     `shared` are objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of
-    `delegate_task` and are closed with the executor. `world` records or replays tools with `touches_world`
-    (`open_world`); its owner closes it. If a released trajectory makes calls again, they are recorded as those of a
-    second trajectory, `NAME#2`. Tools may be added to `registry` later.
+    `delegate_task` and are closed with the executor. `world` (made by `open_world`) records or replays the calls of
+    tools that have `touches_world`; whoever made it closes it. If a released trajectory makes calls again, they are
+    recorded as those of a second trajectory, `NAME#2`. Tools may be added to `registry` later.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager, suppress
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
+from palaestra.core.exits import plural
 from palaestra.core.retry import RetryPolicy
 from palaestra.core.types import JSON
 from palaestra.trainers.atropos.connection import (
@@ -123,7 +124,8 @@ class Feed:
             self.connection.changed.notify_all()
             await self.connection.changed.wait_for(lambda: not self._unsent)
         if self.refusals:
-            raise TrainerRefused(f"the trainer's server refused {len(self.refusals)} groups: {self.refusals[-1]}")
+            refused = plural(len(self.refusals), "group")
+            raise TrainerRefused(f"the trainer's server refused {refused}; the last refusal: {self.refusals[-1]}")
 
     async def _done(self, *, sent: bool) -> None:
         async with self.connection.changed:

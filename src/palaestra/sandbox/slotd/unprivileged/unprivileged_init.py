@@ -153,8 +153,8 @@ def _limit(limit: int, value: int | None) -> None:
 
 def _kill_slot(plan: UnprivilegedPlan) -> process_tree.KillSlot:
     """Return the function that kills all processes of the slot. If the slot has a user of its own, these are the
-    processes of that user. Otherwise, they are all processes that this process may signal (at `confined`), or this
-    process's descendants (at `none`)."""
+    processes of that user. Otherwise, these are all processes that this process may signal
+    (isolation level `confined`), or this process's descendants (level `none`)."""
     if plan.user:
         return lambda: users.kill(plan.user)
     return process_tree.kill_everything if plan.confined else _kill_descendants
