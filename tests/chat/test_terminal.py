@@ -39,11 +39,11 @@ def echo_server(delay_s: float = 0.0) -> Iterator[EchoChatServer]:
 
 
 @contextmanager
-def terminal(folder: Path, server: EchoChatServer, *words: str) -> Iterator[pexpect.spawn]:
+def terminal(folder: Path, url: str, *words: str, model: str = "echo") -> Iterator[pexpect.spawn]:
     child = pexpect.spawn(
-        "palaestra", ["chat", "--base-url", server.url, "--model", "echo", *words],
+        "palaestra", ["chat", "--base-url", url, "--model", model, *words],
         cwd=str(folder), env={**environment(folder), "TERM": "xterm-256color"}, timeout=40, dimensions=(40, 110),
-        encoding="utf-8",
+        encoding="utf-8", codec_errors="replace",
     )  # fmt: skip
     try:
         yield child
@@ -84,7 +84,7 @@ def messages(folder: Path) -> list[dict[str, JSON]]:
 
 
 def test_text_and_a_tool_call_stream_into_the_scrollback(tmp_path: Path) -> None:
-    with echo_server() as server, terminal(tmp_path, server) as child:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
         seen(child, PROMPT)
         child.send("say **bold** and `code`\r")
         seen(child, r"\x1b\[1mbold\x1b\[0m and ")  # styled, without its markers
@@ -98,7 +98,7 @@ def test_text_and_a_tool_call_stream_into_the_scrollback(tmp_path: Path) -> None
 
 
 def test_approval_no_then_yes(tmp_path: Path) -> None:
-    with echo_server() as server, terminal(tmp_path, server) as child:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
         seen(child, PROMPT)
         for answer, result in (("n", "did not allow"), ("y", "no output")):
             child.send(f"{terminal_call('rm -rf nothing')}\r")
@@ -123,7 +123,7 @@ def test_approval_no_then_yes(tmp_path: Path) -> None:
 
 def test_ctrl_c_interrupts_an_approved_command_and_a_turn_that_begins(tmp_path: Path) -> None:
     """A prompt takes the signal over while it asks, and the chat is still loading when the first message is sent."""
-    with echo_server(delay_s=0.3) as server, terminal(tmp_path, server) as child:
+    with echo_server(delay_s=0.3) as server, terminal(tmp_path, server.url) as child:
         seen(child, PROMPT)
         child.send(f"say {'word ' * 50}\r")
         seen(child, r"\x1b\[\?2004l")  # the prompt has ended; the message has not been sent
@@ -141,7 +141,7 @@ def test_ctrl_c_interrupts_an_approved_command_and_a_turn_that_begins(tmp_path: 
 
 
 def test_ctrl_c_interrupts_the_model_and_a_command_and_keeps_the_conversation(tmp_path: Path) -> None:
-    with echo_server(delay_s=0.3) as server, terminal(tmp_path, server) as child:
+    with echo_server(delay_s=0.3) as server, terminal(tmp_path, server.url) as child:
         seen(child, PROMPT)
         child.send(f"say {' '.join(f'word{number}' for number in range(200))}\r")
         asked(server, 1)
@@ -161,7 +161,7 @@ def test_ctrl_c_interrupts_the_model_and_a_command_and_keeps_the_conversation(tm
 
 
 def test_a_background_process_has_a_status_and_a_notice(tmp_path: Path) -> None:
-    with echo_server() as server, terminal(tmp_path, server) as child:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
         seen(child, PROMPT)
         child.send(f"{terminal_call('sleep 3; echo built it', background=True)}\r")
         seen(child, "1 background process")
@@ -174,7 +174,7 @@ def test_a_background_process_has_a_status_and_a_notice(tmp_path: Path) -> None:
 
 def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("remember the milk\n")
-    with echo_server() as server, terminal(tmp_path, server) as child:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
         seen(child, PROMPT)
         child.send("say read @notes.txt\r")
         seen(child, "read @notes.txt")
@@ -196,7 +196,7 @@ def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
 
 
 def test_a_wrong_flag_ends_the_prompt_with_the_reason(tmp_path: Path) -> None:
-    with echo_server() as server, terminal(tmp_path, server, "--isolatoin", "best") as child:
+    with echo_server() as server, terminal(tmp_path, server.url, "--isolatoin", "best") as child:
         seen(child, "unknown flag --isolatoin")
         child.expect(pexpect.EOF)
         child.wait()
@@ -212,7 +212,7 @@ def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) 
     work = tmp_path / "work"
     work.mkdir()
     (work / "a.txt").write_text("old\n")
-    with echo_server() as server, terminal(tmp_path, server, "--workdir", str(work)) as child:
+    with echo_server() as server, terminal(tmp_path, server.url, "--workdir", str(work)) as child:
         seen(child, PROMPT)
         child.send(f"{terminal_call('echo new > a.txt')}\r")
         seen(child, r"-old")
@@ -235,13 +235,13 @@ def test_a_diff_says_what_it_does_not_show() -> None:
 
 def test_a_command_that_was_cut_off_is_reported_and_not_repeated(tmp_path: Path) -> None:
     with echo_server() as server:
-        with terminal(tmp_path, server) as child:
+        with terminal(tmp_path, server.url) as child:
             seen(child, PROMPT)
             child.send(f"{terminal_call('echo began; sleep 60')}\r")
             seen(child, "│ began")
             child.kill(9)
             child.wait()
-        with terminal(tmp_path, server, "-c") as child:
+        with terminal(tmp_path, server.url, "-c") as child:
             seen(child, "is continued")
             seen(child, "Outcome unknown: terminal echo began")
             finish(child)
@@ -260,7 +260,7 @@ def test_a_killed_chat_is_resumed_without_a_lost_or_doubled_turn(tmp_path: Path)
     sent = 0
     with echo_server(delay_s=0.02) as server:
         for kill in range(20):
-            with terminal(tmp_path, server, *(["-c"] if begun(tmp_path) else [])) as child:
+            with terminal(tmp_path, server.url, *(["-c"] if begun(tmp_path) else [])) as child:
                 seen(child, PROMPT)
                 child.send(f'both terminal {{"command": "echo {kill}"}}\nsay answer {kill}\r'.replace("\n", "\x1b\r"))
                 sent += 1
@@ -270,7 +270,7 @@ def test_a_killed_chat_is_resumed_without_a_lost_or_doubled_turn(tmp_path: Path)
                 time.sleep(rng.uniform(0.0, 0.5))
                 child.kill(9)
                 child.wait()
-        with terminal(tmp_path, server, "-c") as child:
+        with terminal(tmp_path, server.url, "-c") as child:
             finish(child)
     with ConversationStore(tmp_path / "state" / "conversations.sqlite") as store:
         [conversation] = store.conversations()

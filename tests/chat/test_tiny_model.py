@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pexpect
 import pytest
 
 from chat.chat_process import environment
-from chat.test_terminal import CTRL_C, PROMPT, finish, messages, seen
+from chat.test_terminal import CTRL_C, PROMPT, finish, messages, seen, terminal
 from model_logprobs import own_logprobs
 from palaestra.chat.store import ConversationStore
 from palaestra.core.types import JSON
@@ -72,19 +71,6 @@ def model_server(folder: Path) -> Iterator[str]:
             server.terminate()
 
 
-@contextmanager
-def chat(folder: Path, url: str, *words: str) -> Iterator[pexpect.spawn]:
-    child = pexpect.spawn(
-        "palaestra", ["chat", "--base-url", url, "--model", str(folder / "model"), *words],
-        cwd=str(folder), env={**environment(folder), "TERM": "xterm-256color"}, timeout=60, dimensions=(40, 110),
-        encoding="utf-8", codec_errors="replace",
-    )  # fmt: skip
-    try:
-        yield child
-    finally:
-        child.close(force=True)
-
-
 def wait_for_turns(folder: Path, *states: str) -> None:
     """Wait until the conversation's turns have these states."""
     until = time.monotonic() + 60
@@ -106,6 +92,7 @@ def palaestra(folder: Path, *words: str) -> str:
 
 
 def test_a_model_streams_a_tool_call_and_its_tokens_are_exported(tmp_path: Path) -> None:
+    model = str(tmp_path / "model")
     make_tiny(tmp_path / "model", hidden=64, layers=2)
     listed = json.loads(palaestra(tmp_path, "tools", "--json"))["tools"]
     tools = [
@@ -115,7 +102,7 @@ def test_a_model_streams_a_tool_call_and_its_tokens_are_exported(tmp_path: Path)
     ]
     teach(tmp_path / "model", tools, steps=160)
     exact = ("--openai.server_type", "vllm", "--toolsets", "terminal", "--system", SYSTEM)
-    with model_server(tmp_path / "model") as url, chat(tmp_path, url, *exact) as child:
+    with model_server(tmp_path / "model") as url, terminal(tmp_path, url, *exact, model=model) as child:
         seen(child, PROMPT)
         child.send("Look around.\r")
         seen(child, "● terminal")
@@ -137,9 +124,10 @@ def test_a_model_streams_a_tool_call_and_its_tokens_are_exported(tmp_path: Path)
 
 def test_ctrl_c_stops_a_long_answer_and_a_killed_chat_continues(tmp_path: Path) -> None:
     """Without training the model writes random text to its limit."""
+    model = str(tmp_path / "model")
     make_tiny(tmp_path / "model", hidden=64, layers=2)
     with model_server(tmp_path / "model") as url:
-        with chat(tmp_path, url) as child:
+        with terminal(tmp_path, url, model=model) as child:
             seen(child, PROMPT)
             child.send("tell me a story\r")
             wait_for_turns(tmp_path, "open")
@@ -151,7 +139,7 @@ def test_ctrl_c_stops_a_long_answer_and_a_killed_chat_continues(tmp_path: Path) 
             wait_for_turns(tmp_path, "done", "open")
             child.kill(9)
             child.wait()
-        with chat(tmp_path, url, "-c", "--env.max_token_length", "8") as child:
+        with terminal(tmp_path, url, "-c", "--env.max_token_length", "8", model=model) as child:
             wait_for_turns(tmp_path, "done", "done")
             finish(child)
     asked = [message["content"] for message in messages(tmp_path) if message["role"] == "user"]

@@ -116,38 +116,43 @@ class ChatTerminal:
         """Read and handle messages and commands until the chat ends; returns the exit code."""
         self._session = self._prompt_session()
         loop = asyncio.get_running_loop()
-        # There is one handler for the whole chat. If each prompt and asyncio set their own, there would be moments
-        # between them in which Ctrl-C ends the chat.
-        loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
         async with self._stack:
-            self._stack.callback(loop.remove_signal_handler, signal.SIGINT)
-            self._ready = asyncio.create_task(self._load())
-            self._ready.add_done_callback(self._loaded)
-            if any(name in self._own for name in ("-c", "--resume", "--fork")):
-                await self._ready
-                await self._show_last()
-            self._screen.line(f"{DIM}palaestra chat · /help · Ctrl-D ends{PLAIN}")
-            while not self._ended:
-                text = await self._read()
-                if text is None:
-                    break
-                if not text.strip():
-                    continue
-                self._handling = asyncio.create_task(self._handle(text))
-                if self._stop_soon:
-                    self._handling.cancel()
-                try:
-                    await asyncio.wait([self._handling])
-                finally:
-                    self._handling.cancel()
-                if self._handling.cancelled():
-                    self._screen.line(f"{YELLOW}interrupted{PLAIN}")
-                elif (error := self._handling.exception()) is not None:
-                    if not isinstance(error, PalaestraError) or self._talk is None:  # a fault, or loading failed
-                        raise error
-                    self._screen.line(f"{RED}{_clean(str(error))}{PLAIN}")
-            self._screen.line(f"{DIM}{self._farewell()}{PLAIN}")
+            # There is one handler for the whole chat. If each prompt and asyncio set their own, there would be moments
+            # between them in which Ctrl-C ends the chat.
+            loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+            try:
+                await self._read_and_handle()
+            finally:
+                loop.remove_signal_handler(signal.SIGINT)  # so that Ctrl-C ends a chat that is slow to close
         return DONE
+
+    async def _read_and_handle(self) -> None:
+        self._ready = asyncio.create_task(self._load())
+        self._ready.add_done_callback(self._loaded)
+        if any(name in self._own for name in ("-c", "--resume", "--fork")):
+            await self._ready
+            await self._show_last()
+        self._screen.line(f"{DIM}palaestra chat · /help · Ctrl-D ends{PLAIN}")
+        while not self._ended:
+            text = await self._read()
+            if text is None:
+                break
+            if not text.strip():
+                continue
+            self._handling = asyncio.create_task(self._handle(text))
+            if self._stop_soon:
+                self._handling.cancel()
+            try:
+                await asyncio.wait([self._handling])
+            finally:
+                self._handling.cancel()
+            if self._handling.cancelled():
+                self._screen.line(f"{YELLOW}interrupted{PLAIN}")
+            elif (error := self._handling.exception()) is not None:
+                if not isinstance(error, PalaestraError) or self._talk is None:  # a fault, or loading failed
+                    raise error
+                self._screen.line(f"{RED}{_clean(str(error))}{PLAIN}")
+        self._screen.line(f"{DIM}{self._farewell()}{PLAIN}")
 
     def _on_interrupt(self) -> None:
         """Stop the running turn. If none runs, stop the handling of the command or message that was entered."""

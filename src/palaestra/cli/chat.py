@@ -68,14 +68,10 @@ FLAGS_OF_CHAT = {
 @click.pass_context
 def command(context: click.Context, words: tuple[str, ...]) -> None:
     own, rest = own_flags(words)
-    if "--consent" in own:
-        _set_consent(own.pop("--consent"), rest)
-        if not own:
-            return
-    if not {"-p", "--list", "--search"} & own.keys():
-        from palaestra.chat.terminal import run_terminal
-
-        context.exit(run_terminal(which, own, rest))
+    consent = own.pop("--consent", None)
+    in_terminal = not {"-p", "--list", "--search"} & own.keys()
+    if in_terminal and consent is None:
+        context.exit(_talk(own, rest))
     import asyncio
 
     from palaestra.chat.config import open_store
@@ -84,6 +80,12 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
     options = options_or_answer(rest, "palaestra chat")
     if options is None:
         return
+    if consent is not None:
+        _set_consent(options, consent)
+        if not own:
+            return
+        if in_terminal:
+            context.exit(_talk(own, rest))
     if "--list" in own or "--search" in own:
         with open_store(options.config) as store:
             click.echo(list_conversations(store, as_json="--json" in own, query=own.get("--search", "")))
@@ -92,15 +94,19 @@ def command(context: click.Context, words: tuple[str, ...]) -> None:
     context.exit(asyncio.run(answer_once(options, which(own), own["-p"], piped=piped, **how)))
 
 
-def _set_consent(given: str, words: Sequence[str]) -> None:
+def _talk(own: Mapping[str, str], words: Sequence[str]) -> int:
+    """Talk in the terminal; returns the exit code."""
+    from palaestra.chat.terminal import run_terminal
+
+    return run_terminal(which, own, words)
+
+
+def _set_consent(options: ChatOptions, given: str) -> None:
     """Store whether conversations may be exported. Raises `ConfigError`."""
     from palaestra.chat.config import open_store
 
     if given not in ("yes", "no"):
         raise ConfigError(f"--consent must be yes or no, not {given!r}")
-    options = options_or_answer(words, "palaestra chat")
-    if options is None:
-        return
     with open_store(options.config) as store:
         store.set_consent("", given == "yes")
     may = "may export" if given == "yes" else "does not export"
