@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
+import inspect
+import threading
+import time
+import warnings
+
 import pytest
 
 from palaestra.tools.builtin.syntax_check import MAX_CHECKED_CHARS, check_syntax
@@ -49,6 +56,29 @@ def test_deep_nesting_is_an_answer_and_no_crash(text: str) -> None:
 def test_deep_json_and_long_files_are_not_checked() -> None:
     assert "too deeply" in str(check_syntax("a.json", "[" * 100_000))
     assert "longer than" in str(check_syntax("a.py", "#" * (MAX_CHECKED_CHARS + 1)))
+
+
+def test_files_are_checked_in_several_threads_at_once() -> None:
+    text, filters = inspect.getsource(argparse), list(warnings.filters)
+    found: list[str | None] = []
+
+    def pause(phase: str, info: object) -> None:  # lets the threads take turns in the middle of a file
+        time.sleep(0)
+
+    def work() -> None:
+        found.extend(check_syntax("a.py", text) for _ in range(10))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    gc.callbacks.append(pause)
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        gc.callbacks.remove(pause)
+    assert found == ["ok"] * 80
+    assert list(warnings.filters) == filters
 
 
 def test_nothing_is_built_or_run() -> None:

@@ -1,15 +1,15 @@
 """Checks whether a file that was just written parses. Nothing from a slot is ever executed.
 
-Python files are checked with this interpreter's grammar, which may differ from the slot's; the answer names the
-version. Size and depth are bounded because the text comes from a model and is parsed outside the slot.
+Python files are compiled by this interpreter, whose grammar may differ from the slot's; the answer names the version.
+Size and depth are bounded because the text comes from a model and is parsed outside the slot.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import posixpath
 import sys
+import threading
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping
@@ -49,9 +49,12 @@ def check_syntax(path: str, text: str) -> str | None:
 
 
 def _python(text: str) -> None:
-    with warnings.catch_warnings():
+    # `compile` builds no syntax tree of Python objects. CPython counts their depth in one place for all threads, so
+    # `ast.parse` fails with a SystemError if another thread parses too (python/cpython#106905). The filters of warnings
+    # are shared by all threads as well.
+    with _ONE_THREAD, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings would be about the model's file, not this program
-        ast.parse(text)
+        compile(text, "<file>", "exec", dont_inherit=True)
 
 
 def _yaml(text: str) -> None:
@@ -68,6 +71,7 @@ def _toml(text: str) -> None:
     tomllib.loads(text)
 
 
+_ONE_THREAD = threading.Lock()
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _CHECKS: Mapping[str, Callable[[str], object]] = {
