@@ -180,12 +180,13 @@ def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
         seen(child, "read @notes.txt")
         seen(child, PROMPT)
         for typed, shown in (
-            ("/cost", "1 model calls"), ("/tools", "terminal"), ("/save boats", "named"), ("/model", "echo"),
+            ("/cost", "1 model call,"), ("/tools", "terminal"), ("/save boats", "named"), ("/model", "echo"),
             ("/fork", "with 1 turn\\b"), ("/resume boats", "is this conversation"), ("/background", "no background"),
             ("/undo 3", "takes no argument"), ("/undo", "undone"), ("/stop", "no turn is running"),
             ("/stop all", "use /stop or"), ("/stop processes", "ended 0 background"),
-            ("/sandbox now", "/sandbox write"), ("/model ecko", "does not list"), ("/model echo", "echo"),
-            ("/nonsense", "unknown command"), ("/help", "/background"),
+            ("/sandbox now", "/sandbox write"), ("/sandbox diff", "there is none"),
+            ("/model ecko", "does not list"), ("/model echo", "echo"), ("/nonsense", "unknown command"),
+            ("/help", "/background"),
         ):  # fmt: skip
             child.send(f"{typed}\r")
             seen(child, shown)

@@ -114,7 +114,7 @@ def test_tasks_that_asked_something_else_are_said(tmp_path: Path, capsys: pytest
     assert compared(first, again).asked_otherwise == ()
     paths = [str(write_run(tmp_path / name, *run)) for name, run in (("first", first), ("other", other))]
     cli.main(["compare", *paths], standalone_mode=False)
-    assert "1 of these tasks (the first is item-1) have a different prompt" in capsys.readouterr().err
+    assert "the prompt of 1 task (the first is item-1) is different" in capsys.readouterr().err
 
 
 def test_those_that_differ_most_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -507,15 +507,19 @@ class ChatTerminal:
             await talk.drop_slot()
             self._screen.line("the next command gets a new sandbox")
         elif rest in ("diff", "write"):
+            if self._folder is None:
+                raise ConfigError(
+                    f"/sandbox {rest} compares with the folder that the sandbox has a copy of, and there is none; "
+                    "start the chat with --workdir DIR"
+                )
             changes = await self._changes()
-            if rest == "write" and self._folder is not None:
+            if rest == "write":
                 self._write_back(changes)
                 return
             for change in changes:
                 self._screen.diff(change.diff())
-            self._screen.line(
-                f"{len(changes)} files differ from {self._folder.root if self._folder else 'the folder (none is set)'}"
-            )
+            verb = "differs" if len(changes) == 1 else "differ"
+            self._screen.line(f"{plural(len(changes), 'file')} {verb} from {self._folder.root}")
         elif rest:
             raise ConfigError(
                 f"unknown command /sandbox {rest}; use /sandbox, /sandbox diff, /sandbox write or /sandbox new"
@@ -556,7 +560,7 @@ class ChatTerminal:
         cost = sum(float(turn.report.get("cost") or 0.0) for turn in turns)
         priced = f", cost {cost:.4f}" if self._service.settings.prices is not None else " (set prices to see a cost)"
         self._screen.line(
-            f"{totals['model_calls']} model calls, {totals['prompt_tokens']} tokens read, "
+            f"{plural(totals['model_calls'], 'model call')}, {totals['prompt_tokens']} tokens read, "
             f"{totals['completion_tokens']} written{priced}"
         )
 

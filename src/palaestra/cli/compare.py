@@ -119,8 +119,8 @@ def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComp
     click.echo(f"no winner: {found.undecided}" if not found.winner else f"better: {best.name} ({best.model})")
     if found.asked_otherwise:
         click.echo(
-            f"{len(found.asked_otherwise)} of these tasks (the first is {found.asked_otherwise[0]}) have "
-            f"a different prompt in {other.name}: the prompt changed, or the id belongs to a different task there",
+            f"the prompt of {plural(len(found.asked_otherwise), 'task')} (the first is {found.asked_otherwise[0]}) is "
+            f"different in {other.name}: the prompt changed, or the id belongs to a different task there",
             err=True,
         )
     for where, tasks in ((run, found.only_first), (other, found.only_other)):

@@ -200,7 +200,7 @@ def _in_words(error: click.UsageError) -> str:
 
 _OTHER_WORDS = {
     "list": "runs", "ls": "runs", "logs": "status", "show": "status", "view": "report", "start": "run",
-    "new": "env new", "init": "env new", "check": "env check", "build": "tasks build", "train": "feed",
+    "new": "env new", "init": "env new", "check": "env check", "build": "tasks build",
     "evaluate": "eval", "rescore": "grade", "score": "grade", "clean": "slots clean",
 }  # fmt: skip
 """Maps command names of other programs to the corresponding commands of this one."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
+from palaestra.core.exits import plural
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.rollouts.environment import Environment, GroupCollection
@@ -416,7 +417,7 @@ class GroupRun:
         events.emit(RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=turns, replies=replies, anew=reason))
         if turns or replies:
             why = f"{reason}: {recorded.evidence}" if recorded.evidence else reason
-            events.note(f"{rollout_id} starts over and discards {turns} turns: {why}")
+            events.note(f"{rollout_id} starts over and discards {plural(turns, 'turn')}: {why}")
 
     def _write(
         self, kind: type[RolloutEnded | AttemptDiscarded], rollout: Rollout, trajectory: Trajectory
