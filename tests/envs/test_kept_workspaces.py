@@ -258,7 +258,7 @@ def test_a_recipe_of_what_cannot_be_named_is_refused(capsys: pytest.CaptureFixtu
     write(HOOK, DATA="object()")
     assert palaestra(*RUN) == 3
     (group,) = groups_of(journals()[-1])
-    assert "declares a recipe" in group.error
+    assert "sets a recipe" in group.error
     assert "plain data" in group.error
 
 

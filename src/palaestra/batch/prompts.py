@@ -73,7 +73,7 @@ class BatchConfig(HermesAgentEnvConfig):
         if self.system_prompt and self.ephemeral_system_prompt:
             raise ConfigError("set either system_prompt or ephemeral_system_prompt, not both")
         if self.reasoning_disabled and (self.reasoning_effort or self.max_reasoning_tokens):
-            raise ConfigError("reasoning_disabled contradicts reasoning_effort and max_reasoning_tokens")
+            raise ConfigError("set either reasoning_disabled, or reasoning_effort and max_reasoning_tokens, not both")
 
 
 class BatchForm:
@@ -213,7 +213,7 @@ def _start_in(cwd: str) -> str:
 
 
 def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
-    """Return the messages of a row's prompt, which is a text or a list of messages. Raises `TaskError`."""
+    """Return the messages of a row's prompt, which is a string or a list of messages. Raises `TaskError`."""
     given = row.get(field)
     if isinstance(given, str) and given.strip():
         return [{"role": "user", "content": given}]
@@ -223,7 +223,7 @@ def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
         named = ", ".join(map(repr, row)) or "none"
         raise TaskError(f"it has no column {field!r} for the prompt (--prompt-field); its columns are: {named}")
     empty = "empty" if given in ("", []) else f"of the type {type(given).__name__}"
-    raise TaskError(f"its column {field!r} is {empty}; it must be a text or a list of messages with roles")
+    raise TaskError(f"its column {field!r} is {empty}; it must be a string or a list of messages with roles")
 
 
 def _read_messages(path: str) -> list[Message]:

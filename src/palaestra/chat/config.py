@@ -1,8 +1,8 @@
 """The settings of `palaestra chat` and `palaestra acp`, and the service built from them.
 
 The sources of a setting, lowest precedence first: its default, `chat.yaml` in the user's folder (`settings_file`), the
-files of `--config`, `.env`, environment variables, flags. All settings of `palaestra run` that concern a model server,
-tools and slots work here too.
+files of `--config`, `.env`, environment variables, and flags. All settings of `palaestra run` that concern a model
+server, tools and slots work here too.
 """
 
 from __future__ import annotations

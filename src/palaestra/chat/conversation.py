@@ -6,13 +6,14 @@
 
 `Conversation.begin` makes a new conversation, `Conversation.open` opens a stored one. Invariants:
 
-- Every message is stored as soon as it exists, every tool call before it begins and after it has ended (`store.py`).
+- Every message is stored as soon as it exists. Every tool call is stored before it begins and after it has ended
+  (`store.py`).
 - A turn stays open if its process is killed. When the conversation is opened again, each tool call of that turn gets a
   result. A call that had finished gets its stored result. A call that had begun and did not finish is reported as
   *outcome unknown*, to the model as a tool result and to the person as a notice, and is never repeated automatically.
   `resume` continues the turn.
 - A message with a known `message_id` gets its stored answer, without a model call.
-- When no turn runs, the history ends with an assistant message, and every tool call in the history has a result.
+- When a turn has ended, the history ends with an assistant message, and every tool call in the history has a result.
 - With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
 """
 
@@ -218,12 +219,12 @@ class Conversation:
         return self._store.turns(self.id)
 
     async def send(self, content: JSON, *, message_id: str | None = None) -> AsyncGenerator[Event, None]:
-        """Send the user's message (a text, or content parts of the chat completions API) and yield the turn's events.
+        """Send the user's message (a string, or content parts of the chat completions API) and yield the turn's events.
 
         The turn runs while the events are read; closing the iterator interrupts it. Failures of the model server or the
         sandbox become the outcome of the turn; `ConfigError` and bugs are raised. A message with a known `message_id`
-        yields its stored answer or, if its turn was cut off, continues that turn. A new message ends any turn that was
-        cut off and not resumed, without an answer.
+        yields its stored answer or, if its turn was cut off, continues that turn. A new message first ends the turn
+        that was cut off, if there is one; that turn then stays without an answer.
         """
         async with self._busy:
             known = None if message_id is None else self._store.turn_of(self.id, message_id)

@@ -93,8 +93,8 @@ class ConversationRecord:
 class StoredTurn:
     """One turn: a user's message and everything up to its answer. `number` counts from 1.
 
-    `kind` is message or compaction, `state` open, done or undone, `content` the message as it was sent, `report` the
-    turn's final figures.
+    `kind` is message or compaction; `state` is open, done or undone. `content` is the message as it was sent, and
+    `report` holds the turn's final figures.
     """
 
     row: int
@@ -112,7 +112,7 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One side effect. `kind` is tool or message; `key` the id of the call, or the caller's name for the effect.
+    """One side effect. `kind` is tool or message; `key` is the id of the call, or the caller's name for the effect.
 
     `state` is begun, ended, interrupted, failed or unknown.
     """
@@ -151,7 +151,8 @@ class ConversationStore:
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
                 raise ConfigError(
-                    f"its format version is {version}, but this program reads versions up to {SCHEMA_VERSION}"
+                    f"its format version is {version}, but this program reads only versions up to {SCHEMA_VERSION}; "
+                    "upgrade Palaestra"
                 )
             if not version:
                 for statement in _TABLES.split(";\n"):

@@ -140,9 +140,7 @@ class WorkFolder:
         for change in changes:
             target, problem = self.root / change.path, change.problem
             if not problem and not self._inside(target):
-                problem = (
-                    "its folder leads out of the shared folder through a symlink, or it is a folder on this machine"
-                )
+                problem = "its path contains a symlink out of the shared folder, or it is a folder on this machine"
             elif not problem and self._read(change.path) != change.before:
                 problem = CHANGED_HERE
             if not problem:

@@ -58,7 +58,7 @@ row has a `prompt` (text or messages), and may have an `image` and a `cwd`.
   --run-name NAME        write to data/NAME instead of a folder below runs/
   --distribution NAME    draw the toolsets of each row at random   --toolsets T …   or use these
   --require WHAT …       discard samples without WHAT: reasoning, natural (end), known_tools, tool_calls
-  --num-workers N        rows in progress at a time [64]           --max-samples N  rows, at most
+  --num-workers N        rows in progress at a time [64]           --max-samples N  at most N rows
   --max-turns N          model calls per row [10]                  --max-tokens N   tokens per reply
   --batch-size N         rows in one file batch_N.jsonl [100]      --group N        samples per row
   --prompt-field NAME    the column with the prompt                --max-cost C     pause at this cost

@@ -29,7 +29,7 @@ _SHOWN_SETTINGS = 15
       palaestra compare RUN OTHER --json | jq .difference
 
     RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
-    difference is RUN minus OTHER, with the 95 % interval of its mean over the tasks. No winner is named if the interval
+    difference is RUN minus OTHER, with the 95% interval of its mean over the tasks. No winner is named if the interval
     contains 0, if the runs do not have the same tasks, or if different shares of their rollouts are scored. Rollouts
     that infrastructure failures ended are left out; if there are any, a second line counts them as 0. The models and
     the settings that differ are listed first.
@@ -64,7 +64,7 @@ def command(run: str, others: tuple[str, ...], as_json: bool) -> None:
         _show(runs[0], other, scored, whole)
     if len(found) > 1:
         click.echo(
-            f"{len(found)} comparisons: on average, one 95 % interval in 20 does not contain the true value", err=True
+            f"{len(found)} comparisons: on average, one 95% interval in 20 does not contain the true value", err=True
         )
 
 

@@ -1,8 +1,9 @@
 """`palaestra doctor`: what works on this machine, on a slot backend or on a model server, and how to fix the rest.
 
 Isolation levels are tested by making a throw-away slot at each (`sandbox.isolation`), backends by using a few of their
-slots (`sandbox.backend_check`). For a model server, doctor contacts only the given address (`inference.doctor`). Exit
-codes: 5 if no isolation level is available, 4 if the model server cannot be reached, 1 if a check or a backend failed.
+slots (`sandbox.backend_check`). For a model server, doctor contacts the given address and, if the tokenizer is not on
+this machine, the hub (`inference.doctor`). Exit codes: 5 if no isolation level is available, 4 if the model server
+cannot be reached, 1 if a check or a backend failed.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def _machine(as_json: bool) -> None:
 
 
 def verdict(ladder: Sequence[RungStatus]) -> str:
-    """Return a line with the isolation level that a run would use, or the information that runs refuse to start."""
+    """Return a line that names the isolation level that a run would use, or reports that runs refuse to start."""
     best = max((step.rung for step in ladder if step.available and step.rung > Rung.NONE), default=None)
     return "runs refuse to start" if best is None else f"runs use: {best.label}"
 

@@ -209,8 +209,8 @@ def port(context: click.Context, write: bool, as_json: bool, trial: bool, file: 
       palaestra env port their_env.py --write --run
 
     Without --write, the new text goes to standard output. The command lists what you must change by hand: names without
-    a counterpart, packages that are not installed, overrides that nothing calls, attributes and arguments that differ.
-    The exit code is 1 if there is anything to change, or if the trial run fails.
+    a counterpart, packages that are not installed, overrides that nothing calls, and attributes and arguments that
+    differ. The exit code is 1 if there is anything to change, or if the trial run fails.
     """
     from palaestra.envs.port_script import port as port_script
 
@@ -284,8 +284,9 @@ def check(
       palaestra env check swe_smith_oracle --tasks 3
       palaestra env check my_env.py --only conftest-skip --only git-parent --env.n 20
 
-    Every policy plays the same tasks with the real loop, slots and grading. If the reference solution or doing nothing
-    gets a wrong score, the cheats are not played. The exit code is 1 if any policy got a wrong score.
+    Every policy plays the same tasks with the real loop, slots and grading. If a task sets a floor, doing nothing and
+    cheats may score up to it. If the reference solution or doing nothing gets a wrong score, the cheats are played only
+    if --only names them. The exit code is 1 if any policy got a wrong score.
     """
     from palaestra.envs.config.command_line import first_word
 

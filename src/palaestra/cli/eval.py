@@ -6,7 +6,7 @@ from palaestra.cli.run import front_door
 
 command = front_door(
     "eval",
-    """Try every task several times and report how many are solved, with 95 % intervals.
+    """Try every task several times and report how many are solved, with 95% intervals.
 
     \b
       palaestra eval my_env.py --samples 4 --base-url http://localhost:8000/v1 --model NAME

@@ -182,7 +182,7 @@ def _with_mailbox(home: Path, work: Callable[[Mailbox], Awaitable[T]]) -> T:
     from palaestra.gateway.mailbox import Mailbox
 
     if not (home / MAILBOX).is_file():
-        raise ConfigError(f"there is no gateway in {home}: start it once, or name its folder with --home")
+        raise ConfigError(f"there is no gateway in {home}: start it once, or specify its folder with --home")
 
     async def main() -> T:
         mailbox = Mailbox(home / MAILBOX)

@@ -1,8 +1,8 @@
 """The `palaestra` command itself: the table of subcommands, help, version, suggestions.
 
 Each subcommand is the `command` of its own module, which is imported only when the subcommand is used, so that
-`palaestra --help` stays fast. Invariant: for an unknown word, the program suggests the nearest known one and exits with
-code 2.
+`palaestra --help` stays fast. Invariant: for an unknown word, the program exits with code 2, and suggests the nearest
+known word if one is near.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COMMANDS = {
     "gateway": "Serve conversations on chat platforms, e-mail and HTTP.",
     "serve": "Run servers for trainers, slots, tools and models.",
     "slots": "List and clean up slots and workspaces on this machine.",
-    "doctor": "Report which isolation levels work here, or check a model server.",
+    "doctor": "Report which isolation levels work here, or check backends or a model server.",
     "completion": "Print the completion script for a shell.",
 }
 """Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command`."""

@@ -41,9 +41,9 @@ def command() -> None:
       palaestra serve api --store groups.jsonl
       python my_env.py serve --env.rollout_server_url http://127.0.0.1:8000 …
 
-    With --store, received groups survive a restart; without it, they are kept in memory only. To listen beyond the
-    loopback, set a token, in --token-file or in the variable TRAJECTORY_SERVER_TOKEN. Callers send it as a bearer
-    token (`--env.rollout_server_token`, best in a configuration file).
+    With --store, received groups survive a restart; without it, they are kept in memory only. To listen on more than
+    the loopback interface, set a token, in --token-file or in the variable TRAJECTORY_SERVER_TOKEN. Callers send it as
+    a bearer token (`--env.rollout_server_token`, best in a configuration file).
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
@@ -102,8 +102,9 @@ async def _serve(
 
     The server supports chat completions with tools, and the token APIs of vLLM and SGLang; `palaestra doctor URL`
     checks it. A POST of {"model_path": FOLDER} to /update_weights_from_disk reloads the weights, as SGLang does.
-    MODEL is a folder, or the OWNER/NAME of a model on the hub. To listen beyond the loopback, set a token, in
-    --token-file or in the variable MODEL_SERVER_TOKEN; callers send it as their API key. Needs the extra 'train'.
+    MODEL is a folder, or the OWNER/NAME of a model on the hub. To listen on more than the loopback interface, set a
+    token, in --token-file or in the variable MODEL_SERVER_TOKEN; callers send it as their API key. Needs the
+    extra 'train'.
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
@@ -162,9 +163,10 @@ async def _serve_model(
       TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python train.py
 
     MODEL is a folder, or the OWNER/NAME of a model on the hub. In the program, set base_model to the name that the
-    server prints. Several clients can train LoRA adapters and full weights (rank=0) concurrently. To listen beyond the
-    loopback, set a token, in --token-file or in the variable TINKER_SERVER_TOKEN. It must start with tml-; clients
-    set it as TINKER_API_KEY. Needs the extra 'tinker'. docs/tinker.md lists the calls and the losses.
+    server prints. Several clients can train LoRA adapters and full weights (rank=0) concurrently. To listen on more
+    than the loopback interface, set a token, in --token-file or in the variable TINKER_SERVER_TOKEN. It must
+    start with tml-; clients set it as TINKER_API_KEY. Needs the extra 'tinker'. docs/tinker.md lists the calls and the
+    losses.
     """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")

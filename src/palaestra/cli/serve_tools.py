@@ -81,7 +81,7 @@ class _ToolsOptions:
 
     FILEs are Python files with functions marked @tool(external=True) or subclasses of Tool. The server also offers the
     external tools of the toolsets and all tools of MCP servers. Set an executor's tool_server_url to the server's
-    address. To listen beyond the loopback, set a token, which executors send as a bearer token.
+    address. To listen on more than the loopback interface, set a token, which executors send as a bearer token.
 
     POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     GET /tools, GET /health. The server forgets a trajectory after --lease-s seconds without a call.
@@ -149,7 +149,7 @@ def _tools_of(file: Path) -> list[Tool]:
             tool = call_hook(ConfigError, kind, f"{file}: {kind.__name__}() (assign an instance to a name instead)")
             found[id(tool)] = tool
     if not found:
-        raise ConfigError(f"{file} defines no tool: it has neither a function with @tool nor a subclass of Tool")
+        raise ConfigError(f"{file} defines no tool: mark a function in it with @tool, or define a subclass of Tool")
     return list(found.values())
 
 
@@ -176,7 +176,8 @@ class ExecutorSettings(Settings, use_attribute_docstrings=True):
     api_key: str | None = None
     """The API key of the model server."""
     world: Literal["live", "record", "replay", "fill"] = "live"
-    """Whether replies of tools that reach the outside are live, recorded, or replayed from a recording."""
+    """Whether tools that reach the outside run live, are recorded or are replayed; `fill` also records missing
+    calls."""
     world_file: str | None = None
     """The recording: a file, or a folder that contains one."""
     world_miss: Literal["reply", "fail"] = "reply"
@@ -225,8 +226,8 @@ class _ExecutorOptions:
 
     A trajectory has one slot from its first call to its release. If it makes no call for --lease-s seconds, its slot is
     released, and its calls are refused until a client sends POST /release for it. After SIGTERM, the service refuses
-    new calls, waits --drain-s seconds for the running ones and ends every slot. A token is required to listen beyond
-    the loopback.
+    new calls, waits --drain-s seconds for the running ones and ends every slot. A token is required to listen on more
+    than the loopback interface.
 
     POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
@@ -411,5 +412,5 @@ def read_token(file: Path | None, variable: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the token from {file}: {error}") from None
     if token is None:
-        raise ConfigError(f"{file} contains no token")
+        raise ConfigError(f"{file} contains no token; write the token to it")
     return token

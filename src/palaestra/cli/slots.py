@@ -82,7 +82,7 @@ def list_slots(directory: Path | None, store: Path | None, as_json: bool) -> Non
 @command.command(
     "clean",
     context_settings=_CONTEXT,
-    help="""Remove unused leftovers of dead runs: control groups, sockets, half-made workspaces.
+    help="""Remove unused leftovers of dead runs: control groups, sockets and half-made workspaces.
 
     \b
       palaestra slots clean                  only what has no owner

@@ -31,7 +31,7 @@ _SHOWN = 5
 
     RUN is a run's folder, an id or `last`; the command does not change the run. It shows the rollouts in flight by
     stage, the rollouts that have been idle longest, the reward with and without the rollouts that infrastructure
-    failures ended (with 95 % intervals), the causes of those failures, the time of each stage, tokens, cost and disk.
+    failures ended (with 95% intervals), the causes of those failures, the time of each stage, tokens, cost and disk.
     --watch repeats the output until the run has ended.
     """,
 )

@@ -71,7 +71,7 @@ _OPTIONS: dict[str, type] = {
     --steps 100         steps, each of --groups 8 tasks with --group N rollouts; --learning-rate 1e-4
     --most-draws 3      draw up to 3 times --groups tasks per step, to replace groups with equal scores
     --scale-advantages  divide advantages by the standard deviation of the group's rewards (true)
-    --max-difference    refuse rows whose log-probabilities differ from the sampler's by more nats (0.1)
+    --max-difference    refuse rows whose log-probabilities differ from the sampler's by more than this, in nats (0.1)
     --max-off-policy    refuse rows whose weights are more than this many versions old (0)
     --eval-every 10     steps between evaluations (0: none) on --eval-tasks 16, --eval-samples 1 times each
     --patience N        stop after N evaluations without improvement; --target R: at this mean reward

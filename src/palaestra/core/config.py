@@ -1,8 +1,8 @@
 """The base of all configuration classes, and the merging of their layers.
 
-`palaestra.envs.config` reads files, environment variables and the command line. Invariant: a mistake in a setting
-raises a `ConfigError` with the key as the user wrote it, the value and the value's source. For an unknown key, the
-error has the nearest known key.
+`palaestra.envs.config` reads files, environment variables and the command line. Invariant: for a mistake in a setting,
+`merge` raises a `ConfigError` with the key as the user wrote it, the value (hidden if it is a secret) and the value's
+source. For an unknown key, the error suggests the nearest known key if one is near.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def sent_secret(text: str | None, name: str) -> str | None:
     `ConfigError` with the setting's name but not the secret."""
     secret = (text or "").strip()
     if not secret.isprintable():
-        raise ConfigError(f"{name} contains a control character, such as a newline, so it cannot be sent in a header.")
+        raise ConfigError(f"{name} contains a control character, such as a newline. Remove it: headers cannot hold it")
     remember(secret)
     return secret or None
 

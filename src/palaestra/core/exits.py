@@ -1,4 +1,4 @@
-"""Exit codes and messages of processes that fail. Only a bug prints a traceback.
+"""Exit codes and messages of processes that fail. Without -v, only a bug prints a traceback.
 
 0 done                       3 finished with more unscored rollouts than allowed, or paused
 1 failed, or a bug           4 the model server is unreachable or refused
@@ -52,7 +52,7 @@ class Program:
 
     Three flags may stand anywhere in `argv` and are left out of `words`. -q drops everything on stderr except the error
     that ends the program. -v adds the log and the traceback of that error. --no-color sets NO_COLOR. A failure ends the
-    block and is reported; if `argv` contains --json, as one line of JSON. An interruption by the user is reported only
+    block and is reported, as one line of JSON if `argv` contains --json. An interruption by the user is reported only
     if `argv` contains --json. A bug is raised.
     """
 

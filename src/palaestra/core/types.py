@@ -12,7 +12,7 @@ from numbers import Real
 from typing import Any, TypeAlias
 
 JSON: TypeAlias = Any
-"""A value that `json.dumps` accepts. This is the one intended use of `Any`."""
+"""A value of any type, most often one that `json.dumps` accepts."""
 
 Message: TypeAlias = dict[str, JSON]
 """One chat message in OpenAI's format: role, content, and tool_calls or tool_call_id where they apply."""
@@ -79,7 +79,7 @@ class AllowList:
 class NetworkPolicy:
     """The network of each phase of a rollout. Grading has no network unless a task sets one.
 
-    Each field is a `Network`, an `AllowList`, or the text `on` or `off`. Raises ValueError for any other value.
+    Each field is a `Network`, an `AllowList`, or the string `on` or `off`. Raises ValueError for any other value.
     """
 
     prepare: Network | AllowList = Network.OFF
@@ -157,7 +157,7 @@ class Task:
     `toolsets` is None, the environment chooses.
 
     `recipe` declares that the prepared workspace depends only on image, files, setup, the environment's hooks, the task
-    and this text (a version); runs on this machine then share the workspace. If `recipe` is None, every run prepares
+    and this string (a version); runs on this machine then share the workspace. If `recipe` is None, every run prepares
     its own workspace.
 
     A check sees the agent's changes in the workspace, in `/var/tmp` and below `paths`; it sees the rest of the root

@@ -1,5 +1,5 @@
-"""Loads and awaits user code: environment files, hooks, tools. Errors in user code never end the run; callers decide
-which part to blame."""
+"""Loads and awaits user code, such as environment files, hooks and tools. Callers decide how an error in user code is
+reported, and which part is to blame."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
     """Return the digests of the files that define these functions and classes, without files of this package. Raises
-    `TaskError` if one of them has no file."""
+    `TaskError` if one of the files cannot be read."""
     digests = set()
     for part in parts:
         try:
@@ -31,8 +31,8 @@ def of_code(parts: Iterable[Callable[..., object]], task_id: str) -> list[str]:
         except (OSError, TypeError) as error:
             name = getattr(part, "__qualname__", repr(part))
             raise TaskError(
-                f"task {task_id} declares a recipe, but the file of {name} cannot be read ({error}); define {name} in "
-                "a file, or declare no recipe"
+                f"task {task_id} sets a recipe, but the source file of {name} cannot be read ({error}); define {name} "
+                "in a file, or do not set a recipe"
             ) from None
     return sorted(digests)
 
@@ -48,6 +48,6 @@ def of_data(value: object, task_id: str) -> JSON:
         return msgspec.json.decode(msgspec.json.encode(value, order="deterministic"))
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise TaskError(
-            f"task {task_id} declares a recipe, but its data is not plain data: {error}; use numbers, text, lists, "
-            "dicts and dataclasses, or declare no recipe"
+            f"task {task_id} sets a recipe, but its data is not plain data: {error}; use numbers, strings, lists, "
+            "dicts and dataclasses, or do not set a recipe"
         ) from None

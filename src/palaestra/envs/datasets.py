@@ -33,9 +33,9 @@ def read_rows(
     """Yield the rows with their numbers, from 1, and a `TaskError` in place of each bad row. `fields` renames columns:
     it maps each new name to a column.
 
-    A path is a file, or a folder whose files are read in the order of their names; if some of them are named after the
-    split, only those are read. Any other source is the name of a data set on the hub, the only source that needs the
-    network. Raises `ConfigError` if the source cannot be read.
+    A path is a file, or a folder whose files are read in the order of their names. If some file names begin with the
+    split, or some files are in a folder of that name, only those are read. Any other source is the name of a data set
+    on the hub, the only source that needs the network. Raises `ConfigError` if the source cannot be read.
     """
     for number, row in enumerate(_read(source, split), 1):
         if isinstance(row, str):
@@ -66,7 +66,10 @@ def _read(source: str | Path, split: str) -> Iterator[Row | str]:
         return
     path = local_path(source)
     if not path.exists():
-        raise ConfigError(f"there is no data set {path}; use a {', '.join(SUFFIXES)} file, a folder of them, or a name")
+        raise ConfigError(
+            f"there is no data set {path}; use a {', '.join(SUFFIXES)} file, a folder of them, or a data set's name "
+            "on the hub"
+        )
     for file in _files(path, split) if path.is_dir() else [path]:
         yield from _read_file(file)
 
@@ -127,7 +130,7 @@ def _read_json(path: Path) -> Iterator[Row | str]:
 
 
 def _read_csv(path: Path) -> Iterator[Row | str]:
-    """Yield the rows of a CSV file. All values are text; the first line names the columns."""
+    """Yield the rows of a CSV file. All values are strings; the first line names the columns."""
     csv.field_size_limit(_MAX_CSV_FIELD)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

@@ -1,8 +1,8 @@
 """Ports an existing script to Palaestra: rewrites its imports, and lists code that cannot run or that nothing calls.
 
-The script is read, never run. All text except the imports stays the same, byte for byte. The package's attributes and
-parameters are looked up in its own classes, so the list of problems cannot become outdated. In this module, "the
-contract" is the Python API for which existing scripts were written: its modules, classes and hooks.
+The script is read, never run. Only imports and uses of dotted module names change; all other bytes stay. The package's
+attributes and parameters are looked up in its own classes, so the list of problems cannot become outdated. In this
+module, "the contract" is the Python API for which existing scripts were written: its modules, classes and hooks.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class _Script:
         methods = [each for each in kind.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
         for method in methods:
             if method.name in HOOKS and not hasattr(base, method.name):
-                self._leave(method, f"{kind.name}.{method.name}", f"a {base.__name__} never calls it here")
+                self._leave(method, f"{kind.name}.{method.name}", f"Palaestra's {base.__name__} never calls it")
             ours = inspect.getattr_static(base, method.name, None)
             comparable = method.name in HOOKS - TWO_SHAPES and not method.decorator_list
             if comparable and inspect.isfunction(ours) and (problem := _differs(ours, method.args)) is not None:
@@ -178,7 +178,7 @@ class _Script:
                 continue
             theirs = {name for each in relatives if each is not kind for name in _defined(each)}
             if node.attr not in (known if owner == "self" else set(_attributes(base)) | theirs):
-                self._leave(node, f"{owner}.{node.attr}", f"a {base.__name__} has no {node.attr} here")
+                self._leave(node, f"{owner}.{node.attr}", f"Palaestra's {base.__name__} has no {node.attr}")
         for node in ast.walk(kind):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner, name = _owner(node.func), node.func.attr
@@ -437,7 +437,7 @@ def _unbound(called: object, node: ast.Call, *, bound: bool = False) -> str | No
     try:
         signature.bind(*first, *node.args, **{each.arg or "": each.value for each in node.keywords})
     except TypeError as error:
-        return f"its parameters differ here: {error}"
+        return f"its parameters differ in Palaestra: {error}"
     return None
 
 
@@ -448,14 +448,14 @@ def _differs(ours: Callable[..., object], theirs: ast.arguments) -> str | None:
     always = [each for each in passed if each.default is each.empty]
     taken = [*theirs.posonlyargs, *theirs.args][1:]
     if len(taken) - len(theirs.defaults) > len(passed) or (len(taken) < len(always) and theirs.vararg is None):
-        return f"it is called here with ({', '.join(each.name for each in passed)})"
+        return f"Palaestra calls it with ({', '.join(each.name for each in passed)})"
     names = {each.arg for each in [*theirs.args, *theirs.kwonlyargs]}
     by_name = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty}
     if theirs.kwarg is None and (missing := sorted(by_name - names)):
-        return f"it is also called here with {', '.join(f'{name}=' for name in missing)}"
+        return f"Palaestra also passes {', '.join(f'{name}=' for name in missing)}"
     required = {each.arg for each, value in zip(theirs.kwonlyargs, theirs.kw_defaults, strict=True) if value is None}
     if unknown := sorted(required - {each.name for each in parameters} - PASSED_IF_WANTED):
-        return f"nothing passes {', '.join(unknown)} here"
+        return f"Palaestra does not pass {', '.join(unknown)}"
     return None
 
 

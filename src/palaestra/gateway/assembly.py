@@ -1,4 +1,4 @@
-"""Assembles a gateway from its configuration: locks, mailbox, conversations, platforms.
+"""Assembles a gateway from its configuration: locks, mailbox, conversations and platforms.
 
 A gateway keeps all its files in one folder, its home:
 
@@ -6,7 +6,8 @@ A gateway keeps all its files in one folder, its home:
     gateway.db            the mailbox               processes.json     background processes, for the next start
     gateway.lock          held while it runs
 
-Invariant: no two running gateways share a folder, and no two gateways on the same machine share a platform's token.
+Invariant: running gateways never share a folder, and running gateways of one user on one machine never share a
+platform's token.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MAILBOX, CONVERSATIONS, PROCESSES, LOCK = "gateway.db", "conversations.db", "pro
 
 @asynccontextmanager
 async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]:
-    """Yield a gateway that serves while the block runs. Raises `ConfigError`, `PlatformRefused`,
-    `IsolationUnavailable`."""
+    """Yield a gateway that serves while the block runs. Raises `ConfigError` and `IsolationUnavailable`, and what
+    `Gateway.running` raises."""
     if config.server is None:
         raise ConfigError("server.base_url is not set: set the model server in the configuration, or with --base-url")
     enabled = {name: each for name, each in config.platforms.items() if each.enabled}

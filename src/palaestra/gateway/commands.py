@@ -1,4 +1,4 @@
-"""The commands that people write in a chat, such as `/stop`. Other texts that begin with a slash go to the model."""
+"""The commands that people write in a chat, such as `/stop`. Other messages that begin with a slash go to the model."""
 
 from __future__ import annotations
 

@@ -90,15 +90,15 @@ class GatewayConfig(Settings):
         default_factory=ToolSettings,
         description="Settings of tools, such as web_provider, vision_base_url and skills_dir.",
     )
-    system_prompt: str | None = setting(None, "The system prompt; None: a short default.")
+    system_prompt: str | None = setting(None, "The system prompt. Default: a short built-in prompt.")
     max_turns: int = setting(60, "Maximum model calls for one message.", ge=1)
-    context_tokens: int | None = setting(None, "The size of the model's window in tokens; None: unknown.", ge=1)
+    context_tokens: int | None = setting(None, "The size of the model's window in tokens. Default: unknown.", ge=1)
     prices: ModelPrices | None = setting(None, "The prices of the model; needed for limits.cost_per_day.")
     isolation: str = setting("best", "The isolation level of sandboxes: best, full, userns, confined or none.")
     network: Literal["on", "off"] = setting("off", "Whether sandboxes have a network.")
-    image: str | None = setting(None, "The root file system of sandboxes; None: this machine's system directories.")
+    image: str | None = setting(None, "The root file system of sandboxes. Default: this machine's system directories.")
     max_sandboxes: int | None = setting(
-        None, "Maximum number of sandboxes; None: as many as this machine can hold.", ge=1
+        None, "Maximum number of sandboxes. Default: as many as this machine can hold.", ge=1
     )
     keep_sandboxes: bool = setting(True, "Whether sandboxes and their processes outlive a restart of the gateway.")
     platforms: dict[str, PlatformConfig] = Field(default_factory=dict, description="The platforms, by name.")

@@ -1,5 +1,5 @@
-"""Passes files in both directions: attachments go to `uploads/` in the sandbox, files that the model names go to the
-chat.
+"""Passes files in both directions: attachments go to `uploads/` in the sandbox, and files that the model names go to
+the chat.
 
 A line `MEDIA:path` in an answer sends that file from the sandbox. The line itself is left out of the text.
 """
@@ -37,7 +37,7 @@ async def put_uploads(slot: Slot, message: Incoming) -> list[str]:
 
 
 def message_content(text: str, message: Incoming, lines: list[str], *, images: bool) -> JSON:
-    """Return the message for the model: a text, or content parts if the message has images and `images` is true."""
+    """Return the message for the model: a string, or content parts if the message has images and `images` is true."""
     said = "\n".join([*([text] if text.strip() else []), *lines])
     shown = [file for file in message.attachments if file.is_image] if images else []
     if not shown:

@@ -1,7 +1,7 @@
 """Splits a long reply into messages that a platform accepts.
 
-Invariants: no message is longer than the limit, and none ends inside a character. Apart from the lines that close and
-reopen a code block, the joined messages equal the reply.
+Invariants: no message is longer than the limit, and none ends inside a character. Apart from blank parts, and from the
+lines that close and reopen a code block, the joined messages equal the reply.
 """
 
 from __future__ import annotations

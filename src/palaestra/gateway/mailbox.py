@@ -1,8 +1,8 @@
 """The mailbox: every incoming and every outgoing message, in one SQLite file in the gateway's folder.
 
 Invariants: a message is on the disk before it is acknowledged to the platform. One transaction stores its answers and
-marks it as answered. An outgoing message leaves the file only when the platform has it. A gateway that is killed at any
-moment therefore loses no message, and starts only one turn for each message.
+marks it as answered. An outgoing message stays in the file until the platform has accepted or refused it. A gateway
+that is killed at any moment therefore loses no message, and starts only one turn for each message.
 
 All calls run in one thread, which commits concurrent calls together.
 """

@@ -2,8 +2,8 @@
 
 An agent may write to its own chat, to the home channels, and to the chats of the setting `message_targets`. Other chats
 are hidden from the agent, because a person who writes to it could make it write to strangers. When the tool answers,
-the message is in the mailbox. Sending is retried until the platform has the message. A call that a crash cut off is
-never repeated automatically.
+the message is in the mailbox. Sending is retried until the platform accepts or refuses the message. A call that a crash
+cut off is never repeated automatically.
 """
 
 from __future__ import annotations

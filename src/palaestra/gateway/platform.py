@@ -138,12 +138,12 @@ class Platform(Protocol):
 
 
 class Notes(Protocol):
-    """A few texts by name that a platform keeps in the mailbox from one start to the next."""
+    """A few strings by name that a platform keeps in the mailbox from one start to the next."""
 
     async def read(self) -> dict[str, str]: ...
 
     async def write(self, name: str, value: str) -> None:
-        """Store a text. Returns once it survives the death of this process. Raises `DiskError`."""
+        """Store a string. Returns once it survives the death of this process. Raises `DiskError`."""
         ...
 
 

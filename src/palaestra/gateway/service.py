@@ -129,7 +129,7 @@ class Gateway:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Gateway]:
-        """Serve while the block runs. Raises `PlatformRefused` for a wrong token when it starts.
+        """Serve while the block runs. At the start, raises an exception group with `PlatformRefused` for a wrong token.
 
         At the end, running turns are interrupted, and waiting messages are answered after the next start.
         """
@@ -366,8 +366,8 @@ class Gateway:
         self._outbox.wake(self._to(message))
 
     def _to(self, message: Incoming) -> ChatAddress:
-        """Return the chat that gets the answer. If the platform of a job's target is no longer connected, the answer
-        goes to the chat of the message."""
+        """Return the chat that gets the answer. If the platform of a job's target is no longer enabled, the answer goes
+        to the chat of the message."""
         to = message.deliver
         return message.address if to is None or to.platform not in self.platforms else to
 
@@ -675,12 +675,12 @@ class Gateway:
 
     async def notify(self, text: str, address: ChatAddress | None = None, *, answers: str | None = None) -> None:
         """Send a notice to a chat; if `address` is None, to the home channel. If there is no home channel, or the
-        platform is not connected, write the notice to the log. `answers` is the id of the message that the text
-        answers, if any."""
+        platform is not enabled, write the notice to the log. `answers` is the id of the message that the text answers,
+        if any."""
         to = address or self.config.home_channel()
         platform = None if to is None else self.platforms.get(to.platform)
         if to is None or platform is None:
-            logger.warning("notice that was not sent, because there is no home channel: %s", text)
+            logger.warning("notice that was not sent, because its chat is not set or not enabled: %s", text)
             return
         stem = uuid.uuid4().hex[:24]
         texts = split_reply(text, platform.limits)

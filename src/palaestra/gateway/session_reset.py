@@ -19,7 +19,8 @@ class SessionResetPolicy(Settings):
     `SessionResetPolicy()` are equal."""
 
     mode: Literal["daily", "idle", "both", "none"] = setting(
-        "both", "daily: at an hour of the day; idle: after minutes without a message; both: whichever comes first."
+        "both",
+        "daily: at a fixed hour; idle: after minutes without a message; both: whichever comes first; none: never.",
     )
     at_hour: int = setting(4, "The hour of a daily reset, in this machine's time zone.", ge=0, le=23)
     idle_minutes: int = setting(1440, "Minutes without a message until an idle reset.", ge=1)

@@ -49,7 +49,7 @@ class Batch:
 
     def add(self, group: Group, *, version: int, most_behind: int, scaled: bool = True) -> bool:
         """Add the rows of a group that were sampled by weights at most `most_behind` versions older than `version`.
-        Returns whether any row was added. Raises `ConfigError` if the group has no exact tokens."""
+        Returns whether any row was added. Raises `ConfigError` for a scored rollout without exact tokens."""
         scored = group.scored
         self.rollouts += len(group.trajectories)
         self.refused[UNSCORED] += len(group.trajectories) - len(scored)

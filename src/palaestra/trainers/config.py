@@ -16,7 +16,7 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     """The number of optimizer steps."""
 
     groups: int = Field(default=8, ge=1)
-    """The number of groups with different scores in each step."""
+    """The number of groups to train on in each step. Groups with equal scores do not count."""
 
     most_draws: float = Field(default=3.0, ge=1)
     """The maximum number of tasks drawn for one step, as a multiple of `groups`. Groups with equal scores are
@@ -29,7 +29,7 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     """Divide advantages by the standard deviation of their group's rewards."""
 
     max_off_policy: int = Field(default=0, ge=0)
-    """Refuse rows sampled by weights that are older than this many versions."""
+    """Refuse rows sampled by weights that are more than this many versions old."""
 
     max_difference: float = Field(default=0.1, gt=0)
     """Refuse rows whose log-probabilities differ by more than this many nats between sampler and trainer."""
@@ -38,7 +38,7 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     """The number of steps between evaluations on held-out tasks; 0 disables evaluations."""
 
     eval_tasks: int = Field(default=16, ge=1)
-    """The number of tasks that are never trained on, drawn from the seed."""
+    """The number of tasks that are never trained on, drawn with the seed."""
 
     eval_samples: int = Field(default=1, ge=1)
     """The number of rollouts of each held-out task in an evaluation."""
@@ -57,7 +57,7 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     """Stop when the mean reward of an evaluation reaches this value."""
 
     max_tasks: int = Field(default=1000, ge=2)
-    """The maximum number of tasks taken from an environment, whose tasks may be endless."""
+    """The maximum number of tasks taken from an environment, which may yield tasks without end."""
 
     lora_rank: int = Field(default=32, ge=0)
     """The rank of the adapter that `tinker` trains; 0 trains all weights, as `trl` does."""

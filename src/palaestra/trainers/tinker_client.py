@@ -1,7 +1,7 @@
 """`TinkerTrainer` trains an adapter through the Tinker SDK, on Tinker's service or on a server with the same protocol.
 
 The engine samples with a sampling client for the weights of the last step. The loss `importance_sampling` is a sum over
-tokens: advantages are divided by the number of sampled tokens in the step, so that each of them has the same weight.
+tokens, so advantages are divided by the number of sampled tokens in the step.
 
 Needs the extra `tinker`. Source: the `tinker` package, version 0.38; version 0.25, which SkyRL's server needs, also
 works.

@@ -39,8 +39,8 @@ class TrainedRow:
 class Trainer(Protocol):
     """Trains a model. Calls never overlap, and no rollout is in flight during `step`, `save` or `load`.
 
-    Each method raises `TrainerError` if the trainer is gone or its numbers are not finite, and `ConfigError` for
-    settings or a checkpoint that the trainer cannot use.
+    Each method raises `TrainerError` if the trainer fails, and `ConfigError` for settings or a checkpoint that the
+    trainer cannot use.
     """
 
     name: str

@@ -120,8 +120,8 @@ class Training:
             if not batch.rows:
                 raise TrainerError(
                     f"step {state.step + 1}: the log-probabilities of sampler and trainer differ by up to {most:.3g} "
-                    f"nats on every row, more than {config.max_difference:g} (max_difference). The sampler's weights "
-                    "or precision are not the trainer's"
+                    f"nats on every row, more than {config.max_difference:g} (max_difference). Let the sampler use the "
+                    "trainer's weights and precision"
                 )
             numbers = await self.trainer.step(batch.rows, str(state.step + 1))
         for name in ("loss", "weight_norm"):
@@ -280,7 +280,7 @@ class _Done(Exception):
 
 
 def split_tasks(tasks: Sequence[Task], held_out: int, seed: int) -> tuple[list[Task], list[Task]]:
-    """Return the tasks to train on and the held-out tasks, drawn from the seed."""
+    """Return the tasks to train on and the held-out tasks, drawn with the seed."""
     order = list(tasks)
     random.Random(f"{seed}:held-out").shuffle(order)
     return order[held_out:], order[:held_out]

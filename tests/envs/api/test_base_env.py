@@ -249,7 +249,7 @@ def test_what_is_shown_and_kept_between_runs(tmp_path: Path, monkeypatch: pytest
     assert again.left == [9]
     assert vars(again)["shown"] == [[["[USER]\n10?\n\n[ASSISTANT]\n4", 10.0]]]
     again.curr_step = 6
-    with pytest.raises(ConfigError, match="no checkpoint of step 6"):
+    with pytest.raises(ConfigError, match="the checkpoint of step 6"):
         again.load_checkpoint()
 
 

@@ -336,7 +336,7 @@ def test_a_store_belongs_to_one_server_and_to_this_program(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="something/1"):
         talk(second, store=tmp_path / "other")
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot write .*file/s.*name another file"):
+    with pytest.raises(ConfigError, match=r"cannot write .*file/s.*use a different file"):
         talk(second, store=tmp_path / "file" / "s")
     with (tmp_path / "s").open("ab") as file:
         file.write(b"damage\n")

@@ -1,7 +1,7 @@
 """Runs HTTP servers for the duration of a block, and checks their callers.
 
 Every server in the project uses this module. It limits the number of connections, the time until a connection begins a
-request, and the time for a request's body. Invariants: a server on an address other than the loopback has a token, a
+request, and the time for a request's body. Invariants: a server has a token unless its address is a loopback address, a
 caller is checked before its body is requested or read (`guard`, `invite_body`), and tokens are compared in constant
 time. Input that is not HTTP is not logged.
 """

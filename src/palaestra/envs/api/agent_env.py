@@ -146,7 +146,7 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         return await settled(self.score_trajectory(item, final_response)), {}
 
     def build_tools(self) -> ToolRegistry:
-        """Return the tools of every rollout. Raises `ConfigError` for unknown toolsets."""
+        """Return the tools of all rollouts, unless `distribution` is set. Raises `ConfigError` for unknown toolsets."""
         enabled = ["default"] if self.config.enabled_toolsets is None else self.config.enabled_toolsets
         return tools_with(self.mcp, enabled, self.config, self.own_tools(), self._tool_server, self.shared)
 
@@ -263,7 +263,8 @@ class AgentEnvironment(ContractEnvironment):
     async def open(self) -> None:
         if unused := own_names(type(self.inner)) & NEVER_CALLED:
             raise ConfigError(
-                f"{type(self.inner).__name__} overrides {', '.join(sorted(unused))}, which AgentEnv never calls"
+                f"{type(self.inner).__name__} overrides {', '.join(sorted(unused))}, which AgentEnv never calls; "
+                "remove the override, or subclass HermesAgentBaseEnv instead"
             )
         await super().open()
         if self.inner.config.mcp_servers:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Item: TypeAlias = JSON
-"""One row of the environment's data; the runner passes it on unread."""
+"""One row of the environment's data; the runner passes it on without reading it."""
 
 
 class ItemRunner(Protocol):
@@ -62,8 +62,8 @@ class ItemRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A rollout for the base classes' `collect_trajectory` to play. A field that is None takes its value from the
-    settings or from the group.
+    """A rollout for the base classes' `collect_trajectory` to play. By default, the conversation opens with the item's
+    prompt, and the rollout has its group's tools.
 
     If `hooks` is False, the set-up and verification hooks are skipped, and `compute_reward` computes the score.
     """
@@ -110,9 +110,9 @@ class BaseEnv(ABC):
     """Subclass this, implement `setup`, `get_next_item`, `evaluate` and one of the `collect_` methods, and call
     `cli()`.
 
-    `self.server` answers `chat_completion(messages=…)` and `completion(prompt=…)`; `managed_server()` gives exact
-    tokens; `self.config` holds the settings. Rollouts and groups run concurrently, so `collect_` methods must not keep
-    a rollout's state on `self`.
+    `self.server` has the methods `chat_completion(messages=…)`, `completion(prompt=…)` and, for exact tokens,
+    `managed_server()`; `self.config` holds the settings. Rollouts and groups run concurrently, so `collect_` methods
+    must not keep a rollout's state on `self`.
     """
 
     name: ClassVar[str | None] = None
@@ -159,7 +159,7 @@ class BaseEnv(ABC):
     @classmethod
     def cli(cls) -> None:
         """Run the command line of the environment's script, and end the process with the run's exit code. Does nothing
-        if `palaestra run` loads the script."""
+        if a `palaestra` command loads the script."""
         script = sys._getframe(1).f_globals
         if is_loaded(script.get("__name__", "")):
             return
@@ -346,7 +346,7 @@ class BaseEnv(ABC):
         try:
             data = msgspec.json.decode(path.read_bytes(), type=dict[str, JSON])
         except (OSError, msgspec.DecodeError) as error:
-            raise ConfigError(f"no checkpoint of step {self.curr_step} can be read: {error}") from None
+            raise ConfigError(f"the checkpoint of step {self.curr_step} cannot be read: {error}") from None
         for key, value in data.items():
             setattr(self, key, value)
 
@@ -354,8 +354,8 @@ class BaseEnv(ABC):
         return Path(self.checkpoint_dir, "env_checkpoints", self.config.wandb_name or self.name or type(self).__name__)
 
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
-        """Add numbers and texts to the run's metrics. Called after every `min_items_sent_before_logging` groups and at
-        the end; an override may add its own and call `super()`."""
+        """Add numbers and strings to the run's metrics. Called after every `min_items_sent_before_logging` groups and
+        at the end; an override may add its own and call `super()`."""
         self._logged.update(wandb_metrics or {})
 
     async def evaluate_log(
@@ -369,8 +369,8 @@ class BaseEnv(ABC):
         samples: Iterable[JSON] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Save an evaluation's metrics and samples; the run prints the path. `start_time` and `end_time` are in
-        seconds. A later call replaces the metrics and samples of an earlier one."""
+        """Record an evaluation's metrics and samples. The run saves them when `evaluate` has returned, and prints the
+        path. `start_time` and `end_time` are in seconds. Only the last call of an evaluation counts."""
         general: dict[str, JSON] = {"model_name": model_name} if model_name is not None else {}
         if start_time is not None and end_time is not None:
             general["total_evaluation_time_seconds"] = str(end_time - start_time)

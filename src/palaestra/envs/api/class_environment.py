@@ -231,7 +231,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         await settled(self.inner.wandb_log({}))
         logged, self.inner._logged = self.inner._logged, {}
         found = numbers(logged)
-        self.inner._logged.update(found)  # numbers stay until they are replaced; texts are returned only once
+        self.inner._logged.update(found)  # numbers stay until they are replaced; strings are returned only once
         return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
 
     def shown(self) -> Sequence[tuple[str, float]]:
@@ -345,7 +345,7 @@ class CollectedEnvironment(ClassEnvironment):
 
             async def play(attempt: Attempt) -> ScoredDataItem:
                 if rollout.result is not None or failures:
-                    raise TaskError("super().collect_trajectory can be called once per rollout")
+                    raise TaskError("super().collect_trajectory can be called only once per rollout")
                 try:
                     return await self.play(rollout, attempt)
                 except InfraError as error:
@@ -422,7 +422,7 @@ class CollectedEnvironment(ClassEnvironment):
 
 def _result_of(row: Row, ended: Sequence[AgentResult]) -> AgentResult:
     """Return the result of a collected rollout. Its outcome comes from the agent loop with the same messages, or from
-    the only loop that ran. If the class ran no loop, the rollout ended naturally."""
+    the only loop that ran. If neither exists, the rollout counts as ended naturally."""
     messages = list(row.get("messages") or ())
     loops = [each for each in ended if each.messages == messages] or (ended if len(ended) == 1 else [])
     if not loops:

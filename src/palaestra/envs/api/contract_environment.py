@@ -77,7 +77,10 @@ class ContractEnvironment(CollectedEnvironment):
     async def open(self) -> None:
         if self._collects and not self._offers_collecting:
             named = ", ".join(sorted(own_names(type(self.inner)) & (COLLECTING | COLLECTING_GROUPS)))
-            raise ConfigError(f"{type(self.inner).__name__} overrides {named}, which its base class never calls")
+            raise ConfigError(
+                f"{type(self.inner).__name__} overrides {named}, which {type(self.inner).__mro__[1].__name__} never "
+                "calls; remove the override, or subclass HermesAgentBaseEnv instead"
+            )
         await super().open()
         self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
 
@@ -126,8 +129,8 @@ class ContractEnvironment(CollectedEnvironment):
         return self.inner.config.share_setup or overrides(self.inner, "prepare_group")
 
     def recipe(self, task: Task) -> JSON:
-        """Return the cache key that the class declares for the item, with the item, the class's own settings and its
-        code."""
+        """Return what the cache key of the item's prepared workspace depends on: the result of `group_recipe`, the
+        class's code and settings, and the item. Returns None if `group_recipe` does."""
         inner = self.inner
         declared = inner.group_recipe(task.data)
         if declared is None:
@@ -169,7 +172,7 @@ class ContractEnvironment(CollectedEnvironment):
             rollout.meta["workspace_meta"] = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
 
     def _sets_up(self, rollout: Rollout) -> bool:
-        """Return whether each rollout has a set-up of its own, which the prepared workspace lacks."""
+        """Return whether the rollout needs a set-up of its own, because the prepared workspace does not include it."""
         own = not self.inner.config.share_setup and overrides(self.inner, "setup_trajectory_workspace")
         return own and self._hooks(rollout)
 
@@ -202,8 +205,8 @@ class ContractEnvironment(CollectedEnvironment):
         return row
 
     async def _attempt(self, rollout: Rollout, attempt: Attempt | None = None) -> AgentResult:
-        """Let the agent work. If the class collects its rollouts, `attempt` is given, and the set-up happens here
-        too."""
+        """Run the agent on a rollout. `attempt` is given only for collected rollouts, whose set-up also happens
+        here."""
         opening = None
         if attempt is not None:
             inner, item = self.inner, attempt.item

@@ -9,8 +9,9 @@
     async def correct(task, sandbox):
         return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
 
-The generator's parameters become settings (`--env.n 20`). Each task is rolled out once by default, without a network.
-Hooks may take `task, rollout, sandbox, rng`. A `tool` hook gives the agent a tool of the environment's own.
+The generator's parameters become settings (`--env.n 20`). Each task is rolled out once by default, without a network. A
+score hook may take `task`, `rollout`, `sandbox` and `rng`; a `prepare` hook may take all but `rollout`. The `tool`
+decorator gives the agent a tool of the environment's own.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Hook:
 
 
 def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
-    """Make a hook from a function. Raises `ConfigError` for an unknown parameter without a default."""
+    """Make a hook from a function. Raises `ConfigError` for anything but a function, and for a function that has an
+    unknown parameter without a default."""
     if not callable(function):
         raise ConfigError(f"a {kind} hook must be a function, not {function!r:.100}")
     wants = []
@@ -94,8 +96,8 @@ class ScoreHook:
 
 
 class FunctionForm:
-    """The result of `@environment`, which collects the hooks and builds the environment of a run. `command` is the
-    command line's default command; `reference` names the place from which the environment was loaded."""
+    """The result of `@environment`. It collects the hooks and builds the environment of a run. `command` is the command
+    line's default command; `reference` names the place from which the environment was loaded."""
 
     command = "process"
     reference = ""
@@ -129,8 +131,9 @@ class FunctionForm:
     @overload
     def score(self, *, weight: float) -> Callable[[F], F]: ...
     def score(self, function: F | None = None, *, weight: float = 1.0) -> F | Callable[[F], F]:
-        """Declare a score: a number, bool, `Score` or (number, metrics). The reward is the weighted mean of all scores.
-        Raises `ConfigError` if the weight is negative or not a finite number, or if two scores have the same name."""
+        """Declare a function that returns a score: a number, bool, `Score` or (number, metrics). The reward is the
+        weighted mean of all scores. Raises `ConfigError` if the weight is negative or not a finite number, or if two
+        scores have the same name."""
         if number(weight) is None or not 0 <= weight < math.inf:
             raise ConfigError(
                 f"environment {self.name}: a score's weight must be a non-negative number, not {weight!r:.100}"
@@ -152,7 +155,9 @@ class FunctionForm:
         """Declare a hook that prepares a task's workspace. It runs once per group, after `files` and `setup`. Raises
         `ConfigError` if the environment already has such a hook."""
         if self.preparation is not None:
-            raise ConfigError(f"environment {self.name} has two prepare hooks; {self.preparation.name} is the first")
+            raise ConfigError(
+                f"environment {self.name} has two prepare hooks; do the work of both in {self.preparation.name}"
+            )
         self.preparation = declare_hook(function, "prepare", ("task", "sandbox", "rng"))
         return function
 
@@ -233,7 +238,7 @@ class FunctionForm:
             raise ConfigError(f"environment {self.name} has no score: add one with @{self.name}.score")
         if not any(each.weight for each in self.scores):
             raise ConfigError(
-                f"environment {self.name} has no score that counts: every weight is 0, so scores are only recorded"
+                f"environment {self.name} has no score that counts: every weight is 0; give one a positive weight"
             )
         # Imported when a run needs it, because a command that only checks flags loads neither the agent nor the
         # sandbox.
@@ -259,7 +264,7 @@ def environment(
 
 
 def _annotation(parameter: inspect.Parameter) -> Any:
-    """Return the type of a parameter's setting. A parameter without an annotation is text if its default is text, so
+    """Return the type of a parameter's setting. A parameter without an annotation is a string if its default is one, so
     that `3.10` is not read as a number."""
     if parameter.annotation is not inspect.Parameter.empty:
         return parameter.annotation

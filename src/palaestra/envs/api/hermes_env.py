@@ -48,8 +48,8 @@ GRADING: ContextVar[ToolContext | None] = ContextVar("grading", default=None)
 class HermesAgentBaseEnv(BaseEnv):
     """Subclass this, implement the abstract methods, and call `cli()`.
 
-    `self.server` answers `chat_completion(messages=…)`; `self.config` holds the settings. Rollouts and groups run
-    concurrently, so hooks must not keep a rollout's state on `self`.
+    `self.server` has the method `chat_completion(messages=…)`; `self.config` holds the settings. Rollouts and groups
+    run concurrently, so hooks must not keep a rollout's state on `self`.
     """
 
     name: ClassVar[str | None] = "hermes-agent"
@@ -87,8 +87,8 @@ class HermesAgentBaseEnv(BaseEnv):
         """Prepare the workspace once per group; every rollout starts from a fork of it."""
 
     def group_recipe(self, item: Item) -> str | None:
-        """Return a version text if the prepared workspace depends only on the item, the class's settings and file, and
-        this text; otherwise None. If `share_setup` is set, the same must hold for the result of
+        """Return a version string if the prepared workspace depends only on the item, the class's settings and file,
+        and this string; otherwise None. If `share_setup` is set, the same must hold for the result of
         `setup_trajectory_workspace`. See `Task.recipe`."""
         return None
 
@@ -191,8 +191,7 @@ class HermesAgentBaseEnv(BaseEnv):
         """Roll out an item and score it. Returns the row of the rollout, and items to draw next. A class that collects
         calls this method through `super()`, and `evaluate` may call it.
 
-        In a class that collects, raises `RolloutFailed` if the rollout has no score; in `evaluate`, the row is then
-        None.
+        Raises `RolloutFailed` if a collected rollout has no score. In `evaluate`, the row of such a rollout is None.
         """
         from palaestra.envs.config.build import system_prompt
         from palaestra.rollouts.rollout import CURRENT
@@ -239,7 +238,7 @@ class HermesAgentBaseEnv(BaseEnv):
         )
 
     def _build_scored_item(self, item: Item, result: AgentResult, reward: float) -> ScoredDataItem:
-        """Build the training row of one rollout: `tokens`, `masks`, `scores`, `messages`. The row also unpacks into
+        """Build the training row of one rollout: `tokens`, `masks`, `scores` and `messages`. The row also unpacks into
         `(row, [])`, and an override may return either form. The row's `scores` is the reward.
 
         With a token-exact server, the row is the last one of the ledger, with `inference_logprobs`. If an override

@@ -62,8 +62,8 @@ def tools_of(kit: Kit) -> Tools:
 
 
 def offered_kit(kit: Kit, definitions: Sequence[dict[str, JSON]], names: Collection[str]) -> Kit:
-    """Return the kit with these tools in place of its own: any of the package's tools, with the definitions that the
-    class gives."""
+    """Return the kit with these tools in place of its own. They may be any tools of the package; the model gets the
+    definitions that the class gives."""
     shown = [each for each in definitions if each.get("function", each).get("name") in names]
     if shown == kit.definitions and set(names) == set(kit.names):
         return kit

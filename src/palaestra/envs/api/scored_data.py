@@ -22,7 +22,7 @@ ROW_KEYS = frozenset({"tokens", "masks", "scores", "messages", "token_source", "
 
 
 class ScoredDataItem(TypedDict, total=False):
-    """The training row of one rollout: `tokens[T]`, `masks[T]` (-100 if not trained), its score, messages."""
+    """The training row of one rollout. `tokens[T]`, `masks[T]` (-100 if not trained) and `scores` are required."""
 
     tokens: list[int]
     masks: list[int]
@@ -133,8 +133,8 @@ def format_trajectory(messages: Sequence[Message]) -> str:
 
 
 def row_and_backlog(answer: JSON) -> tuple[JSON, list[JSON]]:
-    """Split the answer of a `collect_` method into the row and the backlog. Raises `TaskError` for anything but a
-    pair."""
+    """Split the answer of a `collect_` method into the row and the backlog. Raises `TaskError` unless it is a pair or a
+    `ScoredRow`."""
     if isinstance(answer, ScoredRow):
         return answer, []
     if not isinstance(answer, tuple | list) or len(answer) != 2:

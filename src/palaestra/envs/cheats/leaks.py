@@ -1,4 +1,5 @@
-"""Cheats that search for the answer in history, on disk or on the network, or that leave a process running."""
+"""Cheats that search for the answer in history, on disk or on the network, that plant links or special files, or that
+leave a process running."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Proof:
     """The result of a check. `proven` is False if one of the tasks has no solution to play.
 
     `classes` maps each class of attack that was played to `open`, `closed`, or `unknown` if no attack scored but some
-    could not be played. `warnings` name what a score depends on.
+    could not be played. `warnings` report what a score depends on, and what it does not see.
     """
 
     environment: str
@@ -159,7 +159,8 @@ class EnvironmentProof:
     _solved: list[tuple[Task, Trajectory]] = field(default_factory=list)
 
     async def run(self, count: int) -> Proof:
-        """Play the first `count` tasks with every policy. Raises `ConfigError` if the environment has no tasks."""
+        """Play the first `count` tasks with the oracle, with a policy that does nothing, and with the cheats. Raises
+        `ConfigError` if the environment has no tasks."""
         tasks = await first_tasks(self.environment, count)
         resolved = [each for task in tasks if (each := await self._resolved(task)) is not None]
         solved = all(task.solution is not None for task in resolved)
@@ -223,7 +224,7 @@ class EnvironmentProof:
             left_out = solved.detail.get("left_out")
             if left_out and (solved.reward is None or solved.reward < FULL):
                 shown = ", ".join(left_out[:5])
-                yield f"{task.id}: the reference solution changes {shown}, which the score does not see; declare paths"
+                yield f"{task.id}: the reference solution changes {shown}, hidden from the score; add them to paths"
             if names := solved.detail.get("uncontrolled"):
                 yield f"{task.id}: no control covers {len(names)} of its tests, such as {names[0]}"
 
@@ -262,7 +263,8 @@ async def first_tasks(environment: Environment, count: int) -> list[Task]:
 def check_environment(
     reference: str, settings: Sequence[str], *, tasks: int, only: Sequence[str] = (), quiet: bool = False
 ) -> Proof:
-    """Check the environment that `reference` names. Raises `ConfigError` for an unknown cheat or setting."""
+    """Check the environment that `reference` names. Raises `ConfigError` if it cannot be loaded, and for an unknown
+    cheat or setting."""
     with exported(read_dotenv(Path.cwd())):
         return _check_environment(reference, settings, tasks, only, quiet)
 

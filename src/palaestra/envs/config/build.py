@@ -135,7 +135,8 @@ def tools_with(
     tool_server: ToolServerLink | None = None,
     shared: States | None = None,
 ) -> ToolRegistry:
-    """Return the tools of the enabled toolsets and of the run's MCP servers, without the tools of disabled toolsets."""
+    """Return `extra` and the tools of the enabled toolsets and of the run's MCP servers, without the tools of disabled
+    toolsets. If there is a tool server, external tools run there."""
     offered = servers.installed() if servers is not None else ()
     own = {toolset_of(name) for name in config.mcp_servers}
     disabled = [name for name in config.disabled_toolsets or () if name not in own]

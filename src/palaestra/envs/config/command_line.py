@@ -1,8 +1,8 @@
 """The command line of environment scripts: `x_env.py process|evaluate|serve [--env.FIELD V] [--openai.FIELD V] …`.
 
 Precedence: field default < the environment's own `config_init` < the command's own defaults < `--config` files in order
-< `.env` < environment variables < the settings of a run that is resumed < flags. Invariant: no word of a command line
-is ignored; an unusable word raises a `ConfigError` that names the alternatives.
+< `.env` < environment variables < the settings of a run that is resumed < flags. Invariant: unless a command line
+requests help, no word of it is ignored; an unusable word raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -341,8 +341,8 @@ class CommandLine(Generic[EnvT_co, ServerT_co]):
         yield ConfigLayer(given.source, given.values["env"], given.spelled["env"])
 
     def _server_layers(self, given: _Given, variables: Variables) -> list[list[ConfigLayer]]:
-        """Return the layers of each server. If variables or flags set a policy or an address, only the first server
-        remains."""
+        """Return the layers of each server. Only the first server remains if a policy is given, or if a variable, a
+        flag or the recorded run sets an address."""
         lowest = [read_openai_variables(values, self.server_type, where) for where, values in variables]
         servers = [[*lowest, ConfigLayer("config_init", values)] for values in self.server_values] or [lowest]
         for file in given.files:
@@ -543,7 +543,7 @@ def _usage(line: CommandLine[BaseModel, BaseModel], *, everything: bool) -> str:
         "         --max-cost (env.max_cost)  --max-infra-rate (env.max_infra_rate)  --metrics-port (env.metrics_port)",
         "         --mcp FILE (env.mcp_servers)  --config FILE  --out FILE.jsonl (env.data_path_to_save_groups)",
         "         --resume RUN  --json (the result as JSON)  -q  -v",
-        "  Lists: `a b`, `a,b` or JSON. Mappings: `k=v`, JSON or --env.field.key V. A boolean alone means true.",
+        "  Lists: `a b`, `a,b` or JSON. Mappings: `k=v`, JSON or --env.field.key V. A boolean without a value is true.",
     ]
     for title, fields in _sections(line, everything):
         parts += ["", f"{title}:", *fields]

@@ -63,8 +63,8 @@ class BaseEnvConfig(Settings):
     )
     agent: str | None = setting(
         None,
-        "The agent: codex, claude-code, opencode, pi, mini-swe-agent, or a command line, which runs in the slot; None: "
-        "the agent loop.",
+        "An agent that runs in the slot: codex, claude-code, opencode, pi, mini-swe-agent, or a command line. By "
+        "default, Palaestra's own agent loop runs.",
     )
     seed: int = setting(0, "The seed of every random choice; the same seed makes the same choices.")
     max_failures: int = setting(0, "A run with more unscored rollouts than this ends with exit code 3.", ge=0)
@@ -99,19 +99,19 @@ class BaseEnvConfig(Settings):
     world: Literal["record", "live", "replay", "fill"] = setting(
         "record",
         "Tools that reach outside (web, browser, …): record keeps their replies in the run's folder, live does not, "
-        "replay answers from world_file only, fill also makes calls that the file lacks and adds their replies.",
+        "replay answers from world_file only, and fill also makes calls that the file lacks and adds their replies.",
     )
     world_file: str | None = setting(None, "The recording for replay and fill: a file, or the folder of a run.")
     world_miss: Literal["reply", "fail"] = setting(
         "reply",
-        "What happens to a call that the recording lacks: reply answers the model with an error, fail ends "
-        "the rollout.",
+        "What happens after a call that the recording lacks: with reply, the model gets an error; with fail, the "
+        "rollout ends.",
     )
 
     short_groups: Literal["smaller", "whole"] = setting(
         "smaller",
         "What happens to a group with a rollout that an infrastructure failure ended: smaller keeps the "
-        "rest, whole replaces the rollout (at most as many times as the group has rollouts).",
+        "rest, and whole replaces the rollout (at most as many times as the group has rollouts).",
     )
     branches: int = setting(
         0,
@@ -125,7 +125,7 @@ class BaseEnvConfig(Settings):
         0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
     )
     max_cost: float | None = setting(
-        None, "The cost of tokens and slots at which the run pauses (exit code 3); needs prices for either.", gt=0
+        None, "The cost of tokens and slots at which the run pauses (exit code 3); needs prices of at least one.", gt=0
     )
     prompt_price: float | None = setting(None, "Price of a million prompt tokens.", ge=0)
     completion_price: float | None = setting(None, "Price of a million completion tokens.", ge=0)
@@ -167,7 +167,7 @@ class BaseEnvConfig(Settings):
     eval_handling: EvalHandlingEnum = setting(
         EvalHandlingEnum.STOP_TRAIN,
         "What the run does during an evaluation: STOP_TRAIN begins no new group, LIMIT_TRAIN leaves eval_limit_ratio "
-        "of the workers to the evaluation, NONE changes nothing.",
+        "of the workers to the evaluation, and NONE changes nothing.",
     )
     eval_limit_ratio: float = setting(0.5, "The share of the workers that LIMIT_TRAIN takes from the run.", ge=0, le=1)
     inference_weight: float = setting(1.0, "Weight among the environments that feed the same trainer.", ge=0)
@@ -183,7 +183,7 @@ class BaseEnvConfig(Settings):
         None, "The environment's name in a trainer and the run's name in trackers; None: the environment's own name."
     )
     wandb_mode: Literal["online", "offline"] | None = setting(
-        None, "Whether metrics are sent to Weights & Biases immediately; None: only if a key is stored."
+        None, "`online` sends metrics to Weights & Biases, `offline` stores them; None: `online` if a key is stored."
     )
     use_trackio: bool = setting(False, "Send the run's metrics to Trackio (extra `trackio`).")
     tracker_project: str | None = setting(None, "The run's project in trackers; None: the environment's name.")
@@ -271,7 +271,7 @@ class BaseEnvConfig(Settings):
                 "branches of a group continue its other rollouts"
             )
         if self.branches and self.agent is not None:
-            raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}; set only one of the two")
+            raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}; set branches or agent")
 
     @field_validator("isolation")
     @classmethod
@@ -283,14 +283,14 @@ class BaseEnvConfig(Settings):
 
 
 class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
-    """Settings of environments whose agent uses tools: tools, limits of the agent, slots, the data set."""
+    """Settings of environments whose agent uses tools: tools, limits of the agent, slots, and the data set."""
 
     enabled_toolsets: list[str] | None = setting(
         None, "The agent's toolsets, for example `terminal file`; None means all that work on this machine."
     )
     disabled_toolsets: list[str] | None = setting(None, "Toolsets to withhold from the agent.")
     distribution: str | None = setting(
-        None, "The name of a distribution from which each group's toolsets are drawn. Excludes enabled_toolsets."
+        None, "A distribution from which each group's toolsets are drawn. Cannot be combined with enabled_toolsets."
     )
     strict_tools: bool = setting(False, "Refuse to run without a requested tool, instead of leaving it out.")
     mcp_servers: dict[str, MCPServerConfig] = setting(
@@ -348,7 +348,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         [], "Docker: addresses of daemons; if empty, the daemon that the command `docker` uses."
     )
     docker_privileged: bool = setting(
-        False, "Docker: grant containers the rights that slots at `userns` need, or at `full` if images are paths."
+        False, "Docker: give containers the rights for slots at `userns`, or at `full` for images given as paths."
     )
     docker_runtime: str | None = setting(
         None, "Docker: a runtime of the daemon, such as gVisor's `runsc`; None: the daemon's default."
@@ -361,8 +361,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     ssh_slots_per_host: int = setting(64, "SSH: maximum slots on one machine.", ge=1)
     slots_per_container: int = setting(10, "Docker, Singularity, Nomad: maximum slots in one container.", ge=1)
     max_containers: int = setting(10, "Docker, Singularity, Nomad: maximum containers for one image.", ge=1)
-    container_cpus: float | None = setting(None, "Docker: cores of one container; None is no limit.", gt=0)
-    container_memory: str | None = setting(None, "Docker: memory of one container, such as `4g`; None is no limit.")
+    container_cpus: float | None = setting(None, "Docker: cores of one container; None: no limit.", gt=0)
+    container_memory: str | None = setting(None, "Docker: memory of one container, such as `4g`; None: no limit.")
     tool_pool_size: int = setting(
         128, "The name of `slots` in existing scripts; has no effect unless it is set and `slots` is not.", ge=1
     )
@@ -393,8 +393,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     terminal_lifetime: int = later(
         3600, "Seconds after which an idle sandbox ends.", "A slot lives as long as its rollout."
     )
-    nomad_address: str = setting("http://localhost:4646", "Nomad: its API.")
-    nomad_token: str | None = setting(None, "Nomad: the ACL token, which may submit, scale and read jobs.")
+    nomad_address: str = setting("http://localhost:4646", "Nomad: the address of its API.")
+    nomad_token: str | None = setting(
+        None, "Nomad: an ACL token that may submit, scale, stop and read jobs, and read logs."
+    )
     nomad_datacenter: str = setting("dc1", "Nomad: the datacenter of the job.")
     nomad_cpu: int = setting(1000, "Nomad: CPU of one container in MHz, shared by all its slots.", ge=1)
     nomad_memory: int = setting(2048, "Nomad: memory of one container in megabytes, shared by all its slots.", ge=10)
@@ -421,7 +423,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     modal_min_sandboxes: int = setting(1, "Modal: sandboxes to keep running without slots.", ge=0)
     modal_max_sandboxes: int = setting(5, "Modal: maximum number of sandboxes.", ge=1)
     modal_idle_timeout: int = setting(
-        120, "Modal: seconds until a sandbox without slots, or without this process, ends.", ge=1
+        120, "Modal: seconds until a sandbox ends after its last slot, or this process, has ended.", ge=1
     )
     modal_max_lifetime: int = setting(
         3600,
@@ -431,7 +433,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     )
     modal_acquire_timeout: float = setting(60, "Modal: seconds to wait for a slot and for capacity.", gt=0)
     modal_execution_timeout: float = setting(
-        30, "Modal: time limit of a command in seconds; unless set, terminal_timeout.", gt=0
+        30, "Modal: time limit of a command in seconds; unless set, terminal_timeout applies.", gt=0
     )
     modal_secrets: str = setting("", "Modal: names of Modal secrets, separated by commas. All commands can read them.")
     modal_env_vars: str = setting("", "Modal: environment variables of all commands, as K=V;K=V.")

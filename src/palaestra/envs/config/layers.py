@@ -26,7 +26,7 @@ from palaestra.core.types import JSON
 from palaestra.tools.settings import WEB_KEYS, WEB_URLS
 
 Annotation: TypeAlias = Any
-"""A type in an annotation: a class, a union, a generic. Python has no common type for these."""
+"""A type in an annotation: a class, a union, or a generic. Python has no common type for these."""
 
 _YES = frozenset({"true", "1", "yes", "y", "on", "t"})
 _NO = frozenset({"false", "0", "no", "n", "off", "f"})
@@ -138,8 +138,8 @@ def read_file(path: Path) -> FileSettings:
 
 
 def read_dotenv(folder: Path) -> dict[str, str]:
-    """Return the variables in the folder's `.env`; none if there is no such file. Raises a `ConfigError` that names the
-    line.
+    """Return the variables in the folder's `.env`; none if there is no such file. Raises `ConfigError` for a file or a
+    line that cannot be read.
 
     A line is `NAME=value`, optionally after `export`. A value may be in single quotes (literal) or double quotes (with
     `\\n`, `\\"`, `\\\\`); outside quotes, ` #` begins a comment. Nothing is expanded.
@@ -208,7 +208,8 @@ def read_environ(
     environ: Mapping[str, str], prefix: str, model_type: type[BaseModel], where: str = "environment"
 ) -> ConfigLayer:
     """Return a layer with the `PALAESTRA_<PREFIX>_<FIELD>` variables and the variables that existing scripts export.
-    For `env`, the layer includes the API keys of web providers. `where` names the source. Raises `ConfigError`."""
+    For `env`, the layer includes the API keys and addresses of web providers. `where` names the source. Raises
+    `ConfigError`."""
     start = f"PALAESTRA_{prefix.upper()}_"
     named = _known(_CONTRACT_VARIABLES if prefix == "openai" else _SLOT_VARIABLES | _PROVIDERS, model_type)
     if environ.get(_SLOT_POOL[0]) == _SLOT_POOL[1]:
@@ -326,7 +327,7 @@ def takes_mapping(annotation: Annotation) -> bool:
 
 
 def holds_texts(annotation: Annotation) -> bool:
-    """Return whether a field of this type accepts a mapping whose values are texts."""
+    """Return whether a field of this type accepts a mapping whose values are strings."""
     return any((_origin(kind) or kind) in _MAPPINGS and get_args(kind)[1:] == (str,) for kind in members(annotation))
 
 
@@ -424,7 +425,7 @@ def _read_sequence(kinds: Sequence[Annotation], words: Sequence[str]) -> JSON:
 
 
 def _read_mapping(words: Sequence[str], *, texts: bool) -> JSON:
-    """Parse `k=v` words or a JSON object. With `texts`, every value stays text, such as `X=1`."""
+    """Parse `k=v` words or a JSON object. With `texts`, the values of `k=v` words stay strings, as in `X=1`."""
     if len(words) == 1 and words[0].lstrip().startswith("{"):
         try:
             return json.loads(words[0])

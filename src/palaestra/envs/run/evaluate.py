@@ -85,7 +85,7 @@ class Evaluation:
         self.limit = limit
         self.totals = Totals()
         self.logged: Logged = {}
-        """The result as the arguments of `evaluate_log`: the task's name, metrics, samples."""
+        """The result as the arguments of `evaluate_log`: the task's name, the metrics and the samples."""
 
     async def run(self) -> Totals:
         """Roll out the tasks; `logged` then has the result. Raises `RunStopped` and `ConfigError`."""
@@ -128,8 +128,8 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:
-    """Return the pass@k metrics in one line with their coverage; for an evaluation without pass@k, the first `_SHOWN`
-    of its own metrics."""
+    """Return one line with the pass@k metrics and their coverage or, for an evaluation without pass@k, with the first
+    `_SHOWN` of its own metrics."""
     metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:

@@ -1,6 +1,6 @@
 """`serve`: sends the groups of a run to a trainer as they finish, in addition to the run's own files.
 
-Invariant: a group is on disk before it is sent, so that a resumed run sends only groups that the trainer lacks.
+Invariant: a group is on disk before it is sent. A resumed run sends only groups that the trainer has not received.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from palaestra.trainers.atropos.feed import feeding
 from palaestra.trainers.atropos.groups import Deliveries, fitting, longest_row, scored_data
 
 ASK_S = 5.0
-"""How long the trainer's server may take to report its tracker's project. The run also works without the answer."""
+"""The maximum seconds to wait until the trainer's server reports its tracker's project. The run also works without the
+answer."""
 
 EQUAL, TOO_LONG = "had equal scores", "had only rollouts that are too long"
 """The reasons why a group is not sent."""

@@ -62,9 +62,9 @@ async def run(
     accepts: a name, a file, `file.py:name`. The agent is a scripted `policy` ("oracle", "noop", "patch:FILE",
     "replay:RUN"), the `model` at `base_url`, or a `server`: an `APIServerConfig`, an engine that the run starts and
     closes (`TransformersEngine`), or a list of several configurations or engines. At most `tasks` groups of
-    `group_size` rollouts are run. With `evaluate`, held-out tasks are run and pass@k is computed. `settings` are
-    further settings of the environment or the server, and the environment's own parameters (`concurrency`,
-    `max_agent_turns`, `api_key`, …).
+    `group_size` rollouts are run. With `evaluate`, the environment's evaluation is run instead, by default on the
+    held-out tasks (on all tasks, if none are held out). `settings` are further settings of the environment or the
+    server, and the environment's own parameters (`concurrency`, `max_agent_turns`, `api_key`, …).
 
     The run is stored in a new folder below `folder`; `resume` names the folder of a run to continue. `progress` prints
     to stderr what the command prints. Raises `ConfigError` for an unusable argument, and `EngineError` or

@@ -37,7 +37,7 @@ def provenance(reference: str) -> dict[str, JSON]:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """Return the output of a git command in the folder; empty if there is no git or no repository."""
+    """Return the output of a git command in the folder; empty if git is not installed or the command fails."""
     try:
         done = subprocess.run(
             ["git", "-C", folder, *words], capture_output=True, text=True, timeout=_GIT_S, check=False

@@ -1,10 +1,10 @@
 """Replays a recorded run in its environment and in fresh slots, with the recorded replies in place of a model.
 
-The run's folder is data, which a replay only reads. The folder cannot choose isolation, code, programs or servers. The
-environment is an installed one, the caller's file, or the recorded file of a run that this user recorded on this
-machine. The caller chooses the settings that act on this machine (`decides`). Tools that reach outside this machine
-answer from the recording, and slots have no network unless the caller allows it. (`--resume` resumes a run; the policy
-`replay:FILE` starts a new run.)
+The run's folder is data, which a replay only reads. The folder cannot choose isolation, programs or servers. The
+environment is an installed one or a file that the caller names. If this user recorded the run on this machine, it may
+also be the file that the record names. The caller chooses the settings that act on this machine (`decides`). Tools that
+reach outside this machine answer from the recording, and slots have no network unless the caller allows it. (`--resume`
+resumes a run; the policy `replay:FILE` starts a new run.)
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _counts(recording: Recording, form: Form, name: str, value: JSON) -> bool:
 
 
 def decides(recording: Recording, form: Form, name: str, value: JSON) -> bool:
-    """Return whether a resumed run, or a replay, uses a recorded setting.
+    """Return whether a replay, or a resumed run that this user did not record here, uses a recorded setting.
 
     A run that this user recorded here decides all settings except `HOST_SETTINGS`. Any other run decides only
     `PORTABLE_SETTINGS`, and numeric settings that the user's own environment class declares.
@@ -285,7 +285,7 @@ def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
     if isinstance(environment, CollectedEnvironment) and environment.collects_rollouts:
         raise ConfigError(
             f"{environment.name} collects its rollouts in its own collect_ method; the record does not "
-            "contain what that method did, so it cannot be replayed"
+            "contain what that method did, so the run cannot be replayed"
         )
     return environment
 

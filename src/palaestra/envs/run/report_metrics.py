@@ -147,7 +147,7 @@ class Reporting:
             await self._clock.sleep(EVERY_S)
 
     async def own(self, environment: Environment) -> Mapping[str, float | str]:
-        """Return the environment's own metrics and texts; none if computing them fails."""
+        """Return the environment's own numbers and strings; none if computing them fails."""
         try:
             found = await environment.figures()
         except Exception as error:

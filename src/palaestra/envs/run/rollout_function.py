@@ -1,4 +1,4 @@
-"""A rollout as a function that takes a task and a model's address, and returns a reward or the reason why it has none.
+"""A rollout as a function that takes a task and a model's address, and returns a reward or the reason for its absence.
 
     async with RolloutFunction(env, agent="codex") as rollout:
         result = await rollout(task_id, base_url, api_key)
@@ -35,8 +35,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """A rollout without a reward, for a reason other than the policy: an infrastructure failure, or the run's end.
-    `trajectory` is None if the task's workspace could not be prepared."""
+    """A rollout without a reward, for which the policy is not to blame: an infrastructure failure, an unusable task, or
+    the run's end. `trajectory` is None if the rollout did not start, for example because its workspace could not be
+    prepared."""
 
     blame: Blame
     error: str
@@ -54,8 +55,9 @@ class RolloutFunction:
     starts with `async with` or with the first rollout, and ends with the block or `aclose`.
 
     `agent` is a program in the slot (`--agent`), or None for the agent loop. `server_type` is the protocol of the
-    addresses: `openai` for any chat server, `vllm` or `sglang` for exact tokens. `settings` are those of
-    `palaestra.Session`; server settings among them apply to all addresses.
+    addresses: `openai` for any chat server, `vllm` or `sglang` for exact tokens. `settings` are further arguments of
+    `palaestra.Session`, except `server` and `group_size`. Five of them apply to the server at every address:
+    `tokenizer_name`, `tool_parser`, `chat_template`, `timeout` and `history`.
     """
 
     def __init__(self, env: object, *, agent: str | None = None, server_type: str = "openai", **settings: Any) -> None:

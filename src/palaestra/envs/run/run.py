@@ -77,11 +77,11 @@ class RunReport:
     groups: Path
     report: Path
     reason: str
-    """`done`, or why the run stopped."""
+    """`done`, `failed`, or why the run stopped."""
 
     def to_json(self) -> dict[str, JSON]:
         """Return the result as `--json` prints it: how the run ended, its files, and its metrics."""
-        from palaestra.rollouts.finished_run import Run  # imported here, because most runs print their path alone
+        from palaestra.rollouts.finished_run import Run  # imported here, because most runs print only their path
 
         metrics = Run(self.folder).metrics
         return {
@@ -110,7 +110,7 @@ async def run(
     engines: Sequence[ServerEngine] = (),
     resumed_by: str = "palaestra resume",
 ) -> RunReport:
-    """Run an environment to the end, and report the result and the paths of its files. Nothing is written before the
+    """Run an environment to the end, and return the result and the paths of its files. Nothing is written before the
     model server, the slots and the environment work. The run is stored in `folder` if that is given, otherwise in a new
     folder below `root`. A resumed run keeps its folder. `subscribers` get the run's events; `gate` is awaited before
     each task; it may wait, and the run ends if it returns False. `drive` decides which tasks the runner rolls out;
@@ -639,8 +639,8 @@ def _files(output: RunOutput) -> list[str]:
 
 
 def _suspects(totals: Totals) -> Iterator[str]:
-    """Yield lines that name the rollouts whose work interfered with its check, the rollouts that may need live grading,
-    and the tasks whose tests have no control."""
+    """Yield lines that name the rollouts that tampered with their check, the rollouts that may need live grading, and
+    the tasks whose tests have no control."""
     for what, names in (
         ("rollouts tampered with their check and were scored 0", totals.tampered),
         (

@@ -139,14 +139,17 @@ def _plain(name: str) -> str:
 
 def resumed_folder(run: Path) -> RunFolder:
     """Return the folder of a run to resume, named as in `find_run`. Raises `ConfigError` for a folder that is not a run
-    folder or that holds links."""
+    folder or that contains symbolic links."""
     path = find_run(run)
     folder = RunFolder(path, path.name)
     if not folder.journal.is_file():
         raise ConfigError(f"{path} is not a run folder: it has no {folder.journal.name}")
     links = sorted(entry.name for entry in os.scandir(path) if entry.is_symlink())
     if links:
-        raise ConfigError(f"{path} holds links ({', '.join(links)}): a resumed run would write to their targets")
+        raise ConfigError(
+            f"{path} contains symbolic links ({', '.join(links)}), and a resumed run would write to their targets; "
+            "remove them"
+        )
     return folder
 
 

@@ -38,8 +38,8 @@ CALLER = "caller"
 
 class Session:
     """A run that stays open. Use it in an `async with` block, or in a `with` block, which yields a `SyncSession`.
-    Arguments are those of `palaestra.run`; `group_size` is the default of `roll_out`. With `policy="caller"` the
-    program plays the rollouts itself (`play`).
+    Arguments are those of `palaestra.run`, except `evaluate`; `group_size` is the default of `roll_out`. With
+    `policy="caller"`, the program plays the rollouts itself (`play`).
 
     Entering the block raises what `palaestra.run` raises if the run cannot start. Leaving the block waits for the
     groups in flight, cancels rollouts that the program plays, and finishes the record. If the block fails with an error

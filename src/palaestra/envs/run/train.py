@@ -62,10 +62,11 @@ async def train(
     training: TrainingConfig | Mapping[str, JSON] | None = None,
     **settings: JSON,
 ) -> TrainingReport:
-    """Train `model` on an environment, as `palaestra train` does. If you pass your own `trainer`, it has its own model.
+    """Train `model` on an environment, as `palaestra train` does. If you pass a `Trainer`, its own model is trained.
 
-    `training` takes the settings of `TrainingConfig`, `settings` those of `palaestra.run`. The run's folder is `out`,
-    or a new one below `folder`. Raises what `palaestra.run` raises, and `TrainerError`.
+    `training` contains the settings of `TrainingConfig`; `settings` are further settings of the environment or the
+    model server. The run's folder is `out`, or a new one below `folder`. Raises what `palaestra.run` raises,
+    `TrainerError`, and `RunStopped` if the run stops before the training ends.
     """
     dotenv = read_dotenv(Path.cwd())
     with python_names(), exported(dotenv):

@@ -158,7 +158,7 @@ class Email:
 
     def _incoming(self, content: bytes, uid: str) -> Incoming | None:
         """Return the message in an e-mail. Returns None for an e-mail that is automatic, bulk mail or from this
-        mailbox, and for a sender that was not verified although `authserv_id` is set."""
+        mailbox, and for a sender that has not been verified although `authserv_id` is set."""
         mail = message_from_bytes(content, policy=policy.default)
         name, user_id = _sender(mail)
         automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
@@ -186,8 +186,8 @@ class Email:
     def _is_checked(self, mail: EmailMessage, user_id: str) -> bool:
         """Return whether the first `Authentication-Results`, which the mailbox's server wrote, confirms the sender.
 
-        Senders choose parts of that header, such as the envelope's address: quoted text and comments do not count, and
-        a second DMARC result makes the header invalid.
+        Senders choose parts of that header, such as the envelope's address. Therefore, quoted text and comments do not
+        count, and a second DMARC result makes the header invalid.
         """
         results = mail.get_all("Authentication-Results") or [""]
         host, _, checks = _QUOTED.sub(" ", str(results[0])).partition(";")

@@ -1,4 +1,4 @@
-"""The loopback platform: a chat inside this process, for programs that embed a gateway, for tests and benchmarks.
+"""The loopback platform: a chat inside this process, for programs that embed a gateway, and for tests and benchmarks.
 
     platform = Loopback()
     await platform.say("hello", chat_id="anna")
@@ -33,8 +33,8 @@ class Received:
 
 
 class Loopback:
-    """Chats by id. `sent` contains every message from the gateway, in order; `typing` the chats that show a typing
-    notice; `streamed` the streamed text of each answer, by the id of the message that it answers."""
+    """Chats by id. `sent` contains every message from the gateway, in order. `typing` contains the chats that show a
+    typing notice. `streamed` maps the id of a message to the streamed text of its answer."""
 
     def __init__(self, name: str = "loopback", limits: PlatformLimits = LIMITS) -> None:
         self.name = name

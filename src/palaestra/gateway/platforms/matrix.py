@@ -4,8 +4,8 @@ Settings: `token` is the access token of the bot's account; `extra.homeserver` i
 `https://matrix.example.org`. The bot joins rooms that it is invited to; a room with at most two members is a `dm`, any
 other room is a `group`.
 
-The bot's read position is stored on the homeserver, in the bot's account data (`SYNCED`), so that after a restart no
-message is read twice or missed. Messages from before the first start are not read.
+The bot's read position is stored on the homeserver, in the bot's account data (`SYNCED`), so that no message is missed
+after a restart. The mailbox recognises messages that are read twice. Messages from before the first start are not read.
 
 The bot cannot read encrypted rooms. It reports this in the room, and sends nothing else there.
 

@@ -237,9 +237,9 @@ def _read(body: JSON) -> tuple[list[tuple[str, str]], str, list[Attachment]]:
     Raises `ConfigError`."""
     messages = body.get("messages") if isinstance(body, dict) else None
     if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-        raise ConfigError("messages must be a list of messages, the last one the user's")
+        raise ConfigError("messages must be a list of messages, which ends with a message of the user")
     if messages[-1].get("role") != "user":
-        raise ConfigError("the last message must be the user's")
+        raise ConfigError("the last message must have the role user")
     files: list[Attachment] = []
     earlier = [(str(each.get("role")), _text(each.get("content"), [])) for each in messages[:-1]]
     return earlier, _text(messages[-1].get("content"), files), files
@@ -250,7 +250,7 @@ def _text(content: JSON, files: list[Attachment]) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise ConfigError("the content of a message must be a text or a list of parts")
+        raise ConfigError("the content of a message must be a string or a list of parts")
     texts = []
     for part in content:
         if not isinstance(part, dict):

@@ -11,9 +11,9 @@ with `api_key` as the bearer token:
 
     {"key": "…", "chat_id": "room", "thread_id": "", "text": "echo", "file": null, "answers": "42", "last": true}
 
-`answers` is the id of the message that is answered (null for a notice), and `last` whether this is the last part of the
-answer. Every status below 300 means that the answer arrived; after 408, 425, 429 and 5xx, the gateway tries again; all
-other statuses count as refusals.
+`answers` is the id of the message that is answered (null for a notice), and `last` is true for the last part of the
+answer. Every status below 300 means that the answer arrived; after 408, 409, 425, 429 and 5xx, the gateway tries again;
+all other statuses count as refusals.
 
 Settings in `extra`: `reply_url` (required), `host` (127.0.0.1) and `port` (8642).
 """
@@ -157,5 +157,5 @@ def listen_address(name: str, config: PlatformConfig, port: int) -> tuple[str, i
     """Return `host` and `port` for a platform that runs a server. Raises `ConfigError`."""
     host, given = config.extra.get("host", "127.0.0.1"), config.extra.get("port", port)
     if not isinstance(host, str) or not isinstance(given, int) or not 0 <= given < 1 << 16:
-        raise ConfigError(f"platforms.{name}.extra.host must be a text, and port a number from 0 to 65535")
+        raise ConfigError(f"platforms.{name}.extra.host must be a string, and port a number from 0 to 65535")
     return host, given

@@ -63,7 +63,8 @@ class BatchTrainer:
         self._clock = clock or SystemClock()
 
     async def run(self) -> TrainingState:
-        """Train up to the last step. Raises `ConfigError`, `DiskError`, and `TrainerError` if the API is gone."""
+        """Train up to the last step. Raises `ConfigError`, `DiskError` and `TrainerError`, the latter also if the API
+        is gone."""
         self._files = TrainingFiles(self._folder)
         self._batches = self._folder / "batches"
         with writing(self._batches):
@@ -133,7 +134,10 @@ class BatchTrainer:
             wrong = [each for each in wrong if not 0 <= each < count]
             if wrong:
                 field = f"batch[{number}].tokens"
-                message = f"{field} contains the id {wrong[0]}, but model '{self.trainer.model}' has only {count} ids"
+                message = (
+                    f"{field} contains the id {wrong[0]}, but model '{self.trainer.model}' has only {count} ids; use "
+                    "the model's tokenizer in the environment"
+                )
                 raise RequestRefusal(422, message, field=field)
 
     def _received(self, step: int) -> list[ScoredData] | None:
@@ -179,8 +183,8 @@ class BatchTrainer:
     async def _asked(
         self, method: str, path: str, payload: Mapping[str, object] | None = None
     ) -> dict[str, object] | None:
-        """Send a request. Returns the answer, or None if the answer does not report success. If the API is silent, the
-        request is repeated for up to `PATIENCE_S`."""
+        """Send a request, and return the answer's body, or None if the request may succeed later. If the API is silent,
+        the request is repeated for up to `PATIENCE_S`. Raises `TrainerRefused` for a permanent refusal."""
         until = self._clock.monotonic() + PATIENCE_S
         while True:
             try:

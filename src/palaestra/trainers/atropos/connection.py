@@ -72,7 +72,7 @@ class ServerAnswer:
 
 
 class TrajectoryClient:
-    """Connections to the server at `url`, which may require a token. Opens on first use; `aclose` is idempotent.
+    """Connections to the server at `url`, which may require a token. They open on first use; `aclose` is idempotent.
 
     `answered_s` is the monotonic time of the last answer of any kind.
     """
@@ -124,8 +124,7 @@ def _decoded(content: bytes) -> JSON:
 @dataclass(frozen=True, slots=True)
 class FeedSettings:
     """How an environment registers and feeds. `patience_s` is the time that the server may be silent before the feed
-    gives up; `poll_s` is the time between status requests while the environment waits for the trainer, `heartbeat_s`
-    afterwards."""
+    gives up. `poll_s` is the time between attempts to register, and `heartbeat_s` the time between status requests."""
 
     name: str
     group_size: int
@@ -196,7 +195,8 @@ class TrainerConnection:
     async def standing(self) -> Standing:
         """Return the server's last report, after registration. Waits until a trainer has started.
 
-        Raises `TrainerRefused` for a server that rejects the environment, or is not a trajectory server.
+        Raises `TrainerRefused` for a server that rejects the environment or is not a trajectory server, and
+        `TrainerUnavailable` for one that is silent for too long.
         """
         async with self._joining:
             if self.current is None:
@@ -285,9 +285,9 @@ class TrainerConnection:
             await self._clock.sleep(self._settings.heartbeat_s)
 
     async def watch(self) -> None:
-        """Ask an original server, which stores no groups, repeatedly how many groups wait, as long as any of them do.
+        """Request the number of waiting groups from an original server repeatedly, while any groups wait.
 
-        The newer the groups are, the more often it asks, because an idle trainer takes a batch immediately.
+        The newer the groups are, the shorter the intervals, because an idle trainer takes a batch immediately.
         """
         seen, wait_s = 0, WATCH_S
         while True:

@@ -30,13 +30,13 @@ class ServerEvent(msgspec.Struct, tag_field="event", kw_only=True, omit_defaults
 
 
 class TrainerRegistered(ServerEvent, tag="trainer"):
-    """A trainer has registered."""
+    """A trainer registered."""
 
     registration: Registration
 
 
 class TrainerStarted(ServerEvent, tag="start"):
-    """The trainer has requested its first batch, so environments may register from now on."""
+    """The trainer requested its first batch, so environments may register from now on."""
 
 
 class EnvRegistered(ServerEvent, tag="env"):
@@ -239,7 +239,10 @@ class Exchange:
         count = len(self.queue) + sum(map(len, self.buffers.values()))
         if count >= self.most_groups or self.bytes_waiting >= self.most_bytes:
             bound = f"{self.most_groups} groups or {self.most_bytes >> 20} MiB"
-            detail = f"{count} groups ({self.bytes_waiting >> 20} MiB) wait for the trainer, but the limit is {bound}"
+            detail = (
+                f"{count} groups ({self.bytes_waiting >> 20} MiB) wait for the trainer, and the limit is {bound}; "
+                "send this group again later"
+            )
             raise RequestRefusal(429, detail, retry_s=2.0)
         fields = msgspec.structs.asdict(data)
         delivery_id = fields.pop("delivery_id")

@@ -1,7 +1,7 @@
 """Feeds an environment's groups to the trajectory API: keeps in step with the trainer, and sends each group once.
 
-Invariants: a group is sent under the same delivery id until the server has it, even across restarts. No more groups
-begin than the trainer's off-policy limit allows.
+Invariants: a group is sent under the same delivery id until the server has it, even across restarts. Beyond the
+off-policy limit, a group begins only if the next batch needs it.
 
 This project's server accepts each delivery only once, so repeating a delivery is safe. The original server has no
 delivery ids: if an answer is lost, the feed compares the server's last group with its own before it sends the group
@@ -118,7 +118,8 @@ class Feed:
         self._tasks.create_task(self._deliver(delivery_id, line), name=f"deliver-{delivery_id}")
 
     async def drained(self) -> None:
-        """Wait until all offered groups have been sent. Raises `TrainerRefused` if groups were refused."""
+        """Wait until the server has accepted or refused each offered group. Raises `TrainerRefused` if it refused
+        any."""
         async with self.connection.changed:
             self._flushing = True
             self.connection.changed.notify_all()

@@ -1,7 +1,7 @@
 """Tracks groups on their way to a trainer: their form on the wire, the record of deliveries, and the groups that a
 server without a store may lose.
 
-Invariant: only sampled tokens go to a trainer; placeholder tokens are refused.
+Invariant: only sampled tokens go to a trainer, unless the user allows placeholder tokens.
 """
 
 from __future__ import annotations

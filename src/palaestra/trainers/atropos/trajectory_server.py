@@ -1,9 +1,9 @@
 """Runs a trajectory server: serves the routes of the Atropos API over one `Exchange`, and stores its events.
 
 Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
-The server speaks plain HTTP. Callers are checked before their bodies are read. A server that does not listen on a
-loopback address must have a token, which its callers must send. A request body must be JSON, so that a form on a web
-page cannot send one.
+The server speaks plain HTTP. Callers are checked before their bodies are read. A token, which callers must send, is
+required unless the server listens on a loopback address. A request body must be JSON, so that a form on a web page
+cannot send one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EventStore:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_lines(path, STORE_SCHEMA, mode=0o600, exclusive=True)
         except DiskError as error:
-            raise ConfigError(f"{error}; name another file") from error
+            raise ConfigError(f"{error}; use a different file") from error
 
     def restore(self, exchange: Exchange, now_s: float) -> None:
         """Apply the events to a new exchange, before the first `append`. Raises `ConfigError` for a damaged line."""

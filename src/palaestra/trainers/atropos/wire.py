@@ -1,7 +1,8 @@
 """Defines the messages of the trajectory API, and checks that a group is fit to train on. No I/O.
 
-Invariant: a `ScoredData` from `read_scored` has as many masks, scores and log-probability rows as token rows, each row
-is as long as its tokens, and all its numbers are finite.
+Invariants of a `ScoredData` from `read_scored`: masks, scores and those of log-probabilities, advantages, messages and
+overrides that are present have one entry per sequence. An entry of masks or log-probabilities has one value per token,
+and an entry of advantages one per token or one for all. Scores, log-probabilities and advantages are finite.
 
 Source of the format: the routes and models of atroposlib 0.4, which does not check lengths. `delivery_id` is
 Palaestra's addition: deliveries with the same id contain the same group.
@@ -125,7 +126,7 @@ class ScoredData(msgspec.Struct, kw_only=True):
 
 
 def read(body: bytes, shape: type[T]) -> T:
-    """Return the body as a `shape`. Numbers may be text, as in atroposlib. Raises `RequestRefusal` (422)."""
+    """Return the body as a `shape`. Numbers may be strings, as in atroposlib. Raises `RequestRefusal` (422)."""
     try:
         return msgspec.json.decode(body, type=shape, strict=False)
     except msgspec.ValidationError as error:
@@ -178,7 +179,7 @@ def checked(group: ScoredData) -> ScoredData:
 
 
 def _finite(name: str, *rows: Sequence[float]) -> None:
-    """Refuse numbers that are not finite. Numbers may be sent as text, which can be NaN, and a single NaN would ruin
+    """Refuse numbers that are not finite. Numbers may be sent as strings, which can be NaN, and a single NaN would ruin
     the weights."""
     if not all(math.isfinite(sum(row)) for row in rows):
         raise RequestRefusal(422, f"{name}: a value is not a finite number", field=name)

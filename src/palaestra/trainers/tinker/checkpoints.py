@@ -68,7 +68,7 @@ class CheckpointPath:
 
     @classmethod
     def read(cls, path: str) -> CheckpointPath:
-        """Parse a path. Raises `UserError` if the text is not a path of this server."""
+        """Parse a path. Raises `UserError` if it is not the path of a checkpoint."""
         parts = path.removeprefix("tinker://").split("/")
         well_formed = path.startswith("tinker://") and len(parts) == 3 and parts[1] in ("weights", "sampler_weights")
         if not well_formed or not _RUN.fullmatch(parts[0]):

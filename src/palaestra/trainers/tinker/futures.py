@@ -1,8 +1,8 @@
 """Keeps results that clients fetch later. Each accepted request has an id and, once it is done, one answer.
 
-Invariants: a request that a client repeats gets the same id and runs once; an answer stays until `KEPT_S` after it was
-fetched, so that a broken connection loses nothing; the waiting requests and the kept answers are bounded in number and
-in bytes.
+Invariants: a request that a client repeats gets the same id and runs once. A fetched answer stays for `KEPT_S` unless
+memory runs short, so that a client can fetch it again after its connection broke. The number of waiting requests and
+the bytes of requests and answers are limited.
 """
 
 from __future__ import annotations

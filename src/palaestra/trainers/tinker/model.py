@@ -301,7 +301,7 @@ class TrainedModel:
         own = self.trained()
         odd = own.keys() ^ state.keys() or {name for name in own if own[name].shape != state[name].shape}
         if odd:
-            raise UserError(f"The checkpoint does not fit this model: '{min(odd)}' is missing or has a wrong shape.")
+            raise UserError(f"The checkpoint does not fit this model: '{min(odd)}' is missing, unknown or misshapen.")
         with self.base.turns.turn(), torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])
@@ -391,7 +391,7 @@ def adapter_targets(module: PreTrainedModel, lora: LoraSettings) -> list[str]:
         if wanted:
             found.add(path.rpartition(".")[2])
     if not found:
-        raise UserError("No layer of this model gets an adapter with these train_attn, train_mlp and train_unembed.")
+        raise UserError("No layer of this model would get an adapter: set train_attn, train_mlp or train_unembed.")
     return sorted(found)
 
 

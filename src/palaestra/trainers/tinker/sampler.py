@@ -78,7 +78,7 @@ class SampleRequest:
 
 
 class Sampler:
-    """Samples from one module. `aclose` ends its thread and is idempotent."""
+    """Samples from one module. `aclose` ends its threads and is idempotent."""
 
     def __init__(self, base: BaseModel, module: PreTrainedModel) -> None:
         self.base = base

@@ -2,7 +2,7 @@
 
 Source of the format: the SDK itself (PyPI `tinker`), whose request and response types are used unchanged. Invariant: no
 answer makes the SDK repeat a request forever. An invalid request gets a status for which the SDK raises immediately, or
-fails through its future. The SDK repeats a request only after 429, which the server sends while it is full.
+fails through its future. The SDK repeats a request after 429, which the server sends while it is full.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ GAP_S = 60.0
 """Seconds that later requests of a model wait for a missing sequence number."""
 
 SESSION_S = 900.0
-"""Seconds without a heartbeat (the SDK sends one every 10 s) after which a session has ended."""
+"""Seconds without a heartbeat (the SDK sends one every 10 s) after which a session ends."""
 
 SILENT_S = 30.0
 """Seconds without a heartbeat after which a session loses its models to a client that needs the room, because a client
@@ -88,7 +88,8 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class ModelTraining:
-    """One model and the queue of its requests. `failed` is true if a batch was refused since the last step."""
+    """One model and the queue of its requests. `failed` is true if a batch failed, or a request did not arrive, since
+    the last step."""
 
     model_id: str
     session_id: str
@@ -523,7 +524,8 @@ class TinkerService:
         return found
 
     def sample(self, request: types.SampleRequest) -> PendingRequest:
-        """Submit a sampling request. Raises `NotFound` and `Busy`; an invalid request fails through its future."""
+        """Submit a sampling request. Raises `NotFound`, `Busy`, and `UserError` if the request names no sampling
+        session; other invalid requests fail through their future."""
         if request.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling client first.")
         sampling = self.sampling_session(request.sampling_session_id)
