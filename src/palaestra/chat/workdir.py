@@ -170,11 +170,6 @@ class WorkFolder:
             raise
         self._copied[change.path] = _digest(change.after)
 
-    async def accept(self, slot: Slot) -> None:
-        """Mark the current files of the sandbox as known, so that changes which were not applied are not offered
-        again."""
-        self._listed = await self._list(slot)
-
     def _pack(self, archive: Path) -> dict[str, str]:
         """Write the folder's files to a tar archive; returns the hash of each."""
         copied: dict[str, str] = {}

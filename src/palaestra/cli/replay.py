@@ -39,7 +39,9 @@ _SHOWN = 20
 )
 @click.argument("run", shell_complete=complete_runs)
 @click.option("--environment", metavar="FILE.py:NAME", help="The environment's file.")
-@click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
+@click.option(
+    "--isolation", default="best", show_default=True, help="The isolation level: best, full, userns, confined or none."
+)
 @click.option("--tasks", type=click.IntRange(min=1), help="Replay only the first N tasks.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Maximum number of groups that run concurrently.")
 @click.option("--network", is_flag=True, help="Give slots the network access that the tasks request.")

@@ -114,7 +114,7 @@ async def _serve(
 @click.option(
     "--tool-parser", default="hermes", show_default=True, help="The format in which the model writes tool calls."
 )
-@click.option("--device", help="cpu, cuda, … Default: the best available.")
+@click.option("--device", help="The device: cpu, cuda, … Default: the best available.")
 @click.option("--seed", type=int, help="The seed for requests without one. The same seed gives the same samples.")
 @token_file
 @json_option
@@ -181,7 +181,7 @@ async def _serve_model(
     help="The folder for saved states and sampler weights.",
 )
 @click.option("--name", help="The model's name for clients. Default: its folder, where clients find the tokenizer.")
-@click.option("--device", help="cpu, cuda, … Default: the best available.")
+@click.option("--device", help="The device: cpu, cuda, … Default: the best available.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),

@@ -100,7 +100,13 @@ class _ToolsOptions:
     metavar="FILE",
     help="Serve the tools of the MCP servers in this file. Repeatable.",
 )
-@click.option("--lease-s", type=click.FloatRange(min=1), default=3600.0, show_default=True)
+@click.option(
+    "--lease-s",
+    type=click.FloatRange(min=1),
+    default=3600.0,
+    show_default=True,
+    help="The server forgets a trajectory after this many seconds without a call.",
+)
 @token_file
 @json_option
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path))
@@ -246,7 +252,9 @@ class _ExecutorOptions:
 @click.option(
     "--slots", type=click.IntRange(min=1), help="Maximum number of slots. Default: as memory allows, up to 512."
 )
-@click.option("--isolation", default="best", show_default=True, help="best, full, userns, confined or none.")
+@click.option(
+    "--isolation", default="best", show_default=True, help="The isolation level: best, full, userns, confined or none."
+)
 @click.option("--image", help="The root file system of slots: a directory, a tar file or an OCI layout.")
 @click.option(
     "--backend", metavar="NAME", help="The backend, as in a run. Default: local, or nomad if NOMAD_ADDRESS is set."
@@ -256,8 +264,20 @@ class _ExecutorOptions:
 )
 @click.option("--base-url", metavar="URL", help="The model server of sub-agents. Default: no sub-agents.")
 @click.option("--model", metavar="NAME", help="The model of sub-agents.")
-@click.option("--lease-s", type=click.FloatRange(min=1), default=1800.0, show_default=True)
-@click.option("--drain-s", type=click.FloatRange(min=0), default=60.0, show_default=True)
+@click.option(
+    "--lease-s",
+    type=click.FloatRange(min=1),
+    default=1800.0,
+    show_default=True,
+    help="Release a trajectory's slot after this many seconds without a call.",
+)
+@click.option(
+    "--drain-s",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="After SIGTERM, wait this many seconds for running calls.",
+)
 @token_file
 @json_option
 def executor(**given: JSON) -> None:

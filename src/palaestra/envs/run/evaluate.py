@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.exits import plural
-from palaestra.core.io.durable_files import private, writing
+from palaestra.core.io.durable_files import replaced, writing
 from palaestra.core.types import JSON, Task, numbers
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.rollouts.environment import Environment
@@ -121,10 +121,10 @@ def save_evaluation(logged: Logged, folder: Path, model: str) -> None:
     document = {"config_general": {"model_name": model, **logged.get("general", {})}, "results": results}
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "metrics.json", "wb", opener=private) as file:
-            file.write(msgspec.json.format(encoded(document), indent=2) + b"\n")
-        with open(folder / "samples.jsonl", "wb", opener=private) as lines:
+        with replaced(folder / "samples.jsonl") as lines:
             lines.writelines(encoded(sample) + b"\n" for sample in logged["samples"])
+        with replaced(folder / "metrics.json") as file:  # last, because it says that the evaluation is complete
+            file.write(msgspec.json.format(encoded(document), indent=2) + b"\n")
 
 
 def in_short(metrics: Mapping[str, JSON]) -> str:

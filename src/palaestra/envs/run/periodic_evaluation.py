@@ -135,13 +135,14 @@ class PeriodicEvaluation:
             return
         try:
             evaluation = await self._rolled_out(folder)
+            if evaluation.logged:
+                save_evaluation(evaluation.logged, folder, self._context.engine.name)
         except RunStopped:
             return
         except PalaestraError as error:
             note(f"the evaluation at step {step} failed: {error}")
             return
         if evaluation.logged:
-            save_evaluation(evaluation.logged, folder, self._context.engine.name)
             found = numbers(evaluation.logged["metrics"])
             self._log({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
         shown = in_short(evaluation.logged["metrics"]) if evaluation.logged else "it logged no metrics"

@@ -90,8 +90,8 @@ class Deliveries:
 
     def add(self, delivery_id: str) -> None:
         """Record that the trainer's server has this group. Raises `DiskError` and then leaves no part of the record."""
-        self._done.add(delivery_id)
         self._file.append(msgspec.json.encode({"delivery_id": delivery_id}) + b"\n")
+        self._done.add(delivery_id)
 
     def close(self) -> None:
         """Flush and close. Idempotent. Raises `DiskError`."""
