@@ -66,7 +66,7 @@ class ChatServer:
         extra_body: Mapping[str, JSON] | None = None,
         **sampling: JSON,
     ) -> ChatCompletion:
-        """Sample one reply. Raises `EngineError` after the retries."""
+        """Sample `n` replies. Raises `EngineError` after the retries."""
         raise NotImplementedError
 
     async def completion(self, *, prompt: str, **request: JSON) -> TextCompletion:
@@ -117,7 +117,8 @@ class Engine(Protocol):
     def name(self) -> str: ...
 
     async def start(self) -> None:
-        """Connect to the server and check it. Raises `EngineUnavailable` or `EngineRefused`, which name the fix."""
+        """Connect to the server and check it. Raises `EngineUnavailable`, `EngineRefused` or `ConfigError`, which name
+        the fix."""
         ...
 
     async def aclose(self) -> None: ...

@@ -30,14 +30,15 @@ class ServerBaseline(Settings):
     )
     model_name: str = setting(
         "default",
-        "The model's name at the server; for a scripted server, oracle, noop, patch:FILE or replay:FILE.",
+        "The model's name at the server; for transformers, a folder or a model on the hub; for scripted, oracle, noop, "
+        "patch:FILE or replay:FILE.",
     )
     rolling_buffer_length: int = later(
         1000, "Number of latest requests that the latency statistics cover.", "No latency statistics are kept."
     )
     server_type: ServerType = setting(
         "openai",
-        "openai: any server that speaks chat completions. sglang, vllm: a token-exact server. transformers: a "
+        "openai: any server that supports chat completions. sglang, vllm: a token-exact server. transformers: a "
         "token-exact model in this process. scripted: a policy that needs no model.",
         json_schema_extra={"not_offered": ["trl"]},
     )

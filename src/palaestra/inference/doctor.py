@@ -68,7 +68,7 @@ def not_applicable(name: str, found: str, way_out: str = "") -> DoctorCheck:
 @dataclass(slots=True)
 class Diagnosis:
     """All checks, in the order of their dependencies. `server` is the kind of server. `refusal` is set if the server
-    could not be reached or refused the request; the other checks are then not applicable."""
+    could not be reached or refused a request; the remaining checks are then not applicable."""
 
     target: str
     server: str = ""
@@ -130,10 +130,10 @@ async def _stop_token(engine: TokenEngine, prompt: Sequence[int]) -> DoctorCheck
         return failed(
             STOP,
             "the engine leaves out the token that ended the reply",
-            "The template then adds the token, which is not trained, so the model does not learn to end its turns. "
+            "The template then adds the token, which is not trained on, so the model does not learn to end its turns. "
             "With SGLang, do not set no_stop_trim to false in extra_body. With vLLM, use its own server, not a proxy.",
         )
-    return passed(STOP, "the token that ends a reply is sampled, recorded and trained")
+    return passed(STOP, "the token that ends a reply is sampled, recorded and trained on")
 
 
 TEMPLATE, PREFIX, ROUND_TRIP = "template renders tools", "prefix-preserving", "parser round trip"
@@ -308,7 +308,7 @@ class _Examination:
             self.found.checks += writing_checks(engine.tokenizer, None, self.target.parser)
             self.found.skip([AGREES], "the tokenizer comes from the model's folder")
         except ConfigError as error:
-            self.found.checks.append(failed(SERVER, str(error), "Give a folder that holds a model and its tokenizer."))
+            self.found.checks.append(failed(SERVER, str(error), "Specify a folder with a model and its tokenizer."))
         finally:
             await engine.aclose()
         return self.found
@@ -321,15 +321,15 @@ class _Examination:
             self.found.model = self.target.model or (models[0].id if models else "default")
             tokenizer = await self._tokenizer()
             if kind in ("vllm", "sglang"):
-                self._add_server(kind, f"gives exact tokens (--openai.server_type {kind})")
+                self._add_server(kind, f"returns exact tokens (--openai.server_type {kind})")
                 self.found.skip([CHAT], "token-exact rollouts do not use chat completions")
                 await self._token_server(kind, tokenizer)
             else:
                 self._add_server("other", "it does not identify itself as vLLM or SGLang")
                 await self._chat(OpenAIEngine(self._config("openai", self.found.model)))
-                self.found.skip(SAMPLING, "not a token server", _ONLY_CHATS)
+                self.found.skip(SAMPLING, "the server returns no tokens", _ONLY_CHATS)
                 self._writing(tokenizer)
-                self.found.skip([AGREES], "not a token server")
+                self.found.skip([AGREES], "the server returns no tokens")
         except EngineError as error:
             self._unreachable(error)
         finally:

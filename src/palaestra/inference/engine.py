@@ -40,8 +40,8 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages as dicts. Environments append a reply's message or calls to their next request, as objects of
-    Palaestra or of a vendor's client."""
+    """Return the messages as dicts. Environments may append a reply's message or its calls as objects of Palaestra or
+    of a vendor's client."""
     return [_plain_message(message) for message in messages]
 
 
@@ -80,7 +80,7 @@ class ToolCallMessage(Record):
 
 
 class AssistantMessage(Record):
-    """The model's message. Each server uses one of the three reasoning fields."""
+    """The model's message. Servers differ in which of the three reasoning fields they use."""
 
     role: str = "assistant"
     content: str | None = None
@@ -92,7 +92,7 @@ class AssistantMessage(Record):
 
 
 class ChatChoice(Record):
-    """One reply of a completion. `finish_reason` is what the engine reported, unchanged."""
+    """One reply of a completion, with the `finish_reason` that the engine reported."""
 
     index: int = 0
     message: AssistantMessage = msgspec.field(default_factory=AssistantMessage)

@@ -154,7 +154,7 @@ ServerManager = ServerGroup
 
 
 def _complete(config: ServerBaseline) -> APIServerConfig:
-    """Complete a server's settings. A baseline has no address; the engine then reports that the address is missing."""
+    """Complete a server's settings. A baseline has no address; an engine that needs one reports that it is missing."""
     return config if isinstance(config, APIServerConfig) else APIServerConfig(**config.model_dump(exclude_unset=True))
 
 

@@ -1,7 +1,7 @@
 """Tokenizers for token-exact chat, among them the fast one that most models ship as `tokenizer.json`.
 
-Text is encoded and decoded without added or omitted tokens. A tokenizer in a local folder needs no network. Any other
-name is taken as a model on the hub, whose tokenizer files are fetched.
+By default, text is encoded and decoded without added or omitted tokens. A tokenizer in a local folder needs no network.
+Any other name is taken as a model on the hub, whose tokenizer files are fetched.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Agent:
     settings: ClassVar[Mapping[str, Any]] = {}
 
     async def run(self) -> None:
-        """Play the rollout and send its reward. If the rollout has no reward, raises `Dropped`, which makes the rollout
-        fail."""
+        """Play the rollout and send its reward. Raises `Dropped` if the rollout has no reward; Agent-Lightning then
+        counts it as failed."""
         address, key = os.environ["AGL_OPENAI_BASE_URL"], os.environ.get("AGL_KEY", "")
         async with RolloutFunction(self.env, **self.settings) as rollout, _client(key) as client:
             result = await rollout(os.environ["PALAESTRA_TASK"], address, key)

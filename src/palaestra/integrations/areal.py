@@ -26,10 +26,10 @@ class Agent:
 
     async def run(self, data: Mapping[str, JSON], **extra_kwargs: Any) -> float:
         """Play one rollout of the task `data["task_id"]` and return its reward. Raises `Dropped` if the rollout has no
-        reward, and `ConfigError` for an unknown task."""
+        reward, and `ConfigError` for an unknown task or if AReaL passed no address."""
         base_url = extra_kwargs.get("base_url")
         if not base_url:
-            raise ConfigError("AReaL gave the rollout no base_url: use the proxy mode 'inline'")
+            raise ConfigError("AReaL passed no base_url for the rollout: use the proxy mode 'inline'")
         # The proxy serves chat completions at its root, without /v1.
         address = f"{base_url.rstrip('/')}/chat/completions"
         result = await self._rollout(data["task_id"], address, extra_kwargs.get("api_key") or "", model="default")

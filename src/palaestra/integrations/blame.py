@@ -1,6 +1,7 @@
-"""Documents how each trainer learns that a rollout is not the policy's fault, so that the trainer drops the sample.
+"""Documents how each trainer learns that a rollout failed for a reason other than the policy, so that it drops the
+sample.
 
-An unscored rollout (`Unscored`) never becomes a reward. The adapters in this folder follow the table `DROPPED`. For
+An unscored rollout (`Unscored`) must not be trained on. The adapters in this folder follow the table `DROPPED`. For
 other trainers, the table shows what your own adapter has to do.
 """
 
@@ -25,8 +26,8 @@ DROPPED: Mapping[str, str] = {
     "verifiers": "the trace has an error",
     "verl": "the response mask is all zeros, which `adv_estimator=grpo_scored` leaves out",
 }
-"""For each trainer, how it learns that a rollout failed for a reason other than the policy. No trainer gets a reward
-for such a rollout."""
+"""For each trainer, how it learns that a rollout failed for a reason other than the policy. A trainer that requires a
+reward for such a rollout gets 0.0 and must leave the rollout out."""
 
 
 class Dropped(InfraError):

@@ -90,7 +90,7 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return app
 
     async def run(self, body: EnvironmentRunRequest) -> EnvironmentVerifyResponse:
-        """Play and grade one rollout. Answers 422 for an unknown task."""
+        """Play and grade one rollout. Responds with status 422 for an unknown task."""
         try:
             result = await self._rollout(body.task_id, self._address(), model=self.config.model)
         except ConfigError as error:
@@ -109,15 +109,15 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return answer
 
     async def verify(self, body: RolloutReference) -> EnvironmentVerifyResponse:
-        """Return the graded rollout. Answers 404 for a rollout that is not among this server's most recent
+        """Return the graded rollout. Responds with status 404 for a rollout that is not among this server's most recent
         rollouts."""
         if body.rollout_id not in self._answers:
             raise HTTPException(404, f"the rollout {body.rollout_id!r} is not among this server's most recent rollouts")
         return self._answers[body.rollout_id]
 
     async def responses(self, body: NeMoGymResponseCreateParamsNonStreaming) -> NeMoGymResponse:
-        """Play a rollout of the task in the request's metadata and return its output without the reward. Answers 422 if
-        the metadata has no `task_id`."""
+        """Play a rollout of the task in the request's metadata and return its output without the reward. Responds with
+        status 422 if the metadata has no `task_id`."""
         task = (body.metadata or {}).get("task_id")
         if not task:
             raise HTTPException(422, "the metadata of the request has no task_id: send rows to /run")
@@ -132,7 +132,7 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         if self.config.model_base_url:
             return self.config.model_base_url
         if self.config.model_server is None:
-            raise ConfigError("the agent has neither model_base_url nor model_server")
+            raise ConfigError("the agent's configuration has neither model_base_url nor model_server; set one of them")
         server = get_first_server_config_dict(self.server_client.global_config_dict, self.config.model_server.name)
         return f"http://{server.host}:{server.port}/v1"
 
@@ -150,9 +150,9 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
 
 
 def output_items(played: Trajectory) -> list[JSON]:
-    """Return the conversation as output items of a response; the last item of each reply has its tokens, if they are
-    recorded. Raises `ConfigError` if calls and replies differ in number (compaction, sub-agents), because the tokens
-    then cannot be assigned to the items.
+    """Return the replies and tool results of a rollout as output items of a response. The last item of each reply has
+    its tokens, if they are recorded. Raises `ConfigError` if calls and replies differ in number (compaction,
+    sub-agents), because the tokens then cannot be assigned to the items.
     """
     replies = [message for message in played.messages if message["role"] == "assistant"]
     turns = list(sampled_turns(played)) if played.ledger is not None else []

@@ -26,8 +26,8 @@ from palaestra.integrations.turns import sampled_turns
 
 
 class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[misc]
-    """Creates the sessions of one run. `settings` are those of `palaestra.Session`. A context manager; `close` ends the
-    run."""
+    """Creates the sessions of one run. `settings` are those of `palaestra.Session`, except those that select a policy
+    or a model. A context manager; `close` ends the run."""
 
     def __init__(self, env: object, **settings: JSON) -> None:
         self._opened = ExitStack()
@@ -43,7 +43,7 @@ class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[m
         the run has its own seed. Raises `ConfigError` for an unknown task."""
         task_id = task.get("task_id") if isinstance(task, Mapping) else task
         if not isinstance(task_id, str):
-            raise ConfigError(f"a task must be an id or a row with task_id, but is {task!r:.100}")
+            raise ConfigError(f"a task must be an id or a row with task_id, not {task!r:.100}")
         tools = [
             Tool(
                 name=each["function"]["name"],
@@ -58,7 +58,7 @@ class SessionFactory(ResourceSessionFactory["PlayedSession"]):  # type: ignore[m
             return PlayedSession(None, tools, error)
 
     def close(self) -> None:
-        """End the run. Rollouts that were not verified are cancelled."""
+        """End the run. Rollouts that have not been verified are cancelled."""
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -84,7 +84,7 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Call a tool. Returns the text that a model would read, including errors of the call; `error` is set only if
-        the rollout has ended."""
+        the rollout has ended or could not begin."""
         if self._play is None:
             return ToolResult(error=str(self._failure), done=True)
         try:
@@ -108,7 +108,7 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
         return verify_result(done)
 
     def close(self) -> None:
-        """End the rollout, if it was not verified."""
+        """End the session. A rollout that has not been verified is graded first, with an empty last message."""
         if self.trajectory is None and self._failure is None:
             self.verify([])
 

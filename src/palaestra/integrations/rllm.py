@@ -108,7 +108,7 @@ class EnvironmentRuntime:
 def _task_id(row: Mapping[str, JSON]) -> str:
     task = row.get("task_id")
     if not isinstance(task, str):
-        raise ConfigError(f"a task must be a row with task_id, but is {row!r:.100}")
+        raise ConfigError(f"a task must be a row with task_id, not {row!r:.100}")
     return task
 
 

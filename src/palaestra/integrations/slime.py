@@ -28,7 +28,8 @@ Generate = Callable[[Any, Any, Mapping[str, JSON]], Awaitable[Any]]
 def custom_generate(env: object, **settings: Any) -> Generate:
     """Return a function for `--custom-generate-function-path`. The tokenizer is that of slime's `--hf-checkpoint`, and
     slime sets the temperature, `top_p`, `top_k` and the maximum length of a reply. `settings` are those of
-    `palaestra.RolloutFunction` and override these values. Training and evaluation are separate runs."""
+    `palaestra.RolloutFunction` except `server_type`, and override these values. Rollouts with different sampling
+    settings, such as those of training and evaluation, belong to different runs."""
     rollouts: dict[str, RolloutFunction] = {}
 
     async def generate(args: Any, sample: Any, sampling_params: Mapping[str, JSON]) -> Any:

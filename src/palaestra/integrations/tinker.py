@@ -64,7 +64,8 @@ _ASK: ContextVar[tuple[asyncio.AbstractEventLoop, Ask]] = ContextVar("ask")
 class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
     """One group of rollouts of one task. `env` is an environment in any form that `palaestra.run` accepts. If rollouts
     run in other processes, `env` must be picklable, so give the name of its file. `model` names the tokenizer.
-    `settings` are those of `palaestra.Session`. All groups of a process with the same settings belong to one run."""
+    `settings` are those of `palaestra.Session`, except `server`. All groups of a process with the same environment,
+    model and settings belong to one run."""
 
     env: object
     task_id: str
@@ -76,8 +77,8 @@ class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
         self._envs: list[Env] = []
 
     async def make_envs(self) -> Sequence[Env]:
-        """Return environments for the cookbook's loop to step. Their record has no log-probabilities, because the loop
-        does not pass them on."""
+        """Return environments for the cookbook's loop to step. In their record, all log-probabilities are 0.0, because
+        the loop does not pass the real ones on."""
         made = [Env(self) for _ in range(self.group_size)]
         self._envs += made
         return made
@@ -113,7 +114,7 @@ class Env(types.Env):  # type: ignore[misc]
     async def initial_observation(self) -> tuple[tinker.ModelInput, list[int]]:
         self._rollout = asyncio.create_task(self._builder.roll_out(self._ask, 1, retried=False))
         if (asked := await self._next()) is None:
-            raise RuntimeError(f"the agent of task {self._builder.task_id} ended without asking its model")
+            raise RuntimeError(f"the agent of task {self._builder.task_id} ended without a model call")
         return asked
 
     async def step(self, action: list[int], *, extra: types.ActionExtra | None = None) -> types.StepResult:
@@ -278,8 +279,8 @@ async def _sampled(prompt: list[int], most_tokens: int | None, stop_ids: Collect
 def _trajectory(
     trajectory: Trajectory, said: Mapping[tuple[tuple[int, ...], tuple[int, ...]], TokensWithLogprobs]
 ) -> types.Trajectory:
-    """Return a scored rollout as transitions, one for each trained reply. If the history was rewritten, the rollout has
-    several rows, whose transitions follow each other; the cookbook makes one datum from each row."""
+    """Return a scored rollout as transitions, one for each reply to train on. If the history was rewritten, the rollout
+    has several rows, whose transitions follow each other; the cookbook makes one datum from each row."""
     steps: list[types.Transition] = []
     tokens: list[int] = []
     for row in training_rows(trajectory):

@@ -37,7 +37,7 @@ TASK = "task_id"
 
 def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Dataset:
     """Return the tasks of an environment (the first `tasks`, or all) as a data set for TRL, one row per task.
-    `settings` are those of `palaestra.run`."""
+    `settings` are those of `palaestra.run`, except those that select a policy or a model."""
     from datasets import Dataset
 
     with Session(env, policy="noop", **settings) as session:
@@ -47,9 +47,9 @@ def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Datas
 
 
 def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings: JSON) -> RolloutFunc:
-    """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`. The trainer sets the
-    temperature, `top_p` and `top_k`; its `max_completion_length` is the default for `max_token_length`, the limit of
-    one reply.
+    """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`, except `server`,
+    `server_type`, `model_name` and `history`, which this module sets. The trainer sets the temperature, `top_p` and
+    `top_k`; its `max_completion_length` is the default for `max_token_length`, the limit of one reply.
 
     After the rollouts of each step, the log-probabilities of the sampled tokens are compared with the trainer's own,
     which costs one forward pass. A difference of more than `max_difference` nats on any token raises `ConfigError`;
@@ -93,13 +93,14 @@ class EnvironmentFactory:
         return self._kind(self._session)
 
     def close(self) -> None:
-        """End the run; rollouts that were not scored are cancelled. Idempotent."""
+        """End the run; rollouts that have not been scored are cancelled. Idempotent."""
         self._opened.close()
 
 
 def environment_factory(env: object, **settings: Any) -> EnvironmentFactory:
     """Return an `environment_factory` for `env`. TRL's own loop samples and calls the environment's tools, in one slot
-    per rollout; `reward` seals and grades the work. `settings` are those of `palaestra.Session`.
+    per rollout; `reward` seals and grades the work. `settings` are those of `palaestra.Session`, except those that
+    select a policy or a model.
 
     All tasks have the tools of the first task. Each rollout holds its slot until it is graded, so `slots` must be at
     least the number of rollouts in one generation.
@@ -314,8 +315,8 @@ _LISTS = ("prompt_ids", "completion_ids", "mask", "logprobs")
 
 
 def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
-    """Return the row of an unscored rollout. Its tokens are fillers and are not trained; TRL does not accept an empty
-    row."""
+    """Return the row of an unscored rollout. Its tokens are fillers and are not trained on; TRL does not accept an
+    empty row."""
     lists = dict(zip(_LISTS, ([filler], [filler], [0], [0.0]), strict=True))
     return {**lists, "reward": None, "rollout_id": rollout_id}
 

@@ -48,7 +48,8 @@ class EnvironmentTask(vf.Task[EnvironmentData]):  # type: ignore[misc]
 
 
 class EnvironmentTasksetConfig(vf.TasksetConfig):  # type: ignore[misc]
-    """`env` is a file or a name, as for `palaestra run`; `settings` are those of `palaestra.Session`."""
+    """`env` is a file or a name, as for `palaestra run`. `settings` are those of `palaestra.Session`, except those that
+    select a policy or a model."""
 
     env: str
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -70,8 +71,8 @@ def _data(task: Task, env: str) -> EnvironmentData:
 
 
 class EnvironmentHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """`agent` is a program in the slot (`--agent`), or None for the agent loop; `settings` are those of
-    `palaestra.RolloutFunction`."""
+    """`agent` is a program in the slot (`--agent`); by default, Palaestra's own agent loop runs. `settings` are the
+    other settings of `palaestra.RolloutFunction`."""
 
     agent: str | None = None
     settings: dict[str, Any] = Field(default_factory=dict)

@@ -8,7 +8,7 @@ rewards.
       settings: {slots: 8}
 
 verl cannot mark a sample as dropped, so an unscored rollout has a response of one masked token and the reward 0.0. With
-`adv_estimator=grpo_scored`, GRPO leaves such rows out: they are neither trained nor part of their group's mean.
+`adv_estimator=grpo_scored`, GRPO leaves such rows out: they are neither trained on nor part of their group's mean.
 `VERL_USE_EXTERNAL_MODULES=palaestra.integrations.verl` registers this estimator. verl's other estimators count the
 reward 0.0.
 
@@ -68,8 +68,8 @@ class _ServerClient(TokenChat):
 
 
 class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
-    """verl's agent loop for one rollout. `settings` are those of `palaestra.Session`. All rollouts of a worker with the
-    same environment and settings belong to one run."""
+    """verl's agent loop for one rollout. `settings` are those of `palaestra.Session`, except `server` and `model_name`,
+    which this class sets. All rollouts of a worker with the same environment and settings belong to one run."""
 
     _sessions: ClassVar[dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Session]]]] = {}
 
@@ -82,7 +82,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         and for a rollout of several segments (sub-agents, compaction), because verl accepts only one."""
         task = kwargs.get("task_id") or (kwargs.get("extra_info") or {}).get("task_id")
         if not task:
-            raise ConfigError("neither the row nor its extra_info has a task_id")
+            raise ConfigError("neither the row nor its extra_info has a task_id; add it to the data set")
         _ASKED.set((self.server_manager, sampling_params, uuid.uuid4().hex))
         (group,) = await (await self._session()).roll_out(str(task), group_size=1)
         return self._output(group)

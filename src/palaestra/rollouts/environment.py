@@ -41,8 +41,8 @@ class GroupCollection:
 class Environment(ABC):
     """Provides the tasks of a run, prepares their workspaces and scores the results.
 
-    `world` records or answers the calls that a task's preparation makes of tools that reach outside this machine. It is
-    set only during a run or a replay. During a rollout, the rollout's own recording is used for such calls.
+    While a task is prepared, `world` records or answers the calls of tools that reach outside this machine. It is set
+    only during a run or a replay. During a rollout, the rollout's own recording is used for such calls.
     """
 
     world: RecordedTools | None = None
@@ -86,7 +86,7 @@ class Environment(ABC):
         return f"task {number} is now {now}, but was {was} before"
 
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
-        """Return the image, limits and network of the task's slots."""
+        """Return the image, limits and network of the task's slot in a phase."""
         return SlotSpec(image=task.image, limits=task.limits, network=network_of(task, phase))
 
     async def resolve(self, task: Task) -> Task:
@@ -144,8 +144,8 @@ class Environment(ABC):
 
         A check that ends with an error counts as a failure of the grader. Unless the check is live or its error is
         `certain`, it is then repeated on the prepared workspace and on the agent's work. If it fails only on the
-        agent's work, the work is the cause, and the score is 0. Raises the `InfraError` that disturbed the check, even
-        if `score` returned a value.
+        agent's work, the work is the cause, and the score is 0. Raises an `InfraError` that occurred during the check,
+        even if `score` caught it and returned a value.
         """
         spec = self.slot_spec(rollout.task, Phase.GRADE)
         grading = Grading(rollout, spec)
@@ -189,8 +189,8 @@ class Environment(ABC):
         return Projection()
 
     async def figures(self) -> Mapping[str, float | str]:
-        """Return the environment's own metrics and texts for the run. Called during the run and after the last
-        group."""
+        """Return the environment's own metrics for the run, as numbers or strings. Called during the run and after the
+        last group."""
         return {}
 
     def shown(self) -> Sequence[tuple[str, float]]:

@@ -30,8 +30,8 @@ class JournalEvent(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="
 
 
 class RunStarted(JournalEvent, tag="run", kw_only=True, omit_defaults=False):
-    """The first line: the environment and its configuration. Default values are written too, so that the line always
-    has its schema."""
+    """The first line: the run's environment, model, seed and configuration. Default values are written too, so that the
+    line always has its schema."""
 
     schema: str = JOURNAL_SCHEMA
     run_id: str
@@ -119,13 +119,14 @@ class RolloutEnded(JournalEvent, tag="rollout", kw_only=True):
 
 
 class AttemptDiscarded(JournalEvent, tag="discarded", kw_only=True):
-    """The record of an attempt that ended with an infrastructure failure and will be retried on a fresh slot."""
+    """The record of an attempt that does not count. It ended with an infrastructure failure and is retried, or it was
+    cut off and cannot be continued."""
 
     trajectory: Trajectory
 
 
 class GroupEnded(JournalEvent, tag="group_end", kw_only=True):
-    """Every rollout of the group has ended. `error` is the reason for missing rollouts."""
+    """Every rollout of the group has ended. `error` is the reason if the group failed."""
 
     group_id: str
     number: int
@@ -133,7 +134,8 @@ class GroupEnded(JournalEvent, tag="group_end", kw_only=True):
 
 
 class RunEnded(JournalEvent, tag="end", kw_only=True):
-    """The last line of a run that was not killed. `reason` is done, failed, paused or interrupted."""
+    """A run, or a part of it, has ended. A run that was killed has no such line. `reason` is done, failed, paused or
+    interrupted."""
 
     reason: str
 

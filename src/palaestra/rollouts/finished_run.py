@@ -86,7 +86,7 @@ class Run:
         """Return the exact tokens of the scored rollouts, as `palaestra export --to rows` writes them
         (`docs/training.md`).
 
-        Raises `ConfigError` for a run whose model server gave no tokens, unless `placeholders` are allowed.
+        Raises `ConfigError` for a run whose model server returned no tokens, unless `placeholders` are allowed.
         """
         from palaestra.rollouts.export.token_rows import RowsExporter
 
@@ -130,8 +130,8 @@ class Run:
 
 
 def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
-    """Return the run that `run` names: by its folder, its journal, its id or the start of the id, or as `last`, the
-    latest run below `root`. Raises `ConfigError`."""
+    """Return the run that `run` names, as in `find_run`, for example by its folder, its journal or its id; `last` is
+    the latest run below `root`. Raises `ConfigError` as `find_run` does, or if the run has no journal."""
     return Run(journal_of(find_run(run, root=root)).parent)
 
 

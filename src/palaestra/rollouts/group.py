@@ -2,9 +2,9 @@
 
 If the environment has a recipe (a cache key) for its preparation, prepared workspaces are shared between runs: this run
 reuses those of other runs, and keeps its own for them (`sandbox/snapshots/cache.py`). A workspace that was prepared
-with network access is never kept.
+with network access is never shared.
 
-A failed preparation ends the group with an error and without trajectories, so nothing is scored. A prepared workspace
+A failed preparation ends the group with an error before any rollout starts, so nothing is scored. A prepared workspace
 that is lost with its backend is prepared again.
 """
 
@@ -91,8 +91,8 @@ class GroupRun:
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
 
     async def run(self) -> Group:
-        """Return the finished group, already in the journal. Raises only on cancellation, on bugs, and a `ConfigError`
-        or `DiskError`, which ends the run."""
+        """Return the finished group, already in the journal. Raises only on cancellation, for bugs, and for errors that
+        end the run (`ConfigError` and `DiskError`)."""
         run, group = self.run_context, self.group
         run.events.announce(GroupBegun(group))
         self._take_finished()
@@ -249,7 +249,7 @@ class GroupRun:
         await self.env.prepare(task, slot)
 
     async def _restore(self) -> None:
-        """Before a retry, prepare the workspace again if its snapshot is lost, once for all rollouts of the group.
+        """Prepare the workspace again before a retry if its snapshot is lost, only once for all rollouts of the group.
 
         If the workspace can no longer be prepared, the next attempt fails and records why.
         """

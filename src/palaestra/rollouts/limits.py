@@ -1,8 +1,8 @@
 """Ends a run early without losing anything: after too many infrastructure failures, at a cost limit or on a signal.
 
-After a limit is reached, no new group and no new rollout starts. Rollouts in flight finish, unless draining takes too
-long. If the cost limit has been reached, they end after their current turn. The run can be resumed. Single rollouts
-that hang are ended by `watchdog.py`.
+Once the run stops, no new group and no new rollout starts. Rollouts in flight finish, unless that takes too long. If
+the cost limit has been reached, they end after their current turn. The run can be resumed. Single rollouts that hang
+are ended by `watchdog.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RolloutKey = tuple[str, float]
 
 
 class RunStopped(PalaestraError):
-    """Raised if an evaluation was stopped before it had all its rollouts, so that its metrics would cover only part of
-    it."""
+    """Raised if an evaluation was stopped before it had all its rollouts, because its metrics would cover only a part
+    of it."""
 
     exit_code = TOO_MANY_FAILURES
 
@@ -41,7 +41,8 @@ class CutShort(PalaestraError):
 class RunLimits:
     """Follows a run and stops it at a limit. `reason` and `message` are empty until the run stops.
 
-    `counted` has the rollouts of an earlier part of the run, which cost `spent`. These rollouts are not counted again.
+    `spent` is the cost of the earlier parts of the run. `counted` has the rollouts of these parts, which are not
+    counted again.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class RunLimits:
 
     def _check_cost(self) -> None:
         if self._max_cost is not None and self.spent >= self._max_cost:
-            self._stop(PAUSED, f"the cost has reached {self.spent:.4f} of {self._max_cost:g} (max_cost)")
+            self._stop(PAUSED, f"the cost has reached {self.spent:.4f}, and the limit is {self._max_cost:g} (max_cost)")
 
     def _count(self, ended: list[Blame | None]) -> None:
         self._latest.extend(ended)
@@ -154,7 +155,7 @@ class RunLimits:
 
 
 def _failed_by(trajectory: Trajectory) -> Blame | None:
-    """Return the part of the infrastructure that ended a rollout, or None. Cancelled rollouts, and failures of the task
-    or the model, are not counted."""
+    """Return the part of the infrastructure that ended a rollout. Returns None for scored and cancelled rollouts, and
+    for failures of the task or the model."""
     lost = trajectory.reward is None and trajectory.outcome is not Outcome.CANCELLED
     return trajectory.blame if lost and trajectory.blame not in (Blame.TASK, Blame.MODEL) else None

@@ -81,8 +81,8 @@ class MiddlewareServer(ChatServer):
 
 
 def freezing(slot: Callable[[], Slot | None]) -> ChatMiddleware:
-    """Return middleware that freezes the slot that `slot` returns, if any, while the model thinks, so that the slot's
-    background processes use no CPU.
+    """Return middleware that freezes a slot while the model thinks, so that the slot's background processes use no CPU.
+    `slot` returns the slot, or None if there is nothing to freeze.
 
     The next call to the slot resumes it. A program that cannot be stopped keeps running. If the slot is lost, the next
     call to it fails.

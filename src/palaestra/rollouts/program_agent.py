@@ -120,7 +120,7 @@ class ProgramAgent:
             async with asyncio.timeout(CHECK_S):
                 await session.chat_completion(messages=[PROBE], max_tokens=16)
         except TimeoutError:
-            raise EngineUnavailable(f"Model '{self._engine.name}' gave no answer within {CHECK_S:g} s.") from None
+            raise EngineUnavailable(f"Model '{self._engine.name}' did not answer within {CHECK_S:g} s.") from None
 
     def open(
         self, conversations: Conversations, tools: ToolService | None
@@ -214,8 +214,8 @@ class _Play:
 
     async def _wait(self, process: Process) -> int | None:
         """Wait until the program ends, a limit is reached or the model server fails. Returns the exit status of a
-        program that ended by itself. Processes that the program left running can make no more calls; after a limit,
-        only calls already under way are still answered."""
+        program that ended by itself, otherwise None. Processes that the program left running can make no more calls;
+        after a limit, only calls already under way are still answered."""
 
         async def follow() -> None:
             async for piece in process.output():

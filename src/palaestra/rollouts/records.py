@@ -1,7 +1,8 @@
 """The records of rollouts: `Trajectory`, and `Group`, the trajectories of one task.
 
-The journal holds these records unchanged, and all other files are made from them. The same seed and the same answers of
-the model and the tools reproduce all fields of a trajectory except `beside`, which has wall times, hosts and slot ids.
+The journal holds these records unchanged, and groups files, exports and reports are made from them. The same seed and
+the same answers of the model and the tools reproduce all fields of a trajectory except `beside`, which has wall times
+and facts about the sandbox.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GROUP_SCHEMA = "palaestra.group/1"
 
 
 class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One model call: its finish reason, tokens and tool calls."""
+    """One model call: its finish reason, its token counts and the names of the tools that it called."""
 
     number: int
     finish_reason: str | None = None
@@ -39,7 +40,8 @@ class ToolErrorRecord(msgspec.Struct, kw_only=True):
 
 
 class InnerCallRecord(msgspec.Struct, kw_only=True):
-    """One call that a program made in a turn (`execute_code`). Long JSON texts are cut in the middle."""
+    """One tool call that a program made in a turn: a script of `execute_code`, or the run's agent program. Long texts
+    are cut in the middle."""
 
     turn: int
     tool: str
@@ -48,7 +50,8 @@ class InnerCallRecord(msgspec.Struct, kw_only=True):
 
 
 class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The conversation of a sub-agent (`delegate_task`). Sub-agents are listed in the order in which they started.
+    """The conversation of a sub-agent that `delegate_task` or the run's agent program started. Sub-agents are listed in
+    the order in which they started.
 
     `turn` is the turn in which the work was delegated. `segments` are the ledger's segments with the sub-agent's
     tokens.
@@ -68,9 +71,10 @@ class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Data that differs between otherwise identical runs. Seconds are wall time. `stages` has the seconds of setup,
-    agent, tool, admit (the wait for a free slot), acquire (creating a slot), seal and grade; stages may nest, and
-    concurrent calls add up."""
+    """Data that differs between otherwise identical runs. Seconds are wall time. `stages` has the seconds of each
+    stage, such as setup, agent, tool, admit (the wait for a free slot), acquire (creating a slot), seal and grade.
+    Stages may nest, and concurrent calls add up. `turn_s` has the seconds of the model and of the tools for each
+    turn."""
 
     started_at: float = 0.0
     duration_s: float = 0.0
@@ -80,7 +84,7 @@ class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """The point at which a branch begins: after turn `turn` of the rollout `index` of its group."""
+    """The point at which a branch begins: after turn `turn` of the rollout with this `index` in the same group."""
 
     index: int
     turn: int
@@ -89,11 +93,12 @@ class Fork(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
-    `blame` and `error` are set on every rollout that did not finish cleanly. `metrics` are numbers that can be
-    averaged, `detail` is evidence (test results, the agent's patch). `ledger` has the exact tokens if the model server
-    returns them, and `row` has a token row that the environment made. `inner_calls` and `subagents` record the work
-    inside tool calls; the tokens of sub-agents count in `prompt_tokens`, `completion_tokens` and `cost`, but their
-    turns are not in `turns`. `cost` is in the currency of the run's prices.
+    `blame` is set on every rollout that did not end naturally, and `error` describes what went wrong, if the outcome
+    does not. `metrics` are numbers that can be averaged, and `detail` is evidence (test results, the agent's patch).
+    `ledger` has the exact tokens if the model server returns them, and `row` has the environment's own token row, if it
+    made one. `inner_calls` and `subagents` record the work inside tool calls; the tokens of sub-agents count in
+    `prompt_tokens`, `completion_tokens` and `cost`, but their turns are not in `turns`. `cost` is in the currency of
+    the run's prices.
 
     A rollout with a `parent` continues another rollout. Its `messages`, `turns` and counts of tool calls cover the
     whole conversation; its tokens, cost and ledger cover only its own turns. `fork_points` are the turns after which
@@ -187,10 +192,10 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
     """All rollouts of one task, in index order. `number` is the task's position in the run, from 0.
 
     `toolsets` are the configured or randomly drawn toolsets. `tools` are the schemas that the models saw, `tools_hash`
-    identifies them, and `tools_missing` has the requested tools that are unavailable, with the reason. If preparing the
-    task failed, there are no trajectories, and `error` and `blame` have the cause. `prepare_s` is the preparation time
-    in seconds; `from_store` is true if the workspace had been prepared before. `asked` is a checksum of the task's
-    prompt, empty in groups of earlier versions.
+    identifies them, and `tools_missing` has the requested tools that are unavailable, each with the reason. If the task
+    could not be prepared or its rollouts could not be collected, `error` and `blame` have the cause. `prepare_s` is the
+    preparation time in seconds; `from_store` is true if the workspace had been prepared before. `asked` is a checksum
+    of the task's prompt, empty in groups of earlier versions.
     """
 
     schema: str = GROUP_SCHEMA
@@ -210,8 +215,7 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def same_scores(self) -> bool:
-        """Whether there is a score and all scores are equal, so that a policy gradient learns nothing from this
-        group."""
+        """Whether there is a score and all scores are equal. A policy gradient learns nothing from such a group."""
         return have_same_scores(self.scored)
 
     @property

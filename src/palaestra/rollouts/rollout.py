@@ -1,4 +1,4 @@
-"""One rollout: set up, act, seal, grade, record. Only this module turns a failure into an outcome and a blame.
+"""One rollout: set up, act, seal, grade, record. This module sets the outcome and the blame in a rollout's record.
 
 A rollout's slot is leased when something first needs it and given back exactly once. Whatever happens, cancellation
 included, `run` leaves a complete `trajectory` (invariant A3), and an infrastructure failure never becomes a reward
@@ -149,8 +149,8 @@ class Rollout:
         self._world: RolloutWorld | None = None
 
     async def run(self) -> None:
-        """Play the rollout. Raises only on cancellation, on bugs, and a `ConfigError` or `DiskError`, which ends the
-        run. Every other failure is in the record."""
+        """Play the rollout. Raises only on cancellation, for bugs, and for errors that end the run (`ConfigError` and
+        `DiskError`). Every other failure is in the record."""
         started = time.perf_counter()
         try:
             async with self.stages.watched():
@@ -232,8 +232,8 @@ class Rollout:
             logger.warning("releasing the slot of %s failed: %s", self.rollout_id, error)
 
     def drop_unrecordable(self, reason: ValueError) -> bool:
-        """Drop environment-made data that the journal refused, first the row and then the agent's conversation, and
-        fail the rollout. Returns False if nothing is left to drop."""
+        """Drop environment-made data that the journal refused, and fail the rollout. The first call drops the
+        projection, and the next the agent's conversation. Returns False if nothing is left to drop."""
         if self.projection == Projection() and self.result is None:
             return False
         if self.projection == Projection():
@@ -463,7 +463,7 @@ class Rollout:
         """Run the agent loop, or the run's agent program, on this rollout's conversation or on `messages`.
 
         `after` is the result of an earlier part of the conversation, which this call continues with the limits of a new
-        rollout. `result` is kept even when the call is cancelled.
+        rollout; an agent program cannot continue one. The rollout's `result` is set even if the call is cancelled.
         """
         if self.run_context.program is not None:
             if after is not None:
@@ -549,7 +549,8 @@ class Rollout:
         return self._fork_points.take(turn.number, messages)
 
     async def _check_resumed(self, taken: TakenTurn) -> None:
-        """Accept a recorded turn only if no background process runs, since its state could not be reproduced."""
+        """Accept a recorded turn only if no background process is running, because the state of such a process cannot
+        be reproduced."""
         recorded = self.recorded
         assert recorded is not None
         for process in await self._slot.processes() if self._slot is not None else ():
@@ -634,7 +635,10 @@ def _checked(score: object, doing: str) -> Score:
         raise GraderError(f"{doing} returned {score!r:.100}, not a Score")
     reward = number(score.reward)
     if reward is None or not abs(reward) <= HIGHEST_REWARD:  # the comparison is also false for NaN
-        raise GraderError(f"{doing} returned {_short(score.reward)}, which is not a reward")
+        raise GraderError(
+            f"{doing} returned {_short(score.reward)}, which is not a reward: a reward is a finite number of at most "
+            f"{HIGHEST_REWARD:g} in absolute value"
+        )
     found = {str(name): number(value) for name, value in score.metrics.items()}
     metrics = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
     left_out = {str(name): str(value) for name, value in score.metrics.items() if str(name) not in metrics}

@@ -74,8 +74,8 @@ class Totals:
 
 class Runner:
     """Runs at most `limit` tasks of an environment, numbered from `first`, slow ones first if `timings` (seconds by
-    task id) are given. `on_group` gets every finished group. As many rollouts run at a time as `concurrency` groups
-    have; if it is 1, groups run one after the other.
+    task id) are given. `on_group` gets every finished group. At most as many rollouts run at a time as `concurrency`
+    groups have; if it is 1, groups run one after the other.
 
     Groups that an earlier part of the run finished are passed on first and not run again; if the group size is larger
     now, they get only the missing rollouts. `gate`, which may wait, is awaited once before each task that is rolled
@@ -212,7 +212,8 @@ class Runner:
         return True
 
     def _is_whole(self, group: Group) -> bool:
-        """Return whether a finished group has enough rollouts, since the group size may be larger now."""
+        """Return whether a finished group needs no further rollouts. It may need some if the group size is larger
+        now."""
         enough = len(group.trajectories) >= self.run_context.settings.group_size
         return enough or bool(group.error) or self.env.collects_groups
 

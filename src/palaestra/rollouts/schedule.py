@@ -38,7 +38,8 @@ def groups_ahead(concurrency: int) -> int:
 
 
 class Places:
-    """Limits the rollouts that run at a time to `limit`, and the unfinished rollouts of begun groups to `ahead` more.
+    """Lets at most `limit` rollouts run at a time. A group may begin only if all groups that have begun then have at
+    most `limit + ahead` unfinished rollouts together.
 
     Rollouts get places in the order in which they ask, so the oldest group gets all of its places first. Environments
     may therefore let the rollouts of a group wait for each other.
@@ -116,7 +117,7 @@ async def counted(
 async def slowest_first(
     tasks: AsyncIterator[Numbered], seconds: Mapping[str, float], window: int = WINDOW
 ) -> AsyncIterator[Numbered]:
-    """Yield the same tasks, ordered within each window by the `seconds` that they took, longest first.
+    """Yield the same tasks, ordered within each window by the `seconds` that they took earlier, longest first.
 
     A task without a timing gets the median; ties keep their order. Without timings, no task is read ahead.
     """

@@ -77,7 +77,7 @@ class AgentSettings:
     """The agent's settings in a rollout. `max_tokens` is per reply; `tool_timeout_s` is a command's default time limit.
 
     `memory` and `sessions` are folders for the tools `memory` and `session_search`. If a folder is None, calls of its
-    tool are refused. If it is set, each rollout can read the notes of earlier rollouts, so rollouts cannot be compared.
+    tool are refused. If it is set, a rollout can read what earlier rollouts left there, so rollouts cannot be compared.
     If `freeze` is set, slots are frozen while the model thinks.
     """
 
@@ -155,8 +155,7 @@ class Middleware:
 
 
 class RecordedTools:
-    """The recorded replies of a run's tools. The first call of a tool that reaches outside this machine opens the
-    recordings.
+    """The recorded replies of a run's tools. The recordings are opened on first use.
 
     Implements `ToolRecordings`.
     """
@@ -230,7 +229,7 @@ class RunContext:
     middleware: Middleware = field(default_factory=Middleware)
     earlier: EarlierWork = field(default_factory=EarlierWork)
     program: ForeignAgent | None = None
-    """The agent if it is a program in the slot; None for the agent loop."""
+    """The program that plays the rollouts in their slots. If it is None, Palaestra's own agent loop plays them."""
 
 
 @dataclass(slots=True)

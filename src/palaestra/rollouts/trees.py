@@ -5,11 +5,10 @@ When all roots have ended, `choose` selects the turns from which the other rollo
 starts from a copy of the slot and from the recorded conversation up to that turn. It runs through the same loop as any
 rollout: its tools answer from the record until the conversation is new.
 
-Invariants: a turn that several rollouts share is sampled, executed, charged and trained on only once, in the root. A
-branch is sealed and graded like any rollout, and its changes are those since the prepared workspace. A turn is not a
-fork point if a tool, a process, `/tmp` or `/dev/shm` holds state that a copy of the slot's files would lack. Where the
-backend or the isolation level cannot copy a slot, and in a resumed run, a branch runs the commands of the shared turns
-again.
+Invariants: a turn that several rollouts share is sampled, charged and trained on only once, in the root. A branch is
+sealed and graded like any rollout, and its changes are those since the prepared workspace. A turn is not a fork point
+if a tool, a process, `/tmp` or `/dev/shm` holds state that a copy of the slot's files would lack. Where the backend or
+the isolation level cannot copy a slot, and in a resumed run, a branch runs the commands of the shared turns again.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ class ForkPoints:
     def __init__(self, rollout: Rollout) -> None:
         self.turns: list[TurnTaken] = []
         self.points: dict[int, Snapshot | None] = {}
-        """The copy of the slot after each turn; None if the slot was untouched or cannot be copied here."""
+        """The copy of the slot after each turn that is a fork point; None if the slot was untouched or cannot be copied
+        here."""
         self.copied = True
         """Whether slots can be copied here, so that a branch need not run any call again."""
         self._rollout = rollout
@@ -175,9 +175,9 @@ class RolloutTree:
 
 
 def choose(roots: Sequence[Trajectory], branches: int, branch_at: str, rng: random.Random) -> list[Fork]:
-    """Choose at most one fork per branch. With `branch_at` set to `uncertain`, forks come before the turns with the
-    least likely tokens; with `random`, they are drawn at random. A point is reused only when all have been used. The
-    result depends only on the records and `rng`.
+    """Choose at most one fork per branch. With `branch_at` set to `uncertain`, the points before the turns with the
+    least likely tokens are chosen; with `random`, points are drawn at random. A point is reused only when all have been
+    used. The result depends only on the records and `rng`.
 
     The beginning of each root is a point too, with turn 0: otherwise the first turns would get few samples.
     """

@@ -1,10 +1,10 @@
 """Writes the turns of one rollout to the journal, and answers model calls from the turns that an earlier part of the
 run recorded.
 
-A turn is written when it ends. A turn that delegates work is long and has many replies, so each of its replies is
-written when it arrives: those of the sub-agents, and the rollout's own reply that started them. So a resumed rollout
-does not repeat a model call whose reply was written. The journal has a turn once for each attempt that took it, so a
-rollout can be resumed repeatedly.
+A turn is written when it ends. A turn that delegates work is long and has many replies, so these are written before the
+turn ends: the rollout's own reply when its first sub-agent calls the model, and each reply to a sub-agent when it
+arrives. So a resumed rollout does not repeat a model call whose reply was written. The journal has a turn once for each
+attempt that took it, so a rollout can be resumed repeatedly.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TurnLog:
         self._turns_kept = self._turns_noted = 0
 
     def follow(self, server: ChatServer) -> ChatServer:
-        """Return the server that the agent calls from now on, which first answers from the recorded turns."""
+        """Return the server for the agent to call. It first answers from the recorded turns."""
         self._server = server
         if self.recorded is None:
             return server
@@ -65,8 +65,8 @@ class TurnLog:
         return MiddlewareServer(server, [self.recorded.answer])
 
     async def chat(self, call: ChatCall, ask: Ask) -> ChatCompletion:
-        """Answer a model call as chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply to
-        a sub-agent."""
+        """Answer a model call as chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply in
+        a turn with sub-agents."""
         if call.branch and self._own is not None and not self._own.noted:
             self._note(0, self._own)
         count, recorded = len(call.messages), self.recorded

@@ -1,8 +1,8 @@
 """Times the stages of a rollout, and ends a rollout that shows no sign of life within its stage's limit.
 
-Tools and clients have their own time limits for commands and requests; a limit of this module catches hangs that those
-limits miss. Every change of stage and every turn is a sign of life. A rollout without one for longer than its stage
-allows ends with an error that names the stage.
+Tools and clients have their own time limits for commands and requests. The limits of this module catch the hangs that
+those miss. Every change of stage and every turn is a sign of life. If a rollout shows none for longer than its stage
+allows, it ends with an error that names the stage.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Stages:
         self._timer = loop.call_at(at, self._look)
 
     def _look(self) -> None:
-        """End the block if its stage is over its limit. Signs of life are frequent, so each only stores the time."""
+        """End the block if its stage is over its limit. Signs of life are frequent, so most of them only store the time
+        and leave the timer as it is."""
         loop, deadline, self._timer = self._loop, self._deadline, None
         limit = self._limits.get(self._at[-1], 0.0) if self._at else 0.0
         if loop is None or deadline is None or limit <= 0:
@@ -89,7 +90,7 @@ class Stages:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """End the block when a stage reaches its limit, with the stage's error in `WAITING_FOR`."""
+        """End the block when a stage reaches its limit, and raise the error that `WAITING_FOR` has for the stage."""
         try:
             async with asyncio.timeout(None) as deadline:
                 self._deadline, self._loop = deadline, asyncio.get_running_loop()
@@ -109,8 +110,8 @@ class Stages:
     def _too_long(self) -> InfraError:
         stage = self._waiting
         return WAITING_FOR[stage](
-            f"{self.name} showed no sign of life for {self._limits[stage]:g} s at stage {stage}, its limit "
-            f"(idle_limits.{stage})"
+            f"{self.name} showed no sign of life for {self._limits[stage]:g} s at stage {stage}. If the stage needs "
+            f"more time, raise idle_limits.{stage}"
         )
 
 

@@ -3,8 +3,8 @@
 The environment names shared preparation, such as a repository with its dependencies installed, by a key. The first
 group that needs a shared preparation does it in its own slot. The other groups wait, and every group starts its own
 preparation from the same snapshot. If a shared preparation fails, every task that needs it fails with the same error,
-and the preparation is not retried. After a sandbox failure, or when a snapshot was lost with its backend, the next
-group that needs the preparation repeats it.
+and the preparation is not retried. There are two exceptions: after a sandbox failure, or if the snapshot was lost with
+its backend, the next group that needs the preparation repeats it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Workspaces:
                 raise TaskError(f"no slot can be created for {name}: {error}") from error
 
     async def keep(self, group_id: str, index: int, snapshot: Snapshot | None, *, sealed: bool) -> Path | None:
-        """Copy a rollout's sealed work or, if not `sealed`, the workspace that the rollout never touched into the
-        folder `kept`. Returns the folder, which is empty for the bare image; None if `kept` is None."""
+        """Copy a rollout's sealed work into a folder below `kept`. If not `sealed`, copy the workspace that the rollout
+        never touched. Returns the folder, which is empty for the bare image; None if `kept` is None."""
         if self.kept is None:
             return None
         folder = self.kept / quote(group_id, safe="") / (str(index) if sealed else f"{index}{UNTOUCHED}")

@@ -180,7 +180,7 @@ def test_the_top_of_the_page_says_how_the_run_went(report, group, trajectory):
     )
     told = " ".join(page.text.split())
     assert "count oracle · 1970-01-01 00:00:00 UTC" in told
-    for fact in ("0.500mean reward, 95 % in", "2groups", "1/2rollouts scored", "1 natural", "1 blamed on sandbox"):
+    for fact in ("0.500mean reward, 95% interval", "2groups", "1/2rollouts scored", "1 natural", "1 blamed on sandbox"):
         assert fact in told
     assert 'backend{"name":"local"}'.replace(":", ": ") in told
     assert told.index("task-0") < told.index("task-1")

@@ -53,12 +53,13 @@ class AddressedEngine(ServerEngine):
         return self._server().session(context)
 
     def managed_server(self, *, engine: object = None, **options: JSON) -> ManagedChat:
-        """Return token-exact chat with the server at the address. `engine` is this engine and is ignored."""
+        """Return token-exact chat with the server at the address. `engine` is accepted because `ServerGroup` passes it,
+        and is ignored."""
         managed: ManagedChat = self._server().managed_server(**options)  # type: ignore[attr-defined]
         return managed
 
     def _server(self) -> ServerEngine:
         server = _SERVER.get()
         if server is None:
-            raise ConfigError("each rollout of this run needs the address of a model server")
+            raise ConfigError("this rollout has no model server; start each rollout in a block of AddressedEngine.at")
         return server

@@ -1,8 +1,8 @@
 """Samples concurrent requests to one model in one batch, in the thread that owns the model.
 
 Between two tokens, new requests join the batch, and finished and cancelled requests leave it. After an idle period, the
-first request waits `WINDOW_S` seconds for others. Invariants: every request is answered exactly once, even if the model
-fails, the weights change or the thread ends; an unsupported sampling setting is refused, never ignored.
+first request waits `WINDOW_S` seconds for others. Invariant: every request is answered exactly once, even if the model
+fails, the weights change or the thread ends.
 """
 
 from __future__ import annotations

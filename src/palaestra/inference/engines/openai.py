@@ -96,7 +96,7 @@ class OpenAIEngine(ServerEngine):
         self._source = f"The model server at {shown(self._url)} (model '{name}')"
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Send one request with `tools`, to detect a server that refuses them before any slot is created.
+        """Send one request with `tools`, so that a server that refuses them is detected before any slot is created.
 
         Only a refusal of the key, the model, the address or the tools counts: other errors may concern this request
         alone, and a slow or overloaded server is retried during the run. Raises `EngineRefused`.

@@ -1,4 +1,4 @@
-"""Sampling settings of the in-process engine, with OpenAI's and vLLM's names."""
+"""Sampling settings of the engines that sample without a server, with OpenAI's and vLLM's names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Sampling:
         idle = [name for name, value in left.items() if value not in (0, 0.0, False, [], {}, "")]
         if idle:
             raise EngineRefused(
-                f"The transformers engine has no sampling setting '{idle[0]}'. It supports max_tokens, "
+                f"This engine has no sampling setting '{idle[0]}'. It supports max_tokens, "
                 "temperature, top_p, "
                 "top_k, seed, stop_token_ids, ignore_eos and logprobs_mode; remove other settings from extra_body."
             )

@@ -2,8 +2,8 @@
 
 `oracle` plays a task's reference solution, `noop` answers without acting, `patch:FILE` applies a diff, `replay` plays a
 recording. A policy replaces only the model and keeps no state between turns: its reply, ids included, depends on the
-rollout's context and the messages alone, so a repeated call gives the same answer. Tokens are estimated as UTF-8 bytes
-divided by four, rounded up.
+rollout's context and the messages alone, so a repeated call gives the same answer. Unless a recording has token counts,
+they are estimated as UTF-8 bytes divided by four, rounded up.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class ReplayPolicy(Policy):
         if turns is None:
             raise TaskError(
                 f"{self._path} has no trajectory of task '{task.id}' with index {context.index}. "
-                "Replay the same tasks and at most the group size of the recorded run."
+                "Replay the same tasks, with at most the group size of the recorded run."
             )
         turn = _assistant_messages(messages)
         if turn >= len(turns):
@@ -255,7 +255,7 @@ def _trajectories(path: Path) -> Iterator[_Trajectory]:
             if number == len(lines) and not isinstance(error, msgspec.ValidationError):
                 return  # torn, because the writer was killed
             raise ConfigError(
-                f"{path}, line {number}, is not a recorded trajectory: {error}. Give a run's folder instead."
+                f"{path}, line {number}, is not a recorded trajectory: {error}. Specify a run's folder instead."
             ) from None
 
 

@@ -1,7 +1,7 @@
 """Engines that continue token ids: their base class `TokenChat`, and the clients of SGLang and vLLM servers.
 
 An unusable tokenizer, template or parser raises an error when the engine starts. So does a tokenizer that differs from
-the server's, if the server has `/tokenize`.
+the server's, if the server is checked and has `/tokenize`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class TokenChat(ServerEngine):
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
         """Return token-exact chat for one rollout. Arguments override the config. If `engine` is set, it samples
-        instead of this engine. If no parser has the given name, a warning is logged and `hermes` is used, as existing
-        scripts expect. Raises `ConfigError`."""
+        instead of this engine. If an argument names an unknown parser, a warning is logged and `hermes` is used, as
+        existing scripts expect. Raises `ConfigError`."""
         chosen = tool_call_parser or tool_parser
         if isinstance(chosen, str) and chosen not in ("none", *list_parsers()):
             logger.warning("no tool-call parser is named %r; hermes is used instead", chosen)
@@ -206,8 +206,8 @@ class TokenServer(TokenChat):
     async def _continued(
         self, url: URL, name: str, ids: Sequence[int], rest: bytes, lane: str, read: Reader | None = None
     ) -> Response:
-        """Send the JSON object `rest` in a POST, with the ids added under `name`, and return the response. The body is
-        made for each attempt, because the ids are most of its bytes."""
+        """Send the JSON object `rest` in a POST, with the ids added under `name`, and return the response. Each attempt
+        makes the body again, so that a long list of ids is not kept as JSON while the model works."""
         return await self.transport.request(
             "POST",
             url,

@@ -89,8 +89,8 @@ class TransformersEngine(TokenChat):
 
     async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
         """Continue `input_ids[T]`. The token that ended the reply is among the ids. Raises `EngineRefused` for an
-        unsupported setting and `ContextExceeded` if the prompt fills the window. Cancelling removes the request from
-        the batch."""
+        unsupported setting or an invalid prompt, and `ContextExceeded` if the prompt fills the window. Cancelling
+        removes the request from the batch."""
         wanted = Sampling.read(sampling, self._stop_ids())
         if wanted.seed is None:
             wanted = wanted.seeded(self._seeds.getrandbits(64))

@@ -144,7 +144,8 @@ def _dumped(value: JSON) -> str:
 
 
 def plainer_history(messages: Sequence[Message], server_said: str) -> list[Message] | None:
-    """Return the history without the parts that a strict server refused, or None if nothing can be removed.
+    """Return the history with the parts changed that a strict server may have refused, or None if there is nothing to
+    change.
 
     Some chat templates parse every call's arguments, so one malformed call would end its rollout as a server failure.
     Malformed arguments are therefore wrapped in a JSON object. The field `reasoning_content` is removed if the server's

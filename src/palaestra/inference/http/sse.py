@@ -26,8 +26,8 @@ _JOINED = ("content", "reasoning_content", "reasoning", "refusal")
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The content of one chunk for one choice: text, or thinking. If `restarted` is true, the connection broke and the
-    request is repeated, so all earlier chunks are void."""
+    """The content of one chunk for one choice: text, thinking, or both. If `restarted` is true, the connection broke
+    and the request is repeated, so all earlier chunks are void."""
 
     index: int = 0
     content: str = ""
@@ -84,7 +84,7 @@ class EventStreamReader:
 
 
 async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event, in order. An event without a blank line after it is dropped."""
+    """Yield the data of each server-sent event, in order. A last event without a blank line after it is dropped."""
     lines: list[bytes] = []
     rest = b""
     async for chunk in chunks:

@@ -140,7 +140,8 @@ class Transport:
         return refused(url, status, body, self.model)
 
     async def look(self, method: str, url: URL, body: Body | None = None) -> Response:
-        """Send a request at startup, which fails within seconds if no server answers. Raises `EngineUnavailable`."""
+        """Send a request that fails within seconds if no server answers, for checks at startup. Raises
+        `EngineUnavailable`."""
         return await self.request(method, url, body, retry=AT_START, timeout_s=LOOK_TIMEOUT_S)
 
     async def list_models(self, url: URL) -> Response:

@@ -28,7 +28,7 @@ HIGHEST_LOGPROB = 1e-3
 """The highest log-probability that is accepted: rounding may raise one slightly above 0."""
 
 UNTRAINED = -100
-"""The mask of a token that is not trained, which is the value that trainers expect."""
+"""The mask of a token that is not trained on. Trainers expect this value."""
 
 SpanKind: TypeAlias = Literal["prompt", "sampled"]
 

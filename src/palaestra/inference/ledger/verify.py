@@ -1,4 +1,4 @@
-"""Checks whether the tokens of a stored ledger are provably the sampled ones, each trained exactly once.
+"""Checks that the tokens of a stored ledger are the sampled ones, and that each of them is trained on exactly once.
 
 Everything is derived again from the record: the layout of the spans, the mask, the checksums of the prompts and the
 running hash. The engine's honesty cannot be checked. Only the first violation is reported, with its location.

@@ -75,9 +75,9 @@ class GrammarParser:
     ) -> ParsedOutput:
         """Return the pieces of `text`. Parsing never raises, and takes time linear in the length of the text.
 
-        `cut`: the output reached its length limit, so a call without its end is broken. `thinking`: whether the output
-        begins inside thinking, or None if unknown. `turn` (from 1) is the number of the reply in its conversation, for
-        unique ids.
+        `cut` is true if the output reached its length limit; a call without its end is then broken. `thinking` is true
+        if the output begins inside thinking, and None if that is unknown. `turn` (from 1) is the number of the reply in
+        its conversation, for unique ids.
         """
         return OutputReader(text, self._grammar, tools=tools, cut=cut, thinking=thinking, turn=turn).read()
 

@@ -152,7 +152,7 @@ def decode(text: str) -> JSON:
     """Return the JSON value of `text`, with white space allowed around it. Raises `Malformed`."""
     value, end = _decode_at(text, skip(text, 0))
     if skip(text, end) < len(text):
-        raise Malformed(BrokenReason.MALFORMED_JSON, f"something follows the JSON at character {end}", end)
+        raise Malformed(BrokenReason.MALFORMED_JSON, f"extra text after the JSON at character {end}", end)
     return value
 
 

@@ -5,9 +5,9 @@ engine, the tokens are in the rollout's ledger: a call that continues an earlier
 call opens a segment with its reason. Tool calls that the agent sends back are compared as values, and calls that are
 equal keep their sampled text.
 
-The rule for training: conversations with tools are trained, the first one as the rollout's own and the others as
-sub-agents. Conversations without tools (titles, summaries) are auxiliary and not trained. If no call had tools, only
-the conversation with the most calls is trained.
+The rule for training: conversations with tools are trained on, the first one as the rollout's own and the others as
+sub-agents. Conversations without tools (titles, summaries) are auxiliary and not trained on. If no call had tools, only
+the conversation with the most calls is trained on.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ LONG_BYTES = 256 << 10
 per MB."""
 
 MOST_TOOL_BYTES = 1 << 20
-"""The maximum size of a request's tool definitions in bytes. A template writes them many times before the first
-reply."""
+"""The maximum size of a request's tool definitions in bytes. A template is rendered with them many times before the
+first reply."""
 
 MOST_IGNORED, NAME_CHARS = 1000, 200
 """The maximum number of names of ignored fields that are counted, and the number of characters that are kept of each
@@ -156,7 +156,7 @@ def _equal(arguments: JSON, known: FunctionCall) -> bool:
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """The classified calls of a rollout. `own` is None if there was no call. Only `own` and `subagents` are trained:
+    """The classified calls of a rollout. `own` is None if there was no call. Only `own` and `subagents` are trained on:
     `ledger` has their tokens, and `auxiliary_ledger` has the tokens of the other calls. `ignored` counts the request
     fields that had no effect."""
 

@@ -50,8 +50,8 @@ PING_S, WRITE_S = 10.0, 60.0
 written data."""
 
 WHOLE_BYTES = 256 << 10
-"""The maximum size in bytes of a streamed reply that may be sent in one piece, which the connection's buffers can
-hold."""
+"""The maximum size in bytes of a streamed reply that may be sent in one piece. The connection's buffers can hold this
+much."""
 
 MODEL = "policy"
 """The name of the rollout's model in the list of models. Requests may name any model."""
@@ -72,7 +72,7 @@ class ToolService(Protocol):
     """Answers the messages of an MCP client (`tools.serving.mcp_endpoint.McpTools`)."""
 
     async def answer(self, body: bytes) -> tuple[int, JSON]:
-        """Return the status and the JSON of the reply, or None for an empty reply."""
+        """Return the status and the JSON of the reply, which is None for an empty reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ async def _raw(request: web.Request, most_bytes: int) -> bytes:
 
 
 async def _read(request: web.Request, dialect: Dialect, conversations: Conversations) -> ModelRequest:
-    """Read the request, within the limits of size and time. Raises `Refusal`."""
+    """Read the request, within the size and time limits. Raises `Refusal`."""
     features = conversations.features
     most_bytes = MAX_BODY_BYTES if "images" in features else min(conversations.limits.text_bytes, MAX_BODY_BYTES)
     raw = await _raw(request, most_bytes)

@@ -50,7 +50,7 @@ class ModelRequest:
     ignored: list[str] = field(default_factory=list)
     echo: dict[str, JSON] = field(default_factory=dict)
     instructions: str | None = None
-    """The system message of this request alone, which a reply that continues it does not inherit."""
+    """The system message of this request alone. A request that continues its reply does not inherit the message."""
     continues: str | None = None
     """The id of the reply that the messages continue, for a dialect whose server keeps conversations."""
     freeform: frozenset[str] = frozenset()

@@ -31,8 +31,8 @@ class ControlText:
         self._part = _parts_of(control)
 
     def marked(self, value: JSON, *, own: bool = False) -> JSON:
-        """Return the value with marks in the control tokens of its texts and names. If `own` is true, the model wrote
-        the value; then only special tokens are marked, except the thinking tags."""
+        """Return the value with marks in the control tokens of its strings and keys. If `own` is true, the model wrote
+        the value, and only special tokens other than the thinking tags are marked."""
         if isinstance(value, str):
             return (self._own if own else self._any).marked(value.replace(MARK, _REPLACEMENT))
         if isinstance(value, Mapping):
@@ -46,8 +46,8 @@ class ControlText:
         return self._any.count(text)
 
     def parts(self, value: JSON) -> dict[str, str]:
-        """Return the texts and names in a value that are control tokens without their brackets, each mapped to the same
-        text with a mark in it."""
+        """Return the strings and keys in a value that are control tokens without their brackets, each mapped to the
+        same text with a mark in it."""
         if self._part is None:
             return {}
         found = {text: self._part.sub(_split, text) for text in _texts(value)}
@@ -87,7 +87,7 @@ class _Tokens:
 
 
 def replaced(value: JSON, texts: Mapping[str, str]) -> JSON:
-    """Return the value in which each text or name that is a key of `texts` is replaced."""
+    """Return the value with each string or key that `texts` maps replaced by its new text."""
     if isinstance(value, str):
         return texts.get(value, value)
     if isinstance(value, Mapping):

@@ -127,7 +127,7 @@ def _raise_exception(message: str) -> None:
 
 
 class _Generation(Extension):
-    """Renders `{% generation %}` blocks, which mark the part that a trainer trains, as their content."""
+    """Renders `{% generation %}` blocks, which mark the text to train on, as their content."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration of the field
 
@@ -165,9 +165,9 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 def for_template(messages: Sequence[Message], reasoning_field: str | None, *, joined: bool = False) -> list[Message]:
     """Prepare all messages. If `reasoning_field` is None, thinking goes into the content, for families without a field.
-    If `joined` is true, the content of a message with a call and thinking is moved into the thinking, for templates
-    that refuse to have both. Raises `ConfigError` for a message that is not an object, contains more than text or has a
-    malformed call."""
+    If `joined` is true, the content of a message with a call and thinking is appended to the thinking, because some
+    templates reject messages with a call that have both. Raises `ConfigError` for a message that is not an object,
+    contains more than text or has a malformed call."""
     names: dict[str, str] = {}
     ready = []
     for number, message in enumerate(messages):

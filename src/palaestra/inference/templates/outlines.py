@@ -2,10 +2,10 @@
 rendering.
 
 Rendering costs more than everything else in a turn, and most turns differ only in their texts. A template is rendered
-once with a `Blank` for each text, which records every operation on it. The `Outline` holds the written text, the
-operations and their answers; it fits all texts with the same answers. Invariants: every operation on a blank is
-answered for its text and recorded, or ends the rendering with `Opaque`; an outline is only kept if it also reproduces
-the rendering of adversarial texts; other forms are rendered every time.
+once with a `Blank` in place of each text, and each blank records every operation on it. The `Outline` holds the written
+text, the operations and their answers; it fits all texts with the same answers. Invariants: every operation on a blank
+is answered for its text and recorded, or ends the rendering with `Opaque`; an outline is only kept if it also
+reproduces the rendering of adversarial texts; other forms are rendered every time.
 """
 
 from __future__ import annotations

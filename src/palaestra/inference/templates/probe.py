@@ -44,8 +44,8 @@ class Shape:
 
     @property
     def kind(self) -> tuple[bool, bool, int]:
-        """What decides how a template continues: whether there is content, whether there is thinking, and whether there
-        is no call, one call or several."""
+        """The properties that decide how a template continues: whether there is content, whether there is thinking, and
+        whether there are no calls, one call or several."""
         return self.content, self.reasoning, min(len(self.calls), 2)
 
     def marks(self) -> list[str]:

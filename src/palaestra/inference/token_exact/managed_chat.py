@@ -256,12 +256,13 @@ class ManagedChat(ChatServer):
         **sampling: JSON,
     ) -> ChatCompletion:
         """Sample `n` replies to a conversation; each reply after the first is a separate segment.
-        `chat_template_kwargs` go to the template, all other settings to the engine. `opens` is the reason to record if
-        the messages neither continue nor repeat a known conversation. `on_delta` gets each reply in pieces as it
-        arrives, or in one piece if the engine does not stream. `in_thread` runs the rendering and encoding. Raises
-        `EngineError`, and `ConfigError` if the template refuses the conversation."""
+        `chat_template_kwargs` go to the template. Settings without a meaning for token ids, such as `tool_choice`, are
+        dropped; all others go to the engine. `opens` is the reason to record if the messages neither continue nor
+        repeat a known conversation. `on_delta` gets each reply in pieces as it arrives, or in one piece if the engine
+        does not stream. `in_thread` runs the rendering and encoding. Raises `EngineError`, and `ConfigError` if the
+        template refuses the conversation."""
         if n < 1:
-            raise ConfigError(f"n is {n}, but a request must ask for at least one reply.")
+            raise ConfigError(f"n is {n}; a request must ask for at least one reply.")
         settings = {**sampling, **(extra_body or {})}
         variables = settings.get("chat_template_kwargs")
         if in_thread is None:

@@ -1,6 +1,6 @@
 """Samples one reply with as many requests as needed, and reads its text into an assistant message.
 
-Invariants: the tokens of an aborted request are the start of the next one's prompt, so nothing is sampled twice or
+Invariants: the tokens of an aborted request are appended to the prompt of the next one, so nothing is sampled twice or
 lost; every answer is checked; nothing is repaired (T6): unknown names and malformed arguments stay as sampled.
 """
 

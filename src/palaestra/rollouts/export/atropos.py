@@ -249,7 +249,7 @@ class GroupsFile:
                 self._waiting.clear()
                 self._aside.close()
                 file, self._file = self._file, None
-                with writing(self.path):  # the exporter buffers, so unwritten data may remain
+                with writing(self.path):  # the file is buffered, so data of a failed write may remain
                     file.close()
 
     def _take(self, number: int, line: bytes) -> None:
@@ -272,7 +272,7 @@ class GroupsFile:
                 self._aside.truncate(0)
 
     def _replace(self) -> None:
-        """Before the first group, empty the file that an earlier part of the run wrote."""
+        """Empty the file that an earlier part of the run wrote, once, before the first group is added."""
         assert self._file is not None
         if not self._replaced and os.fstat(self._file.fileno()).st_size:
             with writing(self.path):

@@ -27,10 +27,10 @@ UNSCORED = "unscored"
 
 @dataclass(frozen=True, slots=True)
 class ExportMeta:
-    """The run's data from the start of its journal, and the options of the export.
+    """The run's data from its journal, and the options of the export.
 
     `started_at` is in seconds since the epoch. `everything` includes unscored rollouts; `placeholders` includes token
-    rows that no engine sampled.
+    rows without sampled tokens.
     """
 
     run_id: str = ""
@@ -45,7 +45,8 @@ class ExportMeta:
 
 @dataclass(slots=True)
 class ExportReport:
-    """The result of an export. `left_out` and `remarks` count rollouts by reason; reasons are texts for users."""
+    """The result of an export. `left_out` counts rollouts by reason, and `remarks` by remark; both are written for
+    users."""
 
     records: int = 0
     rollouts: int = 0

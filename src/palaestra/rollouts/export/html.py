@@ -334,8 +334,8 @@ def write_report(
 
     `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, shown at the top.
     `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own, and
-    any other entry is listed. `page` limits the text. `own` has the environment's own metrics, `causes` the causes of
-    failures, `config` the run's recorded settings; `charts` are drawn at the top.
+    any other entry is listed. `page` limits the text. `own` has the environment's own metrics, `causes` has the causes
+    of failures, and `config` has the run's recorded settings. `charts` are drawn at the top.
     """
     page = page or PageBudget()
     style, script = _own("report.css"), _own("report.js")

@@ -105,7 +105,7 @@ def part_kind(part: JSON) -> str:
 
 
 def calls_in_text(messages: Sequence[ChatMessage]) -> bool:
-    """Return whether the prompt lists the tools and calls are written as text, so that an export need not list the
+    """Return whether the prompt lists the tools and the calls are written as text. An export then need not list the
     tools."""
     told = any("<tools>" in message.text for message in messages if message.role == "system")
     return told and not any(message.calls for message in messages)

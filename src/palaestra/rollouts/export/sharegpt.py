@@ -78,7 +78,7 @@ def alternating(
 
 
 class _Turns:
-    """The turns so far. `_open` holds the calls of the last turn, `_results` their results by call id.
+    """The turns so far. `_open` holds the calls of the last turn, and `_results` the messages with their results.
 
     With `in_text`, the messages already have this form, except that results come in user messages.
     """

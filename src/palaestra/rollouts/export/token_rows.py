@@ -1,8 +1,8 @@
 """The format `rows`: exact tokens, in one line per segment of a rollout, for trainers that take token ids.
 
-Within a segment the history only grew, so a rollout whose history was rewritten has several segments. Over all
+Within a segment the history only grows, so a rollout whose history was rewritten has several segments. Over all
 segments, each sampled token has mask 1 exactly once (invariant T3). `docs/training.md` shows how to convert lines for
-TRL and Tinker. Invariant: rows with tokens that no engine sampled are exported only if the user allows placeholders.
+TRL and Tinker. Invariant: a rollout that has only placeholder tokens is exported only if the user allows placeholders.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _require_tokens(trajectory: Trajectory, meta: ExportMeta) -> None:
     if meta.placeholders or trajectory.ledger is not None:
         return
     if trajectory.row is None or trajectory.row.source == PLACEHOLDER:
-        shape = "" if trajectory.row is None else ", or export with --placeholders, which train nothing"
+        shape = "" if trajectory.row is None else ", or export with --placeholders; such rows train nothing"
         raise ConfigError(
             f"rollout {trajectory.rollout_id} has no sampled tokens: its model server returned none. Run with a "
             f"token-exact server (--openai.server_type sglang, vllm or transformers){shape}"

@@ -200,7 +200,8 @@ class Grading:
         programs: Collection[str] = (),
         new_programs: Collection[str] = (),
     ) -> View:
-        """Return a view of the changes that a check sees: those in the workspace, in `GRADED`, and below `paths`.
+        """Return a view of the changes that a check sees: those in the workspace, in `GRADED`, and below `paths`,
+        without those that would decide the result of any check.
 
         `programs` names programs and settings that the agent may add or replace; `new_programs` names programs that it
         may only add.
@@ -210,7 +211,7 @@ class Grading:
         outside = [change.path for change in changes if not _is_seen(change, only)]
         if {*only} <= {*GRADED, WORKSPACE}:
             changes = [change for change in changes if is_below(change.path, only)]
-        # A declared path may lead through links of the root (/bin/bash to /usr/bin), and a change to a directory above
+        # A declared path may contain a symbolic link of the root (/bin to /usr/bin), and a change to a directory above
         # may remove the declared path, so the rule judges every change, whatever its own path.
         without = await self._planted(changes, only, workspace, programs, new_programs)
         self.left_out = (*self._lost, *without, *outside)[:MOST_LEFT_OUT]
@@ -277,8 +278,8 @@ class Grading:
         return made
 
     async def hand_back(self) -> None:
-        """Release the grading slot and let the rollout continue from the graded view. The layers of the view stay until
-        `aclose`."""
+        """Release the grading slot and let the rollout continue from the graded view. After a live check, it continues
+        in its own slot. The layers of the view stay until `aclose`."""
         slot, self._slot, self._shown = self._slot, None, None
         if slot is not None:
             await self.pool.release(slot)

@@ -3,8 +3,8 @@
 A check often writes the expected result to a file of its own and compares the work with that file. If one of the two is
 a link to the other, the work equals whatever the check wrote. So before a check, this module examines the agent's links
 between a file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of
-its target, or removed if the target is missing or is neither a file nor a directory. A named file with hard links
-becomes a copy. A link that the messages name stays if the messages mention links.
+its target. A link is removed if its target is missing or is neither a file nor a directory. A named file with hard
+links becomes a copy. A link that the messages name stays if the messages mention links.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.
@@ -93,9 +93,9 @@ def _base(path: str) -> str:
 
 
 async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> None:
-    """Replace the agent's links in a grading slot that would make a file of the work and a file of the check one file.
+    """Replace each link of the agent that would make a file of the work and a file of the check one file.
 
-    `changes` are the changes that the slot shows.
+    `changes` are the changes that the grading slot shows.
     """
     named = NamedFiles.of(task)
     links = [

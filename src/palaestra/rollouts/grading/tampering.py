@@ -1,15 +1,22 @@
 """Finds changes with which the agent would decide its own grade, because they take effect before the check's code runs.
 
-A check sees only the workspace and the paths that its task declares (`grader.py`). Even below those paths, it sees the
-following as prepared: directories of PATH, except programs that the task names; the loader's files and all libraries of
-the root; Python's standard library and start-up files, and an installed pytest; settings in a home, unless the task
-declares them. Other new files are shown, since a task may ask to install them. An exception is a file that the loader,
-a compiler or an interpreter would prefer to a file of the root.
+A check sees only the workspace and the paths that its task declares (`grader.py`). Even below those paths, it does not
+see changes to:
 
-Invariant: the decision depends only on the path and on whether the root had it, never on the content. Not covered: a
-program or package that the task names or asks to install and that the check trusts, and packages of interpreters other
-than Python, Perl and Ruby. An environment whose check runs code of the workspace must isolate that code from the check
-(`suites/grading/run_tests.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
+- directories in which shells look for programs, except to programs that the task names
+- files of the loader, and libraries of the root
+- Python's standard library and start-up files, and an installed pytest
+- settings in a home or for the whole system, unless the task names or declares them
+
+Other new files are shown, because a task may ask to install them. The exception is a file that the loader, a compiler
+or an interpreter would prefer to a file of the root.
+
+Invariant: the decision depends on the paths and kinds of the changes, on the names in the original root and on the
+task's declarations, but never on the content of a file.
+
+Not covered: a program or package that the task names or asks to install and that the check trusts, and packages of
+interpreters other than Python, Perl and Ruby. An environment whose check runs code of the workspace must isolate that
+code from the check (`suites/grading/run_tests.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
 """
 
 from __future__ import annotations
@@ -35,7 +42,8 @@ LOADER = re.compile(
     r"|perl(?:/.*)?)|.*/gconv/.*",
     re.DOTALL,
 )
-"""Files that select the libraries of every program, or of programs that look up a user, a cipher or a charset."""
+"""Files that select the libraries of every program, or of programs that look up a user, a cipher or a charset, and the
+settings of Perl."""
 
 PROGRAM_DIRECTORIES = frozenset(
     {
@@ -75,8 +83,8 @@ _SCRIPTS = (
         ("/usr/lib/ruby/[0-9]*",),
     ),
 )
-"""Modules of Perl and Ruby in directories searched before their standard libraries, and those libraries'
-directories."""
+"""For Perl and for Ruby: a pattern for modules in the directories that are searched before the standard library, and
+the directories of the standard library."""
 
 _SETTINGS = re.compile(
     r"/etc/(?:magic(?:\.mime)?|sqliterc|inputrc|wgetrc|npmrc|curlrc|gitconfig|gdb(?:/.*)?)"

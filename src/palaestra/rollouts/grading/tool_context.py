@@ -2,8 +2,8 @@
 environments.
 
 The synchronous methods may be called inside an `async def compute_reward` without blocking the event loop (see
-`core/sync_bridge.py`), and from other threads. Each has an async version, `<name>_async`. In a run they work on the
-grading view of the rollout, so no process that the agent left behind can answer them.
+`core/sync_bridge.py`), and from other threads. Each has an async version, `<name>_async`. For scoring, a run gives them
+the grading view of the rollout, which no process of the agent can change unless the check is live.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class ToolContext:
 
     @_placed
     async def terminal_async(self, command: str, timeout: float = 180) -> dict[str, JSON]:
-        """Run a shell command in the workspace. Returns `{"exit_code", "output"}`. The code is 124 if the command was
-        ended after `timeout` seconds."""
+        """Run a shell command in the workspace. Returns `{"exit_code", "output"}`. The exit code is 124 if the command
+        was ended after `timeout` seconds."""
         slot = await self._slot()
         done = await slot.execute(command, timeout_s=timeout, max_output_bytes=CONTEXT_OUTPUT_BYTES)
         return {"exit_code": done.exit_code, "output": done.output}

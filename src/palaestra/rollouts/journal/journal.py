@@ -115,7 +115,9 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}; a run needs its journal") from error
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}. Make the folder writable, because a run needs its journal"
+            ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -245,8 +247,8 @@ def check_schema(schema: str, path: Path) -> None:
 
 
 def without_secrets(values: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the configuration with the values of secrets replaced by `***`, and secrets in texts hidden, at any
-    depth."""
+    """Return the configuration with the values of secret settings replaced by `***` and secrets in other strings
+    redacted, at any depth."""
     return {key: "***" if value and is_secret(key) else _cleaned(value) for key, value in values.items()}
 
 

@@ -52,7 +52,7 @@ class _Head(msgspec.Struct):
 
 
 class _Place(msgspec.Struct, array_like=True):
-    """The file offsets of a group's line and, by index, of its rollouts' lines."""
+    """The file offsets of the lines that start and end a group and, by index, of its rollouts' lines."""
 
     started: int
     rollouts: dict[int, int] = {}
@@ -241,8 +241,10 @@ def journal_of(run: str | Path) -> Path:
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:
     """Return the folder of a run. A run is named by a path, by `last` (or `last:2` for the run before the last), by the
-    name of a batch, or by the beginning or the end of its id. Raises `ConfigError` if no run matches, if several do, or
-    if the folder contains FIFOs or devices."""
+    name of a batch, or by the beginning or the end of its id. An existing path is returned as it is.
+
+    Raises `ConfigError` if no run matches, if several do, or if `run` is the path of a folder that contains FIFOs or
+    devices."""
     text = str(run)
     if Path(text).exists():
         return _of_files(Path(text))
@@ -266,12 +268,13 @@ def _of_files(path: Path) -> Path:
     reader."""
     for entry in path.glob("*") if path.is_dir() else ():
         if entry.exists() and not (entry.is_file() or entry.is_dir()):
-            raise ConfigError(f"{entry} is neither a file nor a directory, so no run wrote it")
+            raise ConfigError(f"{entry} is neither a file nor a directory, so no run wrote it. Remove it")
     return path
 
 
 def list_runs(root: str | Path = RUNS) -> list[Path]:
-    """Return the folders of the runs below `root`, the latest first. Below `RUNS`, named batches are included."""
+    """Return the folders of the runs below `root`, the latest first. If `root` is `RUNS`, the named batches in
+    `BATCHES` are included."""
     journals = [*Path(root).glob(f"*/*/{JOURNAL_NAME}")]
     if Path(root) == RUNS:
         journals += BATCHES.glob(f"*/{JOURNAL_NAME}")

@@ -1,8 +1,8 @@
-"""Proves from the files of a run that exactly the sampled tokens are trained (invariants T1 to T4), or finds the first
-violation.
+"""Proves from the files of a run that training uses exactly the sampled tokens (invariants T1 to T4), or finds the
+first violation.
 
-Checks the ledgers in the journal, the lines of the groups file and the exported rows. The answers of the model server
-are trusted.
+Checks the ledgers in the journal and, if they are given, the lines of the groups file and the exported rows. The tokens
+that the model server reported are trusted.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
         if not verdict.ok:
             return verdict
     if not verdict.rollouts:
-        raise ConfigError(f"{journal} has no rollout that has ended, so there is nothing to prove")
+        raise ConfigError(f"{journal} has no finished rollout, so there is nothing to prove")
     if verdict.rollouts == verdict.without_tokens:
         raise ConfigError(
             f"{journal} has no recorded tokens, so there is nothing to prove: the model server returned none. Run with "

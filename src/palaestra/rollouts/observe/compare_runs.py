@@ -1,4 +1,4 @@
-"""Compares the rewards of runs of the same tasks, with 95 % intervals.
+"""Compares the rewards of runs of the same tasks, with 95% intervals.
 
 Rewards are paired by task, because tasks differ more from each other than two models do on one task. Only tasks with a
 reward in both runs count, each with the mean reward of its rollouts. The interval comes from `intervals.py`. No winner
@@ -45,7 +45,7 @@ class TaskScores:
 
 @dataclass(slots=True)
 class RunScores:
-    """The scores of one run. A group that could not be prepared counts as `group_size` lost rollouts."""
+    """The scores of one run. A group with an error counts as at least `group_size` rollouts."""
 
     name: str
     env: str = ""
@@ -124,7 +124,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """`difference` is the mean over `pairs` of the first run's reward minus the other's; `low` and `high` are its 95 %
+    """`difference` is the mean over `pairs` of the first run's reward minus the other's; `low` and `high` are its 95%
     interval, or None if rewards are not all from 0 to 1 and the differences do not vary.
 
     `only_first` and `only_other` are the tasks that have a reward only in the first run and only in the other run.

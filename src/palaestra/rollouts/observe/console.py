@@ -41,7 +41,7 @@ REFRESH_PER_S = 4.0
 
 
 class Console:
-    """Counts the events of a run and shows nothing. It is a context manager that removes the display on exit."""
+    """Counts the events of a run and shows nothing. A subclass shows the counts until its block ends."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.score_name = "reward"

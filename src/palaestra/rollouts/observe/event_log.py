@@ -1,4 +1,4 @@
-"""Logs the rollouts of a run for `-v`: one line for each turn (with its calls), reward and failed attempt."""
+"""Logs the work of a run for `-v`: groups, turns with their calls, rewards, and the ends of attempts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _LONGEST = 300
 
 @dataclass(slots=True)
 class Cause:
-    """Rollouts or whole groups that failed in the same way. `first` is the id of the first of them, `error` its
+    """Rollouts or whole groups that failed in the same way. `first` is the id of the first of them, and `error` is its
     message."""
 
     blame: str
@@ -36,7 +36,7 @@ class Cause:
 
 
 class Failures:
-    """Collects the rollouts without a reward and the groups that could not be prepared."""
+    """Collects the rollouts without a reward and the groups that ended with an error."""
 
     def __init__(self) -> None:
         self._causes: dict[tuple[str, str], Cause] = {}

@@ -1,4 +1,4 @@
-"""The 95 % confidence interval of every score: mean rewards, pass@k, shares, differences.
+"""The 95% confidence interval of every score: mean rewards, pass@k, shares, differences.
 
 All intervals use one method. Tasks are the sample: rollouts of one task correlate, so more of them add little
 certainty. The interval is Wilson's, with the effective number of trials in place of their number, and Student's t:
@@ -7,7 +7,7 @@ certainty. The interval is Wilson's, with the effective number of trials in plac
     V      its variance, robust to clusters: G / (G - 1) * sum over tasks of (sum_i - n_i * m)^2 / N^2, and at least the
            variance that N independent values would have
     n      m * (1 - m) / V, the effective number of trials
-    t      the 97.5 % quantile of Student's distribution with G - 1 degrees of freedom
+    t      the 97.5% quantile of Student's distribution with G - 1 degrees of freedom
     bounds (m + t^2 / 2n -+ t * sqrt(m * (1 - m) / n + t^2 / 4n^2)) / (1 + t^2 / n)
 
 with G tasks, n_i values in task i and N values. If nothing varies, or for one task, V is not measured. The bounds then
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Z = 1.959964
-"""The normal distribution's 97.5 % quantile: 95 % of all values lie between `-Z` and `Z`."""
+"""The normal distribution's 97.5% quantile: 95% of all values lie between `-Z` and `Z`."""
 
 _FEW = (12.706205, 4.302653, 3.182446, 2.776445)
 """The same quantile of Student's distribution with 1 to 4 degrees of freedom."""
@@ -126,7 +126,7 @@ def in_words(interval: Interval | None, form: str = ".3f") -> str:
 
 
 def student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's distribution, to two parts in ten thousand. Source: Abramowitz and
+    """Return the 97.5% quantile of Student's distribution, to two parts in ten thousand. Source: Abramowitz and
     Stegun, 26.7.5."""
     if freedom <= len(_FEW):
         return _FEW[freedom - 1]

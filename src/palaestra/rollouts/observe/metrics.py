@@ -106,7 +106,7 @@ class Figures:
         `outcomes/<name>` and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and
         `cost` totals. `groups_prepared` counts groups with a prepared workspace, `groups_from_store` those whose
         workspace came from this machine's store. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean
-        over the rollouts that report it. `…/low` and `…/high` are a 95 % interval, clustered by task (`intervals.py`).
+        over the rollouts that report it. `…/low` and `…/high` are a 95% interval, clustered by task (`intervals.py`).
         """
         seconds = {
             f"stage/{stage}/{name}": quantile(self._seconds[stage], q)

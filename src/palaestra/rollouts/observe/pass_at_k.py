@@ -14,8 +14,8 @@ PASSED = 1.0
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Return the probability that at least one of `k` attempts passes, if `passed` of `n >= k` did: the unbiased
-    estimate of Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
+    """Return the probability that at least one of `k` attempts passes, if `passed` of `n` attempts passed. `n` must be
+    at least `k`. This is the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374), eq. 1."""
     if not 0 <= passed <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be computed from {passed} passes in {n} attempts")
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)

@@ -1,9 +1,9 @@
 """A run's status as Prometheus text, and the endpoint GET /metrics that serves it. Source of the format: Prometheus,
 text exposition format 0.0.4.
 
-The endpoint listens only on this host unless the settings give a different address and a token, since the text names
-tasks and models. Invariant: counters come from the journal, so they continue in a resumed run; a metric without a
-measurement has no line.
+The endpoint listens only on this host unless the settings give a different address and a token, because the text names
+the environment and the model. Invariant: counters come from the journal, so they continue in a resumed run; a metric
+without a measurement has no line.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
     yield "run_info", "gauge", "The run that these metrics describe.", {run: 1.0}
     yield "run_start_time_seconds", "gauge", "Start of the run, in seconds since the epoch.", _one(status.started_at)
     yield "groups_total", "counter", "Groups that have ended.", _one(status.groups_ended)
-    yield "groups_failed_total", "counter", "Ended groups without a rollout.", _one(status.groups_failed)
+    yield "groups_failed_total", "counter", "Groups that ended with an error.", _one(status.groups_failed)
     yield "preparations_total", "counter", "Workspaces prepared for groups.", _one(status.prepared)
     yield "preparations_from_store_total", "counter", "Workspaces that were already prepared.", _one(status.from_store)
     yield "rollouts_total", "counter", "Rollouts that have ended, by outcome.", _by("outcome", status.outcomes)
     yield "scored_rollouts_total", "counter", "Rollouts that have a reward.", _one(status.scored)
-    yield "discarded_attempts_total", "counter", "Attempts that were retried.", _one(status.discarded)
+    yield "discarded_attempts_total", "counter", "Attempts that were discarded.", _one(status.discarded)
     blamed = {name: rate.count for name, rate in status.blame.items()}
     yield "blamed_rollouts_total", "counter", "Rollouts that did not finish cleanly.", _by("blame", blamed)
     shares = {name: rate.share for name, rate in status.blame.items()}

@@ -1,7 +1,7 @@
 """`RunReader`: the status of a running or finished run, read from its folder by any process.
 
 Finished work is in the journal; the stages of rollouts in flight are in `status.json` (see `status_file`). The reader
-locks and writes nothing. Each later read processes only the lines added since the previous one.
+takes no lock and writes nothing. Each later read processes only the lines added since the previous one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A count, its share of the total, and the 95 % interval of the share."""
+    """A count, its share of the total, and the 95% interval of the share."""
 
     count: int
     share: float
@@ -42,8 +42,8 @@ class Rate:
 
     @classmethod
     def of(cls, tasks: Sequence[Sequence[bool]]) -> Rate:
-        """Return the count and the share of True among the values, which are given by task; there must be at least one
-        value."""
+        """Return the count and the share of True among the values, which are given by task. At least one value is
+        required."""
         clusters = [Cluster(sum(each), len(each)) for each in tasks]
         count, interval = sum(map(sum, tasks)), share_interval(clusters)
         assert interval is not None
@@ -52,7 +52,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The time that `count` rollouts spent in a stage: total, median and 95 % quantile, in seconds."""
+    """The time that `count` rollouts spent in a stage: total, median and 95% quantile, in seconds."""
 
     count: int
     total_s: float
@@ -74,12 +74,12 @@ class RunStatus:
 
     `blame` counts finished rollouts by failure attribution. `mean_reward` is over the scored rollouts; in
     `mean_with_unscored`, unscored rollouts count as 0; `full` is the share of scored rollouts with a reward of 1 or
-    more. `…_interval` is the 95 % interval of a mean, or None if there are no rewards, or if some are outside 0 to 1
+    more. `…_interval` is the 95% interval of a mean, or None if there are no rewards, or if some are outside 0 to 1
     and no interval can be computed. `planned` counts the rollouts of the groups that began.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
     `stages` include discarded attempts. `cost` is None if no prices are known; it leaves out the `unpriced_tokens` of
-    parts of the run without prices. `taken_up` counts the rollouts that continued after a kill; `begun_anew` counts
+    parts of the run without prices. `taken_up` counts the rollouts that were cut off and continued; `begun_anew` counts
     those that started again, by reason.
     """
 
@@ -123,7 +123,7 @@ class RunStatus:
         """A sentence about the rollouts that were cut off and resumed; empty if there are none."""
         if not self.taken_up and not self.begun_anew:
             return ""
-        text = f"{plural(self.taken_up, 'rollout')} continued after a kill"
+        text = f"{plural(self.taken_up, 'rollout')} continued after being cut off"
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self.begun_anew.items())
         return f"{text}, {sum(self.begun_anew.values())} started again ({reasons})" if reasons else text
 

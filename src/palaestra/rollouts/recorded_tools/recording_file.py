@@ -71,7 +71,8 @@ class Writer:
         self._file: AppendedFile | None = None
 
     def append(self, heard: RecordedCall) -> None:
-        """Write one line; the first line creates the file. Raises `OSError` if the disk is full."""
+        """Write one line; the first line creates the file. Raises `ConfigError` if the file cannot be opened, and
+        `DiskError` if the line cannot be written."""
         self.open().append(_line(heard) + b"\n")
 
     def open(self) -> AppendedFile:

@@ -1,4 +1,4 @@
-"""Two parts of a replay of a recorded run: `Playback` returns the recorded replies, `Comparison` compares the
+"""Two parts of a replay of a recorded run: `Playback` returns the recorded replies, and `Comparison` compares the
 observations.
 
 The usual runner replays a run with the environment's tools and slots. The agent repeats its recorded replies, word for
@@ -75,8 +75,8 @@ def _said(rollout_id: str, conversation: Trajectory | SubagentRecord) -> list[Re
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An observation of a rollout that differs from the recorded one. `turn` 0 is the prompt; `subagent` is the number
-    of the sub-agent that observed it, or 0 for the rollout's own agent."""
+    """An observation that differs from the recorded one. `turn` 0 is the prompt; `subagent` is the number of the
+    sub-agent that observed it, or 0 for the rollout's own agent."""
 
     rollout_id: str
     turn: int
@@ -90,7 +90,7 @@ class Difference:
 @dataclass(frozen=True, slots=True)
 class OtherEnd:
     """A rollout that ended differently. `what` names the difference: `reward`, `ending`, or `played` if the rollout was
-    not played to its end."""
+    not played to its end. If no rollout of a group was played, `rollout_id` is the group's id."""
 
     rollout_id: str
     what: str
@@ -101,7 +101,7 @@ class OtherEnd:
 @dataclass(slots=True)
 class Comparison:
     """The result of a replay. Observations are the answers to calls of agents and sub-agents; `kinds` counts the
-    observations that differ, and `differences` has the first one of each rollout. `not_recorded` counts the rollouts
+    differences by kind, and `differences` has the first difference of each rollout. `not_recorded` counts the rollouts
     that were recorded without a reward."""
 
     rollouts: int = 0

@@ -36,7 +36,7 @@ from palaestra.rollouts.records import Beside, Fork, Group, Trajectory
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
 
 CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
-"""A rollout whose failure has one of these attributions is rolled out again."""
+"""A rollout whose failure has one of these attributions is continued or rolled out again."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class CutOff:
 
     `replies` has the replies recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is
     the record of the cut-off rollout, or None if the run was killed before that record was written. With a `parent`,
-    `events` also has the turns that the rollout continues.
+    `events` begins with the turns of the rollout that this one continues.
     """
 
     tools_hash: str
@@ -61,7 +61,8 @@ class CutOff:
         return [event for event in self.events if event.turn >= first]
 
     def add(self, event: TurnTaken) -> None:
-        """Add a turn. It replaces an earlier attempt at the same turn and all turns after it."""
+        """Add a turn, which replaces an earlier attempt at the same turn and all turns after that one. Opening messages
+        replace nothing."""
         while event.turn and self.events and self.events[-1].turn >= event.turn:
             self.events.pop()
         self.replies = [(min(place, len(self.events)), reply) for place, reply in self.replies]
@@ -73,7 +74,7 @@ class CutOff:
         return [reply for place, reply in self.replies if place >= len(self.events)]
 
     def paid(self) -> list[tuple[int, int]]:
-        """Return the tokens read and written for each reply of the model."""
+        """Return the tokens read and written for each reply that the rollout itself got from the model."""
         others = [reply for place, reply in self.replies if reply.branch or place >= len(self.events)]
         return [event.tokens for event in self.own] + [reply.tokens for reply in others]
 
@@ -89,7 +90,7 @@ class CutOff:
             outcome=Outcome.CANCELLED,
             reward=None,
             blame=Blame.RUN,
-            error="the run was killed" if self.parent is None else "its shared turns did not come out as recorded",
+            error="the run was killed" if self.parent is None else "its shared turns differ from the recorded ones",
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             cost=prices.cost(prompt_tokens, completion_tokens) if prices else None,
@@ -102,8 +103,9 @@ class CutOff:
 class EarlierWork:
     """The work of a run so far: `ended` by group number, `rollouts` by group id and index, `cut_off` by rollout id.
 
-    `asked` has a checksum of each group's prompt by group id, `tasks` each task's id by its number. `turns` has, by
-    rollout id, the turns of finished rollouts that others of their group can continue. `run` is None for a new run.
+    `asked` has a checksum of each group's prompt by group id, and `tasks` has each task's id by its number. `turns`
+    has, by rollout id, the turns of finished rollouts that others of their group can continue. `run` is None for a new
+    run.
     """
 
     run: RunStarted | None = None
@@ -116,20 +118,22 @@ class EarlierWork:
 
 
 def read_finished(path: Path) -> EarlierWork:
-    """Return the work that a journal records. Raises `ConfigError` if the journal does not begin with a run, or if
-    lines are missing."""
+    """Return the work that a journal records. Raises `ConfigError` if the journal does not begin with a run, is
+    damaged, or lacks lines."""
     events = read_journal(path)
     run = next(events, None)
     if run is None:
         raise ConfigError(f"{path} is empty, so there is no run to resume")
     if not isinstance(run, RunStarted):
-        raise ConfigError(f"{path} does not begin with a run")
+        raise ConfigError(f"{path} is not the journal of a run: its first line does not start one")
     reader = _Reader(run)
     try:
         for event in events:
             reader.take(event)
     except KeyError as group:
-        raise ConfigError(f"{path}: lines are missing: no line starts group {group}") from None
+        raise ConfigError(
+            f"{path}: lines are missing: no line starts group {group}. Restore the file from a backup"
+        ) from None
     return reader.settled()
 
 
@@ -193,7 +197,7 @@ class _Reader:
                 pass
 
     def settled(self) -> EarlierWork:
-        """Return the work without the rollouts that were cut off. A group with such a rollout counts as unfinished."""
+        """Return the work. A rollout that was cut off counts as missing, and its group as unfinished."""
         work = self._work
         for number, group in list(work.ended.items()):
             rollouts = work.rollouts[group.group_id]

@@ -175,7 +175,8 @@ def _name_in(text: str) -> str:
 def add_named(
     output: OutputReader, start: int, body: JsonBody, keys: Sequence[str] = ("arguments",), with_id: bool = False
 ) -> int:
-    """Add the call that the object itself names, broken or not; return its end. `with_id`: use the object's `id`."""
+    """Add the call that the object itself names, broken or not; return its end. If `with_id` is true, the object's `id`
+    is used."""
     problem = body.problem
     if problem is None:
         try:
@@ -210,7 +211,7 @@ def add_json(output: OutputReader, start: int, name: str, body: JsonBody, call_i
 
 def read_array(output: OutputReader, start: int, bracket: int, with_ids: bool = False) -> int:
     """Read the list whose `[` is at `bracket`; the first call's span begins at `start`. Returns the end of the list, or
-    of the element after which the list breaks off. `with_ids`: use the calls' own ids."""
+    of the element after which the list breaks off. If `with_ids` is true, the calls' own ids are used."""
     text, position = output.text, bracket + 1
     while True:
         begin = skip(text, position)

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans with the names and attributes of its conventions for generative AI (extra `otel`).
+"""Spans with the names and attributes of OpenTelemetry's conventions for generative AI (extra `otel`).
 
 Each group has its own trace, linked to the run's span, because one trace for a whole run would be too large to display.
 Texts (prompts, replies, arguments, results) are put on spans only on request. Attributes without a conventional name
@@ -167,7 +167,7 @@ class Spans:
     def _begin(
         self, name: str, stage: str, title: str, attributes: Attributes, context: Context, links: Sequence[Link] = ()
     ) -> None:
-        # because of a lone surrogate, which models sometimes write, the whole batch of spans would be lost
+        # a lone surrogate, which models sometimes write, would make the SDK lose the whole batch of spans
         span = self._tracer.start_span(plain(title), context, attributes=plain(attributes), links=links)
         self._open.setdefault(name, []).append((stage, span))
 

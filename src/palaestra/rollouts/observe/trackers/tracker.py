@@ -1,8 +1,8 @@
 """`Tracker`, which shows the metrics of a run, and `RunLabel`, the names under which the tracker files these metrics.
 This module does no I/O.
 
-Invariant: a tracker neither delays nor breaks the run. Metrics always go to `metrics.jsonl`; services are reached
-through `subprocess_tracker`.
+Invariant: a tracker never breaks the run, and delays only its end. Metrics always go to `metrics.jsonl`; services are
+reached through `subprocess_tracker`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tracker(Protocol):
     """Receives a run's metrics. `step` is the number of finished groups and never decreases."""
 
     def log(self, step: int, numbers: Mapping[str, float | str]) -> None:
-        """Record metrics, which may be texts. Does not block. The first failure is reported; none is raised."""
+        """Record metrics, as numbers or strings. Does not block. The first failure is reported; none is raised."""
         ...
 
     def show(self, step: int, name: str, rollouts: Shown) -> None:
