@@ -271,7 +271,7 @@ def unknown(city: Nowhere) -> str:  # type: ignore[name-defined]  # noqa: F821
     [
         (untold, "tool untold needs a docstring"),
         (untyped, "parameter 'city' has no type"),
-        (many, "cities.* has no name that a model could use"),
+        (many, "cities.* cannot be passed by name"),
         (misspelt, "describes 'cty', which is not a parameter. Did you mean city"),
         (opaque, "tool opaque: .*Queue"),
         (circular, "the type Chain contains itself"),

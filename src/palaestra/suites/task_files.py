@@ -32,7 +32,7 @@ class Unsupported(TaskError):
 def read_bytes(path: Path) -> bytes:
     """Return the bytes of a task's file, which must not be a link, a fifo or a device. Raises `TaskError`.
 
-    Call `check_links` on the task's folder first: it rejects links on the path that lead out of the folder.
+    Call `check_links` on the task's folder first: it rejects links on the path that point outside the folder.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
@@ -59,7 +59,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise `TaskError` if a task folder contains links that lead out of it.
+    """Raise `TaskError` if a task folder contains symbolic links that point outside it.
 
     Links inside the build context (`environment/`) are not checked, because they are copied into the slot as links.
     """
@@ -68,7 +68,7 @@ def check_links(folder: Path) -> None:
         for name in (*folders, *files):
             path = Path(place, name)
             if path.is_symlink() and not _inside(path, root):
-                raise TaskError(f"{path.relative_to(root)} is a link that leads out of the task's folder")
+                raise TaskError(f"{path.relative_to(root)} is a symbolic link that points outside the task's folder")
         if Path(place) == root and "environment" in folders:
             folders.remove("environment")
 
@@ -160,7 +160,7 @@ class TypedFields:
         """Return a list of strings."""
         values = self._list(name)
         if not all(isinstance(value, str) for value in values):
-            raise TaskError(f"{self.key(name)} must be a list of texts")
+            raise TaskError(f"{self.key(name)} must be a list of strings")
         return tuple(values)
 
     def variables(self, name: str) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Fakes for tests and experiments: model servers and engines without a model, and a tiny real model.
 
-`LoopbackServer` returns given chat completions in turn. `TokenLoopback` serves any token engine over the token APIs of
-vLLM and SGLang, for example a `ToyEngine`, which returns given texts. `ModelServer` adds chat. `make_tiny` writes the
-folder of a small model.
+`LoopbackServer` returns given chat completions in turn. `TokenLoopback` serves a token engine over the token APIs of
+vLLM and SGLang. `ModelServer` does so too, and also serves chat completions. `ToyEngine` is a token engine that returns
+given texts. `make_tiny` writes the folder of a small model.
 """
 
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion

@@ -12,8 +12,8 @@ The message is a list of lines:
     say some words                        the answer; without such a line, it is the last tool result or the message
     think some words                      thinking before the answer
 
-`reply`, if given, returns the assistant message for a conversation instead of these rules. `delay_s` is the pause
-before each piece of a streamed reply; while `gate` is an event that is not set, a streamed reply stops after its first
+`reply`, if given, replaces these rules: it returns the assistant message for a conversation. `delay_s` is the pause
+before each piece of a streamed reply. While `gate` is an event that is not set, a streamed reply waits after its first
 piece. `asked` lists the requests.
 """
 

@@ -48,8 +48,8 @@ class LoopbackServer:
     """Returns its answers in turn, and then the last one repeatedly. An async context manager; `url` is its address.
 
     `models` is the answer to every GET, and `probe` the answer to the request that is sent before a run, which `probes`
-    records. `seen` lists the other requests. While `gate` is an event that is not set, requests wait for it; `at_once`
-    is the number of requests in progress, `most_at_once` its maximum so far.
+    records. `seen` lists the other requests. While `gate` is an event that is not set, requests wait for it. `at_once`
+    is the number of requests in progress, and `most_at_once` its maximum so far.
     """
 
     def __init__(self, *answers: FakeAnswer, models: FakeAnswer | None = None, probe: FakeAnswer | None = None) -> None:

@@ -1,9 +1,9 @@
 """A token engine without a model. It returns given texts as tokens.
 
 A real sampler sometimes emits tokens that spell the right text but are not those that the tokenizer would choose.
-`rate` is the probability that this engine replaces a token by such tokens. Invariant: the seed and the requests
-determine the answers. The log-probability of a token depends only on its id and its position (`toy_logprob`), so that a
-test can predict a ledger.
+`rate` is the probability that this engine replaces a token with such tokens. Invariant: the texts, the seed and the
+requests determine the answers. The log-probability of a token depends only on its id and its position (`toy_logprob`),
+so that a test can predict a ledger.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def train_bpe(texts: Iterable[str], size: int, special: Sequence[str], plain: Sequence[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with `size` ids, in which each of the `special` marks (never text) and the
-    `plain` marks (text) is a single token.
+    """Train a byte-level BPE tokenizer with at most `size` ids. In addition, each of the `special` marks (never text)
+    and of the `plain` marks (text) is a single token.
 
     Raises `ConfigError` if the extra `tokens` is missing.
     """

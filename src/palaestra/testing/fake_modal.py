@@ -4,7 +4,7 @@ The real `modal` client talks to it. To point the client at the server, set the 
 run `python -m palaestra.testing.fake_modal`, which prints them. It listens on 127.0.0.1 and needs the extra `modal`.
 
 It covers apps, environments, images by name, secrets, and sandboxes of both protocol versions: create, exec, streams,
-poll, wait, tags, list, terminate, and the limits of lifetime and idleness. Other calls are answered as unimplemented.
+poll, wait, tags, list, terminate, and the lifetime and idle limits. Other calls are answered as unimplemented.
 If root runs the server, each sandbox has its own process namespace, so no process outlives its sandbox. Sandboxes do
 not protect this machine from their commands.
 

@@ -26,7 +26,7 @@ _NEVER = "0001-01-01T00:00:00Z"
 
 class Agent(Protocol):
     """The parts of the stand-in that a task uses. `images` are those of its docker driver, `pull_s` is the duration of
-    a pull, `crashing` makes every task end as soon as it has started."""
+    a pull, and `crashing` makes every task end as soon as it has started."""
 
     folder: str
     images: set[str]

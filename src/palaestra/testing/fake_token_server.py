@@ -1,7 +1,7 @@
 """A token server on 127.0.0.1 that serves any token engine over the APIs of SGLang, vLLM and Atropos' vLLM.
 
 The engine samples the replies. `spoil` may change a reply before it is sent, to test how clients handle invalid
-replies. `model_server.py` adds chat.
+replies. `model_server.py` adds chat completions.
 """
 
 from __future__ import annotations

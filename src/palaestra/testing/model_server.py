@@ -5,8 +5,8 @@ Use it to try any engine client with real sampling by a small model, on one mach
 load: one process samples, and nothing is cached between requests. Chat is rendered and parsed as in token-exact chat,
 so chat clients and token clients see the same model.
 
-The server speaks plain HTTP. If it does not listen on a loopback address, there must be a token, which callers send as
-their API key. Sources: the OpenAI API reference; vLLM's OpenAI-compatible server; SGLang's native API.
+The server speaks plain HTTP. If it does not listen on a loopback address, a token is required, which callers send as
+their API key. Sources: the OpenAI API reference, vLLM's OpenAI-compatible server, and SGLang's native API.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ModelServer(TokenLoopback):
     """Serves one started engine. An async context manager; `url` is its address. `kind` is the owner of its models.
 
     Routes: `/v1/chat/completions` (with tools; a streamed reply has one chunk per choice), `/v1/completions` and
-    `/tokenize` as in stock vLLM, `/generate` as in SGLang or Atropos' vLLM, `/v1/models`, `/health`.
+    `/tokenize` as in stock vLLM, `/generate` as in SGLang or Atropos' vLLM, `/v1/models`, and `/health`.
     `/update_weights_from_disk` loads the weights of a folder, as SGLang does, for trainers that save weights after each
     step.
     """

@@ -142,8 +142,8 @@ def practise(model: PreTrainedModel, tokenizer: Tokenizer, *, steps: int, seed: 
 
 
 def _row(tokenizer: Tokenizer, texts: Sequence[str], rng: random.Random) -> tuple[list[int], list[int]]:
-    """Return `ids[LENGTH]` and `labels[LENGTH]`: some text, the start of a reply, a reply, padding; only the reply is
-    learned.
+    """Return `ids[LENGTH]` and `labels[LENGTH]`: some text, the start of a reply, a reply, and padding. Only the reply
+    is learned.
 
     The amount of text must not depend on the reply, because otherwise the distance to the start would reveal the
     reply's length.

@@ -1,8 +1,9 @@
 """Turns the text that a model wrote as arguments into a dict that fits the tool's schema, or one error for the model.
 
-Nothing is repaired: text that is not JSON is malformed, no type is coerced, no default is filled in. JSON has one kind
-of number, so 4.0 is accepted as the integer 4. Invariant (A1): a tool runs only with an object that its schema accepts;
-anything else raises `InvalidArguments`. A valid call costs one JSON decode and one compiled check, a few microseconds.
+Nothing is repaired: text that is not JSON is malformed, no type is coerced, and no default is filled in. JSON has one
+kind of number, so 4.0 is accepted as the integer 4. Invariant (A1): a tool runs only with an object that its schema
+accepts; anything else raises `InvalidArguments`. A valid call costs one JSON decode and one compiled check, a few
+microseconds.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _MOST_OPTIONS = 12
 
 
 class InvalidArguments(ToolMistake):
-    """A call's arguments are invalid, so the call must not run. The message names the error and the expected
-    arguments."""
+    """A call's arguments are invalid, so the call must not run. The message describes the error and, in most cases,
+    lists the expected arguments."""
 
 
 class ArgumentSchema:
@@ -51,8 +52,9 @@ class ArgumentSchema:
     def parse(self, raw: str | Mapping[str, JSON] | None) -> dict[str, JSON]:
         """Return the arguments as a fresh dict. Raises `InvalidArguments`.
 
-        The empty string and None mean no arguments. An alias is renamed to its parameter. A name that is not in the
-        schema is refused, unless the schema has a rule for further names, such as `additionalProperties`.
+        A blank string and None mean no arguments. An alias is renamed to its parameter, unless both are given. A name
+        that is not in the schema is refused, unless the schema has its own rule for such names, for example
+        `additionalProperties`.
         """
         arguments = self._object(raw)
         for other, name in self._aliases:
@@ -222,7 +224,7 @@ def _show(value: JSON) -> str:
 
 
 def _is_json_of(wanted: object, text: str) -> bool:
-    """Return whether the content of a string is JSON of the wanted type, which a model put in quotes by mistake."""
+    """Return whether the content of a string is JSON of the wanted type, which the model then quoted by mistake."""
     if wanted not in _PYTHON_TYPES:
         return False
     try:

@@ -91,8 +91,8 @@ class ToolResult:
         }
 
     def to_xml(self) -> str:
-        """Return the `<tool_response>` block that goes into the next prompt. Empty fields are left out, except
-        `output`."""
+        """Return the `<tool_response>` block that goes into the next prompt. All fields but `success` and `output` are
+        left out if empty."""
         shown: dict[str, JSON] = {"success": self.success, "output": self.output}
         optional: dict[str, JSON] = {"uniq_id": self.uniq_id, "error": self.error, "metadata": dict(self.metadata)}
         shown.update((key, value) for key, value in optional.items() if value)
@@ -100,7 +100,8 @@ class ToolResult:
 
 
 def result_of(reply: Mapping[str, JSON] | str, uniq_id: str | None = None) -> ToolResult:
-    """Return a tool's reply as a `ToolResult`: its main text as output, all other keys as metadata.
+    """Return a tool's reply as a `ToolResult`: its main text as output, its error as error, and all other keys as
+    metadata. Without a main text, the output is the other keys as JSON.
 
     If a command exited with a status N other than 0 and the reply has no error, the error is `Exit code: N`.
     """
@@ -136,8 +137,8 @@ def shortened(text: str, most: int) -> str:
 
 
 def plain(value: object) -> JSON:
-    """Return the value as JSON. Raises `ValueError` if JSON cannot represent it, such as an integer of more than 4300
-    digits."""
+    """Return the value as JSON. Raises `ValueError` if JSON cannot represent it, for example if it is an integer of
+    more than 4300 digits."""
     told = to_jsonable_python(value)
     json.dumps(told)
     return told

@@ -10,13 +10,13 @@
         '''
 
 The annotations become the JSON schema and the validation. The text before the docstring's sections becomes the
-tool's description, and its `Args:` (in Google's style) describe the parameters. Text and mappings that the function
-returns become the reply unchanged; anything else becomes `{"result": …}`. The model reads a `ToolError("…")` that the
-function raises.
+tool's description, and its `Args:` (in Google's style) describe the parameters. Text, a `ToolResult`, and a value that
+is a JSON object become the reply; any other value becomes `{"result": …}`. The function can raise `ToolError("…")`,
+whose message the model reads.
 
-A parameter of type `Slot` gets the rollout's sandbox, one of type `ToolRun` the context of the running tool; the model
-sees neither. Parameters named `sandbox` and `run` get these even without an annotation. Plain functions run in a
-thread.
+A parameter of type `Slot` gets the rollout's sandbox, and one of type `ToolRun` the context of the running tool; the
+model sees neither. A parameter named `sandbox` or `run` gets the same if it has no annotation. Plain functions run in
+a thread.
 
 Invariant: a function that cannot be described to a model is rejected when it is declared, with an error that names it.
 """
@@ -51,7 +51,7 @@ _ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 def _documented(called: str, docstring: str | None, parameters: Collection[str]) -> tuple[str, dict[str, str]]:
     """Return the descriptions of a tool and of its parameters.
 
-    Raises `ConfigError` if the docstring is missing or describes an unknown parameter.
+    Raises `ConfigError` if the docstring does not describe the tool, or describes an unknown parameter.
     """
     lines = inspect.cleandoc(docstring or "").splitlines()
     starts = [number for number, line in enumerate(lines) if _SECTION.match(line)]
@@ -174,9 +174,9 @@ def tool(
 ) -> TypedTool | Callable[[UserFunction], TypedTool]:
     """Make a tool from a typed function; `name` replaces the function's name.
 
-    An `external` tool needs no slot, and runs at a tool server if there is one. Raises `ConfigError` for a function
-    without docstring or annotations, or with types that have no JSON schema, and for an `external` function with a
-    sandbox parameter.
+    An `external` tool needs no slot, and runs on a tool server if there is one. Raises `ConfigError` if the docstring
+    or an annotation is missing, if a type has no JSON schema, if an `external` function has a sandbox parameter, and
+    if the function has a task parameter.
     """
 
     def make(given: UserFunction) -> TypedTool:
@@ -235,7 +235,7 @@ def _arguments(called: str, parameters: list[inspect.Parameter], told: Mapping[s
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(parameters):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"tool {called}: the parameter {parameter} has no name that a model could use")
+            raise ConfigError(f"tool {called}: the parameter {parameter} cannot be passed by name, as models pass it")
         if parameter.annotation is inspect.Parameter.empty:
             raise ConfigError(f"tool {called}: the parameter {parameter.name!r} has no type; annotate it")
         more: dict[str, Any] = {"alias": parameter.name}

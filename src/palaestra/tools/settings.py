@@ -47,12 +47,13 @@ class ToolSettings(Settings):
 
     web_provider: Literal["auto", "tavily", "exa", "brave", "serper", "firecrawl", "searxng", "ddgs"] = Field(
         default="auto",
-        description="The provider of web_search; auto: the first one with a key or an address. ddgs needs "
-        "neither of them, but the extra `web`.",
+        description="The provider of web_search. auto selects the first one with a key or an address. ddgs needs "
+        "neither, only the extra `web`.",
     )
     web_extract_provider: Literal["fetch", "tavily", "exa", "firecrawl"] = Field(
         default="fetch",
-        description="The provider that reads pages for web_extract; fetch: this machine, with the extra `web`.",
+        description="The provider that reads pages for web_extract. With fetch, this machine reads them, which needs "
+        "the extra `web`.",
     )
     web_api_keys: dict[str, str] = Field(
         default_factory=dict,
@@ -71,7 +72,7 @@ class ToolSettings(Settings):
 
     browser_executable: str | None = Field(
         default=None,
-        description="The Chromium that browser_* tools start; None: the first one found that works.",
+        description="The Chromium that browser_* tools start. By default, the first one found that works.",
     )
     browser_allow: list[str] = Field(
         default=["*:*"],
@@ -134,7 +135,7 @@ class ToolSettings(Settings):
         default_factory=list, description="The names of the models that mixture_of_agents asks."
     )
     moa_aggregator: str | None = Field(
-        default=None, description="The model that combines the answers into one; None: the first of moa_models."
+        default=None, description="The model that combines the answers into one. By default, the first of moa_models."
     )
     moa_api_key: str | None = Field(default=None, description="The key for moa_base_url, sent as a bearer token.")
     moa_timeout_s: float = Field(
@@ -159,12 +160,13 @@ class ToolSettings(Settings):
         default=None, description="The model that agents train: a folder, or the OWNER/NAME of a model on the hub."
     )
     rl_trainer: Literal["trl", "tinker"] = Field(
-        default="trl", description="The trainer, as --trainer of `palaestra train`."
+        default="trl", description="The trainer, as in `palaestra train --trainer`."
     )
     rl_tinker_url: str | None = Field(default=None, description="The Tinker server, for rl_trainer tinker.")
     rl_locked: dict[str, JSON] = Field(
         default=RL_LOCKED,
-        description="Training settings that the agent cannot change, with their values; null: the setting's default.",
+        description="Training settings that the agent cannot change, with their values. null stands for the setting's "
+        "default.",
     )
     rl_unchecked: list[str] = Field(
         default_factory=list,
@@ -179,7 +181,7 @@ class ToolSettings(Settings):
     )
     rl_test_url: str | None = Field(
         default=None,
-        description="URL of the model server for rl_test_inference; None: rl_model runs in a separate process.",
+        description="URL of the model server for rl_test_inference. By default, rl_model runs in a separate process.",
     )
     rl_test_models: list[str] = Field(
         default_factory=list, description="Names of the models that rl_test_inference may request at rl_test_url."

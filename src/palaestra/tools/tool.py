@@ -51,7 +51,8 @@ class ToolSchema:
 
     @classmethod
     def from_dict(cls, definition: Mapping[str, JSON], *, external: bool = False) -> ToolSchema:
-        """Read an OpenAI function schema. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
+        """Read an OpenAI function schema. Raises `KeyError`, `TypeError`, `ValueError` or `AttributeError` if it is
+        malformed."""
         function = definition["function"]
         keywords = dict(function.get("parameters") or {})
         properties, required = keywords.pop("properties", {}), tuple(keywords.pop("required", ()))
@@ -145,7 +146,8 @@ class States:
         self._lent.add(type(thing))
 
     async def aclose(self) -> None:
-        """Close the objects that have an `aclose`, the newest first, and log errors. Idempotent."""
+        """Close the objects that `get` created, if they have an async `aclose`, the newest first. Errors are logged.
+        Idempotent."""
         while self._held:
             kind, thing = self._held.popitem()
             close = getattr(thing, "aclose", None)
@@ -183,7 +185,7 @@ class ToolRun:
     async def slot(self) -> Slot:
         """Return the sandbox of the task, acquired on the first call. Raises `ToolMistake` outside of a rollout."""
         raise ToolMistake(
-            "This tool works in a sandbox slot, but there is none: call it through a rollout, a ToolExecutor or "
+            "This tool needs a sandbox slot, and there is none here: call it through a rollout, a ToolExecutor or "
             "handle_function_call"
         )
 
@@ -245,10 +247,10 @@ ToolFunction: TypeAlias = Callable[[Mapping[str, JSON], ToolRun], Awaitable[Tool
 
 class Tool(ABC):
     """A tool that the agent can call. A subclass defines `schema` and `execute`, and `is_available` if the tool may be
-    missing.
+    unavailable.
 
     `parallel_safe` calls of one turn may run concurrently. `touches_world` marks a tool whose reply comes from outside
-    this machine (a search engine, a web page, another model): its calls are recorded and can be replayed. Tools whose
+    this machine (a search engine, a web page, another model): its calls can be recorded and replayed. Tools whose
     replies depend on each other's earlier calls, such as a browser's, have the same `world_session`.
     """
 

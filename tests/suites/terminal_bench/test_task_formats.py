@@ -99,7 +99,7 @@ def test_what_slots_cannot_do_is_refused_by_name(name: str, message: str) -> Non
         ("[agent]\ntimeout_sec = 0\n", r"agent.timeout_sec must be a number above 0, not 0"),
         ("[agent]\ntimeout_sec = true\n", r"agent.timeout_sec must be a number above 0, not True"),
         ("metadata = 3\n", r"metadata must be a table, not int"),
-        ("[metadata]\ntags = [1]\n", r"metadata.tags must be a list of texts"),
+        ("[metadata]\ntags = [1]\n", r"metadata.tags must be a list of strings"),
         ("[environment]\nenv = { A = [1] }\n", r"environment.env.A must be text"),
         ('[environment]\nnetwork_mode = "some"\n', r"environment.network_mode must be public, no_network or allowlist"),
         ('[environment]\nos = "windows"\n', r"it needs the system 'windows'"),

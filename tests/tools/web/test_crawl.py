@@ -80,7 +80,7 @@ def test_a_site_is_read_nearest_pages_first_and_nothing_else_is(site: Site) -> N
     results = dict(zip(paths(reply, site), reply["results"], strict=True))
     assert results["/herons"]["title"] == "/herons"
     assert "Words of /herons." in results["/herons"]["content"]
-    assert results["/missing"]["error"] == "the page answers HTTP 404 Not Found"
+    assert results["/missing"]["error"] == "the server answered with HTTP 404 Not Found"
     assert results["/away"]["error"].startswith("it leads to another site, http://localhost:")
     assert "/private/x" not in site.seen
     assert site.seen.count("/robots.txt") == 1

@@ -1,8 +1,8 @@
 """`palaestra tasks build terminal`: generate terminal tasks from a seed and check each of them.
 
-Each task must pass the check of `triple_check.py` in slots. A task that fails, or that needs a program that the slots
-lack, is dropped and reported. Two machines therefore write the same file if their slots have the same programs. Rows
-are ordered by task number.
+Unless `--no-check` is given, each task must pass the check of `triple_check.py` in slots. A task that fails, or that
+needs a program that the slots lack, is dropped and reported. Two machines therefore write the same file if their slots
+have the same programs. Rows are ordered by task number.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def command(
       palaestra tasks build terminal --tasks 50 --level 3 --area git --area text --out git.jsonl
 
     Areas: files, text, logs, tables, formats, archives, permissions, processes, git, databases and scripts. A task of
-    level k combines k kinds of work. The same options and seed give the same file. Each task is checked in slots
-    before it is written: its initial state must be right, the oracle must get the full score, and doing nothing or
-    merely creating the files must get none. No network is used.
+    level k combines k kinds of work. The same options and seed give the same file. Unless you pass --no-check, each
+    task is checked in slots before it is written: its initial state must be right, the oracle must get the full
+    score, and doing nothing or merely creating the files must get none. No network is used.
     """
     selection = TaskSelection(seed, levels, families, areas)
 

@@ -54,19 +54,22 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
 
     dataset_name: str | None = Field(
         default=None,
-        description="A JSONL file of `tasks build terminal`, or a folder of task folders; None: generate tasks.",
+        description="A JSONL file of `tasks build terminal`, or a folder of task folders. By default, tasks are "
+        "generated.",
     )
     local_tasks_dir: str | None = Field(default=None, description="A folder of task folders; same as dataset_name.")
     n: int = Field(default=100, ge=1, description="Number of tasks to generate if there is no dataset.")
-    level: int | None = Field(default=None, ge=1, le=5, description="Generate only this level; None: a mixture.")
-    areas: list[str] = Field(default=[], description="Generate only these areas; empty: all.")
-    families: list[str] = Field(default=[], description="Generate only these families; empty: all.")
+    level: int | None = Field(
+        default=None, ge=1, le=5, description="Generate only this level. By default, levels are mixed."
+    )
+    areas: list[str] = Field(default=[], description="Generate only these areas. By default, all.")
+    families: list[str] = Field(default=[], description="Generate only these families. By default, all.")
     image: str | None = Field(
         default=None,
-        description="A root file system for all slots, over which Dockerfiles are built; `host`: this machine's.",
+        description="A root file system for all slots, over which Dockerfiles are built. `host` means this machine's.",
     )
     roots: str | None = Field(
-        default=None, description="A folder of ready root file systems, named after their task folders."
+        default=None, description="A folder of prebuilt root file systems, named after their task folders."
     )
     test_timeout_s: float = Field(default=120, gt=0, description="Time limit in seconds of a task folder's tests.")
     cache_dir: str = Field(default=CACHE_DIR, description="The folder of test tools for task folders.")
@@ -75,7 +78,9 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
     total_steps: int = Field(default=-1, ge=-1, description="Maximum number of groups; -1 means one for every task.")
     allow_network: bool = Field(default=False, description="Whether the agent's commands reach the network.")
 
-    builder: str = Field(default="", description="The command that builds images; empty: docker, podman or buildah.")
+    builder: str = Field(
+        default="", description="The command that builds images. By default, docker, podman or buildah."
+    )
     build_network: bool = Field(default=True, description="Whether building an image reaches the network.")
     container_build_timeout_s: float = Field(
         default=600.0, gt=0, description="Time limit in seconds for building an image."
@@ -219,7 +224,7 @@ def _score(task: GeneratedTask, found: Sequence[str]) -> Score:
 class EndlessTerminalsEnv(ListedEnv):
     """Terminal work over files, text, data, archives, permissions, processes, git, databases and scripts.
 
-    Without a dataset, tasks are generated from the seed. Nothing uses the network.
+    Without a dataset, tasks are generated from the seed. Generated tasks do not use the network.
     """
 
     name: ClassVar[str | None] = "endless_terminals"

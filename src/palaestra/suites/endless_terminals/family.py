@@ -18,7 +18,7 @@ from palaestra.suites.endless_terminals.tables import Table
 
 
 class DataKind(StrEnum):
-    """How to read a text file."""
+    """The kind of content of a text file."""
 
     TABLE = "table"
     LINES = "lines"

@@ -44,7 +44,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def to_line(task: GeneratedTask) -> bytes:
-    """Return the row of a task, with a newline."""
+    """Return the row of a task as a line of JSON that ends with a newline."""
     return _ENCODER.encode(task) + b"\n"
 
 

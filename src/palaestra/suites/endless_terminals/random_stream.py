@@ -57,7 +57,7 @@ class Stream:
         return self.sample(values, len(values))
 
     def chance(self, percent: int) -> bool:
-        """Return True with a probability of `percent` %."""
+        """Return True with a probability of `percent` percent."""
         return self.below(100) < percent
 
 

@@ -1,5 +1,5 @@
-"""Small tables with typed columns. This module renders tables as text in four formats, and has the Python code with
-which solutions read and write them.
+"""Small tables with typed columns. This module renders tables as text in four formats, and contains the Python code
+that solutions use to read and write them.
 
 Values are integers, or text that never looks like a number, so a column has the same meaning in every format.
 """
@@ -124,4 +124,5 @@ def write(path, form, names, rows):
             writer.writeheader()
             writer.writerows(rows)
 """
-"""Code for solutions: `read(path, form)` returns a list of dictionaries, `write(path, form, names, rows)` saves it."""
+"""Code for solutions: `read(path, form)` returns a list of dictionaries, and `write(path, form, names, rows)` saves
+one."""

@@ -7,8 +7,8 @@ own tests.
 
 The recipe: "Endless Terminals: Scaling RL Environments for Terminal Agents", arXiv 2601.16443. A container definition
 names a base image and a `%post` script. Here the script runs as a set-up over the local root (or `image`), and the
-tests of the initial state show whether that is sufficient. A Dockerfile is built by `suites/images`. A ready root file
-system, `ROOTS/<name of the folder>`, takes precedence over both. `truth` is not read.
+tests of the initial state show whether that is sufficient. A Dockerfile is built by `suites/images`. A prebuilt root
+file system, `ROOTS/<name of the folder>`, takes precedence over both. `truth` is not read.
 
 The final tests also run once when the workspace is prepared. pytest must find tests then, and they must not all pass.
 Each of these tests must pass when the agent's work is graded. Tests are written only into `/tmp` of the slot that runs
@@ -115,7 +115,7 @@ def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 6
 
 
 def _ready_root(name: str, roots: Path | None) -> str | None:
-    """Return the path of the ready root file system of a task, or None if there is none."""
+    """Return the path of the prebuilt root file system of a task, or None if there is none."""
     found = [roots / f"{name}{ending}" for ending in _ROOT_ENDINGS if roots is not None]
     return next((str(path) for path in found if path.exists()), None)
 
@@ -125,7 +125,7 @@ def _setup(place: Path, environment: Path) -> str:
     if definition.is_file():
         return post_script(read_text(definition), place.name)
     raise TaskError(
-        f"{place.name}: it has neither a container.def nor a Dockerfile, and --env.roots has no root for it"
+        f"{place.name}: it has neither a container.def nor a Dockerfile, and --env.roots has no root file system for it"
     )
 
 
@@ -181,7 +181,7 @@ async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, tim
     if not last.statuses or last.collect_errors:
         raise PrepareError(f"{task.id}: its tests of the final state cannot run:\n{last.output[-1000:]}")
     if not _not_passed(last):
-        raise TaskError(f"{task.id}: its tests pass before anything was done")
+        raise TaskError(f"{task.id}: its tests pass before any work is done")
     return frozenset(last.statuses)
 
 

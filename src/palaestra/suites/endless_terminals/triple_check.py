@@ -1,11 +1,12 @@
 """Check a generated task in real slots: its initial state, trivial attempts to solve it, and its reference solution.
 
     prepare  write the files and run the set-up; every check of the initial state holds
-    trivial  in a fork, the final checks fail after doing nothing, and with files at every output path that are empty or
-             copies of an input
+    trivial  in a fork, the final checks fail after doing nothing, and with an empty file or a copy of an input at every
+             output path
     oracle   in a fork, run the reference solution; every final check holds in a fresh slot with its changes
 
-The fresh slot contains only the agent's changes to the workspace, as in grading.
+The fresh slot contains only the solution's changes to the workspace, as in grading. Checks of running processes are
+made in the solution's own slot.
 """
 
 from __future__ import annotations

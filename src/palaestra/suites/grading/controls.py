@@ -4,7 +4,8 @@ Code under test runs in the same process as the reporter, so it can forge report
 nothing that shows which report earns a reward. Work that passes its tests is run again, against copies of the tests in
 which every test has a new name and form (`rewritten_tests.py`). In some of these variants, an assertion is falsified
 (`negate_test.py`). The right variants must pass and the falsified variants must fail; only the host knows which is
-which. Each round has its own workspace and process, and falsifies a different assertion of each test.
+which. Each round has its own workspace and process, and begins with a different assertion of each test if it has
+several.
 
 First, the controls run over the reference solution. This shows which tests still pass after rewriting, which
 falsifications make them fail, and which audit-hook alarms honest code raises. An unusual test or package is
@@ -39,7 +40,7 @@ The function may leave out parametrized tests whose ending (`[...]`) is not in t
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tests of a task can run: over the work, a reference solution, and a broken solution.
+    """The places where the tests of a task can run: over the work, a reference solution, and a broken solution.
 
     `briefly` runs over the reference solution with a shorter time limit, for falsified tests that may never end.
     """
@@ -51,8 +52,8 @@ class Places:
 
 
 class ControlsTimedOut(GraderError):
-    """Raised if the reference solution times out as well: the machine is too slow to judge work that passed the
-    tests."""
+    """Raised if the reference solution times out on rewritten tests: the machine is too slow to judge work that passed
+    the original tests."""
 
     certain = True
 
@@ -72,7 +73,7 @@ _MOST_SITES = 6
 
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
 _SOFT = ("sys._getframe", "sys.settrace", "sys.setprofile", "code.__new__", "ctypes.", "object.__setattr__", "changed ")
-"""Alarms that honest code may raise. They count only if the reference solution does not raise them."""
+"""Alarms that honest code may raise. They count only if there is a reference solution that does not raise them."""
 
 
 def hard_alarm(alarms: Collection[Alarm], expected: Collection[Alarm] | None) -> str | None:
@@ -172,8 +173,8 @@ class Controls:
         """Run the reference solution on rewritten tests to learn what to expect. If there is none, use only the sites
         that are certain (see `negate_test.py`).
 
-        If there is a broken solution, tests without a working falsification run over it; a test that fails there has a
-        control. Raises `ControlsTimedOut` if the reference solution times out.
+        If there is a broken solution and a test has no working falsification, the tests also run over the broken
+        solution; a test that fails there has a control. Raises `ControlsTimedOut` if the reference solution times out.
         """
         await self._try_sites(reference, briefly or reference)
         if broken is None or not self.uncontrolled:

@@ -1,9 +1,9 @@
 """Find changes to a test that make it fail although the code under test is right. Does no I/O.
 
 Each assertion of a test is a *site*. The alternatives of a site are small changes: an expected constant or exception
-becomes a different one, a comparison or an assertion method becomes its opposite. A test without a certain site (see
-below) also has sites in the arguments of its calls, in any constant, and at its end, where a false assertion can be
-added.
+becomes a different one, and a comparison or an assertion method becomes its opposite. A test without a certain site
+(see below) also has sites in the arguments of its calls, in any constant, and at its end, where a false assertion can
+be added.
 
 A site is *certain* if every run that reaches the end of the test evaluates it. Other sites, in branches, in loops or in
 helper calls, may change nothing: try them on a reference solution before you rely on them.
@@ -65,7 +65,7 @@ class Falsification:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One place in a test, with changes that each make the test fail."""
+    """One place in a test, with changes, each of which should make the test fail."""
 
     alternatives: tuple[Falsification, ...]
     certain: bool
@@ -90,7 +90,8 @@ def _is_fixture(function: Function) -> bool:
 
 
 def find_sites(function: Function, random: Random) -> list[Site]:
-    """Return the sites of a test in source order. The sites are always the same; `random` draws the new values."""
+    """Return the sites of a test, statement by statement. `random` draws the constants to change and their new
+    values."""
     certain = {id(node) for node in _certain(function.body)}
     found = []
     for node in _walk(function.body):
@@ -103,7 +104,7 @@ def find_sites(function: Function, random: Random) -> list[Site]:
 
 
 def _walk(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
-    """Yield all nodes in the order of the text, without decorators."""
+    """Yield all nodes, statement by statement, without decorators."""
     for statement in body:
         yield from ast.walk(statement)
 

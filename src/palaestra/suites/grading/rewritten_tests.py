@@ -1,9 +1,9 @@
 """Rewrite test files so that knowing their source does not help: variants of every test under random names.
 
-A variant means the same as its test, except where it is falsified (`negate_test.py`). Variants stand in random order at
-the end of their module or class. Their constants come from an encoded table, their local variables have random names,
-and their assertions are written in a different form. Neither a hash nor a name therefore shows which test a variant
-comes from, and a falsified variant looks like any other. Does no I/O.
+A variant means the same as its test, except where it is falsified (`negate_test.py`). Variants stand in random order
+and, unless `moved` is false, at the end of their module or class. Their constants come from an encoded table, their
+local variables have random names, and their assertions are written in a different form. Neither a hash nor a name
+therefore shows which test a variant comes from, and a falsified variant looks like any other. Does no I/O.
 
 Not covered: code that runs the variants and compares their meaning with tests that it knows.
 """
@@ -144,9 +144,9 @@ def rewrite(
 ) -> RewrittenTests:
     """Write the variants of every test in `chosen`.
 
-    Falsifications refer to nodes of `trees`, which stay unchanged. All other tests are left out. With `watched`, a
-    comparison with an object that equals everything raises `TAMPERED`. `moved` puts tests at the end of their module or
-    class.
+    Falsifications refer to nodes of `trees`, which stay unchanged. Other tests are left out, unless the file refers to
+    them. With `watched`, a comparison with an object that equals everything raises `TAMPERED`. `moved` puts variants at
+    the end of their module or class.
     """
     texts: dict[str, str] = {}
     variants: dict[str, Variant] = {}

@@ -97,8 +97,8 @@ class TestRun:
     """One run of pytest. `complete` means that pytest ended its session by itself, after a report on each collected
     test.
 
-    `alarms` are what the audit hook reported, `output` is what pytest printed. `known_as` are further names of tests,
-    as a runner other than pytest prints them.
+    `alarms` are what the audit hook reported, and `output` is what pytest printed. `known_as` are further names of
+    tests, as a runner other than pytest prints them.
     """
 
     __test__: ClassVar[bool] = False  # pytest: not a test class

@@ -38,7 +38,7 @@ _SYSTEM = ("/usr", "/bin", "/lib")
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """What the tests of a repository need.
+    """The installation that the tests of a repository need.
 
     `requirements` are pinned, and mounted read-only. If `editable` is true, they may be any pip requirements, including
     `.[extra]` of the repository and `-rFILE` for a file in the repository. `python_path` are importable directories of
@@ -57,7 +57,9 @@ class Install:
         if raw is None:
             return cls(editable=True)
         if not isinstance(raw, Mapping) or set(raw) - {"requirements", "python_path", "pytest_args", "editable"}:
-            raise TaskError("install must be an object with the keys requirements, python_path, pytest_args, editable")
+            raise TaskError(
+                "install must be an object whose keys are among requirements, python_path, pytest_args and editable"
+            )
         fields = RowFields(raw)
         return cls(
             fields.texts("requirements"),
@@ -82,7 +84,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """How tests of a repository start in a slot.
+    """The way to start the tests of a repository in a slot.
 
     `command` is the argv of the interpreter. `dependencies` are directories of the slot that go at the end of
     `sys.path`; `python_path` are directories relative to the repository. The slot's spec must contain `mounts`.

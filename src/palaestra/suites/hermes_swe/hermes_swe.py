@@ -60,7 +60,7 @@ class HermesSweEnvConfig(ListedEnvConfig):
     test_timeout_s: float = Field(default=60, gt=0, description="Time limit in seconds of a task's tests.")
     controls: bool = Field(
         default=True,
-        description="Run passing work against rewritten tests, of which some must fail.",
+        description="Run rewritten tests, some of which must fail, over work that passes its tests.",
     )
     enabled_toolsets: list[str] | None = Field(default=["terminal", "file"], description="The agent's toolsets.")
     system_prompt: str | None = Field(default=SYSTEM_PROMPT, description="The system message.")
@@ -96,7 +96,7 @@ class HermesSweEnvironment(ContractEnvironment):
         async with sandbox.fork() as fork:
             before = await self._run(fork, item.suite.text)
             if not errors_of(before, item.suite.names):
-                raise TaskError(f"{task.id}: its tests pass before anything was done")
+                raise TaskError(f"{task.id}: its tests pass before any work is done")
             if item.solution is not None:
                 for path, text in item.solution.items():
                     await fork.write_text(path, text)
@@ -162,7 +162,7 @@ class HermesSweEnvironment(ContractEnvironment):
 class HermesSweEnv(ListedEnv):
     """Write or fix small programs, checked by hidden tests.
 
-    Without a dataset it has a few built-in tasks. Nothing uses the network.
+    The default dataset is a few built-in tasks. They do not use the network.
     """
 
     name: ClassVar[str | None] = "hermes_swe"

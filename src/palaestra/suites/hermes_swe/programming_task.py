@@ -1,12 +1,12 @@
-"""Parse a programming task from a dataset row: prompt, initial files, hidden tests, reference solution. Does no I/O.
+"""Parse a programming task from a dataset row: prompt, initial files, hidden tests and reference solution. No I/O.
 
-The columns of a row are `id` (or `task_id`), `prompt`, and `test` (or `tests`, `test_code`), which is Python text.
-`entry_point` is the name that the tests use without importing it. `files` maps paths to texts. `solution` maps paths to
-texts too, or is the text of `solution.py`. If it is missing, `canonical_solution` is used, the continuation of
-`declaration` or of the prompt. Mappings may be JSON text, as in CSV.
+The columns of a row are `id` (or `task_id` or `instance_id`), `prompt`, and `test` (or `tests` or `test_code`), which
+is Python text. `entry_point` is the name that the tests use without importing it. `files` maps paths to texts.
+`solution` maps paths to texts too, or is the text of `solution.py`. If it is missing, `canonical_solution` is used, the
+continuation of `declaration` or of the prompt. Mappings may be JSON text, as in CSV.
 
-Tests that are plain statements become one test. Invariant: the agent's prompt and files do not contain the tests, and
-the tests can run.
+Tests that are plain statements become one test. Invariant: the agent's prompt and files do not contain the tests,
+unless these are very short, and the tests can run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from palaestra.suites.grading.negate_test import tests_in
 from palaestra.suites.task_files import RowFields
 
 MODULE = "solution"
-"""The name of the module for tasks that name no file."""
+"""The module that the tests import the entry point from, and that a solution without a path is written to."""
 
 _IDS = ("id", "task_id", "instance_id")
 _TESTS = ("test", "tests", "test_code")
@@ -82,7 +82,7 @@ def _files(row: RowFields, column: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
-        raise TaskError(f"{row.key(column)} must map paths to texts")
+        raise TaskError(f"{row.key(column)} must map paths to strings")
     for path in value:
         pure = PurePosixPath(path)
         if pure.is_absolute() or ".." in pure.parts or not pure.parts:

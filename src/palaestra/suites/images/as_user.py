@@ -34,8 +34,8 @@ def is_root(user: str | None) -> bool:
 
 
 def as_user(argv: Sequence[str], user: str | None) -> list[str]:
-    """Return a command that runs `argv` as the user, through the slot's `setpriv` (util-linux), with the user's own
-    groups."""
+    """Return a command that runs `argv` as the user, through the slot's `setpriv` (util-linux). A user who is given by
+    name alone has the groups of that account."""
     if is_root(user):
         return list(argv)
     name, _, group = (user or "").partition(":")
@@ -61,7 +61,7 @@ async def home_of(slot: Slot, user: str) -> str:
 
 
 class UserSlot(Slot):
-    """A slot in which all commands and file accesses are those of one user. A stateful shell is not available."""
+    """A slot in which one user runs all commands, and reads and writes all files. A stateful shell is not available."""
 
     def __init__(self, slot: Slot, user: str, home: str) -> None:
         self._slot, self._user, self._home = slot, user, home

@@ -1,8 +1,8 @@
 """`palaestra images`: make root file systems of Debian and Ubuntu without a container tool, and list them.
 
-`mmdebstrap` (any user with user namespaces) or `debootstrap` (root) downloads the packages and verifies their
-signatures. A root file system is a file `NAME.tar` in the folder of roots, next to its configuration `NAME.json`. The
-settings `base_image`, `image_dir` and `images` of the terminal environments accept it.
+`mmdebstrap` (any user with user namespaces) or `debootstrap` (root) downloads the packages and, by default, verifies
+their signatures. A root file system is a file `NAME.tar` in the folder of roots, next to its configuration `NAME.json`.
+The settings `base_image`, `image_dir` and `images` of the terminal environments accept it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ _folder = click.option("--dir", "folder", default=ROOTS, show_default=True, help
 
 @click.command("make", context_settings=_CONTEXT)
 @_folder
-@click.option("--include", multiple=True, metavar="PACKAGE", help="A further package. May be given again.")
+@click.option("--include", multiple=True, metavar="PACKAGE", help="A further package; repeatable.")
 @click.option("--mirror", default="", metavar="URL", help="The mirror of the packages. Default: the release's own.")
 @click.option(
     "--keyring", default="", metavar="FILE", help="The keyring for the signatures. Default: the distribution's."

@@ -1,8 +1,8 @@
 """Parse a Dockerfile into instructions, and compute the variables, directory and user that it sets. Does no I/O.
 
-This module is used for builds in a slot without a container runtime (`slot_build.py`), and for ready root file systems
-that have no configuration file. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with heredocs
-and continuation lines. Dockerfiles with several stages are rejected.
+This module is used for builds in a slot without a container runtime (`slot_build.py`), and for prebuilt root file
+systems that have no configuration file. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with
+heredocs and continuation lines. Dockerfiles with several stages are rejected.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ImageRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """How commands start in an image: variables, directory, and user (empty means root)."""
+    """The settings of the commands in an image: variables, directory, and user (empty means root)."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/"

@@ -1,8 +1,8 @@
 """Build a task's image with a container tool and export it once to a root file system.
 
-The result is a tar file in the cache, named by the content of the build folder, next to a JSON file with the image's
-configuration. Slots use the tar file (`sandbox/images`); no container runs during a rollout. The tool is the first of
-docker, podman and buildah that answers, or the command that a setting specifies.
+The result is a tar file in the cache, named by a digest of the build folder and of the image's name, next to a JSON
+file with the image's configuration. Slots use the tar file (`sandbox/images`); no container runs during a rollout. The
+tool is the first of docker, podman and buildah that answers, or the command that a setting specifies.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ImageBuilder:
         reason = "; ".join(silent) or f"none of {', '.join(self._wanted[:1] or TOOLS)} is installed"
         raise TaskError(
             f"{reason.rstrip('.')}. Its image needs a container tool: start one, build its Dockerfile in a slot with "
-            f"--env.base_image host, or give a ready root file system with --env.image_dir"
+            f"--env.base_image host, or give a prebuilt root file system with --env.image_dir"
         )
 
     async def _make(self, tool: list[str], recipe: ImageRecipe, tag: str, archive: Path) -> None:

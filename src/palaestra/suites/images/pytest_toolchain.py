@@ -43,7 +43,7 @@ _TRIAL = "import sys, json, _pytest.config; sys.exit(sys.version_info < (3, 9))"
 
 @dataclass(frozen=True, slots=True)
 class TestTools:
-    """How pytest starts. `commands` are tried in order; they are empty if the script does not use pytest.
+    """The ways to start pytest. `commands` are tried in order; they are empty if the script does not use pytest.
 
     The slot's spec must contain `mounts`.
     """

@@ -1,8 +1,8 @@
 """Choose the root file system of a task's slots, with the configuration of its commands.
 
 The first of these sources that applies is used: the path that a setting gives for the task; the file or folder with the
-task's name in a folder of ready root file systems; the task's Dockerfile, built in a slot over a given base; an image
-that a container tool builds and exports.
+task's name in a folder of prebuilt root file systems; the task's Dockerfile, built in a slot over a given base; or an
+image that a container tool builds and exports.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TaskRoots:
         return TaskRoot(str(archive), config)
 
     def ready(self, name: str) -> Path | None:
-        """Return the path of the ready root file system for the task `name`, or None. Raises `ImageError` if a path in
-        the settings does not exist."""
+        """Return the path of the prebuilt root file system for the task `name`, or None. Raises `ImageError` if the
+        path that the settings give for the task does not exist."""
         if name in self.images:
             return self._existing(local_path(self.images[name]))
         if self.image_dir is None:
@@ -88,7 +88,7 @@ class TaskRoots:
 
 
 def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
-    """Return the configuration of a ready root file system: from the JSON file next to it, or else from the task's
+    """Return the configuration of a prebuilt root file system: from the JSON file next to it, or else from the task's
     Dockerfile. If there is neither, or the Dockerfile has several stages, return the default configuration."""
     beside = image.with_name(f"{image.name.removesuffix('.tar')}.json")
     if beside.is_file() or recipe.dockerfile is None:

@@ -1,8 +1,8 @@
 """Read the installation of a published row, in the schemas of several data sets.
 
 - `install`: Palaestra's object (see `Install`), or text with commands, of which only the `pip install` lines count.
-- `install_config` with `pip_packages`, `reqs_path`, `install`, `env_vars` (SWE-rebench), or with `install`, `test_cmd`
-  and `log_parser` (SWE-rebench V2). Commands that are not `pip install` lines are left out: the image has run them.
+- `install_config` (SWE-rebench and SWE-rebench V2): its `pip_packages` and `reqs_path`, and the `pip install` lines of
+  its `install` and `pre_install`.
 - `eval_script` (SWE-bench 5): its `pip install` lines.
 - `requirements` (SWE-rebench): a list, or the text of a requirements file.
 

@@ -3,8 +3,8 @@
 In the grading slot, these paths have their prepared content. They are the tests, the tests' fixtures and configuration,
 and files that Python or pytest loads by itself. New source modules are kept, because agents may add them.
 
-Invariant: only the path decides, never the content. Not covered: code under test shares its process with the test
-runner (see `grading/controls.py`).
+Invariant: only the path and the kind of a change decide, never the content. Not covered: code under test shares its
+process with the test runner (see `grading/controls.py`).
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class RepositoryCache:
     """Bare repositories below `root`, one per source. Safe across tasks and processes.
 
     `base_url` precedes `owner/name` for rows without `repo_path`: an `https://` or `file://` address, or an absolute
-    directory. Methods raise `PrepareError` if the source cannot be reached, and `TaskError` if it does not exist or has
-    no such commit.
+    directory. Methods raise `PrepareError` if the source cannot be reached, and `TaskError` if `repo_path` does not
+    exist or the source has no such commit.
     """
 
     def __init__(self, root: Path, base_url: str = "https://github.com", *, timeout_s: float = 600.0) -> None:

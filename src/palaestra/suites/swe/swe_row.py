@@ -40,7 +40,7 @@ class RowKind(StrEnum):
 
 
 class TestNames(StrEnum):
-    """The form in which a row names its tests. Sources: `swebench.harness.log_parsers` (4.1), SWE-rebench's log
+    """The form in which a row names its tests. Sources: `swebench.harness.log_parsers` (4.1), and SWE-rebench's log
     parsers."""
 
     __test__ = False

@@ -2,7 +2,7 @@
 
 The agent gets the tree of one commit with the bug, and a history of one commit. Its changes to that tree, without paths
 that could influence the grade (`protected.py`), are graded in a fresh slot without a network by running the named
-tests. The reward is 1.0 if every named test passes, else 0.0.
+tests. The reward is 1.0 if every named test passes and no tampering is found, else 0.0.
 """
 
 from __future__ import annotations
@@ -111,13 +111,16 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
         description="Further packages for the tests of public rows, in pip's syntax; .[test] is an extra.",
     )
     repo_requirements: dict[str, list[str]] = Field(
-        default={}, description='The same for single repositories: {"owner/name": ["responses", ".[test]"]}.'
+        default={}, description='Further packages for single repositories: {"owner/name": ["responses", ".[test]"]}.'
     )
     image_dir: str | None = Field(
         default=None,
-        description="A folder of ready root file systems: rows run in NAME or NAME.tar of their image_name.",
+        description="A folder of prebuilt root file systems. A row runs in NAME or NAME.tar, where NAME is its id or "
+        "the name of its image.",
     )
-    images: dict[str, str] = Field(default={}, description="Ready root file systems for images or rows, NAME=PATH.")
+    images: dict[str, str] = Field(
+        default={}, description="Prebuilt root file systems for images or rows, as NAME=PATH."
+    )
     install_env: dict[str, str] = Field(
         default={}, description="Environment variables for installing a repository, for example PIP_INDEX_URL=https://…"
     )
@@ -128,7 +131,7 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     )
     controls: bool = Field(
         default=True,
-        description="Run a passing fix against rewritten tests, of which some must fail, to detect subverted tests.",
+        description="Run rewritten tests, some of which must fail, over a fix that passes its tests.",
     )
     cache_dir: str = Field(
         default=CACHE_DIR, description="The folder of repositories, test tools and built tasks, on the host only."
@@ -163,14 +166,15 @@ class Shown(Enum):
 
 
 class ControlsFailed(GraderError):
-    """Raised if the controls of work that passes its tests fail. The work is not the cause, because its tests pass."""
+    """Raised if the controls of work that passes its tests end with an unexpected error. The work is not blamed."""
 
     certain = True
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRow:
-    """A row and the toolchain of its tests. If `image` is set, this root file system contains both."""
+    """A row and the toolchain of its tests. If `image` is set, this root file system contains the repository and the
+    toolchain."""
 
     row: SweRow
     toolchain: Toolchain
@@ -482,7 +486,7 @@ def _named_only(path: str, text: str, row: SweRow) -> str:
 class SweSmithOracleEnv(ListedEnv):
     """Fix bugs in real repositories, scored by the repositories' own tests.
 
-    Without a dataset it builds tasks from real packages; the first run downloads them from the package index.
+    The default dataset is built from real packages; the first run downloads them from the package index.
     """
 
     name: ClassVar[str | None] = "swe_smith_oracle"

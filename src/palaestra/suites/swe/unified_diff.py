@@ -1,6 +1,6 @@
 """Parse, render and reverse unified diffs. `apply_diff.py` applies them to texts.
 
-The module is for diffs that must match exactly: the bug of a task, its reference solution, its tests. Hunks are not
+The module is for diffs that must match exactly: the bug of a task, its reference solution and its tests. Hunks are not
 matched with fuzz or at an offset. Copies and binary changes without their data ("Binary files differ") are rejected.
 
 Format: the output of `git diff --binary`, git-diff(1) "Generating patch text"; the data of binary files is described in

@@ -1,7 +1,7 @@
 """Prepare a repository in a slot: its files, the task's bug, and a history of one commit.
 
-The tests that must start to pass are not in the agent's tree: their functions are removed from their files, and a file
-without other tests is left out. Grading writes the complete files.
+Unless they are kept, the tests that must start to pass are not in the agent's tree: their functions are removed from
+their files, and a file without other tests is left out. Grading writes the complete files.
 
 Invariant: the agent gets one commit with fixed author and dates, without any other object, ref, reflog or remote. The
 history therefore does not contain the fix, and preparing twice gives the same commit.
@@ -196,8 +196,8 @@ async def patch_of(slot: Slot, repo_dir: str, *, tests: Collection[str]) -> str:
 
 
 async def source_texts(cache: RepositoryCache, row: SweRow, patch: str) -> dict[str, str]:
-    """Return the texts that the files which a diff changes have in the row's commit. Bytes that are not UTF-8 become
-    surrogate escapes."""
+    """Return the texts of the files that a diff changes, as they are in the row's commit. Bytes that are not UTF-8
+    become surrogate escapes."""
     known = set(await cache.list_files(row))
     paths = {file.old_path for file in unified_diff.parse(patch)} - {None}
     return {

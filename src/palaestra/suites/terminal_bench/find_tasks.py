@@ -1,9 +1,9 @@
 """Load terminal tasks from a task folder, a folder of task folders, or dataset rows that contain packed folders.
 
-A row (JSONL or Parquet) has either an archive of the whole task (`task_binary`, a `.tar.gz`) or its parts (`task_name,
-instruction, category, docker_image, environment_tar, tests_tar, test_sh`, archives in base64). Rows are unpacked into
-cache folders named by their content, and then read as folders. A row whose `grading` is `live` is a task about a
-running service.
+A row (JSONL or Parquet) has either an archive of the whole task (`task_binary`, a `.tar.gz`) or its parts (`task_name`,
+`instruction`, `category`, `docker_image`, `environment_tar`, `tests_tar`, `solution_tar` and `test_sh`). An archive is
+bytes or base64. Rows are unpacked into cache folders named by their content, and then read as folders. A row whose
+`grading` is `live` is a task about a running service.
 
 Invariant: a bad task does not prevent the others from loading. It is returned with its error.
 """

@@ -9,7 +9,7 @@ A task with several steps has `[[steps]]` in task.toml and a folder for each ste
 A step's tests are copied over the task's tests. A step without its own `test.sh` or solution uses the task's.
 
 Format: `TaskConfig`, `StepConfig`, `MultiStepTrial` and the path rules of Harbor 0.25, with the older spellings of
-published tasks (`version`, `memory = "2G"`, `allow_internet`). Unknown keys are ignored, as Harbor does.
+published tasks (`version`, `memory = "2G"`, `allow_internet`). Unknown keys are ignored, as in Harbor.
 
 A task is rejected if it needs several containers, GPUs, Windows, tool servers, health checks (a slot does not run the
 image's entry point), or a verifier with its own environment.

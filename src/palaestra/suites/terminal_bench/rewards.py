@@ -1,7 +1,7 @@
 """Parse the reward files of a verifier, and combine the scores of a task's steps. Does no I/O.
 
 The rules are those of Harbor 0.25 (verifier/verifier.py, `MultiStepTrial`): `reward.json` takes precedence over
-`reward.txt`; the text is one finite number, the JSON an object of finite numbers. Anything else is the grader's
+`reward.txt`; the text is one finite number, and the JSON an object of finite numbers. Anything else is the grader's
 failure.
 """
 

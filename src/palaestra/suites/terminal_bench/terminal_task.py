@@ -15,7 +15,7 @@ from palaestra.core.types import AllowList, Limits, Network
 from palaestra.suites.images.dockerfile import ImageRecipe
 
 TESTS_DIR = "/tests"
-"""The folder of the verifier's files in a slot; it exists only while the verifier runs."""
+"""The folder of the verifier's files in a slot. It does not exist before the verifier runs."""
 
 LOGS_DIR = "/logs"
 VERIFIER_LOGS = f"{LOGS_DIR}/verifier"
@@ -32,7 +32,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """How to check a task: copy `folder` to `TESTS_DIR` and run its `script` as `user`.
+    """The check of a task: `folder` is copied to `TESTS_DIR`, and its `script` runs as `user`.
 
     `shared` is copied first, so files of `folder` replace its files.
     """

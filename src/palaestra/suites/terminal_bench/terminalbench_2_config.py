@@ -36,16 +36,17 @@ class TerminalBench2EvalConfig(ListedEnvConfig):
         description="Tasks to grade in the agent's own slot, as in task_filter: tasks about running services.",
     )
     image_dir: str | None = Field(
-        default=None, description="A folder of ready root file systems: NAME or NAME.tar, each with a NAME.json."
+        default=None,
+        description="A folder of prebuilt root file systems: TASK or TASK.tar, with an optional TASK.json next to it.",
     )
-    images: dict[str, str] = Field(default={}, description="Ready root file systems for single tasks, NAME=PATH.")
+    images: dict[str, str] = Field(default={}, description="Prebuilt root file systems for single tasks, as TASK=PATH.")
     base_image: str | None = Field(
         default=None,
-        description="A root file system over which slots build every Dockerfile; `host`: this machine's programs.",
+        description="A root file system over which slots build every Dockerfile. `host` means this machine's programs.",
     )
     builder: str = Field(
         default="",
-        description="The command that builds images; empty: the first of docker, podman and buildah that answers.",
+        description="The command that builds images. By default, the first of docker, podman and buildah that answers.",
     )
     build_network: bool = Field(default=True, description="Whether building an image reaches the network.")
     force_build: bool = Field(default=False, description="Rebuild images that are in the cache.")

@@ -5,8 +5,8 @@ The order is Harbor's: old rewards are removed, the tests are copied into the sl
 writes no reward: every test that pytest reports must pass.
 
 If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is raised instead of scoring the work 0.0.
-The only exception is work that prevented the tests from running: a module of the workspace is missing or broken, so
-pytest could not collect the tests.
+There are two exceptions. The work may have prevented the tests from running: a module of the workspace is missing or
+broken, so pytest could not collect the tests. And a Harbor script may give a reward of 0 before it starts pytest.
 
 A positive verdict is checked by further runs, each in a fork of the same work: once with the same tests, and twice with
 rewritten tests, some of which are falsified (`grading/controls.py`). The order is random, so recognizing the first
@@ -67,8 +67,8 @@ class _PaysWithoutTests(GraderError):
 
 @dataclass(frozen=True, slots=True)
 class VerifierSetup:
-    """How a verifier starts. `command` and `dependencies` are for pytest; `out_of_reach` are modules that the image has
-    for its own interpreter, and that `command` cannot import."""
+    """The settings of a verifier's run. `command` and `dependencies` are for pytest. `out_of_reach` are modules that
+    the image has for its own interpreter, and that `command` cannot import."""
 
     command: tuple[str, ...]
     dependencies: tuple[str, ...]

@@ -3,8 +3,8 @@ Find the agent's changes that the verifier must not see.
 
 `hidden_paths` selects changes of the agent that could influence its grade: the folders of the verifier, pytest's
 configuration above the tests, and start-up files that shells or other programs of the verifier load. It adds these
-paths to those that every environment hides from its grader (`rollouts/grading/tampering.py`). Only the path decides.
-`find_shadows` finds files that the verifier's programs would load in place of files of the image.
+paths to those that every environment hides from its grader (`rollouts/grading/tampering.py`). The content of a file
+does not matter. `find_shadows` finds files that the verifier's programs would load in place of files of the image.
 
 Not covered: programs that a task installed and a verifier trusts, and tests that import the work into their process;
 `verifier.py` checks a passing verdict with falsified tests.
@@ -61,7 +61,7 @@ _LOADING = frozenset(
     {"BASH_ENV", "ENV", "LD_PRELOAD", "LD_AUDIT", "PYTHONHOME", "PYTHONSTARTUP", "PERL5OPT", "RUBYOPT", "NODE_OPTIONS"}
     | {"GCONV_PATH", "LOCPATH", "OPENSSL_CONF", "OPENSSL_MODULES", "GIT_CONFIG_GLOBAL", "GIT_EXEC_PATH"}
 )
-"""Variables that name files which shells, the loader and interpreters load when they start, whatever they run."""
+"""Variables that name files that shells, the loader and interpreters load when they start, whatever they run."""
 _ORDINARY = frozenset(
     {"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "PWD", "OLDPWD", "TMPDIR", "TMP", "TEMP", *_LOADING}
 )

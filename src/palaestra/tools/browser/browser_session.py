@@ -3,7 +3,7 @@
 The session is kept in `ToolRun.state`, so it closes when the rollout ends. The tools are in `builtin/browser.py`.
 
 Invariants: an error in a page or by the model raises `ToolMistake`, which the model reads. A browser that died raises
-`ToolUnavailable`, and the next call of any rollout gets a new browser. Memory is bounded whatever a page writes.
+`ToolUnavailable`, and the next `navigate` of any rollout gets a new browser. Memory is bounded whatever a page writes.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class BrowserSession:
 
     @property
     def started(self) -> bool:
-        """Whether a browser was opened."""
+        """Whether this rollout has a context of the browser."""
         return self._lease is not None
 
     async def aclose(self) -> None:
@@ -158,7 +158,7 @@ class BrowserSession:
         url, host, port = _address(url)
         reach = HostPolicy(settings.browser_allow, settings.browser_block)
         if host and (why := reach.refusal(host, port)) is not None:
-            raise ToolMistake(f"{url} is not opened: {why}")
+            raise ToolMistake(f"{url} was not opened: {why}")
         await self._open(run, settings)
         if self._tabs[-1] in self._broken or await self._hangs(self._tabs[-1]):
             await self._replace_broken()
@@ -168,7 +168,7 @@ class BrowserSession:
             return None
         if (await self.ask(response.all_headers())).get("proxy-status", "").startswith(f"{PROXY_NAME};"):
             why = (await self.ask(response.text())).strip()
-            raise ToolMistake(f"{_led(url, self.page.url)} is not opened: {why}")
+            raise ToolMistake(f"{_led(url, self.page.url)} was not opened: {why}")
         return response.status
 
     async def _load(self, url: str, host: str, port: int, settings: ToolSettings) -> Response | None:
@@ -372,7 +372,7 @@ def _address(url: str) -> tuple[str, str, int]:
     except ValueError as error:
         raise ToolMistake(f"{url!r} is not an address: {error}") from None
     if parts.scheme.lower() not in _SCHEMES:
-        raise ToolMistake(f"{url} is not opened: only http, https and data addresses can be opened")
+        raise ToolMistake(f"{url} was not opened: only http, https and data addresses can be opened")
     if parts.scheme.lower() != "data" and not host:
         raise ToolMistake(f"{url!r} is not an address: it has no host")
     return url, host, port

@@ -144,8 +144,8 @@ class Way:
 
 
 async def start(playwright: Playwright, executable: str, proxy: ProxySettings, home: Path) -> tuple[Browser, Way]:
-    """Start Chromium with `home` as its only directory, in the first way that works. Raises `ToolUnavailable` if none
-    does."""
+    """Start Chromium in the first way that works. Its home directory is below `home`. Raises `ToolUnavailable` if no
+    way works."""
     from playwright.async_api import Error
 
     problems: list[str] = []

@@ -1,5 +1,5 @@
-"""One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first rollout, and restarts it if
-it dies.
+"""One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first rollout that browses, and restarts it
+if it dies.
 
 The object is kept in `ToolRun.shared`. Each rollout has its own context: cookies, storage and pages that no other
 rollout sees. `BrowserProxy` is the browser's only way to the network: Chromium uses it for everything, including
@@ -111,8 +111,8 @@ class RunningBrowser:
     lock: int
 
     async def aclose(self) -> None:
-        """End the browser, its driver and its proxy, and remove its files. A browser that does not answer is killed
-        with all processes of its user."""
+        """End the browser, its driver and its proxy, and remove its files. If the browser ran as a separate user, all
+        processes of that user are killed."""
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.browser.close(), CLOSE_S)
         with contextlib.suppress(Exception):

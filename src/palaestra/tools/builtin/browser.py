@@ -1,8 +1,8 @@
 """The `browser_*` tools: a real browser, shown as text (`tools/browser`).
 
 The project's interface contract fixes the names, parameters and reply keys. A reply also has `notes` if something else
-happened (a dialog, a refused download, a new tab). Invariant: the calls of one rollout run one after the other, and
-each lets the page react for a moment.
+happened (a dialog, a refused download, a new tab). Invariant: the calls of one rollout run one after the other, and a
+call that navigates, clicks, scrolls or presses a key lets the page react for a moment.
 """
 
 from __future__ import annotations

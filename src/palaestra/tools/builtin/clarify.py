@@ -48,7 +48,7 @@ SCHEMA = ToolSchema(
 
 
 async def run_clarify(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Ask `question`; the reply repeats it and adds `user_response`."""
+    """Ask `question`; the reply repeats it with the choices, and adds `user_response`."""
     ask = run.state(User).ask
     if ask is None:
         raise ToolMistake("There is nobody to ask here. Decide yourself, and state your assumptions")

@@ -20,7 +20,8 @@ MAX_TASKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One piece of work. Without `toolsets` or `max_turns`, it has the tools or the limit of the delegating agent."""
+    """One piece of work. If `toolsets` is None, the sub-agent has the delegating agent's tools; if `max_turns` is None,
+    it has that agent's limit."""
 
     goal: str
     context: str = ""

@@ -2,7 +2,7 @@
 
 It suits work with many calls and few decisions: the program loops, filters and counts, and the model reads only what
 the program prints. Variables do not persist between programs. A program's calls are checked, run and limited like the
-model's calls, and recorded with the turn. The program has no other access to anything outside its slot.
+model's calls, and recorded with the turn. Apart from these calls, the program reaches only what its slot can reach.
 
 Invariant: output, calls and time are bounded whatever the program does, and everything that it sends is checked.
 """

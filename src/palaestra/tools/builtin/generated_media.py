@@ -1,8 +1,9 @@
 """The tools `image_generate` and `text_to_speech`: a model server makes a file, which is written into the slot.
 
 Any server with OpenAI's images or speech API works. The request and the write are two steps: the request is a separate
-external call, so it is recorded with the file's bytes, and a replay writes the same file without a request. A new file
-is named after the hash of its bytes. Invariant: only bytes that begin with an image signature are written as an image.
+external call, so it is recorded with the file's bytes, and a replay writes the same file without a request. Unless the
+call names a path, the file is named after the hash of its bytes. Invariant: only bytes that begin with an image
+signature are written as an image.
 
 Formats: https://platform.openai.com/docs/api-reference/images/create and …/audio/createSpeech
 """
@@ -47,8 +48,8 @@ SPEECH = ToolSchema(
 
 
 class FileMaker(Tool):
-    """A tool that writes a file. `request` gets the file from the server as `{"data": base64, "suffix": …}`. New files
-    are written into `folder`, and the reply has the path under `key`."""
+    """A tool that writes a file. `request` gets the file from the server as `{"data": base64, "suffix": …}`. Unless the
+    call names a path, the file is written into `folder`. The reply has the path under `key`."""
 
     parallel_safe = True
 
@@ -67,7 +68,7 @@ class FileMaker(Tool):
         return self._request.missing_in(replayed=replayed)
 
     async def execute(self, **arguments: JSON) -> ToolResult:
-        raise ToolMistake(f"{self.name} writes a file, and there is no sandbox to write it in")
+        raise ToolMistake(f"{self.name} writes a file, which needs a sandbox, and there is none here")
 
     async def run(self, arguments: Mapping[str, JSON], run: ToolRun, /) -> ToolReply:
         slot = await run.slot()

@@ -4,8 +4,8 @@ Rollouts must not learn from each other, so nothing is kept unless the environme
 is set, the agent loop answers the call itself. The files are plain text that a person may edit: notes with a line `§`
 between them.
 
-Invariants: a file never exceeds its limit and is replaced atomically; a lock orders the changes of concurrent
-processes, and no change is lost.
+Invariants: a file that the tool writes never exceeds its limit and is replaced atomically; a lock orders the changes of
+concurrent processes, and no change is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
 MAX_CHARS: Mapping[str, int] = {"memory": 4000, "user": 2000}
-"""The maximum number of characters of each file, because both are read in full at the start of every session."""
+"""The maximum number of characters of each file, because every reply has all notes of the file."""
 _BETWEEN = "\n§\n"
 
 SCHEMA = ToolSchema(
@@ -52,8 +52,8 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 class Notes:
     """The notes in one folder, which the first write creates. If `folder` is None, no notes may be kept.
 
-    Methods block while they read or write a small file. They raise `OSError`, or `ToolMistake` with the current notes
-    as a detail.
+    Methods block while they read or write a small file. They raise `OSError` if that fails, and `ToolMistake` if there
+    is no folder, if the notes would be too long, or if not exactly one note contains `old_text`.
     """
 
     folder: Path | None = None

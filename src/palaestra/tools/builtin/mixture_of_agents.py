@@ -1,8 +1,8 @@
-"""The `mixture_of_agents` tool: several models answer a question, and one of them combines the answers.
+"""The `mixture_of_agents` tool: several models answer a question, and an aggregator model combines the answers.
 
 One layer of "Mixture-of-Agents Enhances Large Language Model Capabilities" (Wang et al. 2024, arXiv 2406.04692): the
-models answer independently, then a further model, the aggregator, gets the question and all answers. The settings, not
-the calling model, choose the models; one server with chat completions serves all of them.
+models answer independently, and the aggregator then gets the question and all answers. The settings, not the calling
+model, choose the models; one server with chat completions serves all of them.
 """
 
 from __future__ import annotations

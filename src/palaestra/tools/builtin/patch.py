@@ -2,7 +2,8 @@
 finds the positions to change by their text, without line numbers.
 
 Invariant: a patch over several files is applied completely or not at all. All results are computed before the first
-write, and if a write fails or is cancelled, the files written before it get their old content back.
+write. If a write fails or is cancelled, the files written before it get their old content back; an error names those
+that cannot be restored.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _require(arguments: Mapping[str, JSON], needed: tuple[str, ...], foreign: tu
     missing = [name for name in needed if name not in arguments]
     if missing:
         raise ToolMistake(f"mode {mode} needs {' and '.join(missing)}; nothing was changed")
-    # models omit a parameter by giving an empty value
+    # some models pass an empty value for a parameter that they mean to omit
     mixed = [name for name in foreign if arguments.get(name)]
     if mixed:
         raise ToolMistake(f"mode {mode} does not accept {' and '.join(mixed)}; nothing was changed")

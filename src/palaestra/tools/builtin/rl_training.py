@@ -1,11 +1,11 @@
 """The ten `rl_*` tools: an agent chooses an environment, then configures, starts, watches and stops a training run.
 
 The project's interface contract fixes names, arguments and reply keys. A training run is a separate process, `palaestra
-train` (`tools/training/`), with the trainers of this package. The settings, not the agent, choose model, trainer and
-folder.
+train` (`tools/training/`), with the trainers of this package. The settings, not the agent, choose the model, the
+trainer and the folder.
 
-Invariant: a training run is identified by its conversation, environment and settings. A resumed rollout that repeats a
-call therefore starts no second run. A start with the settings of a stopped run continues the stopped run.
+Invariant: a training run is identified by its task, environment, model, trainer and settings. A resumed rollout that
+repeats a call therefore starts no second run. A start with the settings of a stopped run continues the stopped run.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ async def _check_status(settings: ToolSettings, arguments: Mapping[str, JSON], r
     if status == FAILED:
         reply["message"] = f"The training run failed: {training.error()}"
     elif status == INTERRUPTED:
-        reply["message"] = "The run was stopped with the agent that started it. Start it again with the same settings."
+        reply["message"] = "The run stopped when its agent ended. Start it again with the same settings to continue it."
     return reply
 
 

@@ -2,8 +2,8 @@
 
 ripgrep searches inside the slot, or GNU grep if there is no ripgrep, with options that make both give the same results.
 Commands are argument lists, never shell text. Both programs search regular files below a directory, including hidden
-and ignored ones. They do not follow symlinks, skip `.git` and files with NUL bytes, and treat bytes as text: ASCII
-patterns match bytewise, others as UTF-8.
+and ignored ones. They skip symlinks, `.git` and files with NUL bytes, and treat bytes as text: ASCII patterns match
+bytewise, others as UTF-8.
 
 The results of the two programs differ in two cases. If a NUL byte follows the first 32 KiB of a file, ripgrep stops
 there. A few constructs exist only in Rust's regex or only in PCRE; for those that Rust's regex lacks, ripgrep uses

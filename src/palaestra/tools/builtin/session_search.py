@@ -4,8 +4,8 @@ each a JSON object of the schema `palaestra.session/1`, written when the convers
 The tool shows excerpts and does not summarise. If no folder is set (`Sessions`), the agent loop answers the call
 itself.
 
-Invariants: a file is replaced atomically; a search reads at most the newest `MAX_SESSIONS` files of the folder, up to
-`MAX_SESSION_BYTES` each; the same folder and query give the same answer.
+Invariants: a file is replaced atomically; a search reads at most the newest `MAX_SESSIONS` files of the folder, and
+skips files of more than `MAX_SESSION_BYTES`; the same folder and query give the same answer.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Sessions:
         """Write a conversation and return the path of its file. Raises `OSError`, and `ConfigError` if `folder` is None
         or the id cannot be a file's name."""
         if self.folder is None:
-            raise ConfigError("there is no folder for sessions")
+            raise ConfigError("no folder for sessions is set: create Sessions with a folder")
         if _NAME.fullmatch(session.session_id) is None or session.session_id.startswith("."):
             raise ConfigError(
                 f"session id {session.session_id!r} cannot be used: use at most 128 letters, digits, - and _"

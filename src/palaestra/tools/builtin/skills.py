@@ -4,8 +4,8 @@ A skill is a folder with a `SKILL.md`: YAML between two `---` lines with `name` 
 (https://agentskills.io/specification). A skill's folder is directly in the folder of skills, or in a subfolder of it,
 the skill's category. Rollouts must not learn from each other, so there are no skills unless `skills_dir` is set.
 
-Invariants: no path leaves the folder of its skill, and no link is followed; a file is replaced atomically; a lock
-orders the changes of concurrent processes.
+Invariants: no path leaves the folder of its skill, and no symbolic link in that folder is followed; a file is replaced
+atomically; a lock orders the changes of concurrent processes.
 """
 
 from __future__ import annotations
@@ -89,8 +89,11 @@ class Skill:
 
 
 class Skills:
-    """The skills of one folder. Methods block while they read or write small files. They raise `OSError`, and
-    `ToolMistake` for an error that a model can correct."""
+    """The skills of one folder. Methods block while they read or write small files.
+
+    They raise `OSError` if the file system reports an error. They raise `ToolMistake` for an unknown skill or file, an
+    invalid name, path or header, and a file of more than `MAX_BYTES`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -123,7 +126,7 @@ class Skills:
         return {"name": name, "file_path": file_path, "content": text, "files": _files(skill.folder)}
 
     def create(self, name: str, content: str, category: str = "") -> None:
-        """Write a new skill. Raises `ToolMistake` if a skill with this name exists."""
+        """Write a new skill. Raises `ToolMistake` also if a skill with this name exists."""
         for what, value in (("name", name), ("category", category)):
             if (value or what == "name") and not (_NAME.fullmatch(value) and len(value) <= _MAX_NAME):
                 raise ToolMistake(
@@ -143,8 +146,8 @@ class Skills:
             _write(self.find(name).folder, DOCUMENT, content)
 
     def patch(self, name: str, old: str, new: str, file_path: str = DOCUMENT, *, everywhere: bool = False) -> None:
-        """Replace a text in the document or in another file. The text must occur exactly once, unless `everywhere` is
-        true."""
+        """Replace a text in the document or in another file. The text must occur exactly once or, if `everywhere` is
+        true, at least once; otherwise, raises `ToolMistake`."""
         with self._changing():
             folder = self.find(name).folder
             text = _read(folder, file_path)
@@ -164,14 +167,14 @@ class Skills:
             shutil.rmtree(self.find(name).folder)
 
     def write_file(self, name: str, file_path: str, content: str) -> None:
-        """Write a file next to the document."""
+        """Write a file of the skill other than its document."""
         if file_path == DOCUMENT:
             raise ToolMistake(f"Change {DOCUMENT} with edit or patch")
         with self._changing():
             _write(self.find(name).folder, file_path, content)
 
     def remove_file(self, name: str, file_path: str) -> None:
-        """Remove a file next to the document."""
+        """Remove a file of the skill other than its document."""
         if file_path == DOCUMENT:
             raise ToolMistake(f"A skill needs its {DOCUMENT}; remove the whole skill with delete")
         with self._changing():
@@ -281,7 +284,7 @@ def _inside(folder: Path, file_path: str) -> Path:
     for part in parts:
         path = path / part
         if path.is_symlink():
-            raise ToolMistake(f"{file_path!r} leads through a link, which is not followed")
+            raise ToolMistake(f"{file_path!r} contains a symbolic link, which is not followed")
     return path
 
 

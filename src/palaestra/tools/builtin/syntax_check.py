@@ -1,6 +1,6 @@
 """Checks whether a file that was just written parses. Nothing from a slot is ever executed.
 
-Python files are compiled by this interpreter, whose grammar may differ from the slot's; the answer names the version.
+Python files are compiled by this interpreter, whose grammar may differ from the slot's; an error names the version.
 Size and depth are bounded because the text comes from a model and is parsed outside the slot.
 """
 
@@ -19,10 +19,10 @@ import yaml
 MAX_CHECKED_CHARS = 128 << 10
 """Longer files are not checked, because parsing blocks the event loop (at worst about 1 ms per kilobyte)."""
 _MAX_DEPTH = 100
-"""The maximum nesting of a YAML file that is checked: the cost of a token grows with the depth."""
+"""The maximum nesting of a YAML file that is checked, because the cost of a token grows with the depth."""
 _MAX_DOTS = 1000
-"""The maximum number of dots in a line of a TOML file that is checked: a key with very many parts takes minutes to
-parse."""
+"""The maximum number of dots in a line of a TOML file that is checked, because a key with very many parts takes minutes
+to parse."""
 
 
 def check_syntax(path: str, text: str) -> str | None:

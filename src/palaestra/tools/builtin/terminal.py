@@ -2,8 +2,8 @@
 it in the background for the `process` tool.
 
 Invariant (S5): the reply is bounded whatever a command prints, and reports the full size. If the middle was cut out, a
-file in the slot has all output, or its first `full_output_bytes` bytes if it is very long. A command is never run
-twice.
+file in the slot has all output, or its first `full_output_bytes` bytes if it is very long; the file is missing only if
+it could not be written. A command is never run twice.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _BACKGROUND: Mapping[str, JSON] = {
         "description": "With background: report output lines that contain one of these strings. Use for rare events.",
     },
 }
-"""Parameters of background commands. The reports of such a command come with the next reply of the `process` tool."""
+"""Parameters of background commands. The reports on such a command go to the registry's `Notifications`."""
 
 SCHEMA = ToolSchema(
     name="terminal",

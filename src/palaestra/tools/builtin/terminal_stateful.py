@@ -1,4 +1,5 @@
-"""The `terminal_stateful` tool: runs commands in the rollout's shell, which keeps directory, variables and functions.
+"""The `terminal_stateful` tool: runs commands in the rollout's shell, which keeps its directory, variables and
+functions.
 
 A command has no terminal and no input, as in `terminal`. Invariant: there is one such shell per rollout, and its
 commands run one after the other. The reply reports a restart of the shell, which loses its state.

@@ -6,8 +6,8 @@ part and an `image_url` part (https://platform.openai.com/docs/guides/images-vis
 the server fetches nothing itself.
 
 Invariant: only bytes that are recognised as an image are sent, and no more of them than the settings allow. Addresses
-are fetched like web pages, so private networks are out of reach. The settings, not the calling model, choose the vision
-model.
+are fetched like web pages, so private networks are out of reach unless `web_allow` lists them. The settings, not the
+calling model, choose the vision model.
 """
 
 from __future__ import annotations

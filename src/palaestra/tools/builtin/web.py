@@ -63,7 +63,7 @@ EXTRACT_SCHEMA = ToolSchema(
 
 
 def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
-    """Return both tools with these settings. Raises `ConfigError`."""
+    """Return both tools with these settings."""
     asked, read = choose_searcher(settings), choose_reader(settings)
 
     async def search(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -81,7 +81,7 @@ def web_tools(settings: ToolSettings) -> tuple[FunctionTool, ...]:
 
 def page_reader(name: str, settings: ToolSettings) -> PageReader:
     """Return the reader on this machine (`fetch`), or the provider called `name`. A user's own server gets requests
-    only for pages that this machine may read."""
+    only for pages that this machine may read. Raises `ConfigError` for an invalid `web_allow`."""
     policy = AddressPolicy(settings.web_allow)
     if name == "fetch":
         return Fetcher(policy, settings.lane())

@@ -61,7 +61,7 @@ SCHEMA = ToolSchema(
 
 
 def web_crawl_tool(settings: ToolSettings, time_s: float = TIME_S) -> FunctionTool:
-    """Return the tool with these settings. Raises `ConfigError`."""
+    """Return the tool with these settings. A crawl stops after `time_s` seconds."""
 
     def missing() -> str | None:
         if settings.web_extract_provider != "fetch":

@@ -54,7 +54,7 @@ class TerminalPerson:
     async def approve(self, request: ApprovalRequest) -> ApprovalAnswer:
         """Ask whether a command may run, and return the answer. This method is the `ask` of `Approvals`."""
         what = f"A command of task {_plain(request.task_id)} {', '.join(request.dangers)}:\n{_quoted(request.command)}"
-        prompt = "Run it? y: this time, s: this kind from now on, n: no [n] "
+        prompt = "Run it? y: once, s: this kind for the whole session, n: no [n] "
         return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:
@@ -160,5 +160,6 @@ def _quoted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the text with all characters escaped that could move the cursor or change the order of display."""
+    """Return the text with every unprintable character escaped, because it could move the cursor or reorder the
+    text."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -1,10 +1,10 @@
 """One session with an MCP server, which concurrent calls share. Only this module uses the package `mcp`.
 
 A server that is a command runs on this machine, outside every slot, with the rights of this process;
-`core/io/supervised_command.py` ends it with this process, and `StderrTail` keeps the end of its stderr.
+`core/io/supervised_command.py` ends it when this process ends, and `StderrTail` keeps the end of its stderr.
 
 Invariant: the session's own task enters and leaves the package's scopes, so that a cancelled caller leaves no process
-behind; an error is a `ToolServerError` that names the server.
+behind; a failure of the session is a `ToolServerError` that names the server.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _SESSION_GONE = "Session terminated"
 
 
 class NotCarriedOut(ToolServerUnavailable):
-    """Raised if the session had ended before the server accepted the call, so that the call may be sent again."""
+    """Raised if the session had ended before the server accepted the call. The call may be sent again."""
 
 
 class Connection:
@@ -176,8 +176,9 @@ class Connection:
     async def call(self, tool: str, arguments: Mapping[str, JSON]) -> CallToolResult:
         """Make one call. Cancelling it notifies the server.
 
-        Raises `TimeoutError`, `ServerSaid` for an error that the model reads, and `ToolServerReplyError` for an invalid
-        result. If the session has ended, raises `NotCarriedOut` or `ToolServerUnavailable`.
+        Raises `TimeoutError` after the config's `timeout`, `ServerSaid` for an error that the model reads, and
+        `ToolServerReplyError` for an invalid result. If the session has ended, raises `NotCarriedOut` or
+        `ToolServerUnavailable`.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
@@ -266,7 +267,7 @@ class Connection:
         if redacted_arguments(self._config.args) != list(self._config.args):
             logger.warning(
                 "The arguments of MCP server '%s' contain a key, which other users of this machine can read while the "
-                "server runs: give it to the server in env",
+                "server runs; pass the key in env instead",
                 self.name,
             )
         command, *words = supervised(self._config.command, *self._config.args)

@@ -123,7 +123,8 @@ class MCPServerConfig(Settings):
                 )
 
     def resolved(self) -> MCPServerConfig:
-        """Return a copy with every variable replaced. Raises `ConfigError` for a variable that was not passed."""
+        """Return a copy with every variable replaced. Raises `ConfigError` for a variable that was not passed and has
+        no default."""
         env = {name: self._value(value) for name, value in self.env.items()}
         headers = {name: self._value(value) for name, value in self.headers.items()}
         remember_named({**self._variables, **env, **headers})

@@ -1,7 +1,7 @@
 """One MCP server of a run and its tools, which are listed once, so that all rollouts of the run have the same tools.
 
 Calls run concurrently over one session. If the session has ended, a call opens a new session, but only once. A result
-becomes bounded text. Images, sound and files are replaced by their type and size.
+becomes bounded text. Images, sound and binary files are replaced by their type and size.
 
 Invariant: a call that the server may have carried out is not sent again, unless the server declares it idempotent.
 """
@@ -201,8 +201,8 @@ def _problem(schema: ToolSchema) -> str | None:
 
 
 def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
-    """Return `{"output": …}`, with `structured` content unless the text repeats it, and `output_total_chars` if it was
-    cut.
+    """Return `{"output": …}`, with `structured` content unless the text repeats it, and `output_total_chars` if the
+    text was cut.
 
     Raises `ToolMistake` with the same text for a result that is an error.
     """

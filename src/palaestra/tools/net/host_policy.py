@@ -3,7 +3,7 @@
 A model names hosts, but the address of the connection decides. `AddressPolicy` checks the address when the socket is
 created, which covers redirects and names that later resolve to another address. It refuses loopback, private,
 link-local (cloud metadata), shared, reserved and multicast addresses, even if an IPv6 address contains them
-(IPv4-mapped or NAT64). Addresses of the tunnels 6to4 and Teredo are always refused. It does not check what public
+(IPv4-mapped or NAT64). 6to4 and Teredo tunnel addresses are always refused. It does not check what public
 servers do.
 
 `HostPolicy` has lists and does no I/O: call `refusal` before the look-up and `address_refusal` for each address found,

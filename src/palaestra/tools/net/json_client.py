@@ -54,16 +54,16 @@ class JsonServer:
     rng: random.Random | None = None
 
     async def get(self, path: str, query: Mapping[str, str]) -> JSON:
-        """Send a GET and return its JSON reply. Raises as `post` does."""
+        """Send a GET request and return the JSON reply. Raises as `post` does."""
         return await self._ask("GET", (URL(self.base_url) / path.lstrip("/")).with_query(query), None)
 
     async def post(self, path: str, payload: JSON) -> JSON:
-        """Send a POST and return its JSON reply. Raises `ToolMistake` if the server refuses the request, and
+        """Send a POST request and return the JSON reply. Raises `ToolMistake` if the server refuses the request, and
         `ToolUnavailable` for any other failure."""
         return await self._ask("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def post_for_bytes(self, path: str, payload: JSON) -> bytes:
-        """Send a POST and return the unparsed reply. Raises as `post` does."""
+        """Send a POST request and return the unparsed reply. Raises as `post` does."""
         return await self._ask_for_bytes("POST", URL(self.base_url) / path.lstrip("/"), msgspec.json.encode(payload))
 
     async def _ask(self, method: str, url: URL, body: bytes | None) -> JSON:
@@ -71,7 +71,7 @@ class JsonServer:
         try:
             return msgspec.json.decode(told)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise self._down(f"does not answer with JSON: {_said(told)}") from None
+            raise self._down(f"did not answer with JSON: {_said(told)}") from None
 
     async def _ask_for_bytes(self, method: str, url: URL, body: bytes | None) -> bytes:
         clock = self.clock or SystemClock()
@@ -83,7 +83,7 @@ class JsonServer:
                 why = str(error) or type(error).__name__
                 raise TransientFailure(self._down(f"cannot be reached ({why}), tried {_times(tries)}")) from error
             if status in RETRIED_STATUSES:
-                problem = self._down(f"answers HTTP {status}, tried {_times(tries)}: {_said(told)}")
+                problem = self._down(f"answered with HTTP {status}, tried {_times(tries)}: {_said(told)}")
                 raise TransientFailure(problem, retry_after_s(retry_after, clock.wall()))
             return self._accepted(status, told)
 
@@ -107,18 +107,18 @@ class JsonServer:
                 async for chunk in reply.content.iter_any():
                     content += chunk
                     if len(content) > MAX_REPLY_BYTES:
-                        raise self._down(f"sends more than {MAX_REPLY_BYTES >> 20} MB")
+                        raise self._down(f"sent more than {MAX_REPLY_BYTES >> 20} MB")
                 return reply.status, bytes(content), reply.headers.get("Retry-After")
         finally:
             self.lane.release()
 
     def _accepted(self, status: int, told: bytes) -> bytes:
         if status in (401, 402, 403):
-            raise self._down(f"denies access (HTTP {status}); check {self.key}: {_said(told)}")
+            raise self._down(f"denied access (HTTP {status}); check {self.key}: {_said(told)}")
         if status in (400, 413, 414, 422):
-            raise ToolMistake(f"{self.name} rejects this request (HTTP {status}): {_said(told)}")
+            raise ToolMistake(f"{self.name} rejected this request (HTTP {status}): {_said(told)}")
         if not 200 <= status < 300:
-            raise self._down(f"answers HTTP {status}; check its address: {_said(told)}")
+            raise self._down(f"answered with HTTP {status}; check its address: {_said(told)}")
         return told
 
     def _down(self, what: str) -> ToolUnavailable:
@@ -126,7 +126,7 @@ class JsonServer:
 
     def malformed(self, told: JSON) -> ToolUnavailable:
         """Return the error for a reply in an unexpected format."""
-        return self._down(f"answers in an unexpected format: {_said(msgspec.json.encode(told))}")
+        return self._down(f"answered in an unexpected format: {_said(msgspec.json.encode(told))}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@
 
 The position of a change is found by its text; line numbers are ignored. The caller writes the files.
 
-Invariant: a patch is read and applied completely or raises `PatchError`, even if it was cut off before its end. A
+Invariant: a patch is applied completely, or it raises `PatchError`, for example if it was cut off before its end. A
 change that could apply at several places is an error; context lines stay exactly as the file has them.
 Source: the apply_patch format of OpenAI's published prompting guide for GPT-4.1; `Move File` is a common dialect.
 """

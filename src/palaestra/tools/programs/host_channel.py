@@ -1,9 +1,9 @@
 """Serves the tool calls of `execute_code`'s programs: the module that they import, and the host's end of the channel.
 
-`module_text` writes the module `palaestra_tools` into the slot, with one function for each tool of the agent. The
+`module_text` returns the source of the module `palaestra_tools`, which has one function for each tool of the agent. The
 function has the tool's name and parameters. The module needs Python 3.7 or newer. `ProgramChannel` reads the program's
-frames from the output of a background process and writes answers to its input; `program_supervisor.py`, which runs in
-the slot, describes the frames.
+frames from the output of a background process and writes answers to its input. The docstring of
+`program_supervisor.py`, which runs in the slot, describes the frames.
 
 Invariant: all data from the slot is bounded and checked here, because the program can write anything to the channel;
 anything that is not a frame ends the program. The tool runtime checks the calls.
@@ -107,7 +107,7 @@ def _usable(name: str) -> bool:
 
 
 class BrokenChannel(Exception):
-    """Raised if data that is not a frame arrived; the message describes it."""
+    """Raised if data arrives that is not a frame; the message describes the data."""
 
 
 class ProgramChannel:
@@ -137,7 +137,7 @@ class ProgramChannel:
                     self._request, self._too_long = bytearray(), False
             try:
                 await self._process.write(b"%d\n" % len(reply) + reply)
-            except BrokenPipeError:  # a process in the slot killed the program; its remaining output is still read
+            except BrokenPipeError:  # the supervisor was killed; its remaining output is still read
                 continue
         return None
 

@@ -9,7 +9,7 @@ host through its standard input and output, so there is no address that other pr
 Frames to the host: a letter (`o` output, `c` a part of a request, `C` its last part, `e` the end), the length of the
 payload, a newline, the payload. The host answers each frame but the last with a length, a newline and that many bytes.
 The answer to `C` is the call's reply; the other answers are empty. The next frame is sent only after the answer, so a
-program that prints waits until its output was read.
+program that prints waits until its output has been read.
 
 Invariant: the program's output is sent before a request that follows it, and before the end.
 """
@@ -98,7 +98,7 @@ class ChildProgram:
                 sources.remove(asking)
 
     def _print(self, host: Host) -> bool:
-        """Send the content of the pipe, up to its capacity. Returns False at the end of the output."""
+        """Send the content of the pipe, in at most 64 frames. Returns False at the end of the output."""
         for _ in range(64):
             try:
                 data = os.read(self.output, FRAME_BYTES)

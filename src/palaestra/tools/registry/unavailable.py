@@ -1,6 +1,6 @@
-"""Tools that the project's interface contract names, but that this version lacks or only some programs provide.
-`palaestra gateway` replaces some of them (see `build_tool_registry`). The rest are never shown to a model. A call of
-one is answered with the reason."""
+"""Tools of the project's interface contract that this version lacks or that only some programs provide. `palaestra
+gateway` replaces some of them (see `build_tool_registry`). Otherwise they are never shown to a model, and a call of one
+is answered with the reason."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ contract defines.
 It serves code that names trajectories by id and lets the executor lease, keep and return their slots. The agent loop
 uses one `ToolRuntime` per rollout instead.
 
-Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories never
-wait for each other. A trajectory keeps one slot from its first call to its release. The configuration, not
-the model's arguments, decides on network and isolation.
+Invariant: calls of one trajectory run one at a time in the order they were made; calls of different trajectories run
+concurrently. A trajectory keeps one slot from the first call that needs it to its release. The configuration, not the
+model's arguments, decides on network and isolation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.tool import States, ToolOutcome
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
-"""Arguments that are dropped from every call, because the configuration decides them."""
+"""Arguments that `ToolExecutor.execute` drops, because the configuration decides them."""
 _KEPT_LATENCIES = 1024
 _CONTRACT_REPLIES = ContractReplies()
 
@@ -72,7 +72,7 @@ class ToolExecutorConfig(BaseModel):
 
 
 class DelegationSource(Protocol):
-    """Does the work of `delegate_task` for the trajectories of a `ToolExecutor`, whose agents run elsewhere."""
+    """Does the work of `delegate_task` for the trajectories of a `ToolExecutor`. Their agents run elsewhere."""
 
     def work(self, tools: ToolRuntime) -> Work:
         """Return the work function of the trajectory with these tools."""
@@ -98,8 +98,8 @@ class ToolExecutor:
     `backend` (or `pool`, another name for it) hands out the slots, made from `spec` with the configured network.
     `shared` are objects that the tools of all trajectories share, such as `Approvals`. `delegates` do the work of
     `delegate_task` and are closed with the executor. `world` (made by `open_world`) records or replays the calls of
-    tools that have `touches_world`; whoever made it closes it. If a released trajectory makes calls again, they are
-    recorded as those of a second trajectory, `NAME#2`. Tools may be added to `registry` later.
+    tools that have `touches_world`; the caller closes it. If a released trajectory makes calls again, they are recorded
+    as those of a second trajectory, `NAME#2`. Tools may be added to the attribute `registry` later.
     """
 
     def __init__(
@@ -225,7 +225,8 @@ class ToolExecutor:
         return known
 
     async def release_trajectory(self, trajectory_id: str, reset_workspace: bool = False) -> None:
-        """Give back the trajectory's slot. Its unfinished calls raise `StaleLease`; a later call gets a new slot.
+        """Give back the trajectory's slot. Calls that use the slot or wait for their turn raise `StaleLease`; a later
+        call gets a new slot.
 
         `reset_workspace` is part of the interface contract and has no effect, because no returned slot is reused
         without a reset.
@@ -235,7 +236,7 @@ class ToolExecutor:
             await known.release()
 
     async def close(self) -> None:
-        """Give back all slots. Unfinished calls raise `StaleLease`. Idempotent."""
+        """Give back all slots, as `release_trajectory` does. Later calls raise `StaleLease`. Idempotent."""
         self._closed = True
         while self.trajectories:
             await self.release_trajectory(next(iter(self.trajectories)))
@@ -281,7 +282,7 @@ class TrajectoryTools:
 
     async def call(self, name: str, arguments: Mapping[str, JSON] | str, timeout_s: float | None = None) -> ToolOutcome:
         """Run one call after all earlier calls of the trajectory. Raises `PalaestraError`, for example `StaleLease` if
-        the trajectory was released."""
+        the trajectory has been released."""
         async with self._turn:
             self._check()
             return await self.tools.call(name, arguments, timeout_s=timeout_s)
@@ -336,5 +337,5 @@ class TrajectoryTools:
 
 def _with_network(spec: SlotSpec, allow: bool) -> SlotSpec:
     if allow and isinstance(spec.network, AllowList):
-        return spec  # a call never gets more network than its slot's specification
+        return spec  # `allow_network` does not widen an allow list
     return replace(spec, network=Network.ON if allow else Network.OFF)

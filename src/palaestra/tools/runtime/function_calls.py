@@ -4,9 +4,8 @@ defines them.
     reply = handle_function_call("terminal", {"command": "ls"}, task_id="t1")   # JSON text
     cleanup_vm("t1")
 
-Each task id has its own slot on this machine, created by its first call and kept until it is cleaned up. Rollouts use a
-slot of their run's pool instead. A `ToolSession` offers the same as an object, which the rest of the process does not
-share.
+Each task id has its own slot on this machine, created by the first call that needs it and kept until it is cleaned up.
+Rollouts use a slot of their run's pool instead. A `ToolSession` offers the same as an object, with slots of its own.
 
 Invariants: nothing starts before the first call; calls of one task run in order, calls of different tasks concurrently.
 No slot outlives the process, however it ends, unless the backend keeps slots (`LocalBackend(service=…)`) for the next
@@ -52,7 +51,7 @@ from palaestra.tools.tool import ToolOutcome
 T = TypeVar("T")
 
 IMAGES = ("docker_image", "singularity_image", "modal_image", "daytona_image")
-"""Overrides that name a task's image for different backends. If several are given, the first counts."""
+"""Overrides that name a task's image. If several are given, the first in this order counts."""
 OVERRIDES = (*IMAGES, "cwd")
 DEFAULT_TASK = "default"
 _CLOSE_S = 30.0
@@ -65,7 +64,7 @@ class ToolSessionConfig(ToolExecutorConfig):
     """Seconds after a task's last call until its slot is released, unless a background process of the task still runs.
     Later calls raise `StaleLease` until the task is released. If this is None, slots stay."""
     checkpoint_path: Path | None = None
-    """The file in which the next session finds the background processes, if the backend keeps slots."""
+    """The file in which the next session finds the background processes. The backend must keep slots."""
     mcp: str | Path | dict[str, JSON] | None = None
     """MCP servers: a file, or its content. A server starts with the first call of one of its tools."""
     variables: dict[str, str] = Field(default_factory=dict, repr=False, exclude=True)
@@ -76,9 +75,10 @@ class ToolSession:
     """A pool of slots by task id, with its own event loop in a thread. Close it, or use it in a `with` statement.
 
     `registry` has every tool by default, with keys from `settings`; a tool that cannot be used answers with the reason.
-    `shared` are objects that the tools of all tasks share: `Approvals`, `Notes`. `delegates` do the work of
-    `delegate_task`. `world` records or replays tools with `touches_world` (`open_world`), and is closed with the
-    session. `told` has the notifications of background processes. If the backend keeps slots, only `release` ends them.
+    `shared` are objects that the tools of all tasks share, such as `Approvals`. `delegates` do the work of
+    `delegate_task`. `world`, from `open_world`, records or replays the calls of tools with `touches_world`; the session
+    closes it. `told` has the notifications of background processes. If the backend keeps slots, closing the session
+    does not end them: they end by `release`, or after `idle_s`.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ToolSession:
         """Return the OpenAI definitions of the tools that work here. Starts all MCP servers; their toolsets are
         `mcp-NAME`.
 
-        Raises `ConfigError` for an unknown toolset, `ToolServerError` for a required server that does not start.
+        Raises `ConfigError` for an unknown toolset, and `ToolServerError` for a required server that does not start.
         """
         return self._wait(self._definitions(enabled_toolsets, disabled_toolsets))
 
@@ -367,7 +367,7 @@ def handle_function_call(
     user_task: str | None = None,
 ) -> str:
     """Run one tool call in the task's slot and return the JSON text for the model. Code of a rollout that names the
-    rollout's task, or no task, uses the rollout's tools. No tool reads `user_task`."""
+    rollout's task, or no task, uses the rollout's tools. `user_task` has no effect."""
     if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
         call = found.tools().handle(function_name, function_args)
         return wait_for_sync(call, loop=found.loop, twin="handle_function_call_async")

@@ -29,8 +29,8 @@ from palaestra.tools.tool import States, Tool, ToolMistake, ToolOutcome, ToolRun
 class CheckedCall:
     """A call that may run: the tool exists and `arguments` fit its schema.
 
-    `conversation` is copied from the runtime. `by_agent` is false for a call from code: a program, a hook, another
-    tool. `call_id` is the id that the model gave the agent's call.
+    `conversation` is copied from the runtime. `by_agent` is false for a call from code, that is, from a program, a hook
+    or another tool. `call_id` is the id that the model gave the agent's call.
     """
 
     tool: Tool
@@ -115,7 +115,8 @@ class ToolRuntime(ToolRun):
         by_agent: bool = False,
         timeout_s: float | None = None,
     ) -> CheckedCall:
-        """Check a call. `timeout_s` replaces the default time limit. Raises `ToolMistake` (`InvalidArguments`)."""
+        """Check a call. `timeout_s` replaces the default time limit. Raises `ToolMistake` for an unknown tool, and its
+        subclass `InvalidArguments`."""
         tool = self.registry.get(name)
         if tool is None:
             names = [schema.name for schema in self.schemas()]
@@ -183,8 +184,8 @@ TASK_TOOLS: ContextVar[TaskTools | None] = ContextVar("task_tools", default=None
 
 
 def tools_of_task(task_id: str | None) -> TaskTools | None:
-    """Return the tools of the current rollout if `task_id` is None or names its task. Otherwise return None, because
-    another task has its own slot."""
+    """Return the tools of the current rollout if `task_id` is None or names its task. Return None for another task,
+    which has its own slot, and outside a rollout."""
     found = TASK_TOOLS.get()
     return found if found is not None and task_id in (None, found.task_id) else None
 

@@ -70,7 +70,7 @@ class SharedProcesses:
         *,
         watch: Watch | None = None,
     ) -> ProcessSession:
-        """Start a command line in the slot of `handle_function_call` for the task.
+        """Start a command line in the slot that `handle_function_call` uses for the task.
 
         Raises BlockingIOError if too many processes of the task run, and the errors of `Slot.spawn` and of leasing.
         """
@@ -91,8 +91,8 @@ class SharedProcesses:
         """Start a command line in a slot of any backend. The session belongs to `task_id`, or to the slot's trajectory
         if `task_id` is empty.
 
-        A slot without a `loop` must belong to the loop that runs a bridged function. Raises TimeoutError after
-        `timeout` seconds, and the errors of `ProcessRegistry.spawn`.
+        If the slot has no `loop`, it must belong to the loop on which the calling reward function or hook runs. Raises
+        TimeoutError after `timeout` seconds, and the errors of `ProcessRegistry.spawn`.
         """
         registry = self._of_slots.get(env)
         if registry is None:
@@ -155,7 +155,7 @@ class SharedProcesses:
 
     def interrupt(self, task_id: str | None = None, session_key: str | None = None) -> int:
         """End the waits for processes, but not the processes themselves. `task_id` and `session_key`, if given, limit
-        this to the processes of a task and a conversation. Returns the number of waits."""
+        this to the processes of that task and that conversation. Returns the number of waits."""
 
         async def interrupt(registry: ProcessRegistry) -> int:
             return registry.interrupt(task_id=task_id, session_key=session_key)

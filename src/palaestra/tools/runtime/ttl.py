@@ -1,4 +1,4 @@
-"""Expires trajectories whose client has gone away, so that their owner can free their resources.
+"""Expires trajectories that make no more calls, so that their owner can free their resources.
 
 Invariant: a trajectory in use never expires. Calls of an expired trajectory are refused until a caller releases it by
 name, so that no client mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to
@@ -82,7 +82,7 @@ class Leases:
                     self._expired[name] = None
                     if len(self._expired) > _MOST_EXPIRED:
                         self._expired.popitem(last=False)
-                logger.warning("trajectory %s made no call for %g s and is released", name, self.ttl_s)
+                logger.warning("trajectory %s made no call for %g s and will be released", name, self.ttl_s)
                 try:
                     await release(name)
                 except Exception:

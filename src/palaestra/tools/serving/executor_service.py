@@ -1,7 +1,7 @@
 """`palaestra serve executor`: slots and tools over HTTP, for programs that name trajectories by id.
 
-The routes that the project's interface contract defines, over one `ToolExecutor` and one pool: POST /execute, /release,
-/artifacts/{read,list,archive}; GET /, /health, /status.
+The project's interface contract defines the routes: POST /execute, /release and /artifacts/{read,list,archive}; GET /,
+/health and /status. They use one `ToolExecutor` and one pool.
 
 Invariants: a trajectory without calls is released when its lease expires, and its later calls are refused (`Leases`); a
 draining service refuses new calls and finishes the running ones.

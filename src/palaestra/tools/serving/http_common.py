@@ -1,7 +1,7 @@
 """HTTP code shared by the tool server and the executor service: access checks, request bodies, and error replies.
 
-Invariant: no message contains a token; every failure is a JSON object with `detail` and
-`error`, the name of its class.
+Invariant: no message contains a token; a `Handle` that fails is answered with a JSON object that has `detail` and
+`error`, the kind of failure.
 """
 
 from __future__ import annotations

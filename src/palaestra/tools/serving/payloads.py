@@ -81,7 +81,6 @@ class ToolServerResultPayload(ToolResultPayload):
 
 
 def encoded(value: JSON) -> bytes:
-    """Return a body as bytes. Characters that UTF-8 cannot encode, for example in unusual file names, are
-    replaced as in replies."""
+    """Return a body as bytes. Characters that UTF-8 cannot encode, for example in unusual file names, are replaced."""
     plain = value.model_dump() if isinstance(value, BaseModel) else value
     return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace")

@@ -78,7 +78,7 @@ class ToolServer:
     async def execute(self, request: ToolServerExecuteRequest) -> ToolServerResultPayload:
         """Run one call. A mistake or failure of the tool is returned as a result.
 
-        Raises `RequestRefused` for a tool that is not served, and `InfraError`.
+        Raises `RequestRefused` for a tool that is not served, and `PalaestraError`.
         """
         self.total_requests += 1
         name = self.tools.known_as(request.tool.name)

@@ -1,7 +1,7 @@
 """The client of a tool server: `ToolServerLink`, which makes external tools run at the server.
 
-Invariants: no request is sent twice. A mistake of the model is returned as the tool's reply. Every other failure raises
-a `ToolServerError` that names the server and the remedy.
+Invariants: no request is sent twice. A mistake of the model is returned as the tool's reply. Every other failure of a
+request raises a `ToolServerError` that names the server.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class ToolServerLink:
             result = ToolServerResultPayload.model_validate_json(body)
         except ValidationError:
             raise ToolServerReplyError(
-                f"tool server {self.url} answered {call.name} with something other than a result: {_shown(body)}; is "
-                "it a tool server of this protocol?"
+                f"tool server {self.url} answered {call.name} with something other than a result: {_shown(body)}; "
+                "check that tool_server_url is the address of a `palaestra serve tools` server"
             ) from None
         return result.reply if isinstance(result.reply, (str, dict)) else reply_of(result.to_tool_result())
 

@@ -36,7 +36,7 @@ TRAIN = (sys.executable, "-m", "palaestra", "train")
 
 READY_S = 60.0
 """The maximum time, in seconds, that `start` waits until training is ready. Loading a large model or checking an
-environment takes longer."""
+environment may take longer."""
 STOP_S = 60.0
 """The maximum time, in seconds, for training to finish its rollouts after SIGTERM. Then the process is killed."""
 _KILL_S = 10.0
@@ -189,8 +189,8 @@ class TrainingProcess:
                 await asyncio.sleep(_POLL_S)
 
     async def _spawn(self, command: list[str]) -> int:
-        """Start the process in its own session, with the lock. Returns its id. It is not a `Popen`, because it may
-        outlive the event loop."""
+        """Start the process in its own session and let it inherit the lock. Returns its id. It is not a `Popen`,
+        because it may outlive the event loop."""
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)  # only `alive` may hold the lock, for a moment

@@ -1,8 +1,8 @@
 """Extracts the title and the main text of an HTML page as Markdown, with trafilatura (extra `web`).
 
 Finding the main text can cost a minute of CPU time per megabyte of HTML, and the author of the page controls this cost.
-Large pages are therefore read in a separate process with limits on time and memory. If the process reaches a limit, the
-article is all text of the page.
+Large pages are therefore read in a separate process with time and memory limits. If the process fails or reaches a
+limit, the article is all the text of the page.
 
     python -m palaestra.tools.web.extract_article URL < page.html      # that process: JSON to stdout
 
@@ -25,8 +25,8 @@ MAX_MEMORY_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """The text of a page. `note` is set if a limit was reached, so that `text` is all text of the page and not only
-    its main text."""
+    """The text of a page. `note` is set if the separate process failed or reached a limit; `text` is then all the text
+    of the page and not only its main text."""
 
     title: str
     text: str
@@ -45,8 +45,8 @@ async def read_article(source: str, url: str, *, limit_s: float = LIMIT_S) -> Ar
 
 
 def find_article(source: str, url: str) -> Article:
-    """Return the article of a page. If no main text is found, the article is all text. This may take very long, so the
-    caller must limit the time."""
+    """Return the article of a page. If no main text is found, the article is all the text. This may take very long for
+    a large page, so the caller must limit the time."""
     title, everything = all_text(source)
     extracted = importlib.import_module("trafilatura").extract(
         source, url=url, output_format="markdown", include_links=True, include_tables=True, include_comments=False

@@ -1,9 +1,7 @@
-"""Fetches a page that a model names: one GET with bounds on time and size, and only from addresses that the policy
-allows.
+"""Fetches a page that a model names, within time and size limits and only from addresses that the policy allows.
 
 A page that cannot be fetched raises `PageUnreadable`, whose message the model reads: missing, slow or forbidden pages
-are not infrastructure failures. Invariant: requests go only to checked addresses; `cut` marks an incomplete
-body.
+are not infrastructure failures. Invariant: requests go only to checked addresses; `cut` marks an incomplete body.
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ async def _follow(url: URL, policy: AddressPolicy, max_bytes: int) -> Fetched:
 
 async def _taken(reply: aiohttp.ClientResponse, max_bytes: int) -> Fetched:
     if reply.status >= 400:
-        raise PageUnreadable(f"the page answers HTTP {reply.status} {reply.reason or ''}".rstrip())
+        raise PageUnreadable(f"the server answered with HTTP {reply.status} {reply.reason or ''}".rstrip())
     body, cut = bytearray(), False
     async for chunk in reply.content.iter_any():
         body += chunk

@@ -65,8 +65,8 @@ class _Provider:
     server: JsonServer
 
     def results(self, reply: JSON, path: tuple[str, ...], url: str, *description: str) -> list[SearchResult]:
-        """Return the results at `path` of a reply. The field `url` has the address of a result, and the first of the
-        fields `description` that has text has its extract."""
+        """Return the results at `path` of a reply. `url` names the field with a result's address, and `description` the
+        fields that may have its extract; the first one with text is used."""
         return [
             SearchResult(text(row, "title"), text(row, url), text(row, *description))
             for row in rows(self.server, reply, *path)
@@ -159,7 +159,7 @@ class Firecrawl(_Provider):
         about = about if isinstance(about, dict) else {}
         status = about.get("statusCode")
         if isinstance(status, int) and status >= 400:
-            return WebPage(url, error=f"the page answers HTTP {status}")
+            return WebPage(url, error=f"the server answered with HTTP {status}")
         return WebPage(url, text(about, "title"), text(data, "markdown"))
 
 
@@ -218,8 +218,8 @@ _APIS: Mapping[str, tuple[Callable[[JsonServer], Any], str, Callable[[str], dict
 
 @dataclass(frozen=True, slots=True)
 class ProviderChoice:
-    """The name of a provider, which is empty if none was found. `missing` is the reason why no provider or this
-    provider cannot be used, or None."""
+    """The name of a provider, which is empty if none was found. `missing` is the reason why there is none or why it
+    cannot be used, and None if it can."""
 
     name: str = ""
     missing: str | None = None

@@ -75,8 +75,8 @@ class Csv(BaseCheck, frozen=True):
 
 
 class Ini(BaseCheck, frozen=True):
-    """An INI file with these sections and values. The case of keys is ignored, as most programs that read INI files
-    do."""
+    """An INI file with these sections and values. The case of keys is ignored, as in most programs that read INI
+    files."""
 
     sections: dict[str, dict[str, str]]
 

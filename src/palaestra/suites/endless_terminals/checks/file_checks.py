@@ -32,7 +32,7 @@ class FileContent(BaseCheck, frozen=True, tag="text"):
 
 
 class Lines(BaseCheck, frozen=True):
-    """A file with these lines, ignoring blanks around them and empty lines."""
+    """A file with these lines. Blanks around lines, and empty lines, are ignored."""
 
     lines: list[str]
 

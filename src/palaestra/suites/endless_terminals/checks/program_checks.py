@@ -1,6 +1,7 @@
 """Check scripts, archives, databases, repositories and running processes in the slot.
 
-An agent's programs run in the grading slot with inputs that the agent never saw, and only their output is compared.
+An agent's programs run in the grading slot with inputs that the agent never saw, and only their exit codes and output
+are compared.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ except Exception as error:
 
 
 class Git(BaseCheck, frozen=True):
-    """A repository in which this git command prints `output`. Programs that the repository's configuration names do not
-    run."""
+    """A repository in which this git command prints `output`. Hooks, a file system monitor and a pager from the
+    repository's configuration do not run."""
 
     arguments: list[str]
     output: str

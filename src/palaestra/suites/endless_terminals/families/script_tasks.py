@@ -194,7 +194,7 @@ def totals(draw: Draw) -> ProgramTask:
 
 
 def mended_median(draw: Draw) -> ProgramTask:
-    """Fix a median that sorts numbers as text or mishandles even counts."""
+    """Fix a median that sorts numbers as text, mishandles even counts, or reads only a part of its input."""
 
     def case(count: int) -> Case:
         numbers = [draw.between(1, 1500) for _ in range(count)]

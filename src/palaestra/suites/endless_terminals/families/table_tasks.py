@@ -1,4 +1,4 @@
-"""Tasks about tables in CSV, TSV, JSON and JSON lines: select, sort, group, join, convert, summarise.
+"""Tasks about tables in CSV, TSV, JSON and JSON lines: select, sort, group, join, convert and summarise.
 
 Each public function builds one kind of task; its docstring, if any, describes the work that the task asks for.
 """

@@ -1,4 +1,4 @@
-"""Tasks about lines of text: sort, count, cut, merge, clean, fill in.
+"""Tasks about lines of text: sort, count, cut, compare, clean and fill in.
 
 Each function that returns a `TaskPart` or a `LineOp` builds one kind of task; its docstring, if any, describes the work
 that the task asks for.

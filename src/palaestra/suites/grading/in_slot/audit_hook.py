@@ -1,8 +1,8 @@
 """Report, over the verdict channel, actions of workspace code that hardly any code needs except to attack the test run.
 
-The hook is installed before any code of the workspace runs and cannot be removed. It reports each event once, with the
-workspace file that caused it. The host decides whether that is tampering, because it knows which events honest code of
-the same repository causes. Sources: the audit events table of Python, PEP 578.
+The hook is installed before any code of the workspace runs and cannot be removed. It reports each event once for each
+workspace file that causes it. The host decides whether that is tampering, because it knows which events honest code of
+the same repository causes. Sources: the audit events table of Python, and PEP 578.
 """
 
 from __future__ import annotations

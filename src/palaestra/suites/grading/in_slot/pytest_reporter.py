@@ -1,9 +1,9 @@
-"""Run test files with pytest and report each phase of each test on the verdict channel.
+"""Run test files with pytest and report the tests on the verdict channel.
 
 Input: one JSON object on standard input, written by `run_tests.py`. Output, in this order: `start` (interpreter, pytest
 and channel work; no code of the workspace has run yet), `collect` (a file that could not be collected), `collected`
-(the tests that were found), `test` (one phase of one test), `finish` (pytest ended its session). Reports of the audit
-hook (`alarm`) come in between.
+(the tests that were found), `test` (a test's call phase, or its set-up or tear-down if that did not pass), and `finish`
+(pytest ended its session). Reports of the audit hook (`alarm`) come in between.
 
 Invariant: nothing from the workspace is imported before `start` is sent and the audit hook is installed, and standard
 output carries no verdict. Nothing in this process shows which reports earn a reward.
@@ -38,7 +38,7 @@ def _short(value: object) -> str:
 
 
 class Reporter:
-    """The pytest plugin: reports the phases of all tests, and whether the test framework was changed.
+    """The pytest plugin: reports the tests, and whether the test framework was changed.
 
     `parameters` are the endings (`[...]`) of the node ids to run in addition to tests without parameters; None runs
     all.

@@ -3,7 +3,7 @@
 Tests are functions without arguments, or methods of classes, including subclasses of `unittest.TestCase`.
 
 Input: one JSON object on standard input, written by `hermes_swe/hermes_swe.py`. Output: `start` (no code of the
-workspace has run yet), `collected` (the names of the tests), `test` (one for each test), `finish`.
+workspace has run yet), `collected` (the names of the tests), `test` (one for each test), and `finish`.
 
 Invariant: no file of the slot contains the tests, and the standard library precedes the workspace on the import path.
 """

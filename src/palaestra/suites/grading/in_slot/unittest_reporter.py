@@ -1,7 +1,7 @@
 """Run a script that starts unittest, and report the result of each test on the verdict channel.
 
 Input: one JSON object on standard input, written by `django_tests.py`. Output: `start` (no code of the workspace has
-run yet), `test` (one for each result), `finish` (the script ended by itself).
+run yet), `test` (one for each result), and `finish` (the script ended by itself).
 """
 
 from __future__ import annotations

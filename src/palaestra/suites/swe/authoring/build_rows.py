@@ -1,4 +1,4 @@
-"""Make a dataset row from a pinned bug: inject it, run the tests, describe the failures.
+"""Make a dataset row from a pinned bug: inject it, run the tests, and describe the failures.
 
 PASS_TO_PASS has at most `MAX_PASS_TO_PASS` names, chosen by their hash so that every build names the same tests. All of
 them are in the test files that the manifest pins with the bug.

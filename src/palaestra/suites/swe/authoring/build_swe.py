@@ -20,7 +20,7 @@ from palaestra.suites.swe.authoring.manifest import dump_manifest
 
 @click.command("swe", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--package", "packages", multiple=True, metavar="NAME==VERSION", help="Only this package; repeatable.")
-@click.option("--manifest", type=click.Path(path_type=Path), help="Packages and bugs. Default: the built-in manifest.")
+@click.option("--manifest", type=click.Path(path_type=Path), help="Packages and their bugs. [default: built in]")
 @click.option("--save-manifest", type=click.Path(path_type=Path), help="Write the bugs that were found to this file.")
 @click.option("--select", multiple=True, metavar="NAME", help="Only this package or bug; repeatable.")
 @out_option
@@ -34,7 +34,7 @@ from palaestra.suites.swe.authoring.manifest import dump_manifest
     show_default=True,
     help="Number of concurrent test runs.",
 )
-@click.option("--cache", type=click.Path(path_type=Path), default=CACHE_DIR, show_default=True, help="Downloads.")
+@click.option("--cache", type=click.Path(path_type=Path), default=CACHE_DIR, show_default=True, help="Cache folder.")
 @click.option("--index-url", metavar="URL", help="The package index. Default: pip's.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(

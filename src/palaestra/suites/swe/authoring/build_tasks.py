@@ -3,7 +3,7 @@
 For a package that the manifest pins, each pinned bug is injected, its tests run once, and the row is written. Other
 packages are searched for bugs first. Rows alternate between packages, so that the first rows of a file are varied.
 
-Invariant: a row is written only if its tests failed with the bug and passed without it on this machine.
+Invariant: a row is written only if at least one test fails with the bug and passes without it on this machine.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _SLOWEST_TEST_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How to build. `parallel` is the number of concurrent test runs, `per_package` the number of bugs to find in a
-    package that is not pinned.
+    """The options of a build. `parallel` is the number of concurrent test runs, and `per_package` the number of bugs to
+    find in a package that is not pinned.
 
     `cache` holds downloads and installed requirements. `limit` 0 means all; `select` names packages or bugs.
     """

@@ -27,7 +27,7 @@ def is_test_file(path: str) -> bool:
 
 
 def source_files(paths: Collection[str]) -> tuple[str, ...]:
-    """Return the modules of the package that may get bugs, sorted: no tests, no set-up files, no documentation."""
+    """Return the modules of the package that may get bugs, sorted: no tests, set-up files or documentation."""
     top = python_path(paths)[0]
     found = []
     for path in paths:

@@ -1,7 +1,7 @@
 """Read and write the manifest of packages and their bugs, from which tasks are rebuilt without a search.
 
-A package is pinned by the sha256 of its source distribution, a bug by its file, byte span, old text and replacement.
-The manifest contains nothing else from a package.
+A package is pinned by the sha256 of its source distribution, and a bug by its file, byte span, old text and
+replacement. The manifest contains no other text from a package.
 """
 
 from __future__ import annotations

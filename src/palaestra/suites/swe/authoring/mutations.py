@@ -44,7 +44,7 @@ _ARITHMETIC: dict[type[ast.operator], tuple[str, str]] = {
 class Mutation:
     """Replace the bytes `start`..`end` of the UTF-8 file at `path` with `replacement`.
 
-    `function` is the qualified name of the enclosing function, `line` the first line of the change (1-based).
+    `function` is the qualified name of the enclosing function, and `line` the first line of the change (1-based).
     """
 
     path: str
@@ -75,7 +75,7 @@ class Scope:
     qualname: str
 
     def walk(self) -> Iterator[ast.AST]:
-        """Yield the nodes of this function in source order, without nested functions and classes."""
+        """Yield the nodes of this function in source order, without nested functions, lambdas and classes."""
         for statement in self.node.body:
             yield from _walk(statement)
 
@@ -83,7 +83,7 @@ class Scope:
 def find_mutations(source: str, path: str) -> list[Mutation]:
     """Return every mutation of a module in the order of the text. For a test file, the list is empty.
 
-    Each result compiles. Raises SyntaxError for a source that does not compile.
+    Each result compiles. Raises SyntaxError for a source that is not valid Python.
     """
     if _is_test(path):
         return []
@@ -210,8 +210,8 @@ def swap_arguments(scope: Scope) -> Iterator[Proposal]:
 
 
 def change_default(scope: Scope) -> Iterator[Proposal]:
-    """Change the default of a parameter: a Boolean is inverted, None becomes False, a number grows by one, a string
-    becomes empty."""
+    """Change the default of a parameter: a Boolean is inverted, None becomes False, an integer grows by one, and a
+    string becomes empty."""
     arguments = scope.node.args
     for node in (*arguments.defaults, *(default for default in arguments.kw_defaults if default is not None)):
         if isinstance(node, ast.Constant) and (new := _other_default(node.value)) is not None:

@@ -281,7 +281,7 @@ def _changed(statement: ast.stmt) -> set[str]:
 
 
 def _narrowed(statement: ast.stmt, needed: set[str]) -> ast.stmt | None:
-    """Return the part of a top-level statement to show: short helpers, values, needed imports."""
+    """Return the part of a top-level statement to show, or None: short helpers, short values and needed imports."""
     if isinstance(statement, ast.Assign | ast.FunctionDef):
         text = ast.unparse(statement)
         return statement if len(text) <= MAX_HELPER_CHARS and text.count("\n") < MAX_HELPER_LINES else None

@@ -127,7 +127,7 @@ async def open_index(cache: Path, *, url: str | None = None) -> AsyncIterator[Pa
 
 
 async def configured_url() -> str:
-    """Return the address that pip uses. Raises `ConfigError` if neither pip nor uv is installed."""
+    """Return the address that pip uses. Raises `ConfigError` if it cannot be determined."""
     if address := await _setting("index-url"):
         return address
     if importlib.util.find_spec("pip"):
@@ -196,7 +196,7 @@ def read_sdist(archive: bytes, name: str) -> dict[str, SourceFile]:
                     raise PrepareError(f"{name}: more than {MAX_TREE_BYTES >> 20} MiB unpacked")
                 names = PurePosixPath(member.name.lstrip("/")).parts
                 if ".." in names:
-                    raise tarfile.TarError(f"{member.name!r} leads out of its directory")
+                    raise tarfile.TarError(f"{member.name!r} is outside its directory")
                 path = PurePosixPath(*names[1:])
                 content = (
                     tar.extractfile(member) if member.isreg() and path.parts and ".git" not in path.parts else None
