@@ -55,7 +55,7 @@ def test_paths_that_lead_out_name_what_is_in_the_slot(on_each_rung: WithSlot, tm
 def test_numbers_that_mean_nothing(with_slot: WithSlot) -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
         for timeout_s in (-1.0, 0.0, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=f"timeout_s must be positive, not {timeout_s}"):
+            with pytest.raises(ValueError, match=f"timeout_s must be positive and finite, not {timeout_s}"):
                 await slot.execute("true", timeout_s=timeout_s)
         with pytest.raises(ValueError, match="max_output_bytes"):
             await slot.execute("true", max_output_bytes=-1)

@@ -65,7 +65,7 @@ class Agent:
         self.budget = budget
         self.sandbox = sandbox
         if server is None and base_url is None:
-            raise ConfigError('an Agent needs a model server: base_url="http://127.0.0.1:8000/v1", or server=')
+            raise ConfigError('an Agent needs a model server: pass base_url="http://127.0.0.1:8000/v1" or server=')
         self._servers = server or APIServerConfig(model_name=model, base_url=base_url, api_key=api_key)
         with python_names():
             ServerGroup(self._servers)  # checks the settings early; each run opens its own connections
@@ -73,8 +73,8 @@ class Agent:
     async def run(self, prompt: str | Sequence[Message]) -> AgentResult:
         """Converse until the model is done or a limit is reached. `prompt` is the user's message or a list of messages.
 
-        The result's `outcome` and `error` report a failing server or sandbox. Raises `EngineError` if the server does
-        not answer at the start.
+        The result's `outcome` and `error` report a server or sandbox that fails during the conversation. Raises
+        `EngineError` if a server fails before the conversation starts.
         """
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
         if self.system_prompt is not None:

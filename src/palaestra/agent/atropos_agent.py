@@ -1,7 +1,7 @@
-"""`AtroposAgent`: an agent that writes its tool calls as Hermes XML, on top of the agent loop.
+"""`AtroposAgent`: an agent that writes its tool calls as Hermes XML.
 
 Environments of the `AgentEnv` form use this agent, and so can programs that run a single agent themselves.
-`HermesAgentLoop` runs it, and `HermesText` translates its calls. Invariant: however a run ends, cancellation included,
+`HermesAgentLoop` runs it, and `HermesText` parses its calls. Invariant: however a run ends, cancellation included,
 `agent.result` is a complete trajectory whose messages are the text turns that the model saw and wrote.
 """
 
@@ -61,17 +61,17 @@ class AgentConfig:
     system_prompt: str | None = None
     """Replaces the default prompt. The tools are described below it unless it already has a `<tools>` block."""
     tool_delay_s: float = 0.0
-    """Seconds from the end of one tool call to the start of the next; if set, calls never run concurrently."""
+    """Seconds to wait before every tool call of a run except the first. If set, calls never run concurrently."""
     working_dir: str | None = None
-    """The `workdir` of calls that do not set it, for tools that have this parameter; None means the workspace."""
+    """The default of the parameter `workdir`, for tools that have this parameter. None means the workspace."""
 
 
 class AtroposAgent:
     """One agent. `run` may be called again after it has returned, but not while it runs.
 
     `execute_tool` runs one call and returns its result; it raises `InfraError` for an infrastructure failure. The
-    result has the tokens that the server sampled; `tokenizer` is accepted but not used. `on_loop` is called with every
-    loop before it starts, so that `Subagents` can connect to the loop. Raises `ConfigError` if there are tools but no
+    tokens of `AgentResult` come from the server; `tokenizer` is accepted but not used. `on_loop` is called with each
+    loop before the loop starts, so that `Subagents` can connect to it. Raises `ConfigError` if there are tools but no
     `execute_tool`.
     """
 
@@ -111,7 +111,8 @@ class AtroposAgent:
         """Work on a task until a reply calls no tool or a limit is reached. `initial_messages` precede the task in the
         conversation.
 
-        Failures of the server or the sandbox are outcomes of the result; cancellation and bugs are raised.
+        Failures of the server or the sandbox are outcomes of the result. Cancellation, configuration errors and bugs
+        are raised.
         """
         return await self.converse([*(initial_messages or ()), {"role": "user", "content": task}])
 
@@ -151,7 +152,7 @@ class AtroposAgent:
         return with_tools(prompt, self.tools.definitions())
 
     def new_subagent(self, setup: SubagentSetup) -> TextConversation:
-        """Return a sub-agent that writes its calls as text, with this agent's sampling settings, delay between calls
+        """Return a sub-agent that writes its calls as text. It has this agent's sampling settings, delay between calls
         and working directory."""
 
         async def execute(call: ToolCall) -> CallResult:

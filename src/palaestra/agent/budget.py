@@ -18,13 +18,14 @@ from palaestra.core.io.threads import running_loop
 from palaestra.core.types import JSON, Message, Prices
 
 BYTES_PER_TOKEN = 4
-"""The estimate used until an engine has counted the tokens: English and code have three to five bytes per token."""
+"""The estimate used until a server has counted the tokens: English and code have three to five bytes per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
     """The amounts that a rollout has used so far. Tokens are summed over its model calls, each of which reads the whole
-    conversation; `output_bytes` counts the tool results as the model reads them."""
+    conversation. `output_bytes` counts the tool results as the model reads them, and is 0 unless the budget limits
+    it."""
 
     turns: int = 0
     prompt_tokens: int = 0
@@ -54,7 +55,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.cost is not None and self.prices is None:
-            raise ConfigError("a cost budget needs the prices of tokens")
+            raise ConfigError("a cost budget needs token prices; set prices as well as cost")
 
     def used_up(self, used: Used) -> str:
         """Return a message that names the ceiling that has been reached, or an empty string if none has."""
@@ -182,7 +183,7 @@ class WallClock:
 
 
 def estimated_tokens(messages: Iterable[Message]) -> int:
-    """Return an estimate of the tokens in messages that no engine has counted yet."""
+    """Return an estimate of the tokens in messages that no server has counted yet."""
     return sum(_text_bytes(message) for message in messages) // BYTES_PER_TOKEN
 
 

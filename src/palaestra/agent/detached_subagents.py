@@ -1,11 +1,10 @@
-"""Sub-agents for `delegate_task` calls that do not come from Palaestra's agent loop, with the sub-agents' models and
-limits.
+"""Sub-agents for `delegate_task` calls that do not come from Palaestra's agent loop.
 
     ToolSession(delegates=Delegates(APIServerConfig(base_url="http://127.0.0.1:8000/v1", model_name="m")))
 
-These sub-agents serve `ToolExecutor` and `ToolSession`, whose callers make calls but have no model. In a rollout, the
-agent creates the sub-agents. Invariants: no model is called before work is delegated, and what a task's sub-agents use
-counts towards the task's budget.
+These sub-agents serve `ToolExecutor` and `ToolSession`, whose callers make calls but provide no model. `Delegates` has
+the sub-agents' model servers and limits. In a rollout, the agent creates the sub-agents. Invariants: no model is called
+before work is delegated, and what a task's sub-agents use counts towards the task's budget.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Delegates:
     `wall_s` limits each sub-agent. `on_end` is called for every sub-agent, with the id of its task, however the
     sub-agent ended. The sub-agent's `result` has the conversation and, from a token-exact server, the tokens.
 
-    Raises `ConfigError` for invalid servers, and `EngineError` in a call if a server cannot be reached.
+    Raises `ConfigError` for invalid servers. Delegated work raises `EngineError` if a server cannot be reached.
     """
 
     def __init__(

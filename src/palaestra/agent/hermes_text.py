@@ -2,10 +2,10 @@
 
 `HermesText` wraps another `ChatServer`, so that the agent loop also works with models that are prompted to
 write calls. The inner server sees plain text turns and no `tools`; the loop sees structured calls. Token-exact servers
-handle the call formats of other model families.
+parse the call formats of other model families themselves.
 
-Invariants: a reply goes back to the server exactly as it was sampled, whatever was parsed from it (T1); the loop
-answers a call that cannot be parsed with an error (T6). Source of the format: Hermes function calling.
+Invariants: a reply goes back to the server exactly as it was sampled, whatever was parsed from it (T1); if a call
+cannot be parsed, the loop answers it with an error (T6). Source of the format: Hermes function calling.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ These are the tools, as JSON schemas:
 """
 
 _Said: TypeAlias = tuple[int, str, tuple[tuple[str, str, str], ...]]
-"""A reply as the loop keeps it: its number among the assistant's turns, its content, its calls."""
+"""A reply as the loop keeps it: its number among the assistant's turns, its content and its calls."""
 
 
 def with_tools(prompt: str, schemas: Sequence[Mapping[str, JSON]]) -> str:
@@ -80,7 +80,7 @@ class HermesText(ChatServer):
         """Return one reply, with the calls parsed from its text. `tools` is used only to convert arguments to their
         types; the prompt must describe the tools.
 
-        Raises the inner server's errors, and `EngineReplyError` for a reply without a message.
+        Raises the errors of the inner server and of `read_reply`.
         """
         given: dict[str, JSON] = {"temperature": temperature, "max_tokens": max_tokens, "extra_body": extra_body}
         request = {name: value for name, value in given.items() if value is not None} | sampling
@@ -193,8 +193,8 @@ def result_in(element: str) -> ToolResult:
 
 
 def exchanged(messages: Sequence[Message]) -> Iterator[tuple[str, str, str]]:
-    """Yield three texts for each call of one turn, in order: the call's name, its arguments, and the `<tool_response>`
-    element that answers it.
+    """Yield three strings for each call of one turn, in order: the call's name, its arguments, and the
+    `<tool_response>` element that answers it.
 
     Yields nothing unless the messages are a reply with calls and a user turn that answers each of them.
     """
@@ -230,9 +230,9 @@ def result_text(success: bool, output: str, error: str, metadata: Mapping[str, J
 
 
 def result_from(text: str) -> ToolResult:
-    """Return the result in a tool message. JSON with only an `error`, such as the answer to a call that the loop
-    refused, becomes a failed result. Other text becomes the output of a successful call. The result has no id: results
-    are matched to calls by their order, and an id would only cost tokens."""
+    """Return the result in a tool message. A JSON object that has an `error` but not all keys of a result, such as the
+    answer to a call that the loop refused, becomes a failed result. Other text becomes the output of a successful call.
+    The result has no id: results are matched to calls by their order, and an id would only cost tokens."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):

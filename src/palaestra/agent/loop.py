@@ -25,7 +25,7 @@ from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.tools.runtime.runtime import ToolRuntime, tools_of_task
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
-"""Called after every turn with the turn and the messages that it added, except for a turn cut off by cancellation."""
+"""Called after every turn with the turn and the messages that it added, unless cancellation or a bug cut it off."""
 
 
 class _End(NamedTuple):
@@ -53,13 +53,13 @@ async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | Non
 class HermesAgentLoop:
     """One rollout of one agent. `run` may be called again after it has returned.
 
-    `tool_schemas` are OpenAI function schemas; `valid_tool_names` defaults to their names. `tool_handler` runs one call
-    and returns the JSON text for the model, or is a `ToolRuntime`. By default, calls run with the tools of the rollout
-    that `task_id` names, or, if there is no such rollout, through `handle_function_call`, which leases a slot for the
-    task until `cleanup_vm(task_id)`. `max_tokens` limits one reply, `max_context_tokens` the conversation, `budget` the
-    whole rollout. Calls of the `parallel_safe` tools may run concurrently. The tools `memory` and `session_search`,
-    which use data from outside this conversation, are refused unless `beyond` names them, because rollouts must not
-    learn from each other.
+    `tool_schemas` are OpenAI function schemas; `valid_tool_names` defaults to their names. `tool_handler` is a
+    `ToolRuntime`, or a function that runs one call and returns the JSON text for the model. By default, the tools of
+    the rollout that `task_id` names run the calls. If there is no such rollout, calls run through
+    `handle_function_call`, which leases a slot for the task until `cleanup_vm(task_id)`. `max_tokens` limits one reply,
+    `max_context_tokens` the conversation, and `budget` the whole rollout. Calls of the `parallel_safe` tools may run
+    concurrently. The tools `memory` and `session_search`, which use data from outside this conversation, are refused
+    unless `beyond` names them, because rollouts must not learn from each other.
 
     `failure` is the infrastructure failure that ended the latest run, or None. `wall` is the clock of that run.
     """
@@ -154,7 +154,7 @@ class HermesAgentLoop:
         )
 
     def delegated(self, loop: HermesAgentLoop) -> None:
-        """Add the amounts that a sub-agent used to those of this rollout."""
+        """Count a sub-agent's turns, tokens and output towards this rollout."""
         used = loop.used()
         self.result.usage.merge(loop.result.usage)
         self._delegated_turns += used.turns
@@ -174,7 +174,7 @@ class HermesAgentLoop:
                 return end
         except ContextExceeded as error:
             self.failure = error
-            # A prompt that never fitted is the run's mistake; a conversation that grew too long is the agent's.
+            # A prompt that never fit is the run's mistake; a conversation that grew too long is the agent's.
             return _End(Outcome.LENGTH, str(error)) if result.turns_used else _failed(Outcome.API_ERROR, error)
         except EngineError as error:
             self.failure = error
@@ -199,7 +199,7 @@ class HermesAgentLoop:
         return None
 
     async def _turn(self, result: AgentResult) -> _End | None:
-        """Make one model call and run its tool calls. Returns how the rollout ended, or None if it continues."""
+        """Make one model call and run its tool calls. Returns why the rollout ended, or None if it continues."""
         asked_s = self.clock.monotonic()
         reply = await self._ask(result)
         turn = self._record(result, reply, self.clock.monotonic() - asked_s)
@@ -256,7 +256,7 @@ class HermesAgentLoop:
         return valid > 0
 
     def _measure_context(self, result: AgentResult, reply: Reply) -> None:
-        """Estimate the tokens of the next prompt: the engine's count plus an estimate for the messages added since."""
+        """Estimate the tokens of the next prompt: the server's count plus an estimate for the messages added since."""
         if self.max_context_tokens is None:
             return
         counted = reply.prompt_tokens + reply.completion_tokens

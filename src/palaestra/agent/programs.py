@@ -1,12 +1,12 @@
 """Third-party agents: programs that run in a slot and call a model at a configured address.
 
 `program_named` returns a program by name (`codex`, `claude-code`, `opencode`, `pi` or `mini-swe-agent`) or makes one
-from a command line. A program is installed once on this machine, and slots see it read-only; `launch` returns its
-command line and its settings files. The rollout starts the program, waits for it, ends it and keeps its output
-(`rollouts/program_agent.py`).
+from a command line. A known program is installed once on this machine, and slots see it read-only. `launch` returns the
+command, the settings files and the environment variables of a program. The rollout starts the program, waits for it,
+ends it and keeps its output (`rollouts/program_agent.py`).
 
-A command line gets the task on its standard input and in `PALAESTRA_PROMPT_FILE`, and the model in `OPENAI_BASE_URL`,
-`OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `PALAESTRA_MODEL`.
+A command line gets the task on its standard input and in the file that `PALAESTRA_PROMPT_FILE` names. It gets the model
+in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `PALAESTRA_MODEL`.
 
 An MCP server offers the environment's tools. A known program gets the server's address in its own settings format. A
 command line gets the address in the file that `PALAESTRA_MCP_CONFIG` names. Two known programs do not support MCP: `pi`
@@ -40,13 +40,14 @@ MODEL = "policy"
 TOOL_SERVER = "environment"
 """The name of the MCP server with the environment's tools."""
 TOOL_S = 3600
-"""The maximum time that an agent waits for a tool call, in seconds. The tools' own limits are shorter."""
+"""The time limit of a tool call, in seconds, for agents that have such a setting. The tools' own limits are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentAssignment:
-    """A program's task and model: `url` for clients of Anthropic's API, `openai_url` for OpenAI's. `tools_url` is the
-    MCP server with the environment's tools, empty if there are none. All three addresses need the same key."""
+    """A program's task and the addresses that it uses. `url` is the model's address for clients of Anthropic's API, and
+    `openai_url` for clients of OpenAI's. `tools_url` is the address of the MCP server with the environment's tools; it
+    is empty if there are none. Requests to any of them carry `key`."""
 
     prompt: str
     url: str
@@ -241,13 +242,13 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
             stderr=asyncio.subprocess.STDOUT,
         )
     except FileNotFoundError:
-        raise ConfigError(f"agent {name} cannot be installed: {command[0]} is not on this machine") from None
+        raise ConfigError(f"agent {name} cannot be installed: install {command[0]} on this machine first") from None
     try:
         async with asyncio.timeout(INSTALL_S):
             output, _ = await process.communicate()
     except TimeoutError:
         raise ConfigError(
-            f"agent {name} was not installed within {INSTALL_S:g} s; is the package registry reachable?"
+            f"agent {name} was not installed within {INSTALL_S:g} s; check that the package registry is reachable"
         ) from None
     finally:
         if process.returncode is None:
@@ -382,7 +383,7 @@ def program_named(name: str) -> AgentProgram:
     try:
         words = shlex.split(name)
     except ValueError as error:
-        raise ConfigError(f"--agent {name!r} is not a command line: {error}") from None
+        raise ConfigError(f"the agent {name!r} is not a valid command line: {error}") from None
     if not words:
-        raise ConfigError(f"--agent is empty: set one of {', '.join(PROGRAMS)}, or a command line")
+        raise ConfigError(f"the agent is empty: set it to one of {', '.join(PROGRAMS)}, or to a command line")
     return CommandProgram(name)

@@ -1,7 +1,7 @@
 """Reads replies of model servers in any shape: Palaestra's own records, SDK objects or plain dicts.
 
-Names may be unknown and arguments malformed: `tool_calls.py` checks them. Invariant: the text of the content and of a
-call's arguments stays as the server sent it.
+Names may be unknown and arguments malformed: `tool_calls.py` checks them. Invariant: content and arguments that the
+server sends as strings are not changed.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Reply:
 
 
 def read_reply(completion: object, turn: int) -> Reply:
-    """Return the first choice of a chat completion. `turn` (from 1) becomes part of the ids made for calls without an
-    id.
+    """Return the first choice of a chat completion. A call whose id is missing or repeated gets a new id that contains
+    `turn` (from 1).
 
-    Raises `EngineReplyError` if there is no choice or no message in it, or if the server broke off the reply.
+    Raises `EngineReplyError` if there is no choice, if the choice has no message, or if the server broke off the reply.
     """
     choices = part(completion, "choices")
     if not isinstance(choices, Sequence) or not choices:

@@ -15,7 +15,7 @@ from palaestra.tools.tool import ToolMistake
 
 @dataclass(init=False)
 class ToolError(ToolMistake):
-    """An error that the model reads: raise `ToolError("…")` in a tool, with `details` as further keys of the reply.
+    """An error that the model reads: raise `ToolError("…")` in a tool. The `details` become further keys of the reply.
 
     It is also the record of one failed call in `AgentResult.tool_errors`. There, `arguments` and `tool_result` are the
     raw texts.
@@ -46,7 +46,8 @@ class ToolError(ToolMistake):
 
 @dataclass(slots=True)
 class Turn:
-    """One model call with its tool calls. Seconds are wall time."""
+    """One model call with its tool calls. `model_s` and `tool_s` are wall time; `tool_s` excludes the time that the
+    budget does not charge, such as waiting for a slot."""
 
     number: int
     finish_reason: str | None
@@ -87,7 +88,7 @@ class Subagent:
     """The conversation of one sub-agent, started by a call of `delegate_task`.
 
     `number` counts from 1 over the whole rollout; `turn` is the turn of the agent that delegated the work. `segments`
-    are the segments of the rollout's ledger with the sub-agent's tokens, if the engine reports tokens.
+    are the indices of the ledger segments that hold the sub-agent's tokens, if the server reports tokens.
     """
 
     number: int
@@ -103,8 +104,8 @@ class AgentResult:
     """The result of a conversation with either kind of agent. After a `HermesAgentLoop`, `messages` is the list passed
     to `run`, extended in place; after an `AtroposAgent` it has the text turns, and `steps` and `answer` are set.
 
-    `outcome` is the reason why the conversation ended; after a failure, `error` is the failure's text and `blame` its
-    cause. Every exit of the loop, cancellation included, leaves a complete result.
+    `outcome` is the reason why the conversation ended, and `error` may describe it. `blame` is the cause of a failure.
+    Every exit of the loop, cancellation included, leaves a complete result.
     """
 
     messages: list[Message]
@@ -142,7 +143,7 @@ class AgentResult:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and completion tokens of all model calls, as the engine counted them."""
+        """Prompt and completion tokens of all model calls, as the server counted them."""
         return self.usage.prompt_tokens + self.usage.completion_tokens
 
     @property

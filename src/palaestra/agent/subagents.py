@@ -1,13 +1,14 @@
 """Sub-agents: further conversations in a rollout, each with an agent loop of its own. Each sub-agent does one piece of
 work and reports.
 
-A sub-agent has its own messages, tool state and limits, and shares the slot, the background processes, the engine and
-the budget of the rollout. With a token-exact engine, the tokens of a sub-agent go into a segment of the rollout's
+A sub-agent has its own messages, tool state and limits, and shares the slot, the background processes, the model server
+and the budget of the rollout. With a token-exact server, the tokens of a sub-agent go into segments of the rollout's
 ledger (T2), so they are trained exactly once (T3).
 
 The tool is `tools/builtin/delegate_task.py`. Invariants: a sub-agent never outlives the call that started it; an
-infrastructure failure in a sub-agent fails the rollout and is never shown to the model (R1); the rollout's result
-contains the record of every sub-agent, however the sub-agent ends (A3).
+infrastructure failure in a sub-agent fails the rollout and is never shown to the model (R1), unless the assignment
+itself exceeds the model's context; the rollout's result contains the record of every sub-agent, however the sub-agent
+ends (A3).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MAX_DEPTH = 1
 """The maximum nesting depth of sub-agents. A sub-agent at this depth has no `delegate_task`."""
 
 NOT_FOR_SUBAGENTS = frozenset({"clarify", "memory", "session_search", "send_message"})
-"""Tools that address a person or keep notes for a person. Only the rollout's own agent has them."""
+"""Tools that address a person or use data from outside the conversation. Sub-agents do not have them."""
 
 SYSTEM_PROMPT = (
     "You are a sub-agent: another agent has given you one piece of work and waits for your report. Do that work with "
@@ -128,8 +129,8 @@ class LoopAgent:
 
 @dataclass(slots=True)
 class Subagents:
-    """The sub-agents of the agent with this `loop` and these `tools`. `on_progress` is called after each sub-agent's
-    turn.
+    """The sub-agents of the agent with this `loop` and these `tools`. `on_progress` is called after each turn of a
+    sub-agent and at its end.
 
     `agent` creates the sub-agents; if it is None, each of them uses a plain loop with the settings of `loop`. `depth`
     is 0 for the rollout's own agent. `numbers` counts from 1 over the whole rollout. `wall_s` is the time limit of each
@@ -145,7 +146,7 @@ class Subagents:
     wall_s: float | None = None
 
     def offer(self) -> None:
-        """Connect the agent's `delegate_task` to these sub-agents, if the agent has that tool."""
+        """Connect the agent's `delegate_task` to these sub-agents if the agent has that tool."""
         if self.tools.registry.get(_NAME) is not None:
             self.tools.share(Delegation(self.work))
 

@@ -2,7 +2,7 @@
 
 `ToolRuntime` checks and runs each call; this module decides which tools a rollout may call and which calls run
 concurrently, and writes the messages. Invariants: a malformed call is answered with one error and never run, and its
-valid siblings run (A1); calls marked parallel-safe run concurrently, and answers keep call order (A2); an
+valid siblings run (A1); adjacent calls of parallel-safe tools run concurrently, and answers keep call order (A2); an
 infrastructure failure (`InfraError`) or a configuration error (`ConfigError`) is raised, never shown to the model.
 """
 
@@ -30,7 +30,7 @@ MAX_PARALLEL_CALLS = 16
 """The maximum number of calls of one turn that run concurrently."""
 
 NOT_FINISHED = json.dumps({"error": "Not finished: the rollout ended during this call."})
-"""The answer to a call that the end of the rollout interrupted. No model reads it; it keeps the history well formed."""
+"""The answer to a call that was unfinished when the rollout ended. No model reads it; it keeps the history complete."""
 
 NOT_IN_ROLLOUTS = {
     "memory": "Memory is not available in RL environments.",
@@ -109,8 +109,8 @@ class ToolCalls:
         return CallAnswer(call, outcome=ToolOutcome.refused(problem))
 
     async def run(self, answers: Sequence[CallAnswer]) -> None:
-        """Run the checked calls and set their outcomes. Raises a tool's `InfraError`; calls that have finished keep
-        their outcomes."""
+        """Run the checked calls and set their outcomes. Raises a tool's `InfraError` or `ConfigError`; calls that have
+        finished keep their outcomes."""
         for batch in self._batches(answers):
             if len(batch) == 1:
                 batch[0].outcome = await self._outcome(batch[0])

@@ -1,12 +1,13 @@
 """Reports events in watched sessions: matching lines, new output, and the end or loss of the process.
 
 A session with a `Watch` has a follower, which waits for output from the slot. A line that matches within
-`MATCH_EVERY_S` seconds of the last reported match is only counted. The search ends after `MAX_MATCHES` reported
-matches. The next report about matches includes the count of such lines, and the number of bytes of output that came
-too fast to be searched.
+`MATCH_EVERY_S` seconds of the last reported match is only counted. The next report about matches includes the number
+of such lines and the number of bytes that came too fast to be searched. The search ends after `MAX_MATCHES` reported
+matches.
 
-Reports appear in the next reply about the session and in the registry's `Notifications`. Every queue is bounded, and
-adding to a queue never waits for a reader; when a queue is full, its oldest entry is dropped.
+Reports appear in the registry's `Notifications` and in the next reply about the session, unless that is the reply to a
+write. Every queue is bounded, and adding to a queue never waits for a reader; when a queue is full, its oldest entry is
+dropped.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Notifications:
         self.pending_watchers: list[Reply] = []
 
     def add_event(self, session: ProcessSession, kind: str, text: str, exit_code: int | None) -> None:
-        """Add a report to `completion_queue`, with the `type` `kind` and the `output` `text`."""
+        """Add a report to `completion_queue`. Its `type` is `kind`, and its `output` is `text`."""
         item: Reply = {"type": kind, "session_id": session.id, "task_id": session.task_id}
         item |= {"session_key": session.session_key, "command": session.command}
         item |= {"output": text, "exit_code": exit_code, **session.watch.address}

@@ -342,7 +342,7 @@ class ProcessRegistry:
         self._save()
 
     def _save(self) -> None:
-        """Write the checkpoint, if the registry has a `checkpoint_path`. Raises `OSError`."""
+        """Write the checkpoint if the registry has a `checkpoint_path`. Raises `OSError`."""
         if self._path is not None:
             sessions = [_record(session) for session in self._sessions.values()]
             unfinished = self._path.with_name(self._path.name + ".part")
@@ -393,9 +393,12 @@ def _read(path: Path) -> list[dict[str, JSON]]:
     except FileNotFoundError:
         return []
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is not a file of background processes ({error}); move it away to continue") from None
+        raise ConfigError(f"{path} is not a checkpoint of processes ({error}); move it away to continue") from None
     if schema != SCHEMA or version > VERSION:
-        raise ConfigError(f"{path} holds {schema} version {version}; this program reads {SCHEMA} up to {VERSION}")
+        raise ConfigError(
+            f"{path} has the format {schema} {version}, but this program reads {SCHEMA} up to version {VERSION}; move "
+            "it away to continue"
+        )
     return records
 
 

@@ -26,7 +26,7 @@ MAX_OUTPUT_CHARS = 200_000
 """The maximum number of bytes at the end of the output that `log` shows. Slots keep at least this many."""
 
 FINISHED_TTL_SECONDS = 1800
-"""Seconds for which the session of an ended process is kept."""
+"""Seconds after which the session of an ended process may be forgotten. To make room, it may be forgotten earlier."""
 
 MAX_PROCESSES = 64
 """The maximum number of running processes of one task."""

@@ -19,7 +19,7 @@ SLOT_FILES = 8
 """The descriptors assumed per slot. Measured per slot: 4 in the slot server (6 during a command), and 4 in this
 process."""
 OTHER_FILES = 512
-"""The descriptors reserved for everything else: connections to the model server, journals, logs."""
+"""The descriptors reserved for everything else: connections to the model server, journals and logs."""
 RESERVE_BYTES = 512 << 20
 """While less memory than this is available, a pool that has `unchecked_slots` or more slots in use leases no further
 slot."""

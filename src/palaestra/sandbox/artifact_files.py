@@ -2,9 +2,9 @@
 Atropos and Hermes use.
 
 This module uses the slot's file calls, never its shell. Invariant: it reveals nothing outside the workspace, wherever
-links in the workspace lead. Failures raise builtin errors, and `status_of` returns the HTTP status of each. The module
-needs no installed packages, because the slot server's network port (`remote/port_server.py`) uses it on machines where
-nothing is installed.
+links in the workspace lead. A bad request raises OSError or ValueError; `status_of` returns the HTTP status for it. The
+module needs no installed packages, because the slot server's network port (`remote/port_server.py`) uses it on machines
+where nothing is installed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ async def read(
 async def entries(
     slot: Slot, path: str = ".", *, recursive: bool = False, max_entries: int | None = None
 ) -> dict[str, JSON]:
-    """Return up to `max_entries` entries of a directory, sorted. A link is listed as an entry and is not followed."""
+    """Return up to `max_entries` entries of a directory; those of each directory are sorted. A link is listed as an
+    entry and is not followed."""
     target, info = await _found(slot, path)
     if info.kind != "dir":
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
@@ -134,7 +135,7 @@ async def _found(slot: Slot, path: str) -> tuple[str, FileInfo]:
     """Return the path and the entry that `path` leads to in the workspace. Links are followed. A link that leads out of
     the workspace raises PermissionError."""
     if not path or "\0" in path:
-        raise ValueError("the path is empty or holds a NUL character")
+        raise ValueError("the path is empty or contains a NUL character")
     here, left, links = WORKSPACE, _parts(path, path), 0
     info = await _stat(slot, here, path)
     while left:

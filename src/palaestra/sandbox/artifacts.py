@@ -100,7 +100,8 @@ async def read(slot: Slot | None, request: ArtifactReadRequestPayload) -> Artifa
 
 
 async def entries(slot: Slot | None, request: ArtifactListRequestPayload) -> ArtifactListResponsePayload:
-    """Return up to `max_entries` entries of a directory, sorted. A link is listed as an entry and is not followed."""
+    """Return up to `max_entries` entries of a directory; those of each directory are sorted. A link is listed as an
+    entry and is not followed."""
     found = await artifact_files.entries(_slot(slot, request), **request.model_dump(exclude={"trajectory_id"}))
     return ArtifactListResponsePayload(**found)
 
@@ -131,6 +132,6 @@ Request = ArtifactReadRequestPayload | ArtifactListRequestPayload | ArtifactArch
 
 def _slot(slot: Slot | None, request: Request) -> Slot:
     if slot is None:
-        nothing = f"trajectory {request.trajectory_id} has no workspace, because no command has run yet"
+        nothing = f"trajectory {request.trajectory_id} has no workspace: its sandbox was not started, or has ended"
         raise FileNotFoundError(errno.ENOENT, nothing, request.path)
     return slot

@@ -59,7 +59,7 @@ async def check_backend(name: str, config: JSON) -> BackendFindings:
         finally:
             await backend.aclose()
     except TimeoutError:
-        found.problem = f"it did not start within {_START_S:g} s; the platform's own logs may show why"
+        found.problem = f"the check took more than {_START_S:g} s; the platform's own logs may show why"
     except (PalaestraError, OSError) as error:
         found.problem = str(error)
     return found

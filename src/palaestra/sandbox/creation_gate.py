@@ -80,8 +80,8 @@ class CreationGate:
                 state["next"] = max(state["next"], time.monotonic() + state["gap"])
 
     def _make_folder(self) -> None:
-        """Make the folder. Raises `ConfigError` if another user made it or may write to it, because links in it could
-        redirect our files."""
+        """Make the folder. Raises `ConfigError` if another user made it or may write to it, because that user could
+        redirect our files with links."""
         self._folder.mkdir(mode=0o700, exist_ok=True)
         found = self._folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

@@ -1,9 +1,9 @@
 """`ModalToolBackend`: a pool of slots in Modal, with one or several sandbox profiles. Atropos and Hermes use the same
 class name.
 
-For `tool_pool_mode="modal"`, `create_tool_backend` makes a pool with one profile. If there are several profiles, each
-has its own sandboxes and its own limit. The default profile starts with the pool. Every other profile starts when its
-first slot is acquired.
+If there are several profiles, each has its own sandboxes and its own limit. The default profile starts with the pool.
+Every other profile starts when its first slot is acquired. `create_tool_backend` does not use this class: for
+`tool_pool_mode="modal"`, it makes a `SlotPool` with the settings of the configuration.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ class ModalToolBackend(SlotPool):
 
     def _refuse_other_profiles(self, slot: Slot) -> None:
         if slot.epoch in self._pools:
-            raise ConfigError(f"{slot.slot_id} cannot be kept: its profile is not the pool's own, {self.profile.name}")
+            raise ConfigError(
+                f"no snapshot can be made of {slot.slot_id}: only slots of the default profile, {self.profile.name}, "
+                "have snapshots"
+            )
 
     async def aclose(self) -> None:
         for pool in self._others.values():

@@ -60,12 +60,12 @@ class SlotPoolConfig(BaseModel):
     acquire_timeout: float = Field(default=30.0, gt=0)
     """Seconds that `acquire` waits for a free place before it raises `AcquireTimeout`."""
     slots_per_container: int = Field(default=10, ge=1)
-    """A setting of the contract. If it or `max_containers` is set, `max_slots` defaults to their product."""
+    """A setting of Atropos and Hermes. If it or `max_containers` is set, `max_slots` defaults to their product."""
     max_containers: int = Field(default=10, ge=1)
     """See `slots_per_container`."""
     nomad_address: str = "http://localhost:4646"
-    """This field and all following fields are the contract's settings for the Nomad backend. A pool that sets one of
-    them, and is given no backend, runs its slots on Nomad."""
+    """This field and all following fields are the settings of Atropos and Hermes for the Nomad backend. A pool that
+    sets one of them, and is given no backend, runs its slots on Nomad."""
     job_id: str = "atropos-sandbox"
     datacenter: str = "dc1"
     image: str = "atropos-sandbox:local"
@@ -117,7 +117,7 @@ class SlotPoolConfig(BaseModel):
         return NomadBackend(settings)
 
     def check(self, backend: Backend) -> None:
-        """Raise `ConfigError` for settings that the pool's backend does not support."""
+        """Raise `ConfigError` if a field for Nomad is set and the pool's backend is another one."""
         names = self._of_nomad()
         if names and backend.name != "nomad":
             raise ConfigError(
@@ -146,7 +146,7 @@ class SlotPool:
 
     `backend` defaults to Nomad if `config` sets a field for Nomad, and otherwise to this machine at the best isolation
     level. `memory` returns the bytes of memory that are available on this machine. Raises `ConfigError` if `config`
-    sets fields that `backend` does not read.
+    sets a field for Nomad and `backend` is another one.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class SlotPool:
         return self.backend.rung
 
     async def start(self) -> None:
-        """Start the backend. Raises `IsolationUnavailable` before any slot exists. Idempotent."""
+        """Start the backend. If it cannot start, raises its error, such as `IsolationUnavailable`. Idempotent."""
         await self.backend.start()
         if not self._started:
             files = admission.open_more_files()
@@ -210,7 +210,7 @@ class SlotPool:
         self._free = self._places
 
     async def stop(self, purge_job: bool = False, *, purge: bool = False) -> None:
-        """End every slot and the backend, as `aclose` does. `purge_job` (or `purge`) also removes the pool's job from
+        """End every slot and the backend, as `aclose` does. `purge_job` (or `purge`) also removes the pool's jobs from
         Nomad's list."""
         if (purge_job or purge) and hasattr(self.backend, "purge"):
             self.backend.purge = True
@@ -301,7 +301,8 @@ class SlotPool:
     async def execute(
         self, slot: Slot, tool: str, args: Mapping[str, JSON], timeout: float | None = None
     ) -> ExecutionResult:
-        """Run `bash`, `bash_stateful`, `read_file` or `write_file` in a leased slot. Raises `InfraError`.
+        """Run `bash`, `bash_stateful`, `read_file` or `write_file` in a leased slot. Raises `InfraError`; any other
+        failure is reported in the result.
 
         `timeout` is in seconds and defaults to `default_timeout_s`. A timeout in `args` takes precedence over it. For
         `bash`, standard error is also returned separately from standard output.
@@ -411,7 +412,10 @@ class SlotPool:
         if not continued:
             return await self.backend.checkpoint(slot)
         if not isinstance(self.backend, LocalBackend):
-            raise ConfigError(f"the {self.backend.name} backend cannot continue a slot's changes in another slot")
+            raise ConfigError(
+                f"the {self.backend.name} backend cannot continue a slot's changes in another slot; only the local "
+                "backend can"
+            )
         return replace(await self.backend.checkpoint(slot), continued=True)
 
     async def save(self, snapshot: Snapshot, folder: Path) -> int:
@@ -438,7 +442,7 @@ class SlotPool:
         return await self.backend.changes(snapshot)
 
     async def holds(self, snapshot: Snapshot) -> bool:
-        """Return whether the snapshot still exists. A snapshot is lost if its backend has died."""
+        """Return whether the snapshot still exists. A snapshot is lost if the slot server that held it has died."""
         try:
             await self.backend.changes(snapshot)
         except SandboxError:
@@ -446,8 +450,7 @@ class SlotPool:
         return True
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer. A failure is only logged; for example, if the backend has died, the layer
-        is already gone."""
+        """Drop the snapshot's topmost layer. A failure is only logged, because the layer may be gone already."""
         try:
             await self.backend.forget(snapshot)
         except SandboxError as error:

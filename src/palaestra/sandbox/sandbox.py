@@ -74,13 +74,14 @@ class Sandbox:
 
     `image` is a root file system (a directory, a tar file or an OCI layout). None means the image of `snapshot` or,
     without a snapshot, the host's system directories. `network` is "off", "on", or a list of hosts. `memory` and `disk`
-    are bytes or text such as "512MB" (K, M and G are powers of 1024); `cpus` is in cores; `limits` replaces these three
+    are bytes or text such as "512MB" (units are powers of 1024); `cpus` is in cores; `limits` replaces these three
     arguments. `env` holds environment variables for commands. `isolation` is "best" or a level: "full", "userns",
     "confined" or "none". If `pool` or `snapshot` is given, the sandbox starts in a pool that is already running. The
     level of that pool may also be better than `isolation`.
 
-    Raises `ConfigError` for an unusable argument. Entering the block raises `IsolationUnavailable` if this machine
-    cannot provide the isolation level, and `ConfigError` if the pool's level is lower than `isolation`.
+    Raises ValueError, in most cases its subclass `ConfigError`, for an unusable argument. Entering the block raises
+    `IsolationUnavailable` if this machine cannot provide the isolation level, and `ConfigError` if the pool's level is
+    lower than `isolation`.
     """
 
     def __init__(
@@ -148,7 +149,10 @@ class Sandbox:
                 backend = LocalBackend.from_isolation(self._isolation)
                 pool = await stack.enter_async_context(SlotPool(backend=backend))
             elif self._isolation != "best" and pool.rung < Rung[self._isolation.upper()]:
-                raise ConfigError(f"the pool's isolation is {pool.rung.label}, which is below {self._isolation}")
+                raise ConfigError(
+                    f"the pool's isolation is {pool.rung.label}, which is below {self._isolation}: use another pool, "
+                    "or request a lower level"
+                )
             layers = None if snapshot is None else snapshot.snapshot
             slot = await pool.acquire("sandbox", spec=self._spec, snapshot=layers)
             stack.push_async_callback(pool.release, slot)

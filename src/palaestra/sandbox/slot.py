@@ -1,7 +1,7 @@
 """The types and Protocols of the sandbox layer. This module performs no I/O.
 
 A *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number of slots start. `pool.py`
-leases slots; code above this layer uses only `Slot`, `Snapshot` and the pool.
+leases slots. Code above this layer works with these types and the pool, and uses a backend only to configure a pool.
 
 All paths are paths inside the slot. Relative paths start at `WORKSPACE`, the directory where commands start.
 """
@@ -58,13 +58,14 @@ class ExecutionResult:
 
     `metadata` also holds `exit_code` and `returncode` (equal; 124 after a timeout, 128+n after signal n), `timeout`,
     `rung`, `sandboxed` (the isolation level is not none), `network_isolated` (the slot has no network), `stateful`,
-    `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes`, `oom`. If output was truncated,
+    `output_total_bytes`, `truncated`, `duration_s`, `cpu_s`, `max_rss_bytes` and `oom`. If output was truncated,
     `full_output_path` is a file in the slot with the first 4 MiB of the output, and `full_output_bytes` is that file's
     size. Both are missing if no such file could be made or `spill` was false. Results of a stateful shell also have
     `shell_restarted`. `verdict` holds the bytes written to descriptor 3, if the call requested that channel.
 
-    `oom` is set if the shell itself was killed because memory ran out (exit code 137). If only a child of the shell was
-    killed, the exit code is the shell's, and `oom` is not set.
+    `oom` is set if the exit code is 137 and the kernel has killed a process of the slot because memory ran out. This is
+    known only at the level `full`. If a shell survives the death of its child and ends with another exit code, `oom` is
+    not set.
 
     `error` is empty on success, otherwise one line ("Exit code: 2", "Command timed out after 5s"). If the slot dies,
     the call raises `SlotLost`, so a dead slot never looks like a failed command.
@@ -101,7 +102,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One path that differs from the snapshot a workspace started from.
+    """One path that differs from the snapshot or image that a workspace started from.
 
     `kind` is file, dir, symlink, other or deleted. `opaque` marks a directory that replaced the entry of that name in
     the snapshot; each entry of the new directory is a Change too.
@@ -139,9 +140,9 @@ class SlotSpec:
     """The settings of a slot. Slots with equal specs are interchangeable.
 
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
-    layout; None selects the host's system directories. `env` holds variables for commands; they are added to PATH,
-    HOME, LANG and TERM, which the backend sets, and may override these four. Raises ValueError if `network` is not a
-    Network or AllowList.
+    layout. Some backends accept an image's name instead. None selects the backend's own image or, without one, the
+    host's system directories. `env` holds variables for commands; they are added to PATH, HOME, LANG and TERM, which
+    the backend sets, and may override these four. Raises ValueError for an unknown `network`.
     """
 
     image: str | None = None
@@ -182,8 +183,8 @@ class ProcessStatus:
     """The status of a background process. `exit_code` is None while the process runs, and 128+n after signal n.
 
     `pid` is the process's number in the slot, and `started_s` is its start time in seconds since the host booted.
-    Together with `process_id`, they identify the process even after a restart of the server. `full_output_path` is a
-    file in the slot with the output from the start; it exists once `read` no longer returns the whole output.
+    Together with `process_id`, they identify the process even after a restart of the server. If the output is longer
+    than 256 KiB, `full_output_path` is a file in the slot with its first 4 MiB, unless no such file could be made.
     """
 
     process_id: int
@@ -201,7 +202,7 @@ class ProcessStatus:
 
 
 class Process(Protocol):
-    """A process of a slot that outlives the call that started it; it ends with the slot at the latest.
+    """A background process of a slot. It outlives the call that started it, and ends with the slot at the latest.
 
     Methods raise `StaleLease` and `SlotLost` as the slot's methods do, and ProcessLookupError after `forget`.
     """
@@ -337,7 +338,7 @@ class Slot(Protocol):
         """Start a background process. If `terminal` is given, the process runs in its own terminal. Otherwise, it gets
         a pipe for input if `stdin` is true.
 
-        Raises FileNotFoundError for a missing program, and PermissionError for a program that cannot be run.
+        If the program of an argv cannot be run, raises OSError, for example FileNotFoundError or PermissionError.
         """
 
     async def processes(self) -> Sequence[Process]:
@@ -355,7 +356,7 @@ class Slot(Protocol):
     async def read_text(self, path: str, *, missing: str) -> str: ...
     async def read_text(self, path: str, *, missing: str | None = None) -> str:
         """Return the file's text, decoded as UTF-8 with undecodable bytes replaced. If `missing` is given, it is
-        returned for any file that cannot be read: absent, a directory, a fifo, a circular link, too large."""
+        returned for a file that cannot be read, for example because it does not exist or is too large."""
         try:
             return (await self.read_bytes(path)).decode(errors="replace")
         except OSError as error:
@@ -377,7 +378,7 @@ class Slot(Protocol):
         """Return the entry at a path, without following symlinks; None if it does not exist."""
 
     async def make_dir(self, path: str) -> None:
-        """Make a directory with its parents, if it does not exist."""
+        """Make a directory and its parents if they do not exist."""
 
     async def make_link(self, path: str, target: str) -> None:
         """Make a symlink, replacing a file or symlink at `path`. `target` need not exist."""
@@ -390,7 +391,7 @@ class Slot(Protocol):
         """Copy a file of any size from the slot to this machine, atomically. Returns the file's size in bytes."""
 
     async def remove(self, path: str) -> None:
-        """Remove a file or a whole directory, if it exists."""
+        """Remove a file or a whole directory if it exists."""
 
     async def arguments(self, pid: int) -> Sequence[str] | None:
         """Return the arguments of the live process whose number in the slot is `pid`, read from the kernel; None if
@@ -436,8 +437,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class RungStatus:
-    """Whether an isolation level is available here. `reason` explains why or why not, with a remedy; `covers` lists
-    what the level isolates and limits."""
+    """Whether an isolation level is available here. `reason` explains why, or why not and what to do about it. `covers`
+    lists what the level isolates and limits."""
 
     rung: Rung
     available: bool
@@ -449,8 +450,8 @@ class Backend(Protocol):
     """Makes slots for the pool that owns it; `palaestra.testing.backend_conformance` tests an implementation.
 
     Its methods raise `ConfigError` for anything that the backend does not offer, and `SandboxError` if the machine or
-    container that runs the slots fails. Tracking a slot's changes costs nothing until they are requested. `rung` is the
-    level that `start` has proved.
+    container that runs the slots fails. Tracking a slot's changes costs nothing until they are requested. After
+    `start`, `rung` is the level that was proved.
     """
 
     name: str

@@ -88,4 +88,4 @@ def test_without_capabilities_root_is_told_to_be_somebody_else(daemon: Docker) -
     ladder = _LADDER[: _LADDER.index("    async with")] + "asyncio.run(main())\n"
     lines = daemon.python("-c", ladder, options=("--cap-drop", "ALL")).splitlines()
     assert [line.split()[1] for line in lines] == ["False", "False", "False", "True"]
-    assert "run as a user" in lines[2]
+    assert "run as another user" in lines[2]

@@ -48,7 +48,7 @@ def test_workdir_is_where_the_command_runs(at_desk: AtDesk) -> None:
         ({"command": "touch ran; : " + "x" * MAX_COMMAND_BYTES}, "but at most 131071 can be run; nothing was run"),
         ({"command": "touch ran", "workdir": "x" * 300}, "cannot be used"),
         ({"command": "touch ran", "workdir": "loop"}, "workdir loop cannot be used"),
-        ({"command": "touch ran", "workdir": "a\0b"}, "cannot hold a NUL character; nothing was run"),
+        ({"command": "touch ran", "workdir": "a\0b"}, "cannot contain a NUL character; nothing was run"),
         ({"command": "touch ran", "workdir": "loop", "background": True}, "Nothing was started in loop"),
     ],
 )

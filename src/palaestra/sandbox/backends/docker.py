@@ -7,10 +7,10 @@ control groups. Slots then reach `userns`, or `full` for images given by path, b
 `runtime` selects a runtime other than the daemon's default, such as gVisor's `runsc`; the first container shows which
 level that runtime allows.
 
-An image given by name is the container's image, and needs Python 3.11 as `python3`. It is pulled if the daemon lacks
-it. An image given by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the daemon
-builds) is the root of the slots, which run in a container of the backend's own image. Such an image needs no Python,
-and slots can change everything in it, but it requires `privileged` and a daemon on this machine.
+An image given by name is the container's image, and needs Python 3.11 or newer as `python3`. It is pulled if the daemon
+lacks it. An image given by path (a root directory, a tar file, an OCI layout, or a folder with a Dockerfile, which the
+daemon builds) is the root of the slots, which run in a container of the backend's own image. Such an image needs no
+Python, and slots can change everything in it, but it requires `privileged` and a daemon on this machine.
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ class DockerBackend(RemoteBackend):
                     "docker_privileged: set it, or give the image by name"
                 )
             if any(host and not host.startswith("unix://") for host in self._hosts):
-                raise ConfigError(f"the image {image} is a path on this machine, but a docker host is another machine")
+                raise ConfigError(
+                    f"the image {image} is a path, and a docker host is another machine: give the image by name"
+                )
             if self._store is None:
                 self._store = ImageStore()
             built = await self._built(image) if os.path.isfile(os.path.join(image, "Dockerfile")) else image

@@ -1,11 +1,12 @@
 """Runs slots on this machine's own kernel, without a container runtime.
 
 At `full` and `userns`, a slot is a set of namespaces around a copy-on-write root. A fork adds one layer, however large
-the layers below it are. Processes, mounts, IPC, the host name and the network are isolated; with the network on, the
-slot has a device whose packets a server process forwards, but never to the host itself. The root holds only the image
-or an allow-list of system directories. Commands get no new privileges, few capabilities and a system call filter; disk,
-open files and output are limited. If a process of the slot server is killed, the kernel ends all slots. A list of
-allowed hosts needs root: the slot's network then contains only a proxy that enforces the list.
+the layers below it are. Processes, mounts, IPC, the host name and the network are isolated. With the network on, the
+slot has a device whose packets a server process forwards; the slot cannot reach the host itself, except its resolver
+and the ports in `host_ports`. The root contains only the image or an allow-list of system directories. Commands get no
+new privileges, few capabilities and a system call filter; disk, open files and output are limited. If the slot server
+or the process that watches it is killed, the kernel ends all slots. A list of allowed hosts needs root: the slot's
+network then contains only a proxy that enforces the list.
 
 `full` needs root. Outside the slot, the slot's root user is a private uid from a range that all slots of a backend
 share. Owners of system files are mapped, so the slot can change everything in its root. Control groups limit memory
@@ -18,14 +19,14 @@ processor time is not limited.
 `confined` is for ordinary containers, which do not allow namespaces. A slot is a directory whose commands run with
 Landlock, a system call filter, limits per process and, if the server is root, a user of their own. The commands cannot
 use files outside the slot's workspace, home and TMPDIR, except that they can read the system's programs and settings.
-They are also cut off from other slots' signals, tracing and System V objects and, with the network off, from TCP, UDP
-and abstract sockets. The following are neither isolated nor limited: the names and command lines of all processes in
-the container, socket files that all users may open (without root, those that the caller may open), total disk and
-memory, processor time, and, before Linux 6.12, abstract sockets while the network is on. `confined` also differs in the
-following ways. A slot cannot have a list of hosts or an image. A directory can be mounted only at the path that it has
-on the host. `/workspace` is a link, and exists only if root was able to make it; the link does not work in programs
-that close all descriptors. TMPDIR replaces /tmp. Forks are copies, so absolute paths into the original workspace are
-wrong in a fork. Without root, there is only one slot at a time, and a command can end its own slot.
+They are also cut off from other slots' signals, tracing and System V objects, from stream sockets with a path or name
+and, with the network off, from TCP and UDP. The following are neither isolated nor limited: the names and command lines
+of all processes in the container, datagram sockets with a path that all users may open (without root, that the caller
+may open), total disk and memory, processor time, and, before Linux 6.12, abstract datagram sockets. `confined` also
+differs in the following ways. A slot cannot have a list of hosts or an image. A directory can be mounted only at the
+path that it has on the host. `/workspace` is a link, and exists only if root was able to make it; the link does not
+work in programs that close all descriptors. TMPDIR replaces /tmp. Forks are copies, so absolute paths into the original
+workspace are wrong in a fork. Without root, there is only one slot at a time, and a command can end its own slot.
 
 `none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 
@@ -144,7 +145,7 @@ class LocalBackend(ServerBackend):
 
     @property
     def server_pid(self) -> int:
-        """The pid of the process that watches the slot server."""
+        """The pid of the process that watches the slot server, or of the service."""
         return self._running().pid
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:

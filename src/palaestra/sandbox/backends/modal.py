@@ -1,14 +1,14 @@
-"""Runs slots in Modal sandboxes, with many slots in each sandbox. This needs the extra `modal` and an account with
-Modal.
+"""Runs slots in Modal sandboxes, with many slots in each sandbox. This needs the extra `modal` and a Modal account.
 
-A sandbox is created with the image and resources of the configuration; the slot server runs in it as a command whose
-streams are the connection. Modal isolates the sandbox from everything else (gVisor); its slots are isolated from each
-other at the best level that Modal allows. The image needs Python 3.11 as `python3`.
+A sandbox is created with the configuration's resources, and with the configuration's image unless its slots name
+another one. The slot server runs in it as a command whose streams are the connection. Modal isolates the sandbox from
+everything else (gVisor); its slots are isolated from each other at the best level that Modal allows. The image needs
+Python 3.11 or newer as `python3`.
 
 A sandbox costs money as long as it runs, so it is ended early: when the backend no longer needs it, and `max_lifetime`
-after its start at the latest. It also ends `idle_timeout` after its server has ended, and the server ends when this
-process has been silent for `idle_timeout`. Each sandbox is tagged with the process that started it. A later run on
-this machine ends the sandboxes of processes that are gone.
+seconds after its start at the latest. It also ends `idle_timeout` seconds after its server has ended, and the server
+ends when this process has been silent for `idle_timeout` seconds. Each sandbox is tagged with the process that started
+it. A later run on this machine ends the sandboxes of processes that are gone.
 
 If rollouts have a time limit, a slot starts only in a sandbox whose remaining lifetime is long enough for a whole
 rollout.
@@ -340,7 +340,7 @@ class ModalBackend(RemoteBackend):
         except TimeoutError:
             raise AcquireTimeout(
                 f"no Modal sandbox has had room for {self.config.acquire_timeout_s:g} s: {len(self._places)} of "
-                f"{self._most} sandboxes are running"
+                f"{self._most} sandboxes are running; raise modal_max_sandboxes or modal_acquire_timeout"
             ) from None
 
     def _is_possible(self, wanted: PlaceSpec) -> bool:
@@ -724,7 +724,7 @@ def _entries(source: str, skipped: Collection[str]) -> Iterator[str]:
 
 
 def is_interpreter(mount: Mount) -> bool:
-    """Return whether a mount is the directory of this machine's Python. Tools do not use the packages in it."""
+    """Return whether a mount is the directory of this machine's Python, whose packages tools do not use."""
     return bool(os.path.realpath(mount.source) == os.path.realpath(sys.base_prefix))
 
 
@@ -759,4 +759,4 @@ def _typed(what: str, declared: str, value: JSON) -> JSON:
     except (TypeError, ValueError, AttributeError):
         if declared.startswith("dict"):  # its values may be secrets
             raise ConfigError(f"{what} must have the form NAME=VALUE;NAME=VALUE") from None
-        raise ConfigError(f"{what} cannot be {value!r}") from None
+        raise ConfigError(f"{what} must be of the type {declared}, not {value!r}") from None

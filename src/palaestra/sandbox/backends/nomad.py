@@ -66,7 +66,7 @@ class NomadBackendConfig:
     memory: int = 512
     scale_cooldown_s: float = 60.0
     health_check_interval_s: float = 30.0
-    """Seconds that one request for the job's allocations waits for a change."""
+    """The maximum number of seconds that one request for the job's allocations waits for a change."""
     unattended_s: float = 60.0
     """Seconds without an open stream after which the Palaestra run that started a job is considered dead."""
     token: str | None = field(default=None, repr=False)
@@ -251,8 +251,8 @@ class NomadJob:
             _log.warning("the Nomad job %s could not be stopped; the next run will remove it: %s", self.name, error)
 
     async def take(self) -> Allocation:
-        """Return a free allocation whose server answers. If none can be had in time, raises `SandboxError` with the
-        reason."""
+        """Return a free allocation whose server answers, starting one if necessary. Raises `SandboxError` if none can
+        start, or if none answers in time."""
         self._waiting += 1
         try:
             async with asyncio.timeout(_START_S):
@@ -262,7 +262,10 @@ class NomadJob:
                     if await self._answers(allocation):
                         return allocation
         except TimeoutError:
-            raise SandboxError(f"no allocation of the Nomad job {self.name} came up in {_START_S:g} s") from None
+            raise SandboxError(
+                f"no allocation of the Nomad job {self.name} answered within {_START_S:g} s; see `nomad job status "
+                f"{self.name}`"
+            ) from None
         finally:
             self._waiting -= 1
 

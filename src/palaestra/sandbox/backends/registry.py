@@ -125,7 +125,9 @@ def _make(wanted: BackendName, config: JSON) -> Backend:
     name = wanted.name
     if wanted.hosts:
         if name not in _HOSTS:
-            raise ConfigError(f"the backend {name} has no hosts; only {' and '.join(_HOSTS)} do")
+            raise ConfigError(
+                f"the backend {name} has no hosts: leave them out of tool_pool_mode, or use {' or '.join(_HOSTS)}"
+            )
         config = config.model_copy(update={_HOSTS[name]: list(wanted.hosts)})
     backend = _load(name, config)
     if isinstance(backend, RemoteBackend):

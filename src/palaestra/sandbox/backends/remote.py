@@ -1,10 +1,10 @@
 """Runs slots in containers or on other machines. This module calls each container or machine a *place*. A place runs
 one slot server with many slots.
 
-A place is started by a local command whose standard input and output are the stream to its server (`docker run -i`,
-`ssh`). The place ends when that stream ends, so nothing is left of it when this process is killed. The slots of a place
-are isolated from each other at the level that the server reaches in that place (`backends/local.py` describes the
-levels); the platform isolates the place itself.
+Most backends start a place by a local command whose standard input and output are the stream to its server (`docker run
+-i`, `ssh`). Such a place ends when that stream ends, so nothing is left of it when this process is killed. The slots of
+a place are isolated from each other at the level that the server reaches in that place (`backends/local.py` describes
+the levels); the platform isolates the place itself.
 
 Slots that start from a snapshot start in the place that made it. If a place dies, its slots and snapshots are lost, and
 the next request for a slot starts a new place. A host whose places do not start is left out for a while if there is
@@ -154,7 +154,7 @@ class RemoteBackend(StartedBackend):
         require: Rung | None = None,
     ) -> None:
         if not hosts or places < 1 or slots_per_place < 1:
-            raise ConfigError(f"{self.name}: there must be at least one host, one place and one slot per place")
+            raise ConfigError(f"{self.name}: set at least one host, one place and one slot per place")
         if rung is Rung.NONE and slots_per_place > 1:
             raise ConfigError(f"{self.name}: with isolation none, slots cannot share a place: set one slot per place")
         self._hosts, self._image, self._most, self._per_place = tuple(hosts), image, places, slots_per_place
@@ -162,9 +162,9 @@ class RemoteBackend(StartedBackend):
         self._places: dict[int, Place] = {}
         self._numbers: Iterator[int] = _numbers
         self.gate = CreationGate(self.name)
-        """Limits how fast, and how many concurrently, places start."""
+        """Limits how many places start per second, and how many start concurrently."""
         self.drain_file: Path | None = None
-        """A file that lists the hosts which get no new slots, or None. It may change at any time."""
+        """A file that lists the hosts that get no new slots, or None. It may change at any time."""
         self._failed_at: dict[str, float] = {}
         self._rung: Rung | None = None
         self._lost = self._begun = 0
@@ -250,8 +250,9 @@ class RemoteBackend(StartedBackend):
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
         """Return a new slot. If `snapshot` is given, the slot starts in the place that holds the snapshot.
 
-        If no snapshot is given and a host fails to start a place, the other hosts are tried. If every host fails after
-        `start`, all hosts are tried once more, provided that one of them answers within `away_s` seconds.
+        If no snapshot is given and a host fails to start a place, the other hosts are tried. If every host fails once
+        the backend has started, all hosts are tried once more, provided that one of them answers within `away_s`
+        seconds.
         """
         tried: set[str] = set()
         again = False

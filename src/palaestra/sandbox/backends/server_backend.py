@@ -1,4 +1,4 @@
-"""Makes and ends the slots of one slot server. All backends share this part, wherever their servers run.
+"""Makes and ends the slots of one slot server. All backends of this package use it, wherever their servers run.
 
 A subclass defines how the server starts, and which parts of a `SlotSpec` are available where the server runs.
 """
@@ -103,7 +103,7 @@ class ServerBackend(StartedBackend):
         """Start the server at the best allowed level, and prove the level in a throw-away slot. Idempotent.
 
         If every level fails, raises `IsolationUnavailable` with the reasons, before any other slot exists. Raises
-        `SandboxError` instead if no server ran, or if every level failed for the same reason.
+        `SandboxError` instead if no server ran, or if several levels were tried and all failed for the same reason.
         """
         if self._server is not None:
             return
@@ -128,7 +128,8 @@ class ServerBackend(StartedBackend):
         allowed = [rung for rung in wanted if rung >= (self._required or rung)]
         if not allowed:
             raise ConfigError(
-                f"{_name(self._wanted)} isolation is requested, but {_name(self._required)} or better is required"
+                f"{_name(self._wanted)} isolation is requested, but {_name(self._required)} or better is required: "
+                "change isolation, or do not require a sandbox"
             )
         return allowed
 
@@ -244,7 +245,7 @@ class ServerBackend(StartedBackend):
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this makes a hard
-        link for each changed file."""
+        link for each file in the topmost layer."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
         return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
 

@@ -1,4 +1,4 @@
-"""Runs slots in containers of Apptainer or Singularity, with many slots in each container.
+"""Runs slots in Apptainer or Singularity containers, with many slots in each container.
 
 A container is started with `apptainer exec` (or `singularity exec`) and ends with this process. It has the rights of
 the user who starts it; if that user is root, it has only the rights that slots need. It has its own processes and root
@@ -6,8 +6,8 @@ file system, and no host directories except those that slots mount. Its slots ar
 `userns` where the host allows user namespaces, otherwise at `confined`. The container uses the host's network. A slot
 whose network is off is cut off from that network.
 
-The image is an argument of `apptainer exec`: a `.sif` file, a directory, or an address. The image needs Python 3.11 as
-`python3`.
+The image is an argument of `apptainer exec`: a `.sif` file, a directory, or an address. The image needs Python 3.11 or
+newer as `python3`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Apptainer gives root every capability, which fails if this process lacks one, as
 
 
 class SingularityBackend(RemoteBackend):
-    """Slots in containers of Apptainer or Singularity, whichever is installed. `options` are additional arguments for
-    its `exec` command."""
+    """Slots in Apptainer or Singularity containers, whichever program is installed. `options` are additional arguments
+    for its `exec` command."""
 
     name = "singularity"
     image_kinds = ("name", "path")

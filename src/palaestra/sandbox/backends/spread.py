@@ -95,7 +95,7 @@ class SpreadBackend(StartedBackend):
         for number, part in enumerate(self._parts, 1):
             backend = part.backend
             if not isinstance(backend, RemoteBackend | ServerBackend):
-                raise ConfigError(f"the backend {backend.name} cannot share a pool with other backends")
+                raise ConfigError(f"the backend {backend.name} cannot share a pool with other backends: use it alone")
             if isinstance(backend, RemoteBackend):
                 backend.away_s = 0.0  # the other backends make slots in the meantime
             backend.begin_at(number * _EPOCHS)

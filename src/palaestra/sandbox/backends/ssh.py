@@ -1,11 +1,11 @@
 """Runs slots on other machines, which it reaches with OpenSSH.
 
 Each host runs one slot server for as long as the connection lasts. Its slots have the same isolation levels as slots on
-this machine: `full` if the login user is root, otherwise `userns` or `confined`, as the host's kernel allows.
+this machine: at best `full` if the login user is root, otherwise `userns` or `confined`, as the host's kernel allows.
 
-A host needs Python 3.11 as `python3` and a login without a prompt: a key, or an agent. Everything that the backend's
-settings leave open, such as a jump host, is set in `~/.ssh/config`. A connection that is silent for a minute counts as
-dead.
+A host needs Python 3.11 or newer as `python3`, and a login without a prompt: a key or an agent. Everything that the
+backend's settings leave open, such as a jump host, is set in `~/.ssh/config`. A connection that is silent for a minute
+counts as dead.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     known/KEY        the digest of an image file; KEY is a hash of the file's path, inode, size and times
     partial/         unfinished or removed images
 
-A directory gets its name by a rename once it is complete. The next process that takes the lock removes leftovers in
-`partial/`. Only the owner can enter the folder, because the files in an image may belong to any user.
+A directory gets its name by a rename once it is complete. An image's leftovers in `partial/` are removed when the image
+is next unpacked or removed. Only the owner can enter the folder, because the files in an image may belong to any user.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
     with open_blob("manifest.json") as file:
         images = json.loads(file.read(_MAX_JSON_BYTES))
     if len(images) != 1:
-        raise ImageError(f"{path} holds {len(images)} images; save only one image to a file")
+        raise ImageError(f"{path} contains {len(images)} images; save only one image to a file")
     for name in images[0]["Layers"]:
         with open_blob(name) as file:
             yield from _layer(file, path)
@@ -262,8 +262,8 @@ class Unpacking:
                 self._directories[""] = member
 
     def finish(self) -> None:
-        """Give the directories their modes and times, now that they are complete. If `as_image` is true, raises
-        `ImageError` if the image is not a root file system."""
+        """Give the directories their modes and times, now that they are complete. Raises `ImageError` if `as_image` is
+        true and the image is not a root file system."""
         self._leave_parent()
         for path, member in sorted(self._directories.items(), reverse=True):
             with contextlib.suppress(OSError), self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
@@ -429,7 +429,7 @@ def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None
 
 
 def _remove(parent: int, name: str) -> None:
-    """Remove an entry of a directory and everything below it, if the entry exists."""
+    """Remove an entry of a directory and everything below it if the entry exists."""
     status = _status(parent, name)
     if status is not None and stat.S_ISDIR(status.st_mode):
         shutil.rmtree(name, dir_fd=parent)

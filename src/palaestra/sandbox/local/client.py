@@ -1,8 +1,9 @@
 """The client of a slot server: starts the server's process, reads and writes its stream, and offers requests as
 coroutines.
 
-Requests are multiplexed by number on one stream, so a slow command does not delay other requests. File calls raise
-builtin errors (`FileNotFoundError`, …); other calls raise the sandbox's own errors.
+Requests are multiplexed by number on one stream, so a slow command does not delay other requests. An error of the
+slot's operating system is raised as a built-in exception (`FileNotFoundError`, …); other failures are raised as the
+sandbox's own errors.
 
 A coroutine that is cancelled while its request runs waits for the answer first (a command is killed, and its death is
 proved), so that nothing continues without its caller.

@@ -347,7 +347,7 @@ class LocalShell:
         `Slot.shell`. Works only in bash. Raises `SandboxError` if the state is too large or cannot be read in time."""
         result = await self.run(_SAVE, timeout_s=_STATE_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
         if result.metadata["truncated"] or result.metadata["timeout"]:
-            raise SandboxError(f"the state of the shell in {self._slot.slot_id} cannot be saved: it is too large")
+            raise SandboxError(f"the shell's state in {self._slot.slot_id} is too large, or takes too long to save")
         return result.output.encode(errors="surrogateescape")
 
     async def aclose(self) -> None:
@@ -406,12 +406,12 @@ class LocalProcess:
             await self._call("input", data[start : start + _PIECE_BYTES], close=False)
 
     async def close_input(self) -> None:
-        """End the process's input, if it is open; on a terminal, send the end-of-input character."""
+        """End the process's input if it is open; on a terminal, send the end-of-input character."""
         with contextlib.suppress(BrokenPipeError):
             await self._call("input", close=True)
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the process group, if the process is running."""
+        """Send a signal to the process group if the process is running."""
         await self._call("signal", signal=int(signal.Signals(number)))
 
     async def resize(self, size: TerminalSize) -> None:
@@ -468,7 +468,7 @@ def _add_command(fields: dict[str, JSON], command: str | Sequence[str]) -> None:
 def _add_bounds(fields: dict[str, JSON], timeout_s: float, max_output_bytes: int, stdin: bytes) -> None:
     """Add the limits of a command that differ from the defaults. Raises ValueError for invalid limits."""
     if not 0 < timeout_s < math.inf:  # also false for NaN
-        raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
     if not 0 <= max_output_bytes <= MAX_OUTPUT_BYTES:
         raise ValueError(f"max_output_bytes must be from 0 to {MAX_OUTPUT_BYTES}")
     if len(stdin) > MAX_STDIN_BYTES:

@@ -2,7 +2,7 @@
 
 A server is a process named `slotd`, and a slot is a process named `slot-init`. Each is the first process of a process
 namespace; a process inside a slot can take these names, but cannot be the first process of a namespace. Only root sees
-servers of other users. Slots at the levels without namespaces are not counted.
+servers of other users. Servers at the levels without namespaces are not listed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Connects to a slot server through the standard input and output of a command, such as `docker run -i`, `ssh` or
 `apptainer exec`.
 
-The server's files travel over the stream, so the container or other machine needs only Python 3.11. The server ends
-when the command ends, and the command ends when its standard input ends. Nothing is therefore left running after this
-process, however it dies.
+The server's files travel over the stream, so the container or other machine needs only Python 3.11 or newer. The server
+ends when the command ends, and the command ends when its standard input ends. Nothing is therefore left running after
+this process, however it dies.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def archive() -> bytes:
 
 
 def slotd_files() -> list[Path]:
-    """Return the files of the slot server: its source, and the compiled inits."""
+    """Return the files of the slot server: its source files and the compiled init programs."""
     files = [path for path in sorted(_SLOTD.rglob("*")) if path.is_file()]
     return [path for path in files if path.suffix in (".py", ".c", ".h") or path.name.startswith("init-")]
 

@@ -4,7 +4,7 @@ output.
 The client sends this file as the argument of `python3 -I -S -c`, then the server's files over standard input: a line
 with the size of a compressed tar archive, and the archive. From then on this process passes bytes between its standard
 streams and the server's socket, and ends the server when either side ends. Runs on Python 3.9 and later with nothing
-but the standard library; the server itself needs 3.11.
+but the standard library; the server itself needs 3.11 or newer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main(rung: str, silence_s: float | None = None) -> int:
     """
     if sys.version_info < NEEDED:
         here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
-        sys.stderr.write(f"python3 is {here} there, but the slot server needs {needed}")
+        sys.stderr.write(f"python3 is {here} there, but the slot server needs {needed} or newer")
         return 1
     archive = receive(int(receive_line()))
     folder = tempfile.mkdtemp(prefix="palaestra-slotd-")

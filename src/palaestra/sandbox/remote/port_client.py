@@ -1,4 +1,4 @@
-"""Connects to a slot server behind a network port (`port_server.py`), with a token."""
+"""Connects to a slot server behind a network port (`port_server.py`). A token authenticates the client."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The platform runs this file as the argument of `python3 -I -S -c`, with the address, the port and the number of slots as
 further arguments and a secret in PALAESTRA_TOKEN. A client that has the secret sends the files with `PUT /server`.
 Until then, a request without the secret gets the answer 401, and any other request 503. Runs on Python 3.9 and later
-with nothing but the standard library; the server itself needs 3.11.
+with nothing but the standard library; the server itself needs 3.11 or newer.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def main(host: str, port: str, slots: str) -> NoReturn:
     """Listen until the files have arrived, and then replace this process by the server."""
     if sys.version_info < NEEDED:
         here, needed = (".".join(map(str, version)) for version in (sys.version_info[:2], NEEDED))
-        sys.exit(f"python3 is {here} there, but the slot server needs {needed}")
+        sys.exit(f"python3 is {here} there, but the slot server needs {needed} or newer")
     # for the first process of a container, SIGTERM has no default action
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     token = os.environ["PALAESTRA_TOKEN"]

@@ -330,7 +330,7 @@ class PortServer:
     async def _artifact(self, body: JSON, work: Callable[..., Awaitable[JSON]], *names: str) -> JSON:
         numbered = self._numbered(body)
         if numbered.slot is None:
-            raise Refused(404, f"{numbered.slot_id} has no workspace, because no call has run in it yet")
+            raise Refused(404, f"{numbered.slot_id} has no workspace: no call has run in it yet, or it was reset")
         try:
             return await work(numbered.slot, **{name: body[name] for name in names if body.get(name) is not None})
         except InfraError:

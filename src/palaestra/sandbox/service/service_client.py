@@ -40,7 +40,7 @@ class Service:
 
 
 def default_directory() -> Path:
-    """Return the directory of this user's services, in /run if possible. Slots cannot see the directory."""
+    """Return the directory of this user's services, in /run if possible. Isolated slots cannot see the directory."""
     run = Path("/run") if os.geteuid() == 0 else Path(f"/run/user/{os.geteuid()}")
     return (run if os.access(run, os.W_OK) else Path("/var/tmp")) / f"palaestra-{os.geteuid()}"  # noqa: S108
 
@@ -49,7 +49,9 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
     """Return the path of a service's socket. Raises `ConfigError` if the name is invalid or other users have access to
     the directory."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} cannot be the name of a service; use letters, digits, dots and dashes")
+        raise ConfigError(
+            f"{name!r} cannot be the name of a service; use up to 41 letters, digits, dots, dashes and underscores"
+        )
     folder = directory or default_directory()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()

@@ -19,7 +19,7 @@ from typing import Protocol
 Callback = Callable[[], object]
 Job = Iterator[None]
 
-_MANY = 64  # the least number of cancelled timers that are cleaned up, and the most descriptors that a round handles
+_MANY = 64  # fewer cancelled timers are not cleaned up; a round handles at most this number of descriptors
 _LONGEST_S = 3600.0  # the longest wait: epoll counts milliseconds in 31 bits, and a command's time limit may be a year
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 

@@ -43,7 +43,7 @@ def absolute(path: str) -> str:
         except UnicodeEncodeError:
             raise OSError(errno.EINVAL, "the path cannot be encoded", ascii(path)) from None
     if "\0" in path:
-        raise OSError(errno.EINVAL, "a path cannot hold a NUL character", ascii(path))
+        raise OSError(errno.EINVAL, "a path cannot contain a NUL character", ascii(path))
     return path if path.startswith("/") else f"{WORKSPACE}/{path}"
 
 
@@ -156,7 +156,7 @@ def create(root: int, path: str, owner: int) -> int:
 
 
 def make_directory(root: int, path: str, owner: int) -> None:
-    """Make a directory with its parents, if it does not exist."""
+    """Make a directory and its parents if they do not exist."""
     os.close(_make_folders(root, absolute(path), owner))
 
 
@@ -212,7 +212,7 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
 
 
 def remove(root: int, path: str) -> Iterator[None]:
-    """Remove the entry at a path, if it exists, as a job. Raises OSError, for example if it is nested too deeply."""
+    """Remove, as a job, the entry at a path if it exists. Raises OSError, for example if it is nested too deeply."""
     path = _plain(absolute(path))
     folder, name = posixpath.split(path)
     if not name:

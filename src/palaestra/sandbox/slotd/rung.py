@@ -1,6 +1,6 @@
-"""The interface through which the server uses an isolation level: slots, their files, their layers.
+"""The interface through which the server uses an isolation level: slots, their files and their layers.
 
-`namespaced/` makes slots from namespaces and overlays, `unprivileged/` from users and plain directories.
+`namespaced/` makes slots from namespaces and overlays; `unprivileged/` makes them from users and plain directories.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ L = TypeVar("L", bound=SealedLayer)
 
 
 class Checkpoints(Protocol[F, L]):
-    """Layers that outlive their source: checkpoints of running slots, snapshots on the host's disk."""
+    """Makes copies of layers: checkpoints of running slots, and snapshots on the host's disk."""
 
     def checkpoint(self, files: F, mapped: bool, begun_ns: int) -> Generator[None, None, tuple[L, int]]:
         """Copy a stopped slot's changes, as a job; returns the layer and the number of bytes copied. Raises OSError.

@@ -433,7 +433,7 @@ class SlotServer:
 
     def _checkpoints(self, op: str) -> Checkpoints[Any, Any]:
         if self._driver.checkpoints is None:
-            raise CannotMake(f"this level has no layers to {op}; seal the slot instead, or use userns or full")
+            raise CannotMake(f"{op} needs layers, which this level does not have; seal the slot, or use userns or full")
         return self._driver.checkpoints
 
     # Layers

@@ -1,4 +1,4 @@
-"""System calls that Python 3.11 does not offer. Each returns a value or raises OSError with the errno.
+"""System calls that Python 3.11 does not offer. Each function except `raw` raises OSError with the errno if it fails.
 
 Numbers above 423 are the same on every architecture; the others come from the kernel's tables.
 """

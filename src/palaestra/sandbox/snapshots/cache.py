@@ -46,8 +46,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Describes how a workspace is prepared. Change `version` when something changes on which the steps depend, but
-    which is not part of the recipe. `name` is for people, and is not part of the cache key."""
+    """Describes how a workspace is prepared. Change `version` after a change outside the recipe that affects the steps.
+    `name` is for people, and is not part of the cache key."""
 
     spec: SlotSpec = SlotSpec()
     steps: tuple[Put | Run, ...] = ()
@@ -138,7 +138,7 @@ class Prepared:
             try:
                 await turn.enter_async_context(store.turn(key, self.clock))
             except OSError as error:
-                self.trouble(_cannot(store, f"be locked: {error}; name another folder"))
+                self.trouble(_cannot(store, f"be locked: {error}; use another folder"))
             found = await self._load(recipe, key, store)
             if found is not None:
                 return Taken(found, True)
@@ -193,7 +193,7 @@ class Prepared:
                 raise
             except SandboxError as error:
                 self.store = None
-                self.trouble(_cannot(store, f"be used from that disk ({error}); name a folder on another disk"))
+                self.trouble(_cannot(store, f"be used from that disk ({error}); use a folder on another disk"))
                 return False
             self._proved = True
         return True
@@ -211,7 +211,7 @@ class Prepared:
                 await self.backend.save(snapshot, str(folder / "layers"))
                 await to_the_end(partial(store.keep, folder, key, _describe(recipe)))
         except OSError as error:
-            self.trouble(_cannot(store, f"keep {recipe.name or key[:12]}: {error}; make room, or name another folder"))
+            self.trouble(_cannot(store, f"keep {recipe.name or key[:12]}: {error}; make room, or use another folder"))
 
     async def make(self, recipe: Recipe) -> Snapshot:
         """Run the steps of a recipe in a new slot, and return the slot's snapshot. Raises `PrepareError` for a step

@@ -63,14 +63,17 @@ class SnapshotStore:
         self.folder, self.max_bytes = folder, max_bytes
 
     def open(self) -> SnapshotStore:
-        """Make the folder if it does not exist. Idempotent. Raises `ConfigError` if the folder belongs to another user
-        or other users may write to it, because its contents are executed."""
+        """Make the folder if it does not exist. Idempotent. Raises `ConfigError` if the folder cannot be made. Also
+        raises it if the folder belongs to another user or other users may write to it, because its contents are
+        executed."""
         folder = self.folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = folder.stat()
         except OSError as error:
-            raise ConfigError(f"the snapshot store {str(folder)!r} cannot be used: {error.strerror}") from None
+            raise ConfigError(
+                f"the snapshot store {str(folder)!r} cannot be used: {error.strerror}; use another folder"
+            ) from None
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise ConfigError(f"the snapshot store {str(folder)!r} must be yours and writable only by you (chmod 700)")
         return self

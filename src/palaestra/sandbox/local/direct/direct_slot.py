@@ -1,11 +1,11 @@
 """Serves a slot's commands, shells and small files without the slot server, which saves two process wake-ups per
 request.
 
-At the level `full`, the server and its client run as root on the same machine. For each slot, the server hands over a
-descriptor of the slot's root and a second socket to the slot's init process, which the code calls the *line*. The
-client then acts like the server, with the same code (`slotd/exec`, `slotd/files.py`). The server makes, freezes and
-ends the slot. It also serves all other requests, and requests that fail here (a missing file, no free descriptor in
-this process), so that the errors are the same.
+At the level `full`, the server and its client run as root on the same machine. For each slot, the server sends the
+client descriptors of the slot's root, of its init process, and of a second socket to the init, which the code calls the
+*line*. The client uses them as the server would, and runs the server's own code (`slotd/exec`, `slotd/files.py`). The
+server makes, freezes and ends the slot. It also serves all other requests, file calls that fail here, and commands for
+which this process has no free descriptor.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from palaestra.sandbox.slotd.rung import Place
 
 _MOMENT_S = 0.01  # most commands end within this time
 _FIRST_SHELL = FIRST_CHILD + (1 << 30)  # above the server's numbers, so that a shell's number shows who runs the shell
-_IN_A_ROW = 16  # the number of file calls, none of which waits, that run before the event loop gets a turn
+_IN_A_ROW = 16  # file calls do not wait, so the event loop gets a turn after this many of them
 _QUICK_BYTES = 1 << 20  # larger reads are done in a thread
-# requests that walk many files; in the meantime, the server does all writes
+# requests that walk many files; while one of them runs, the server does all writes
 _SURVEYS = ("list", "changes", "remove", "checkpoint")
-_STOPS = ("freeze", "checkpoint")  # requests that stop the slot's processes; commands wait in the meantime
+_STOPS = ("freeze", "checkpoint")  # requests that stop the slot's processes; commands wait until they are done
 
 _file_calls = itertools.count(1)
 
 
 class DirectClient(SlotClient):
-    """The client of a slot server that hands over its slots; `create` makes a `DirectSlot` for each slot that is handed
-    over."""
+    """The client of a slot server that sends it the descriptors of each slot. `create` makes a `DirectSlot`, unless
+    this process is short of descriptors."""
 
     def __init__(self, on_lost: OnLost) -> None:
         super().__init__(on_lost)
@@ -335,8 +335,8 @@ def _variables(env: tuple[tuple[str, str], ...]) -> EnvBlock:
 class AsyncioLoop(EpollLoop):
     """The slot server's event loop inside asyncio's event loop; one instance serves all slots of a server.
 
-    asyncio takes longer to add and remove a descriptor or a timer than a shell takes to run a short command. So asyncio
-    watches only the epoll descriptor of this loop and has one timer for it.
+    Adding and removing a descriptor or a timer in asyncio would take a large part of the time of a short command. So
+    asyncio watches only the epoll descriptor of this loop and has one timer for it.
     """
 
     def __init__(self) -> None:

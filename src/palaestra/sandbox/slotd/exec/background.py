@@ -12,7 +12,8 @@ the fields of the slot's lease:
     processes                                                       processes: one object each
     dismiss     process                                             the process is killed and forgotten
 
-A cancelled `output`, `wait` or `input` is answered with the current state.
+A cancelled `output` or `wait` is answered with the current state, and a cancelled `input` with the number of bytes
+written.
 
 Output goes to a ring that clients read by cursor, and also to a spill file of the slot once the ring is full, so no
 reader can hold up the process or the server. Input is written as fast as the process reads it.

@@ -29,9 +29,8 @@ _SHELLS = {None: 0, "bash": frames.BASH, "sh": frames.SH}
 
 
 class CommandSpec(NamedTuple):
-    """A command as the client requested it. `stream` also sends the output immediately; `spill` keeps output that
-    exceeds the limit in a file of the slot; `stderr` captures standard error in a separate pipe, up to the same
-    limit."""
+    """A command as the client requested it. `stream` also sends the output as it arrives; `spill` keeps output that
+    exceeds the limit in a file of the slot; `stderr` captures standard error separately, up to the same limit."""
 
     argv: list[str]
     shell: str | None
@@ -176,7 +175,7 @@ class Execution:
         self._send(FrameKind.ERROR, self.number, fields)
 
     def drop(self) -> None:
-        """Close everything without an answer."""
+        """Close everything, and send no answer."""
         self.over = True
         self._stop()
         self._close_child_end()

@@ -26,7 +26,8 @@ PATIENCE_S = 2.0
 Moment = tuple[int, int]  # a time in clock ticks since boot, and the last process id that had been assigned by then
 ALWAYS: Moment = (0, 0)
 
-Noted = tuple[float, bytes]  # a moment, quick to record: seconds since boot, and `/proc/loadavg`, with the last pid
+# A moment, quick to record: the seconds since boot, and the content of `/proc/loadavg`, which ends with the last pid.
+Noted = tuple[float, bytes]
 KillSlot = Callable[[], None]  # kills every process of a slot except its init
 _TICK = os.sysconf("SC_CLK_TCK")
 

@@ -76,7 +76,7 @@ class ShellProcesses:
         try:
             command = frame.fields["command"].encode("utf-8", "surrogateescape")
             if b"\0" in command:
-                raise ValueError("a command cannot hold a NUL character")
+                raise ValueError("a command cannot contain a NUL character")
             shell.run(frame.request, command_spec(frame, [], shell.kind, "", self._supervisor.environment), command)
         except ValueError:  # a NUL or a lone surrogate
             self._supervisor.refuse(frame.request)

@@ -66,7 +66,7 @@ def _within(tree: str, paths: Iterable[str]) -> tuple[str, ...]:
 
 def resolve(path: str, below: StackedRoot) -> tuple[str, list[str]]:
     """Return a path with the root's links followed, and these links. A link in the last component is not followed. At
-    most `_MAX_LINKS` links are followed, so that a circle of links ends."""
+    most `_MAX_LINKS` links are followed, so that a loop of links ends."""
     links: list[str] = []
     done: list[str] = []
     pending = _parts(path)

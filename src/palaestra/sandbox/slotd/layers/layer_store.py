@@ -1,8 +1,8 @@
 """Stores the files of slots: one tmpfs per slot, and the immutable layers of sealed slots.
 
-Each store is a tmpfs of its own: its size is the slot's disk limit, and dropping it costs one umount. If the kernel
-supports overlays on an unmounted tmpfs, the store is held by a descriptor alone, because a mount would make every new
-slot more expensive: a slot begins with a copy of the server's mount namespace.
+Each store is a tmpfs of its own: its size is the slot's disk limit, and dropping it costs one system call or two. If
+the kernel supports overlays on an unmounted tmpfs, the store is held by a descriptor alone, because a mount would make
+every new slot more expensive: a slot begins with a copy of the server's mount namespace.
 
 A layer is one upper directory for each tree of a root (see `rootfs.py`). Layers and stores are kept until their last
 user releases them.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from .. import syscalls
 from ..rung import Counted, SealedLayer
 
-FIRST_STORE = 64  # stores have descriptors from this number on
+FIRST_STORE = 64  # the lowest number that a store's descriptor can have
 _UNLIMITED = "size=0,nr_inodes=0"
 _TRIAL = "/stage"
 
@@ -57,8 +57,8 @@ class LayerStore(Counted):
             syscalls.mount("tmpfs", place, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
     def unlimit(self) -> None:
-        """Remove the store's limits, because a view of the store needs new inodes. By then, no slot writes to the store
-        any more."""
+        """Remove the store's limits. This is only for stores to which no slot writes: those of sealed slots, because
+        views need new inodes, and those of checkpoints."""
         if self.fd is not None:
             syscalls.reconfigure(self.fd, _UNLIMITED)
             return

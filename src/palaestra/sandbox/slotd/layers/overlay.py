@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..files import UNFINISHED, kind_of
 from ..protocol.frames import Fields
 
-MAX_DEPTH = 400  # deeper directories are not entered; no program that works with paths gets that deep
+MAX_DEPTH = 400  # deeper directories are not entered; ordinary programs do not make them
 _PAUSE_EVERY = 256
 
 

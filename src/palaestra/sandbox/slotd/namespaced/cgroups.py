@@ -1,8 +1,8 @@
 """Limits the memory, processes and processor time of slots through control groups of version 1 or 2.
 
-Each server has a directory below its own group (or at the top of the hierarchy if that group is not visible), which
-contains one directory per slot. The server locks its directory as long as it lives. A directory that another process
-can lock is therefore abandoned, and is removed.
+Each server has a directory in each hierarchy, which contains one directory per slot. In version 1, it is below the
+server's own group if that group is visible; otherwise, it is at the top of the hierarchy. The server locks its
+directory as long as it lives. A directory that another process can lock is therefore abandoned, and is removed.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ confines the slot by a list of steps (`native_init.py`).
 A checkpoint copies the slot's own changes to a store of checkpoints while the slot is stopped. Files that have not
 changed since the slot's last checkpoint are linked to the copies in that checkpoint. A file counts as unchanged if its
 size and the kernel's time of change are the same, and this time is older than the last copy by a margin (file times are
-coarse). If a process can write to files through memory, which sets no time, everything is copied.
+coarse). Writing to a file through memory need not change its times, so everything is copied if a process can do that.
 
 A snapshot is saved as a folder `N/TREE` for each tree of each layer, topmost layer first, with whiteouts, marks and
 owners. It is used in place, as a read-only lower directory, under a shared lock that keeps it from being evicted.

@@ -36,7 +36,7 @@ RANGE_SIZE = 65536
 _MAKERS_START, _MAKERS = RANGE_START + RANGE_SIZE, 0x0F000000
 _SYS_ADMIN = 1 << 21
 
-# The limits of each slot if the user who started the server is charged for all slots: paths below /proc/sys, values.
+# The limits of each slot if the user who started the server is charged for all slots: paths below /proc/sys and values.
 SHARED_COUNTERS = (("user/max_inotify_instances", "32"), ("user/max_inotify_watches", "65536"),
                    ("user/max_fanotify_groups", "0"), ("user/max_fanotify_marks", "0"))  # fmt: skip
 

@@ -5,7 +5,7 @@ idle slot costs kilobytes instead of megabytes. `hatch_build.py` builds the prog
 The binary's name holds the digest of its sources, so a stale binary is not used.
 
 The server lists the steps and `native/steps.c` performs them in order; everything that depends on this machine is
-decided here. The first step that fails ends the slot. A step is encoded as:
+decided here. A step that fails ends the slot, unless the step allows failure. A step is encoded as:
 
     u16 operation, u16 number of strings, u32 length of the strings, i64 a, i64 b, then the strings, each ended by a NUL
     (for FILTER: the program's bytes as they are)

@@ -139,9 +139,9 @@ def program(
 ) -> bytes:
     """Return the filter for one architecture, as packed `struct sock_filter`s. The other arguments are for slots
     without namespaces. `inet=False` blocks internet sockets. `ipc=False` blocks System V objects and message queues,
-    which would outlive the slot. `unix=False` blocks sockets with a path or a name, through which services of the host
-    can be reached (socket pairs still work). `own_user=False` keeps each process from changing the limits and
-    priorities of other processes, which may belong to the user and not to the slot."""
+    which would outlive the slot. `unix=False` blocks unix sockets except socket pairs, because services of the host
+    listen on unix sockets. `own_user=False` keeps each process from changing the limits and priorities of other
+    processes, which may belong to the user and not to the slot."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),

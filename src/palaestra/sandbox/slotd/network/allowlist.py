@@ -3,7 +3,7 @@ module performs no I/O.
 
     example.org            this name, ports 80 and 443          10.0.0.0/8:5432     addresses, one port
     example.org:8443       this name, this port                 [2001:db8::1]:443   an address of version 6
-    *.example.org:*        every name below it, every port      *                   every name
+    *.example.org:*        every name below it, every port      *                   every name, ports 80 and 443
 
 A listed name allows only requests that use the name; the proxy resolves it and connects to the address that was
 checked. Addresses of cloud metadata services, which give out credentials, are always refused. So are addresses to which
@@ -92,7 +92,7 @@ def _split(entry: str) -> tuple[str, frozenset[int] | None]:
     if port == "*":
         return host, None
     if not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"{entry!r} has no valid port")
+        raise ValueError(f"{entry!r} has no valid port: write a number from 1 to 65535, or *")
     return host, frozenset({int(port)})
 
 

@@ -3,8 +3,8 @@
 `proxy.py` runs a `Forwarder` for slots, in a separate process; other proxies of this project use the class too. The
 owner of a listener passes each connection to `Forwarder.accept`.
 
-Invariant: the requested host and every address found for it are judged, and the connection goes to the judged address.
-A name is resolved only once, so a second answer cannot differ.
+Invariant: the requested host, and each address before a connection to it, are judged, and the connection goes to the
+judged address. A name is resolved only once per request, so a second answer cannot differ.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _LOAD, _STORE, _COPY, _SET, _ADD, _AND, _CALL, _EXIT = 0x61, 0x7A, 0xBF, 0xB7, 0
 _JUMP, _JUMP_IF_EQUAL = 0x05, 0x16  # instructions of 64 bits, except a load, an AND and a comparison of 32
 _LOAD_BYTES = 26  # the helper that copies a part of a packet (bpf_skb_load_bytes)
 _DESTINATION = {4: (16, 4), 6: (24, 16)}  # offset and size of the address in a packet's header
-# The size of a header, and the position and values of the byte which shows that ports follow the header: no options in
+# The size of a header, and the position and values of the byte that shows that ports follow the header: no options in
 # version 4, TCP or UDP in version 6.
 _PORTS = {4: (20, (0, (0x45,))), 6: (40, (6, (6, 17)))}
 # Offsets of the words of the address in the context of a program for connections (struct bpf_sock_addr).

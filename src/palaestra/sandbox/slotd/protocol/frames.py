@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..event_loop import READ, WRITE, Watcher
 
-VERSION = 6  # both sides must agree; they belong to the same package, so a mismatch means a broken installation
+VERSION = 6  # both sides must agree; they can differ if another version of this package started a service
 WINDOW = 256 << 10  # the maximum number of bytes of DATA under way for a request that the receiver has not read
 CHUNK = 128 << 10  # the size of one DATA frame: small enough that no stream keeps the others waiting
 RECEIVE_BYTES = 256 << 10  # size of the receive buffer, allocated once: a new one per read costs more than the read
@@ -112,7 +112,9 @@ new = tuple.__new__  # makes a named tuple without the intermediate call of its 
 def _encode_path(value: object) -> str:
     if isinstance(value, os.PathLike):
         return str(value)
-    raise TypeError(f"{value!r:.100} cannot be sent to a slot: use text, numbers or paths, not {type(value).__name__}")
+    raise TypeError(
+        f"{value!r:.100} cannot be sent to a slot: use a string, a number or a path, not {type(value).__name__}"
+    )
 
 
 def _encoder() -> Callable[[Fields, bool], Iterable[str]]:

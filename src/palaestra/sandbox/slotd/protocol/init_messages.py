@@ -1,13 +1,13 @@
 """Encodes orders to the init of a slot, and decodes its reports; each is one datagram. This module performs no I/O.
 
-The messages are plain structs in the machine's byte order, for the native init (`native/init.c`). Descriptors travel
-with an order; `places` assigns them to descriptor numbers of the command.
+The messages are plain structs in the machine's byte order, because the native init (`native/init.c`) reads them too.
+Descriptors travel with an order; `places` assigns them to descriptor numbers of the command.
 
     order    u8 kind, u8 flags, u16 places, u32 command, u16 arguments, u16 variables
              then for SPAWN: (u8 index, u8 target) per place, and NUL-terminated: cwd, arguments, NAME=value variables
              then for KILL: i64, i64: clock ticks since boot and a pid; only processes that are younger are killed
     report   u8 kind, u8 flag, u16 0, u32 command, i32 value, u32 0, i64 cpu microseconds, i64 peak resident bytes
-             then for FAILED: a text
+             then for FAILED: a message
 
 An order that is too long for a datagram is written to a memory file: the datagram is then LONG, with the file as its
 first descriptor. LINE brings the native init a second socket, for a client's own orders. The side that starts a command
@@ -64,7 +64,7 @@ _new = tuple.__new__  # as in `frames.py`, which an init does not need
 
 class EnvBlock(NamedTuple):
     """The variables of a command in the form in which they are sent: their number, and NUL-terminated `NAME=value`
-    texts."""
+    strings."""
 
     size: int
     text: bytes
@@ -106,7 +106,7 @@ def env_block(variables: Mapping[str, str]) -> EnvBlock:
     name."""
     text = os.fsencode("".join(f"{_name(name)}={value}\0" for name, value in variables.items()))
     if text.count(b"\0") != len(variables):
-        raise ValueError("a variable cannot hold a NUL character")
+        raise ValueError("a variable cannot contain a NUL character")
     return EnvBlock(len(variables), text)
 
 

@@ -1,10 +1,10 @@
 """Limits with Landlock which files, TCP ports and other processes a slot without namespaces can reach.
 
-A process restricts itself and everything that it starts, permanently and without privilege. Rights are given per
-directory and hold for everything below the directory; everything else is denied. The numbers are those of the kernel's
+A process restricts itself and everything that it starts, permanently and without privilege. Rights are given per path
+and hold for everything below the path; everything else is denied. The numbers are those of the kernel's
 `linux/landlock.h`.
 
-Users, permissions and the system call filter (for UDP and other protocols) restrict the rest, except connections to
+Users, permissions and the system call filter (for UDP and other protocols) restrict the rest, except datagrams to
 socket files, and `stat` of any path.
 """
 
@@ -46,9 +46,9 @@ def version() -> int:
 
 def restrict(rights: Iterable[tuple[str, int]], *, tcp: bool) -> None:
     """Permanently restrict this process to `rights` (pairs of a path and the rights below it); missing paths are
-    skipped. From version 4 on, a process without `tcp` can neither listen nor connect over TCP. From version 6 on,
-    signals and abstract sockets reach only processes that are restricted by the same call. Requires that `no_new_privs`
-    is set.
+    skipped. With Landlock version 4 or newer, a process without `tcp` can neither listen nor connect over TCP. With
+    version 6 or newer, signals and abstract sockets reach only processes that are restricted by the same call. Requires
+    that `no_new_privs` is set.
     """
     abi = version()
     handled = _FIRST | _REFER | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEVICE if abi >= 5 else 0)

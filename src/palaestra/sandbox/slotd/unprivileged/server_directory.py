@@ -9,8 +9,7 @@ The server's directory is locked as long as the server, or the process that watc
 take the lock, the owner is dead: the processes of the range's users are killed and the files removed.
 
 If slots have users of their own and the name is free, `/workspace` becomes a link to descriptor `WORKSPACE_FD` of the
-process that follows the link.
-Every command of a slot has its own workspace open under that number.
+process that follows the link. Every command of a slot has the slot's workspace open under that number.
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ def _require_means() -> None:
         raise OSError(38, f"no system call filter is known for {syscalls.MACHINE}")
     found = landlock.version()
     if found < landlock.MINIMUM:
-        has = f"only version {found} of Landlock" if found else "no Landlock (needs Linux 5.19, and its name in lsm=)"
+        has = f"only version {found} of Landlock" if found else "no Landlock (it needs Linux 5.19 and lsm=landlock)"
         raise OSError(38, f"this kernel has {has}")
     if os.geteuid() == 0 and not users.starts():
-        raise OSError(1, "root lacks the capabilities, or the uids, to give slots users of their own; run as a user")
+        raise OSError(1, "root lacks the capabilities or uids to give slots users of their own; run as another user")
     if os.geteuid() != 0 and found < landlock.SCOPED:
         raise OSError(38, "without root, commands could end the run: this needs Landlock's signal scope (Linux 6.12)")

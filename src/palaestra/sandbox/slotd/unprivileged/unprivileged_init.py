@@ -1,9 +1,10 @@
 """The init of a slot without namespaces: restricts itself, then starts commands as the slot's user.
 
 If slots have users of their own, the init stays root, so that no command can signal or trace it. Every command inherits
-the init's restrictions (Landlock, system calls, capabilities, limits), and `_start` also switches to the slot's user.
-Without such users, a command can end its init, and with it the slot, but from Landlock version 6 on nothing outside the
-slot. For `none`, the only restriction is that signals stay in the slot.
+the init's restrictions (Landlock, system calls and capabilities); `_start` switches to the slot's user and sets the
+slot's limits. Without such users, the init sets the limits itself, and a command can end its init, and with it the
+slot, but nothing outside the slot. For `none`, the only restriction is that signals stay in the slot, where the kernel
+allows that.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def _limit(limit: int, value: int | None) -> None:
 
 def _kill_slot(plan: UnprivilegedPlan) -> process_tree.KillSlot:
     """Return the function that kills all processes of the slot. If the slot has a user of its own, these are the
-    processes of that user. Otherwise, these are all processes that this process may signal
-    (isolation level `confined`), or this process's descendants (level `none`)."""
+    processes of that user. Otherwise, these are all processes that this process may signal (isolation level
+    `confined`), or this process's descendants (level `none`)."""
     if plan.user:
         return lambda: users.kill(plan.user)
     return process_tree.kill_everything if plan.confined else _kill_descendants

@@ -62,7 +62,7 @@ class Users:
     def take(self) -> int:
         """Return a user that owns nothing. Raises OSError if all users are taken."""
         if not self._free:
-            raise OSError(11, f"all {RANGE - 1} users of this server have a slot")
+            raise OSError(11, f"all {RANGE - 1} users of this server have a slot; end a slot first")
         return self._free.popleft()
 
     def give_back(self, uid: int) -> None:
