@@ -288,6 +288,11 @@ for path in ({place!r} + '/s', 'there/s', '/proc/self/root' + {place!r} + '/s', 
     except OSError: pass
 try: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', '/dev/log'); print('logged')
 except OSError: pass
+def connected(one, path): one.connect(path); one.send(b'x')
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK, socket.SOCK_SEQPACKET):
+    for send in (connected, lambda one, path: one.sendto(b'x', path)):
+        try: send(socket.socketpair(socket.AF_UNIX, kind)[0], {place!r} + '/d')
+        except OSError: pass
 left, right = socket.socketpair()
 left.send(b'pair')
 print(right.recv(9))
@@ -295,11 +300,15 @@ print(right.recv(9))
 
     async def case(slot: Slot) -> None:
         assert (await python(slot, program)).output == "b'pair'\n"
+        with pytest.raises(BlockingIOError):
+            datagrams.recv(9)
 
-    with socket.socket(socket.AF_UNIX) as service:
-        service.bind(f"{place}/s")
-        os.chmod(f"{place}/s", 0o777)
+    with socket.socket(socket.AF_UNIX) as service, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
+        for name, each in (("s", service), ("d", datagrams)):
+            each.bind(f"{place}/{name}")
+            os.chmod(f"{place}/{name}", 0o777)
         service.listen()
+        datagrams.setblocking(False)
         try:
             arena.face(case)
         finally:

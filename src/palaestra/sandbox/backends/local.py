@@ -19,14 +19,13 @@ processor time is not limited.
 `confined` is for ordinary containers, which do not allow namespaces. A slot is a directory whose commands run with
 Landlock, a system call filter, limits per process and, if the server is root, a user of their own. The commands cannot
 use files outside the slot's workspace, home and TMPDIR, except that they can read the system's programs and settings.
-They are also cut off from other slots' signals, tracing and System V objects, from stream sockets with a path or name
+They are also cut off from other slots' signals, tracing and System V objects, from unix sockets with a path or name
 and, with the network off, from TCP and UDP. The following are neither isolated nor limited: the names and command lines
-of all processes in the container, datagram sockets with a path that all users may open (without root, that the caller
-may open), total disk and memory, processor time, and, before Linux 6.12, abstract datagram sockets. `confined` also
-differs in the following ways. A slot cannot have a list of hosts or an image. A directory can be mounted only at the
-path that it has on the host. `/workspace` is a link, and exists only if root was able to make it; the link does not
-work in programs that close all descriptors. TMPDIR replaces /tmp. Forks are copies, so absolute paths into the original
-workspace are wrong in a fork. Without root, there is only one slot at a time, and a command can end its own slot.
+of all processes in the container, total disk and memory, and processor time. `confined` also differs in the following
+ways. A slot cannot have a list of hosts or an image. A directory can be mounted only at the path that it has on the
+host. `/workspace` is a link, and exists only if root was able to make it; the link does not work in programs that close
+all descriptors. TMPDIR replaces /tmp. Forks are copies, so absolute paths into the original workspace are wrong in a
+fork. Without root, there is only one slot at a time, and a command can end its own slot.
 
 `none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 

@@ -41,15 +41,16 @@ def drop(kept: int = KEPT, bounding: int = KEPT) -> None:
     syscalls.capset(kept)
 
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ALWAYS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x05, 0x06
+_LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _ALWAYS, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x05, 0x06
 _ALLOW, _KILL_PROCESS, _EPERM, _ENOSYS, _NO_FAMILY = 0x7FFF0000, 0x80000000, 0x50001, 0x50026, 0x50061
-_EINVAL, _ENOMEM, _EOPNOTSUPP, _NO_PROTOCOL = 0x50016, 0x5000C, 0x5005F, 0x5005D
+_EINVAL, _ENOMEM, _EOPNOTSUPP, _NO_PROTOCOL, _NO_TYPE = 0x50016, 0x5000C, 0x5005F, 0x5005D, 0x5005E
 _NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2, _ARGUMENT_3, _ARGUMENT_5 = 0, 4, 16, 24, 32, 40, 56
 
 _NAMESPACE_FLAGS = 0x7E020000
 # unix, inet, inet6, netlink. Other families (vsock, packet, alg, …) cross network namespaces or are not needed.
 _FAMILIES = (1, 2, 10, 16)
 _UNIX, _INET, _NETLINK = 1, (2, 10), 16
+_SOCKET_TYPE, _STREAM, _SEQPACKET = 0xF, 1, 5  # the mask of a type without its flags, and two types
 # These two report interfaces, addresses and routes, and the sockets of the network namespace. The other protocols carry
 # messages between processes, configure the kernel, or report events of the whole machine.
 _NETLINK_ROUTE, _NETLINK_SOCK_DIAG = 0, 4
@@ -139,7 +140,7 @@ def program(
 ) -> bytes:
     """Return the filter for one architecture, as packed `struct sock_filter`s. The other arguments are for slots
     without namespaces. `inet=False` blocks internet sockets. `ipc=False` blocks System V objects and message queues,
-    which would outlive the slot. `unix=False` blocks unix sockets except socket pairs, because services of the host
+    which would outlive the slot. `unix=False` blocks unix sockets except connected pairs, because services of the host
     listen on unix sockets. `own_user=False` keeps each process from changing the limits and priorities of other
     processes, which may belong to the user and not to the slot."""
     lines: list[Instruction] = [
@@ -173,9 +174,12 @@ def program(
     lines += _protocols(calls["socket"], _INET, _INET_PROTOCOLS)
     for number, argument in () if own_user else _ON_OTHERS[machine].items():
         lines += _clause(number, argument, _unless((0,), _EPERM))
-    for call in ("socket", "socketpair"):
-        allowed = [family for family in families if family != _UNIX or unix or call == "socketpair"]
-        lines += _clause(calls[call], _ARGUMENT_0, _unless(allowed, _NO_FAMILY))
+    no_unix = [family for family in families if family != _UNIX]
+    lines += _clause(calls["socket"], _ARGUMENT_0, _unless(families if unix else no_unix, _NO_FAMILY))
+    # Even if it is one of a pair, a datagram socket can send to any path (and type 3, raw, makes one, too).
+    connected = [(_LOAD, 0, 0, _ARGUMENT_1), (_AND, 0, 0, _SOCKET_TYPE), *_unless((_STREAM, _SEQPACKET), _NO_TYPE)]
+    pair = [*_unless(families, _NO_FAMILY), *([] if unix else connected)]
+    lines += _clause(calls["socketpair"], _ARGUMENT_0, pair)
     lines.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 

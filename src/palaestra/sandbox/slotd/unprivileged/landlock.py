@@ -4,8 +4,8 @@ A process restricts itself and everything that it starts, permanently and withou
 and hold for everything below the path; everything else is denied. The numbers are those of the kernel's
 `linux/landlock.h`.
 
-Users, permissions and the system call filter (for UDP and other protocols) restrict the rest, except datagrams to
-socket files, and `stat` of any path.
+Users, permissions and the system call filter (for UDP, unix sockets and other protocols) restrict the rest, except
+`stat` of any path.
 """
 
 from __future__ import annotations
