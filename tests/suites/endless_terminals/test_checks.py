@@ -42,7 +42,7 @@ sha256sum text lines > sums; tar czf t.tgz tree; python3 -m zipfile -c t.zip tre
 python3 -c 'import sqlite3; d = sqlite3.connect("d.db"); d.execute("create table t (a, b)"); \
 d.execute("insert into t values (1, 2), (3, null)"); d.commit()'
 git init -q -b main repo; cd repo; echo 1 > f; git add f; git -c user.name=n -c user.email=e commit -qm first
-git config core.fsmonitor 'touch /workspace/owned; false'; cd ..
+git worktree add -q -b side ../side; git config core.fsmonitor 'touch /workspace/owned; false'; cd ..
 echo 'echo noise >&2; read x; echo "$1$x"; exit "${2:-0}"' > p.sh; echo 'while True: pass' > loop.py
 sleep 1000 & echo $! > pid; echo 987654 > no-pid; echo -5 > bad-pid
 mkdir site; echo page > site/p.txt
@@ -75,6 +75,8 @@ HOLDS: list[AnyCheck] = [
     SqlQuery("d.db", "select a from t order by a desc", [[1], [3]], ordered=False),
     Git("repo", ["log", "--format=%s"], "first"),
     Git("repo", ["status", "--porcelain"], ""),
+    Git("side", ["symbolic-ref", "HEAD"], "refs/heads/side"),
+    Git("side", ["status", "--porcelain"], ""),
     Runs("p.sh", ["bash"], [Case("ab", ["a"], "b\n"), Case("", ["a", "3"], exit_code=3)]),
     Running("pid", "1000"),
     Serves("/p.txt", 23_457, "page\n"),
@@ -154,6 +156,53 @@ def test_what_checks_accept_and_refuse(in_pool) -> None:
         assert missed == []
         assert await first_fault([HOLDS[0], FAULTS[0], Json("nothing", 1)], slot) == (await faults(FAULTS[:1], slot))[0]
         await pool.release(slot)
+
+    in_pool(scenario)
+
+
+FORGED = """
+mkdir repo; cd repo; git init -q -b main; echo 'f filter=own diff=own' > .gitattributes; echo 1 > f
+printf '#!/bin/sh\ntouch /workspace/owned; cp /bin/true /usr/bin/git 2>/dev/null; cat' > ../own; chmod +x ../own
+git add .; export GIT_AUTHOR_NAME=n GIT_AUTHOR_EMAIL=e GIT_COMMITTER_NAME=n GIT_COMMITTER_EMAIL=e
+printf 'tree %s\nauthor n <e> 1 +0000\ncommitter n <e> 1 +0000\ngpgsig -----BEGIN PGP SIGNATURE-----\n x\n \
+-----END PGP SIGNATURE-----\n\nfirst\n' $(git write-tree) | git hash-object -t commit -w --stdin > .git/refs/heads/main
+for key in gpg.program core.fsmonitor filter.own.clean filter.own.process diff.external diff.own.textconv \
+    core.sshCommand core.alternateRefsCommand; do git config $key /workspace/own; done
+git config log.showSignature true; git config status.showUntrackedFiles no; git config alias.log 'show-ref'
+git config include.path ../../more; printf '[core]\n bare = true\n' > ../more
+mkdir -p .git/hooks; cp ../own .git/hooks/post-index-change; echo new > untracked; touch -d 2001-01-01 f
+"""
+
+
+@pytest.mark.slots
+def test_the_configuration_of_a_repository_runs_nothing_and_hides_nothing(in_pool) -> None:
+    checks: list[AnyCheck] = [
+        Git("repo", ["log", "--format=%s"], "first"),
+        Git("repo", ["status", "--porcelain"], "?? untracked"),
+    ]
+
+    async def scenario(pool: SlotPool) -> None:
+        slot = await pool.acquire("forged")
+        done = await slot.execute(FORGED)
+        assert done.success, done.output
+        assert await faults(checks, slot) == ["", ""]
+        left = await slot.execute("ls owned; grep -c /workspace/own repo/.git/config")
+        assert left.output.endswith("\n8\n")
+        assert "No such file" in left.output
+
+    in_pool(scenario)
+
+
+@pytest.mark.slots
+def test_the_programs_of_the_agent_run_last(in_pool) -> None:
+    """They could replace the programs of other checks."""
+    checks: list[AnyCheck] = [Runs("p.sh", ["sh"], [Case("")]), Exists("kept")]
+
+    async def scenario(pool: SlotPool) -> None:
+        slot = await pool.acquire("last")
+        await slot.execute("touch kept; echo 'rm /workspace/kept' > p.sh")
+        assert await faults(checks, slot) == ["", ""]
+        assert await faults(checks[1:], slot) != [""]
 
     in_pool(scenario)
 

@@ -46,8 +46,13 @@ AnyCheck: TypeAlias = (
 
 async def faults(checks: Sequence[AnyCheck], slot: Slot) -> list[str]:
     """Return the fault of each check, in order. The fault of a check that holds is an empty string. Raises `InfraError`
-    if the slot fails."""
-    return [await _fault(check, slot) for check in checks]
+    if the slot fails.
+
+    Programs of the agent (`Runs`) run after all other checks, because they could replace the programs of the checks.
+    """
+    order = sorted(range(len(checks)), key=lambda number: isinstance(checks[number], Runs))
+    seen = {number: await _fault(checks[number], slot) for number in order}
+    return [seen[number] for number in range(len(checks))]
 
 
 async def live_faults(checks: Sequence[AnyCheck], slot: Slot, sealed: Callable[[], Awaitable[Slot]]) -> list[str]:
@@ -55,8 +60,9 @@ async def live_faults(checks: Sequence[AnyCheck], slot: Slot, sealed: Callable[[
     first, in the agent's slot. All other checks run in the slot that `sealed` returns; `sealed` may end the agent's
     slot."""
     seen = {number: await _fault(check, slot) for number, check in enumerate(checks) if isinstance(check, LIVE)}
-    rest = await sealed() if len(seen) < len(checks) else slot
-    return [seen[number] if number in seen else await _fault(check, rest) for number, check in enumerate(checks)]
+    others = [check for check in checks if not isinstance(check, LIVE)]
+    found = iter(await faults(others, await sealed()) if others else ())
+    return [seen[number] if number in seen else next(found) for number in range(len(checks))]
 
 
 async def first_fault(checks: Sequence[AnyCheck], slot: Slot) -> str:

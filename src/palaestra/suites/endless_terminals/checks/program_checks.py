@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import reprlib
-import shlex
 
 import msgspec
 
@@ -133,20 +132,21 @@ except Exception as error:
 
 
 class Git(BaseCheck, frozen=True):
-    """A repository in which this git command prints `output`. Hooks, a file system monitor and a pager from the
-    repository's configuration do not run."""
+    """A repository in which this git command prints `output`.
+
+    The command runs over a copy of the repository's data without its configuration, which could start programs of the
+    agent (`gpg.program`, filters, a file system monitor, hooks) or change what git prints.
+    """
 
     arguments: list[str]
     output: str
     ordered: bool = True
 
     async def fault(self, slot: Slot) -> str:
-        harmless = ["safe.directory=*", "core.fsmonitor=false", "core.hooksPath=/dev/null", "core.pager=cat"]
-        argv = ["git", *(word for value in harmless for word in ("-c", value)), "--no-pager", *self.arguments]
         place = f"{WORKSPACE}/{self.path}"
         if await look(slot, place) is None:
             return f"{self.path} does not exist"
-        done = await slot.execute(["sh", "-c", f"cd {shlex.quote(place)} && {shlex.join(argv)}"], timeout_s=TIMEOUT_S)
+        done = await slot.execute(["sh", "-c", _GIT, place, *self.arguments], timeout_s=TIMEOUT_S)
         got, wanted = plain(done.output), plain(self.output)
         if not self.ordered:
             got, wanted = sorted(got), sorted(wanted)
@@ -154,6 +154,29 @@ class Git(BaseCheck, frozen=True):
 
     def made(self) -> tuple[str, ...]:
         return ()
+
+
+# The settings that say how the data is stored are kept. HEAD and the index are those of this working tree.
+_GIT = """
+cd "$0" || exit
+export GIT_CONFIG_SYSTEM=/dev/null GIT_CONFIG_GLOBAL=/dev/null HOME=/nowhere XDG_CONFIG_HOME=/nowhere
+git() { command git -c 'safe.directory=*' -c core.fsmonitor=false -c core.hooksPath=/dev/null --no-pager "$@"; }
+data=$(git rev-parse --git-common-dir) && own=$(git rev-parse --git-dir) && copy=$(mktemp -d) || exit
+tree=$(git rev-parse --show-toplevel 2>/dev/null)
+cp -a "$data/." "$copy" && cp -a "$own/HEAD" "$copy" || exit
+[ ! -f "$own/index" ] || cp -a "$own/index" "$copy"
+rm -rf "$copy/config" "$copy/config.worktree"
+for key in core.repositoryFormatVersion core.bare core.fileMode core.symlinks extensions.objectFormat \
+    extensions.refStorage; do
+    value=$(git config --no-includes --file "$data/config" --get $key) && git config --file "$copy/config" $key "$value"
+done
+export GIT_DIR="$copy"
+[ -z "$tree" ] || export GIT_WORK_TREE="$tree"
+git "$@"
+code=$?
+rm -rf "$copy"
+exit $code
+"""
 
 
 class Serves(BaseCheck, frozen=True):
