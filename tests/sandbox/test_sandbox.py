@@ -128,6 +128,6 @@ def test_unusable_arguments() -> None:
         Sandbox(network="sometimes")
     with pytest.raises(ConfigError, match="env"):
         Sandbox(env=["A=1"])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="unknown isolation 'best-ever'"), Sandbox(isolation="best-ever"):
-        pass
+    with pytest.raises(ConfigError, match="unknown isolation 'best-ever'"):
+        Sandbox(isolation="best-ever", pool=SlotPool())
     assert Sandbox(limits=Limits(pids=5))._spec.limits.pids == 5

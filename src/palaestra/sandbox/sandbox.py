@@ -22,8 +22,9 @@ from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -120,6 +121,7 @@ class Sandbox:
             raise ConfigError(f'network must be "off", "on" or a list of hosts, not {network!r:.100}') from None
         self._spec = SlotSpec(image, allowed, limits, env=_pairs(env))
         self._isolation = isolation
+        self._lowest, _ = levels(isolation)
         self._pool = pool
         self._snapshot = snapshot
         self._slot: Slot | None = None
@@ -148,7 +150,7 @@ class Sandbox:
             if pool is None:
                 backend = LocalBackend.from_isolation(self._isolation)
                 pool = await stack.enter_async_context(SlotPool(backend=backend))
-            elif self._isolation != "best" and pool.rung < Rung[self._isolation.upper()]:
+            elif self._lowest is not None and pool.rung < self._lowest:
                 raise ConfigError(
                     f"the pool's isolation is {pool.rung.label}, which is below {self._isolation}: use another pool, "
                     "or request a lower level"

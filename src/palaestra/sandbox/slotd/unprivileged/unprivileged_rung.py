@@ -122,7 +122,12 @@ class UnprivilegedDriver:
         self._refuse(fields)
         user = self._users.take() if self._users else 0
         path = f"{self._base.path}/slot-{next(self._numbers)}"
-        os.mkdir(path, 0o710)  # the slot's user can pass through, but cannot create anything in it
+        try:
+            os.mkdir(path, 0o710)  # the slot's user can pass through, but cannot create anything in it
+        except OSError:
+            if self._users:
+                self._users.give_back(user)
+            raise
         self._slots += 1
         for layer in layers:
             layer.keep()
