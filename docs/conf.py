@@ -35,6 +35,7 @@ python_use_unqualified_type_names = True
 
 html_theme = "furo"
 html_title = "Palaestra"
+html_search_scorer = str(Path(__file__).parent / "search.js")
 html_static_path: list[str] = []
 html_extra_path = ["llms.txt"]
 html_show_copyright = False

@@ -69,12 +69,6 @@ OTHER_FORMS = [("completion",), ("gateway", "example"), ("acp",)]
 """They print a script, a configuration, or a protocol of their own."""
 
 
-@pytest.mark.parametrize("path", leaves(cli), ids=" ".join)
-def test_every_option_is_described(path: tuple[str, ...]) -> None:
-    options = [each for each in command_of(path).params if isinstance(each, click.Option) and not each.hidden]
-    assert [each.opts[0] for each in options if not re.match(r"[A-Z].*[.\]]$", each.help or "")] == []
-
-
 @pytest.mark.parametrize("path", [each for each in leaves(cli) if each not in (*RUNS, *OTHER_FORMS)], ids=" ".join)
 def test_every_command_prints_its_result_as_json(path: tuple[str, ...]) -> None:
     flags = {flag for each in command_of(path).params for flag in each.opts}

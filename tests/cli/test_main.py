@@ -2,30 +2,47 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from palaestra import __version__
-from palaestra.cli.main import COMMANDS, main
+from palaestra.cli.main import COMMANDS, cli, main
 
 
 def run(*argv: str) -> int:
     return main(list(argv))
 
 
-HELP = [
-    [],
-    *([name] for name in COMMANDS),
-    ["env", "list"],
-    ["tasks", "build"],
-    ["tasks", "build", "swe"],
-    ["tasks", "build", "terminal"],
-    ["images", "make"],
-    ["images", "list"],
-]
+def contexts(parent: click.Context, names: Iterable[str]) -> Iterator[click.Context]:
+    """The commands of these names and all their subcommands."""
+    assert isinstance(parent.command, click.Group)
+    for name in names:
+        command = parent.command.get_command(parent, name)
+        assert command is not None
+        context = click.Context(command, info_name=name, parent=parent, **command.context_settings)
+        yield context
+        if isinstance(command, click.Group):
+            yield from contexts(context, command.list_commands(context))
+
+
+EVERY = list(contexts(click.Context(cli, info_name="palaestra", **cli.context_settings), COMMANDS))
+HELP = [[], *(context.command_path.split()[1:] for context in EVERY)]
+
+
+def test_every_option_has_a_description() -> None:
+    given = {
+        f"{context.command_path} {option.opts[0]}": option.help or ""
+        for context in EVERY
+        for option in context.command.params
+        if isinstance(option, click.Option) and not option.hidden
+    }
+    assert {name: text for name, text in given.items() if not re.fullmatch(r"[A-Z].*[.\])]", text, re.DOTALL)} == {}
 
 
 @pytest.mark.parametrize("command", HELP, ids=" ".join)

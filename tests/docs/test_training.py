@@ -144,6 +144,17 @@ def test_only_good_rollouts_are_kept_for_fine_tuning(tmp_path: Path) -> None:
     assert kept(path)[0]["tools"] == sky().tools
 
 
+def test_pairs_prefer_the_rollout_with_the_higher_reward(tmp_path: Path) -> None:
+    path = tmp_path / "openai.jsonl"
+    lines = [json.loads(line) for line in exported("openai").splitlines()]
+    good, bad = lines[0], lines[1] | {"messages": lines[0]["messages"][:-1]}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (bad, good, lines[2] | {"task_id": "sea"})))
+    (pair,) = function("pairs")(path)
+    assert [message["role"] for message in pair["prompt"]] == ["system", "user"]
+    assert pair["prompt"] + pair["chosen"] == good["messages"]
+    assert pair["prompt"] + pair["rejected"] == bad["messages"]
+
+
 def test_the_page_names_every_format_and_every_key_of_a_row() -> None:
     assert {name for name in FORMATS if f"`{name}`" not in PAGE} == set()
     explained = {"schema", "task_id", "index", "outcome", "reason", "finish_reason", "source"}

@@ -84,7 +84,7 @@ class _ToolsOptions:
     address. To listen on more than the loopback interface, set a token, which executors send as a bearer token.
 
     POST /execute {trajectory_id?, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
-    GET /tools, GET /health. The server forgets a trajectory after --lease-s seconds without a call.
+    GET /tools, GET /health.
     """,
 )
 @_host
@@ -230,19 +230,12 @@ class _ExecutorOptions:
       TOOL_EXECUTOR_TOKEN=… palaestra serve executor --host 0.0.0.0
       palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # the model of sub-agents
 
-    A trajectory has one slot from its first call to its release. If it makes no call for --lease-s seconds, its slot is
-    released, and its calls are refused until a client sends POST /release for it. After SIGTERM, the service refuses
-    new calls, waits --drain-s seconds for the running ones and ends every slot. A token is required to listen on more
-    than the loopback interface.
+    A trajectory has one slot from its first call to its release. After SIGTERM, the service refuses new calls and ends
+    every slot. A token is required to listen on more than the loopback interface. docs/tools.md explains all routes
+    and the variables that begin with TOOL_EXECUTOR_. Backends are configured as in a run (TERMINAL_*, PALAESTRA_ENV_*).
 
     POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
-
-    Variables: TOOL_EXECUTOR_ followed by ACQUIRE_TIMEOUT_S, ALLOW_NETWORK, REQUIRE_SANDBOX, TOOL_SERVER_URL,
-    TOOL_SERVER_TOKEN, TOKEN, BASE_URL, MODEL, API_KEY, WORLD (live, record, replay, fill), WORLD_FILE, WORLD_MISS
-    (reply, fail). If NOMAD_ADDRESS is set, slots are in Nomad, and the service also reads JOB_ID, IMAGE, SLOTS (of one
-    container), MIN_CONTAINERS, MAX_CONTAINERS, PRIVILEGED and PURGE_JOB_ON_SHUTDOWN; without it, the service reports
-    that these have no effect. Other backends are configured as in a run (TERMINAL_*, PALAESTRA_ENV_*).
     """,
 )
 @_host
@@ -269,14 +262,14 @@ class _ExecutorOptions:
     type=click.FloatRange(min=1),
     default=1800.0,
     show_default=True,
-    help="Release a trajectory's slot after this many seconds without a call.",
+    help="A trajectory without a call for this many seconds loses its slot. Its calls are refused until POST /release.",
 )
 @click.option(
     "--drain-s",
     type=click.FloatRange(min=0),
     default=60.0,
     show_default=True,
-    help="After SIGTERM, wait this many seconds for running calls.",
+    help="After SIGTERM, running calls may take this many seconds; then they are ended.",
 )
 @token_file
 @json_option
