@@ -95,7 +95,7 @@ class _Help(click.Command):
     help="Only tasks that match this pattern, such as `words-*`. Repeatable.",
 )
 @click.option("--outcome", "outcomes", multiple=True, help="Only rollouts with this outcome (natural, …). Repeatable.")
-@click.option("--placeholders", is_flag=True, help="For `rows`: also export placeholders for unknown tokens.")
+@click.option("--placeholders", is_flag=True, help="For `rows`: export placeholder tokens too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
     run: str,
