@@ -6,13 +6,13 @@
 
 `Conversation.begin` makes a new conversation, `Conversation.open` opens a stored one. Invariants:
 
-- Every message is stored as soon as it exists. Every tool call is stored before it begins and after it has ended
-  (`store.py`).
+- Every user's message and every reply is stored as soon as it exists. Every tool call of the conversation's own agent
+  is stored before it begins and, with its result, after it has ended (`store.py`).
 - A turn stays open if its process is killed. When the conversation is opened again, each tool call of that turn gets a
   result. A call that had finished gets its stored result. A call that had begun and did not finish is reported as
   *outcome unknown*, to the model as a tool result and to the person as a notice, and is never repeated automatically.
   `resume` continues the turn.
-- A message with a known `message_id` gets its stored answer, without a model call.
+- A message with the `message_id` of an answered message gets the stored answer, without a model call.
 - When a turn has ended, the history ends with an assistant message, and every tool call in the history has a result.
 - With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
 """

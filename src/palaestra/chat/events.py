@@ -48,8 +48,8 @@ class ToolOutput(_Event, tag="tool_output"):
 
 
 class ToolEnded(_Event, tag="tool_result"):
-    """The result of a tool call as the model reads it. `error` is empty unless the call failed, was refused, was
-    interrupted or has an unknown outcome."""
+    """The result of a tool call as the model reads it. `error` is empty unless the call failed, was refused or was
+    interrupted."""
 
     call_id: str
     name: str

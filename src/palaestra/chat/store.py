@@ -1,9 +1,9 @@
 """`ConversationStore`: the conversations of one user of this machine, in one SQLite file, with full-text search.
 
-It is the authoritative record of a conversation. Every message is stored as soon as it exists. Every side effect (a
-tool call, or a message that a gateway sends) is stored before it begins and after it ends. The process may therefore be
-killed at any moment. The next process finds the open turn, knows which calls had begun, and answers no message twice
-(`message_id`).
+It is the authoritative record of a conversation. The user's message and each reply are stored at once, and a reply's
+tool results when all its calls have ended. Every tool call of the agent itself is also stored as an `Effect`, before it
+begins and after it ends. The process may therefore be killed at any moment: the next process finds the open turn, knows
+which calls had begun, and answers no message twice (`message_id`).
 
 The file is in WAL mode with `synchronous=NORMAL`: nothing is lost when the process dies; a power failure may lose the
 last writes. Several processes may use it. A method blocks for about ten microseconds. Except for `search`, call methods
@@ -112,7 +112,7 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """One side effect. `kind` is tool or message; `key` is the id of the call, or the caller's name for the effect.
+    """One side effect. For a tool call, `kind` is tool and `key` is the id of the call; no other kind is written.
 
     `state` is begun, ended, interrupted, failed or unknown.
     """

@@ -30,9 +30,9 @@ _SHOWN_SETTINGS = 15
 
     RUN is compared with each OTHER. Tasks are paired by their id, each with the mean reward of its rollouts; the
     difference is RUN minus OTHER, with the 95% interval of its mean over the tasks. No winner is named if the interval
-    contains 0, if the runs do not have the same tasks, or if different shares of their rollouts are scored. Rollouts
-    that infrastructure failures ended are left out; if there are any, a second line counts them as 0. The models and
-    the settings that differ are listed first.
+    contains 0, if the runs do not have the same tasks and prompts, or if different shares of their rollouts are scored.
+    Unscored rollouts are left out; a second line counts them as 0 if that changes a task's reward. The models and the
+    settings that differ are listed first.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)

@@ -56,9 +56,9 @@ platforms:
       palaestra gateway users
       palaestra gateway jobs                                           # what agents have scheduled
 
-    One agent with its own sandbox answers each person's messages in order. A person who is not in `allowed_users` gets
-    a code, which you confirm with `pair`. In a chat, /help lists the commands: /stop, /new, /retry, /undo, /status,
-    /approve and /deny.
+    Each session has its own agent and sandbox, and its messages are answered in order. A person who is not in
+    `allowed_users` gets a code in a direct chat; you confirm it with `pair`. In a chat, /help lists the commands, such
+    as /stop, /new, /retry, /undo, /status, /approve and /deny.
 
     Messages, answers, sessions, sandboxes and background processes survive a restart and a crash. The gateway keeps
     all data in the folder --home. Platforms other than openai and webhook need the extra 'gateway'.

@@ -54,7 +54,7 @@ def command(context: click.Context, run: str, environment: str | None, network: 
 
     found = asyncio.run(grade())
     if not found:
-        raise ConfigError(f"{run} has no rollout to grade: none of its groups has finished")
+        raise ConfigError(f"{run} has no rollout to grade: no finished group has a rollout whose outcome is scored")
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
     click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed", err=True)
     context.exit(1 if failed else 0)

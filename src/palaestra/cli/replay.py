@@ -29,12 +29,12 @@ _SHOWN = 20
       palaestra replay RUN --environment my_env.py:my_env        # an environment in a file
       palaestra replay RUN --tasks 10 --json
 
-    RUN is a run's folder or its journal. A journal cannot choose what runs here: the isolation comes from this command
-    line, and so does the environment's file, unless you recorded the run on this machine. Values that differ from the
-    recorded ones are printed. The agent's recorded turns are played through the same loop, tools and checks, in fresh
-    slots, and every observation is compared with the recorded one. The first difference of each rollout is shown with
-    its likely cause: time, pids, order, randomness, or other. The exit code is 1 if a cause is "other", or if a rollout
-    has a different reward or ending or cannot be played; it is 2 if the run cannot be played.
+    RUN is a run's folder or journal, its id, or `last`. A journal cannot choose what runs here: the isolation comes
+    from this command line, and so does the environment's file, unless you recorded the run on this machine. Values that
+    differ from the recorded ones are printed. The agent's recorded turns are played through the same loop, tools and
+    checks, in fresh slots, and every observation is compared with the recorded one. The first difference of each
+    rollout is shown with its likely cause: time, pids, order, randomness, or other. The exit code is 1 if a cause is
+    "other", or if a rollout has a different reward or ending or cannot be played; it is 2 if the run cannot be played.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
@@ -83,7 +83,7 @@ def _lines(comparison: Comparison, recording: Recording) -> list[str]:
     rate = "none to compare" if comparison.rate is None else f"{100 * comparison.rate:.2f} % equal"
     kinds = ", ".join(f"{kind} {count}" for kind, count in comparison.kinds.most_common())
     lines = [
-        f"rollouts      {comparison.rollouts} played; {comparison.not_recorded} had not ended",
+        f"rollouts      {comparison.rollouts} played; {comparison.not_recorded} recorded without a reward",
         f"observations  {comparison.observations}, {rate}{f'; different: {kinds}' if kinds else ''}",
         f"rewards       {comparison.rewards_equal} of {comparison.rewards} equal",
     ]

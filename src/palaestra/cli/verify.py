@@ -24,9 +24,9 @@ from palaestra.core.exits import FAILED, report
       palaestra verify RUN --rows rows.jsonl          # also check a file of `palaestra export --to rows`
       palaestra verify RUN --json
 
-    RUN is a run's folder or its journal. The command checks four claims against every rollout's ledger. T1: each reply
-    was sampled after exactly the tokens that the row has before it. T2: history was rewritten only where a
-    rewrite is declared. T3: each sampled token is trained exactly once, and no other token is. T4: each trained token
+    RUN is a run's folder or journal, an id or `last`. The command checks four claims against every rollout's ledger.
+    T1: each reply was sampled after exactly the tokens that the row has before it. T2: history was rewritten only where
+    a rewrite is declared. T3: each sampled token is trained exactly once, and no other token is. T4: each trained token
     has the log-probability that the model server returned. The command stops at the first violation, prints where it
     is, and ends with exit code 1. For a run without token records, nothing can be proved: exit code 2.
     """,

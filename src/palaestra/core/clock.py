@@ -1,4 +1,4 @@
-"""Injected clocks, so that tests never sleep, and a way to exclude time from the clocks of rollouts.
+"""Injected clocks, so that tests need not wait, and a way to exclude time from the clocks of rollouts.
 
 Code that waits for its turn or for a failing service stops the clocks of its rollouts. A context variable holds these
 clocks, because the code that waits, such as a transport or a pool, knows nothing about rollouts.

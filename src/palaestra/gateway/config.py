@@ -72,8 +72,7 @@ class ModelPrices(Settings):
 
 
 class UserLimits(Settings):
-    """The limits of one person. A person who exceeds a limit gets a reply with the time when the next message will be
-    accepted."""
+    """The limits of one person. A message beyond a limit is refused, with a reply that gives the reason."""
 
     messages_per_hour: int = setting(120, "Maximum messages of one person per hour; 0: no limit.", ge=0)
     cost_per_day: float = setting(0.0, "Maximum cost of one person's turns in 24 hours, in dollars; 0: no limit.", ge=0)

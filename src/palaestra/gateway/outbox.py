@@ -51,9 +51,9 @@ class Outbox:
             self.wake(address)
 
     def wake(self, address: ChatAddress) -> None:
-        """Start to send the waiting messages of a chat, unless its platform is not connected."""
+        """Start to send the waiting messages of a chat, unless its platform is not enabled."""
         if address.platform not in self._platforms:
-            return  # the platform is no longer connected; its messages wait in the mailbox
+            return  # the platform is no longer enabled; its messages wait in the mailbox
         if address in self._sending:
             self._sending[address].set()
             return

@@ -29,7 +29,7 @@ class GroupCollection:
     """A group for an environment with `collects_groups`: the number of requested rollouts, the tools, and `play`.
 
     `play` plays the group's next rollout to its end, with retries, through `begin`, `act` and `grade`. The rollout is
-    recorded only after `collect` has returned, so that `collect` can still change its score and projection.
+    recorded only after `collect` has ended, so that `collect` can still change its score and projection.
     """
 
     group_id: str
@@ -98,14 +98,17 @@ class Environment(ABC):
         return None
 
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
-        """Do the shared preparation, once per key in a run. The task's own preparation then starts from the result."""
+        """Do the shared preparation, once per key in a run unless the slot or the result is lost. The task's own
+        preparation then starts from the result."""
 
     def prepares(self, task: Task) -> bool:
-        """Return whether the task has a workspace to prepare. If it has none, rollouts start from the bare image."""
+        """Return whether the task has a workspace of its own to prepare. If it has none and shares no preparation,
+        rollouts start from the bare image."""
         return bool(task.files or task.setup)
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
-        """Prepare the workspace, once per group. Every rollout starts from a fork of it."""
+        """Prepare the workspace, once per group unless the slot or the workspace is lost. Every rollout starts from a
+        fork of it."""
 
     def recipe(self, task: Task) -> JSON:
         """Return, as JSON, what the preparation depends on in addition to the task's image, `files`, `setup` and slot;
@@ -182,7 +185,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
-        """Score the sealed result. Raises `GraderError` if the check itself cannot be run."""
+        """Score the agent's work, which `grading` shows. Raises `GraderError` if the check itself cannot be run."""
 
     def project(self, rollout: Rollout, score: Score | None) -> Projection:
         """Return the environment's additions to the rollout's record."""

@@ -65,7 +65,7 @@ class TurnTaken(JournalEvent, tag="messages", kw_only=True):
     `turn` 0 has the opening messages. `tokens` has the model server's token counts for the prompt and the reply,
     `seconds` the time that the model took and the time that the tools took. If the server returns tokens, `sampled` has
     the model calls since the last such event, including those of sub-agents. `cost` is the cost of `tokens`, if prices
-    are known. `recalled` is true if the reply came from an earlier part of the run, which was killed during this turn.
+    are known. `recalled` is true if the reply came from an earlier part of the run, which ended during this turn.
     """
 
     rollout_id: str
@@ -188,7 +188,7 @@ class Alive(msgspec.Struct, gc=False):
 
 
 class TokensSpent(msgspec.Struct, gc=False):
-    """A model call was made for a rollout."""
+    """The tokens of one model call of a rollout, made in this part of the run or in an earlier one."""
 
     rollout_id: str
     prompt_tokens: int

@@ -1,11 +1,11 @@
 """Runs one group: prepares the task's workspace once, and rolls out `group_size` rollouts from forks of it.
 
-If the environment has a recipe (a cache key) for its preparation, prepared workspaces are shared between runs: this run
-reuses those of other runs, and keeps its own for them (`sandbox/snapshots/cache.py`). A workspace that was prepared
-with network access is never shared.
+If the environment has a recipe (a cache key) for its preparation and the run uses the machine's store, prepared
+workspaces are shared between runs: this run reuses those of other runs, and keeps its own for them
+(`sandbox/snapshots/cache.py`). A workspace that was prepared with network access is never shared.
 
-A failed preparation ends the group with an error before any rollout starts, so nothing is scored. A prepared workspace
-that is lost with its backend is prepared again.
+If the preparation still fails after its retries, the group ends with an error and starts no rollout. A prepared
+workspace that is lost with its backend is prepared again before a rollout is retried.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ SETUP_TIMEOUT_S = 600.0
 
 
 class GroupRun:
-    """Runs one group to its end. If `places` are given, they limit how many rollouts run concurrently. A group that its
-    environment collects keeps its reserved places until the group ends, because the environment decides how many
-    rollouts the group has and which of them wait for others."""
+    """Runs one group to its end. If `places` are given, each rollout waits for a place. The rollouts of a group that
+    its environment collects do not: such a group keeps its reservation until it ends, because the environment decides
+    how many rollouts the group has and which of them wait for others."""
 
     def __init__(
         self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None = None
@@ -77,13 +77,14 @@ class GroupRun:
         self.task = task
         self.group = Group(group_id=f"{number:06d}-{task.id}", number=number, task_id=task.id)
         self.begun = False
-        """Whether this part of the run has written the event `GroupStarted`, which replaces the group's earlier
-        events."""
+        """Whether this part of the run has written the group's event `GroupStarted`, which replaces the one of an
+        earlier part."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
         self._places = places
         self.reserved = run.settings.group_size
-        """The number of places that the group still holds; at least one until the runner has passed the group on."""
+        """The number of places that are still reserved for the group; at least one until the runner has passed the
+        group on."""
         self._preparing = asyncio.Lock()
         self._played: dict[int, Rollout] = {}
         self._play_numbers = itertools.count()
@@ -92,7 +93,7 @@ class GroupRun:
 
     async def run(self) -> Group:
         """Return the finished group, already in the journal. Raises only on cancellation, for bugs, and for errors that
-        end the run (`ConfigError` and `DiskError`)."""
+        end the run, such as `ConfigError` and `DiskError`."""
         run, group = self.run_context, self.group
         run.events.announce(GroupBegun(group))
         self._take_finished()
@@ -381,7 +382,7 @@ class GroupRun:
         return None
 
     async def _branched(self, index: int) -> RecordedTurns | None:
-        """Return the turns of another rollout that this one continues; None for a root."""
+        """Return the turns of another rollout that this one continues; None if it starts from the beginning."""
         assert self._tree is not None
         branch = await self._tree.branch(index)
         if branch is None:

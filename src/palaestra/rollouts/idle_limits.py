@@ -1,5 +1,5 @@
-"""Limits how long each stage of a rollout may go without a sign of life. This is a separate module so that settings
-load fast."""
+"""The default limits on how long each stage of a rollout may go without a sign of life. This is a separate module so
+that settings load fast."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class CutShort(PalaestraError):
 class RunLimits:
     """Follows a run and stops it at a limit. `reason` and `message` are empty until the run stops.
 
-    `spent` is the cost of the earlier parts of the run. `counted` has the rollouts of these parts, which are not
-    counted again.
+    The argument `spent` is the cost of the earlier parts of the run. `counted` has the rollouts of these parts, which
+    are not counted again.
     """
 
     def __init__(

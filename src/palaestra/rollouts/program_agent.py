@@ -10,9 +10,9 @@ since a program has its own.
 Failure attribution: a failure of the model server (`engine`) or a lost slot (`sandbox`) ends the rollout without a
 score. If the model server fails on a request (HTTP 500, no answer in time) but answers a plain request, the failed
 request is the cause. The program then gets the error and continues. A tool's infrastructure failure ends the rollout
-with the tool's blame, as in the agent loop. A program that ends without an answer from the model never acted, so it is
-not scored either (`tool`). Every other end of the program, with any exit status, is the agent's responsibility and is
-scored.
+with the tool's blame, as in the agent loop. A program that ends by itself without an answer from the model never acted,
+so it is not scored either (`tool`). Every other end of the program, with any exit status, is the agent's responsibility
+and is scored.
 """
 
 from __future__ import annotations
@@ -213,9 +213,9 @@ class _Play:
                 self._conversations.end()
 
     async def _wait(self, process: Process) -> int | None:
-        """Wait until the program ends, a limit is reached or the model server fails. Returns the exit status of a
-        program that ended by itself, otherwise None. Processes that the program left running can make no more calls;
-        after a limit, only calls already under way are still answered."""
+        """Wait until the program ends, a limit is reached, or a tool or the model server fails. Returns the exit status
+        of a program that ended by itself, otherwise None. Processes that the program left running can make no more
+        calls; after a limit, only calls already under way are still answered."""
 
         async def follow() -> None:
             async for piece in process.output():
@@ -239,9 +239,9 @@ class _Play:
             await asyncio.gather(*ends, return_exceptions=True)
 
     def _admit(self, replies: int) -> None:
-        """Refuse a call that exceeds the rollout's limits, and end the program. A call that exceeds the limits only
-        because of calls under way can be retried. Refused requests count as calls, because each is work for the
-        run."""
+        """Refuse a call once the rollout has reached a limit, and end the program. Also refuse a call for more replies
+        than are left; it can be retried if only calls under way are the reason. Refused requests count as calls,
+        because each is work for the run."""
         rollout, settings = self._rollout, self._rollout.settings
         left = settings.max_turns - self._calls - self._conversations.refused
         if self._limit is None and left <= 0:

@@ -53,8 +53,8 @@ class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The conversation of a sub-agent that `delegate_task` or the run's agent program started. Sub-agents are listed in
     the order in which they started.
 
-    `turn` is the turn in which the work was delegated. `segments` are the ledger's segments with the sub-agent's
-    tokens.
+    `turn` is the turn in which the work was delegated. `segments` has the indices of the ledger's segments that hold
+    the sub-agent's tokens.
     """
 
     number: int
@@ -71,7 +71,7 @@ class SubagentRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Beside(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Data that differs between otherwise identical runs. Seconds are wall time. `stages` has the seconds of each
+    """Data that may differ between otherwise identical runs. Seconds are wall time. `stages` has the seconds of each
     stage, such as setup, agent, tool, admit (the wait for a free slot), acquire (creating a slot), seal and grade.
     Stages may nest, and concurrent calls add up. `turn_s` has the seconds of the model and of the tools for each
     turn."""
@@ -193,9 +193,9 @@ class Group(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `toolsets` are the configured or randomly drawn toolsets. `tools` are the schemas that the models saw, `tools_hash`
     identifies them, and `tools_missing` has the requested tools that are unavailable, each with the reason. If the task
-    could not be prepared or its rollouts could not be collected, `error` and `blame` have the cause. `prepare_s` is the
-    preparation time in seconds; `from_store` is true if the workspace had been prepared before. `asked` is a checksum
-    of the task's prompt, empty in groups of earlier versions.
+    was invalid or could not be prepared, or its rollouts could not be collected, `error` and `blame` have the cause.
+    `prepare_s` is the preparation time in seconds; `from_store` is true if the workspace had been prepared before.
+    `asked` is a checksum of the task's prompt, empty in groups of earlier versions.
     """
 
     schema: str = GROUP_SCHEMA

@@ -1,8 +1,9 @@
 """One rollout: set up, act, seal, grade, record. This module sets the outcome and the blame in a rollout's record.
 
-A rollout's slot is leased when something first needs it and given back exactly once. Whatever happens, cancellation
-included, `run` leaves a complete `trajectory` (invariant A3), and an infrastructure failure never becomes a reward
-(invariant R1). Environments' hooks get the rollout as the argument `rollout`. `group.py` decides about retries.
+A slot is leased when something first needs it, and it is sealed or released exactly once. Whatever happens,
+cancellation included, `run` leaves a complete `trajectory` (invariant A3), and an infrastructure failure never becomes
+a reward (invariant R1). Hooks such as `act` and `grade` get the rollout as the argument `rollout`. `group.py` decides
+about retries.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ CLEAN_UP_S = 30.0
 """How long releasing a slot may take; after that, the slot is left to the backend's clean-up at the end of the run."""
 
 HIGHEST_REWARD = 1e100
-"""Rewards with a larger absolute value are refused, because sums of their squares overflow."""
+"""Rewards with a larger absolute value are refused, so that sums of their squares cannot overflow."""
 
 RolloutTool: TypeAlias = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
 """Runs one call, given the tool's name, its arguments and the rollout's id; returns the text that the model reads."""
@@ -64,7 +65,7 @@ CURRENT: ContextVar[Rollout | None] = ContextVar("rollout", default=None)
 
 
 class TurnWatcher(Protocol):
-    """Called after each turn of a rollout. `trees.ForkPoints`, which imports this module, implements it."""
+    """Follows the turns of a rollout. `trees.ForkPoints`, which imports this module, implements it."""
 
     turns: list[TurnTaken]
     points: dict[int, Snapshot | None]
@@ -94,8 +95,9 @@ class RolloutHooks(Protocol):
 class Rollout:
     """One attempt at a rollout. `meta` holds data that the environment passes from set-up to scoring.
 
-    `recorded` are the turns of a rollout that was cut off. `run` plays the rollout once; after that, `trajectory`
-    returns the complete record.
+    `recorded` has the turns that this attempt repeats: those of an attempt that was cut off or, for a branch, those
+    that it shares with another rollout. `run` plays the rollout once; after that, `trajectory` returns the complete
+    record.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class Rollout:
 
     async def regrade(self, result: AgentResult, sealed: Snapshot | None) -> Score:
         """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run, but the
-        environment's set-up does, in a workspace that is discarded. Raises the errors of grading."""
+        environment's set-up does, in a workspace that is discarded. Raises the errors of set-up and grading."""
         self._has_turns = True
         try:
             async with self.stages.watched():
@@ -208,7 +210,7 @@ class Rollout:
             self.blame = Blame.MODEL
 
     def fail(self, error: Exception, blame: Blame) -> None:
-        """Give the rollout this failure as its result, without a score."""
+        """Set the outcome and the blame from this failure, and drop the score."""
         self.score = None
         self.outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
         self.blame = blame
@@ -232,8 +234,8 @@ class Rollout:
             logger.warning("releasing the slot of %s failed: %s", self.rollout_id, error)
 
     def drop_unrecordable(self, reason: ValueError) -> bool:
-        """Drop environment-made data that the journal refused, and fail the rollout. The first call drops the
-        projection, and the next the agent's conversation. Returns False if nothing is left to drop."""
+        """Drop environment-made data that the journal refused, and fail the rollout. A call drops the projection or, if
+        there is none, the agent's conversation. Returns False if nothing is left to drop."""
         if self.projection == Projection() and self.result is None:
             return False
         if self.projection == Projection():
@@ -308,7 +310,7 @@ class Rollout:
         return used[0] - read, used[1] - written
 
     def _points_taken(self, result: AgentResult) -> list[int]:
-        """Return the turns after which other rollouts can continue this one; never the last turn, because no call
+        """Return the turns after which other rollouts can continue this one; never the last turn, because no model call
         follows it."""
         taken = self._fork_points.points if self._fork_points is not None else ()
         return [turn for turn in sorted(taken) if turn < len(result.turns)]
@@ -366,7 +368,8 @@ class Rollout:
             self.run_context.limits.check(begun=False)
 
     async def sandbox(self) -> Slot:
-        """Return the rollout's slot, a fork of the group's prepared workspace. The first call leases it."""
+        """Return the rollout's slot. The first call leases it, from the group's prepared workspace or, for a branch,
+        from the copy at its fork point."""
         async with self._leasing:
             if self._slot is None:
                 forked, self._forked = self._forked, None
@@ -376,7 +379,7 @@ class Rollout:
 
     @property
     def has_slot(self) -> bool:
-        """Whether the rollout's slot has been leased and is not sealed yet."""
+        """Whether the rollout has a slot that has been neither sealed nor released."""
         return self._slot is not None
 
     async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
@@ -409,7 +412,7 @@ class Rollout:
         return [self._agent_call, *spans, self.recorded_call]
 
     def recorded_call(self, call: CheckedCall, then: Next) -> Awaitable[ToolOutcome]:
-        """Record the calls of tools that reach outside this machine, or answer them from a recording. This is tool
+        """Apply the run's recording policy to the calls of tools that reach outside this machine. This is tool
         middleware."""
         if not call.tool.touches_world:
             return then(call)
@@ -584,7 +587,8 @@ class Rollout:
         return [*self._bound_tools, *(() if self._tools is None else (self._tools,))]
 
     async def seal(self, view: View | None = None) -> Snapshot | None:
-        """End the agent's slot and keep its changes as a layer. Returns None if no slot was ever leased."""
+        """End the agent's slot and return a snapshot of its changes, limited to `view`; None if there is no slot. When
+        recorded work is graded again, return the recorded snapshot instead."""
         await self._end_tools()
         if self._forked is not None:  # the work of the continued rollout counts, even if this one added nothing
             await self.sandbox()
@@ -644,7 +648,7 @@ def _checked(score: object, doing: str) -> Score:
     left_out = {str(name): str(value) for name, value in score.metrics.items() if str(name) not in metrics}
     if not left_out:
         return Score(reward, metrics, score.detail)
-    logger.warning("%s returned metrics that are not numbers, which are left out: %s", doing, left_out)
+    logger.warning("%s returned metrics that are not finite numbers, which are left out: %s", doing, left_out)
     return Score(reward, metrics, {**score.detail, "metrics_left_out": left_out})
 
 

@@ -1,11 +1,12 @@
 """The runner takes tasks from an environment, rolls a bounded number of them out concurrently, and passes on each
 finished group once it is on disk.
 
-A group does not wait for the slowest rollout of another group: it begins when enough rollouts have ended, whichever
-groups they belong to, and a few groups are prepared ahead.
+Unless groups run one by one, a group does not wait for the slowest rollout of another group: it begins when enough
+rollouts have ended, whichever groups they belong to, and a few groups are prepared ahead.
 
-The runner stops early if it is cancelled (finished groups are kept) or if the environment fails to provide its next
-task (groups in flight finish). It also stops if the model server fails in every rollout of several groups in a row.
+The runner stops early if it is cancelled (finished groups are kept), if its gate closes, or if the environment fails to
+provide its next task (in both cases, groups in flight finish). It also stops if the model server fails in every rollout
+of several groups in a row.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Totals:
 class Runner:
     """Runs at most `limit` tasks of an environment, numbered from `first`, slow ones first if `timings` (seconds by
     task id) are given. `on_group` gets every finished group. At most as many rollouts run at a time as `concurrency`
-    groups have; if it is 1, groups run one after the other.
+    groups have, unless the environment collects its groups. If `concurrency` is 1, groups run one after the other.
 
     Groups that an earlier part of the run finished are passed on first and not run again; if the group size is larger
     now, they get only the missing rollouts. `gate`, which may wait, is awaited once before each task that is rolled

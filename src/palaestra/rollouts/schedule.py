@@ -38,11 +38,11 @@ def groups_ahead(concurrency: int) -> int:
 
 
 class Places:
-    """Lets at most `limit` rollouts run at a time. A group may begin only if all groups that have begun then have at
-    most `limit + ahead` unfinished rollouts together.
+    """Lets at most `limit` rollouts run at a time. A group may begin only if the groups that have begun, this one
+    included, then have at most `limit + ahead` unfinished rollouts together.
 
-    Rollouts get places in the order in which they ask, so the oldest group gets all of its places first. Environments
-    may therefore let the rollouts of a group wait for each other.
+    Rollouts get places in the order in which they ask, so a group that has begun soon gets all of its places.
+    Environments may therefore let the rollouts of a group wait for each other.
     """
 
     def __init__(self, limit: int, ahead: int) -> None:

@@ -60,8 +60,8 @@ def network_of(task: Task, phase: Phase) -> Network | AllowList:
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """Settings that all groups of a run share. If `whole_groups` is set, rollouts that ended with infrastructure
-    failures are replaced. In each group, `branches` of the rollouts continue others from turns that `branch_at` chooses
-    (`trees.py`)."""
+    failures are replaced, at most `group_size` times in a group. In each group, up to `branches` of the rollouts
+    continue others from turns that `branch_at` chooses (`trees.py`)."""
 
     seed: int = 0
     group_size: int = 1
@@ -112,7 +112,7 @@ class Kit:
 
     @property
     def definitions(self) -> list[dict[str, JSON]]:
-        """The tool definitions that models see. Rollouts and records share this list, so do not change it."""
+        """The tool definitions that models see. Rollouts and records share them, so do not change them."""
         return self.registry.shown()[0] if self.offered is None else list(self.offered)
 
     @property

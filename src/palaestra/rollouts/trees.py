@@ -1,14 +1,15 @@
 """Tree rollouts: some rollouts of a group continue other rollouts of the group after one of their turns.
 
-The first rollouts of a group, its roots, are rolled out as usual, and the state of their slot is kept after each turn.
-When all roots have ended, `choose` selects the turns from which the other rollouts, the branches, continue. A branch
-starts from a copy of the slot and from the recorded conversation up to that turn. It runs through the same loop as any
-rollout: its tools answer from the record until the conversation is new.
+The first rollouts of a group, its roots, are rolled out as usual, and their slots are copied after each turn that can
+be continued. When all roots have ended, `choose` selects the turns from which the other rollouts, the branches,
+continue. A branch starts from a copy of the slot and from the recorded conversation up to that turn. It runs through
+the same loop as any rollout: its tools answer from the record until the conversation is new.
 
 Invariants: a turn that several rollouts share is sampled, charged and trained on only once, in the root. A branch is
 sealed and graded like any rollout, and its changes are those since the prepared workspace. A turn is not a fork point
-if a tool, a process, `/tmp` or `/dev/shm` holds state that a copy of the slot's files would lack. Where the backend or
-the isolation level cannot copy a slot, and in a resumed run, a branch runs the commands of the shared turns again.
+if a tool holds state outside the slot, or if a copy of the slot would lack the state of a process, `/tmp` or
+`/dev/shm`. If there is no copy, a branch runs the commands of the shared turns again. This happens where the backend or
+the isolation level cannot copy a slot, if the copy was lost, and if an earlier part of the run finished the root.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ async def _is_all_files(slot: Slot) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The point from which a branch continues. `snapshot` is None for an untouched slot; `copied` is False if the calls
-    of the shared turns must be run again."""
+    """The point from which a branch continues. `snapshot` is None if the slot was untouched or there is no copy of it;
+    `copied` is False if the calls of the shared turns must be run again."""
 
     parent: Fork
     turns: list[TurnTaken]
@@ -179,7 +180,8 @@ def choose(roots: Sequence[Trajectory], branches: int, branch_at: str, rng: rand
     least likely tokens are chosen; with `random`, points are drawn at random. A point is reused only when all have been
     used. The result depends only on the records and `rng`.
 
-    The beginning of each root is a point too, with turn 0: otherwise the first turns would get few samples.
+    The beginning of each root that has points is a point too, with turn 0: otherwise the first turns would get few
+    samples.
     """
     points = [Fork(root.index, turn) for root in roots if root.fork_points for turn in (0, *root.fork_points)]
     if not points:
@@ -208,8 +210,8 @@ def credit(trajectories: Sequence[Trajectory]) -> dict[int, list[tuple[int, floa
     share the turn.
 
     For each rollout index, the result has pairs of a last turn and a value. The value holds for the turns up to this
-    last turn, except those that an earlier pair covers. Rollouts without branches are left out, since their turns have
-    their own reward. (Credit from the leaves below a step, as in TreeRL, arXiv 2506.11902.)
+    last turn, except those that an earlier pair covers. Rollouts without branches are left out, since the value of each
+    of their turns is their own reward. (Credit from the leaves below a step, as in TreeRL, arXiv 2506.11902.)
     """
     scored = {each.index: each for each in trajectories if each.scored}
     children: dict[int, list[tuple[int, int]]] = {}

@@ -1,5 +1,5 @@
-"""Writes the turns of one rollout to the journal, and answers model calls from the turns that an earlier part of the
-run recorded.
+"""Writes the turns of one rollout to the journal, and answers model calls from recorded turns, such as those of an
+earlier part of the run.
 
 A turn is written when it ends. A turn that delegates work is long and has many replies, so these are written before the
 turn ends: the rollout's own reply when its first sub-agent calls the model, and each reply to a sub-agent when it
@@ -55,7 +55,7 @@ class TurnLog:
         self._turns_kept = self._turns_noted = 0
 
     def follow(self, server: ChatServer) -> ChatServer:
-        """Return the server for the agent to call. It first answers from the recorded turns."""
+        """Return the server for the agent to call. If there are recorded turns, it answers from them first."""
         self._server = server
         if self.recorded is None:
             return server
@@ -179,7 +179,7 @@ class TurnLog:
 
 @dataclass(slots=True)
 class TakenTurn:
-    """One turn and its samples. The journal has the whole turn if it is `known`, only its reply if `recalled`."""
+    """One turn and its samples. If `known`, the whole turn was recorded before; if `recalled`, its reply was."""
 
     turn: Turn
     messages: list[Message]

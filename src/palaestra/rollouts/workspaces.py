@@ -3,8 +3,8 @@
 The environment names shared preparation, such as a repository with its dependencies installed, by a key. The first
 group that needs a shared preparation does it in its own slot. The other groups wait, and every group starts its own
 preparation from the same snapshot. If a shared preparation fails, every task that needs it fails with the same error,
-and the preparation is not retried. There are two exceptions: after a sandbox failure, or if the snapshot was lost with
-its backend, the next group that needs the preparation repeats it.
+and the preparation is not retried. The next group that needs the preparation repeats it in only three cases: after a
+sandbox failure, after a cancellation, and if the snapshot was lost with its backend.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Workspaces:
     """The workspaces of one run. `prepared`, if given, stores workspaces for other runs. `aclose` drops the shared
     snapshots.
 
-    `kept` is the folder in which the sealed work of every rollout is stored, so that it can be graded again. If it is
-    None, no work is stored.
+    `kept` is the folder in which the work of rollouts is stored when it is sealed, so that it can be graded again. If
+    it is None, no work is stored.
     """
 
     def __init__(self, pool: SlotSource, prepared: Prepared | None = None, kept: Path | None = None) -> None:

@@ -1,9 +1,10 @@
 """Makes rows with advantages from groups, and refuses rows that should not be trained.
 
 Advantages compare the scored rollouts of one group. A rollout with several segments has several rows with one
-advantage, so each sampled token is trained exactly once. In a tree, tokens that several rollouts share get the mean
-reward of these rollouts. Unscored rollouts, groups whose scores are equal, rows that were sampled by weights that are
-too old, and rows whose log-probabilities differ too much from the trainer's are not trained.
+advantage, and each sampled token is in only one of them. In a tree, the advantage of tokens that several rollouts share
+comes from the mean reward of these rollouts. Unscored rollouts, groups with an error, groups whose scores are equal,
+rows that were sampled by weights that are too old, and rows whose log-probabilities differ too much from the trainer's
+are not trained.
 """
 
 from __future__ import annotations

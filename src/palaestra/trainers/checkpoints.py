@@ -75,7 +75,8 @@ class TrainingFiles:
         return self._checkpoints / f"step-{step:06d}"
 
     def latest(self) -> TrainingState | None:
-        """Return the state of the last checkpoint. Raises `ConfigError` if it cannot be read."""
+        """Return the state of the last checkpoint, or None if there is none. Raises `ConfigError` if it cannot be
+        read."""
         steps = self._saved()
         if not steps:
             return None

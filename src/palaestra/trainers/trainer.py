@@ -15,7 +15,7 @@ from palaestra.trainers.busy import BusyClock
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """One segment of a rollout, with the advantage that each of its sampled tokens gets."""
+    """One segment of a rollout, with the advantage of its trained tokens."""
 
     row: ExportedRow
     advantage: float

@@ -55,7 +55,7 @@ class AgentEnvConfig(HermesAgentEnvConfig):
 
     agent_max_steps: int = setting(50, "Maximum model calls per rollout.", ge=1)
     agent_temperature: float = setting(0.7, "Sampling temperature of rollouts.", ge=0)
-    agent_max_tokens: int | None = setting(None, "Maximum tokens of one reply; None: the model server's limit.", ge=1)
+    agent_max_tokens: int | None = setting(None, "Maximum tokens of one reply; default: the server's limit.", ge=1)
     agent_tool_delay_s: float = setting(0.0, "Seconds to wait between tool calls.", ge=0)
     enabled_toolsets: list[str] | None = setting(["default"], "The agent's toolsets; `default` is terminal and file.")
     disabled_toolsets: list[str] | None = setting([], "Toolsets to withhold from the agent.")
@@ -136,8 +136,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         agent_result: AgentResult | None = None,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """Score a rollout. Returns the reward, and metadata to record; `exec_tool` runs commands in the sealed
-        workspace.
+        """Score a rollout. Returns the reward, and metadata to record; `exec_tool` runs commands in the rollout's
+        workspace, which is sealed unless the grading is live.
 
         The metadata, `verification_messages` included, is evidence and never part of the conversation. An override may
         omit the parameter `workspace_meta`, the result of `setup_trajectory_workspace`. The hook also runs for rollouts

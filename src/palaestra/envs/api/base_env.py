@@ -1,5 +1,5 @@
-"""`BaseEnv`: the smallest base class of environments that are written as classes. A subclass collects its rollouts
-itself and returns their rows.
+"""`BaseEnv`: the smallest base class of environments that are written as classes. A direct subclass collects its
+rollouts itself and returns their rows.
 
 All class forms share this module: settings, the model server, and the hooks of evaluation and metrics.
 `HermesAgentBaseEnv` and `AgentEnv` add tools and slots; `class_environment.py` adapts instances to the runner. Modules
@@ -195,8 +195,8 @@ class BaseEnv(ABC):
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """Collect all rollouts of an item. The default calls `collect_trajectory` concurrently. After all calls have
-        ended, the default raises their first error. It omits empty results, and it omits failed rollouts if others
-        succeeded."""
+        ended, the default raises their first error, except that it omits each `RolloutFailed` if any call succeeded. It
+        also omits empty results."""
         asked = [bridged(called(self.collect_trajectory, item)) for _ in range(self.config.group_size)]
         ended = await asyncio.gather(*asked, return_exceptions=True)
         came = [each for each in ended if not isinstance(each, BaseException)]
@@ -287,7 +287,7 @@ class BaseEnv(ABC):
         return self._tokenizer
 
     async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:
-        """Roll every item out `samples` times under the run's limits, and score the rollouts. Failed rollouts have no
+        """Roll out every item `samples` times under the run's limits, and score the rollouts. Failed rollouts have no
         reward. Raises `RunStopped` if the run stops before all of them have ended."""
         if self._run_items is None:
             raise ConfigError(

@@ -1,8 +1,8 @@
 """`ListedEnv`: a class environment whose items are known before the run, such as those of a data set.
 
 A subclass loads the items. Unusable items are left out with a warning; the others are drawn in order, repeatedly, or
-only once if `total_steps` is -1. `evaluate` rolls out each held-out item `group_size` times, and logs pass rates and
-their intervals.
+only once if `total_steps` is -1. `evaluate` rolls out each held-out item `group_size` times (each item, if none are
+held out), and logs pass rates and their intervals.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     @abstractmethod
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        """Score a rollout through `ctx`, which reads the sealed workspace."""
+        """Score a rollout through `ctx`, which reads its workspace: the sealed one, unless the grading is live."""
 
     # Optional methods
 
@@ -95,7 +95,8 @@ class HermesAgentBaseEnv(BaseEnv):
     async def setup_trajectory_workspace(
         self, item: Item, *, trajectory_id: str, exec_tool: ExecTool
     ) -> dict[str, JSON]:
-        """Prepare one rollout's workspace. The verification hook gets the result as `workspace_meta`."""
+        """Prepare one rollout's workspace or, if `share_setup` is set, the group's. The verification hook gets the
+        result as `workspace_meta`, unless the set-up was shared."""
         return {}
 
     async def verify_and_score_trajectory(
@@ -107,8 +108,8 @@ class HermesAgentBaseEnv(BaseEnv):
         exec_tool: ExecTool,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """Score a rollout in its sealed workspace. Returns the reward, and metadata to record. An override replaces
-        `compute_reward`, which the default calls."""
+        """Score a rollout in its workspace, which is sealed unless the grading is live. Returns the reward, and
+        metadata to record. An override replaces `compute_reward`, which the default calls."""
         grading = GRADING.get()
         if grading is None:
             raise ConfigError(
@@ -125,8 +126,8 @@ class HermesAgentBaseEnv(BaseEnv):
         return item.get("solution") if isinstance(item, Mapping) else None
 
     def _resolve_tools_for_group(self) -> Tools:
-        """Choose the tools of one group. Returns definitions and names. Called once per group; an override can choose
-        different tools."""
+        """Choose the tools of one group. Returns definitions and names. An override is called once per group and can
+        choose different tools."""
         registry = self.tool_kit(DRAW.get() or random.Random(self.config.seed)).registry
         return registry.definitions(), set(registry.list_tools())
 
@@ -183,8 +184,8 @@ class HermesAgentBaseEnv(BaseEnv):
         return isinstance(self._server, ServerGroup) and self._server.token_exact
 
     def _use_sandbox_backend(self) -> bool:
-        """Return whether set-up and verification hooks are called. If False, `compute_reward` scores without a set-up.
-        Either way, the agent works in a slot."""
+        """Return whether a rollout's set-up and verification hooks are called. If False, rollouts have no set-up of
+        their own, and `compute_reward` scores them. Either way, the agent works in a slot."""
         return True
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:

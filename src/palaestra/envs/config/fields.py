@@ -125,7 +125,7 @@ class BaseEnvConfig(Settings):
         0.2, "Share of infrastructure failures in the last 100 rollouts that pauses the run (exit code 3).", ge=0, le=1
     )
     max_cost: float | None = setting(
-        None, "The cost of tokens and slots at which the run pauses (exit code 3); needs prices of at least one.", gt=0
+        None, "The cost of tokens and slots at which the run pauses (exit code 3); needs token or slot prices.", gt=0
     )
     prompt_price: float | None = setting(None, "Price of a million prompt tokens.", ge=0)
     completion_price: float | None = setting(None, "Price of a million completion tokens.", ge=0)
@@ -153,7 +153,7 @@ class BaseEnvConfig(Settings):
     otel_content: bool = setting(False, "Put prompts, replies, arguments and results on the spans.")
 
     max_eval_workers: int = setting(
-        16, "Groups of an evaluation that run concurrently; unless set, as many as in a run.", ge=1
+        16, "Maximum groups of an evaluation that run concurrently; unless set, as many as in a run.", ge=1
     )
     max_num_workers_per_node: int = setting(
         8, "Groups that run concurrently per model server; used if max_num_workers is not set.", ge=1

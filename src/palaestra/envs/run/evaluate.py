@@ -85,7 +85,7 @@ class Evaluation:
         self.limit = limit
         self.totals = Totals()
         self.logged: Logged = {}
-        """The result as the arguments of `evaluate_log`: the task's name, the metrics and the samples."""
+        """The result: the task's name, the metrics and the samples; empty if the environment logged none."""
 
     async def run(self) -> Totals:
         """Roll out the tasks; `logged` then has the result. Raises `RunStopped` and `ConfigError`."""

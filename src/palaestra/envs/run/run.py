@@ -114,8 +114,9 @@ async def run(
     model server, the slots and the environment work. The run is stored in `folder` if that is given, otherwise in a new
     folder below `root`. A resumed run keeps its folder. `subscribers` get the run's events; `gate` is awaited before
     each task; it may wait, and the run ends if it returns False. `drive` decides which tasks the runner rolls out;
-    without it, all tasks are rolled out in order. `engines` replace those of the configured servers. `resumed_by` is
-    the command that resumes the run; the message about an unfinished run appends the run's folder to it."""
+    without it, the runner takes the tasks from the environment. `engines` replace those of the configured servers.
+    `resumed_by` is the command that resumes the run; the message about an unfinished run appends the run's folder to
+    it."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -263,8 +264,8 @@ def serve_limit(total_steps: int, source: str) -> int | None:
 
 
 def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
-    """Return the maximum number of tasks that a command rolls out; None if the environment or the trainer decides.
-    Raises `ConfigError` if `total_steps` is 0."""
+    """Return the maximum number of tasks that a command rolls out; None if there is no maximum, or if the environment
+    decides. Raises `ConfigError` if `total_steps` is 0."""
     total_steps = parsed.env_config.total_steps
     if total_steps == 0:
         raise ConfigError("tasks is 0, so there is nothing to run (total_steps)")
@@ -519,7 +520,7 @@ class CommandRun:
         )
 
     async def _evaluate(self, limit: int | None) -> Totals:
-        """Evaluate, and save the result in the run's folder and in the configured folder."""
+        """Evaluate, and save the result in the run's folder and, if one is set, in `data_dir_to_save_evals`."""
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         config = self.parsed.env_config
@@ -644,10 +645,10 @@ def _suspects(totals: Totals) -> Iterator[str]:
     for what, names in (
         ("rollouts tampered with their check and were scored 0", totals.tampered),
         (
-            'rollouts had processes when they ended and lost their reward; does the task need grading="live"?',
+            'rollouts still had processes when they ended and were scored 0; does the task need grading="live"?',
             totals.cut_off,
         ),
-        ("tasks have uncontrolled tests, so forged results would earn their reward", totals.uncontrolled),
+        ("tasks have tests without a control, so forged results could earn a reward", totals.uncontrolled),
     ):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""

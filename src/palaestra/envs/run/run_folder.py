@@ -1,9 +1,9 @@
 """The folder of a run, and the files made from its journal.
 
 The folder holds the journal, the settings, `metrics.jsonl`, the groups (`groups.jsonl`, in the Atropos shape), the
-report and, if tools reached outside this machine, `world.jsonl`. Copies of the groups and of the report are written to
-a path that the settings name; if a file exists there, the copy gets a number instead of overwriting it. A run that
-never began leaves no folder, and a run without groups leaves no groups file.
+report and, if tool replies from outside this machine were recorded, `world.jsonl`. If the settings name a path, copies
+of the groups and of the report are written there; a new run numbers its copies instead of overwriting existing files. A
+run that never began leaves no folder, and a run that wrote no group leaves no groups file.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def resumed_folder(run: Path) -> RunFolder:
 
 
 class RunOutput:
-    """The open files of a run. `own` are the environment's own metrics. In a resumed run, `resumed` describes the work
-    that was kept from the earlier parts, and the groups file is rewritten from the beginning."""
+    """The open files of a run. `own` are the environment's own metrics. In a resumed run, the groups file is rewritten
+    from the beginning, and `close` sets `resumed`, which describes the rollouts that continued or started again."""
 
     def __init__(
         self,

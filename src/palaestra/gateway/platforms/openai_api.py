@@ -6,7 +6,8 @@ Unknown earlier messages, for example a system prompt, are given to the agent as
 session. The reply has the session's id in the same header.
 
 A request that repeats the `Idempotency-Key` of an earlier one gets the earlier request's answer, and starts no turn.
-Without `X-Session-Id`, the key of a conversation's first message also names its session.
+While the earlier request is still open, the repeated one gets status 409. Without `X-Session-Id`, the key of a
+conversation's first message also names its session.
 
 With `stream: true`, the answer is sent as it is generated (server-sent events); other requests get the whole answer at
 the end. The agent uses the gateway's tools; `tools`, `temperature` and other settings of a request have no effect. If

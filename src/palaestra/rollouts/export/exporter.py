@@ -112,7 +112,7 @@ FORMATS = {
     "batch": ("palaestra.rollouts.export.batch:BatchExporter", "the rows of hermes-agent's batch runner"),
     "atif": ("palaestra.rollouts.export.atif:AtifExporter", "ATIF v1.7 trajectories, one per line"),
     "rows": ("palaestra.rollouts.export.token_rows:RowsExporter", "exact tokens for reinforcement learning"),
-    "table": ("palaestra.rollouts.export.table:TableExporter", "one line per task: rewards and outcomes (CSV)"),
+    "table": ("palaestra.rollouts.export.table:TableExporter", "one line per group: rewards and outcomes (CSV)"),
     "markdown": ("palaestra.rollouts.export.table:MarkdownExporter", "the same table as Markdown, to paste into pages"),
 }
 """Maps a format's name to its class and its description."""

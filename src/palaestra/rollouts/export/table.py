@@ -1,4 +1,4 @@
-"""The formats `table` and `markdown`: one line per task with its rewards and outcomes, for spreadsheets and web pages.
+"""The formats `table` and `markdown`: one line per group of rollouts of a task, for spreadsheets and web pages.
 
 The tables contain no intervals or estimates. Invariant: a mean covers scored rollouts only and is shown with their
 number, so that a failed sandbox never looks like a failed agent.
@@ -24,7 +24,7 @@ _ERROR_CHARS = 200
 
 @dataclass(slots=True)
 class _Line:
-    """One line, with the `rewards` and `outcomes` of a task's rollouts. The line of totals (`total`) does not list the
+    """One line, with the `rewards` and `outcomes` of a group's rollouts. The line of totals (`total`) does not list the
     rewards one by one."""
 
     task: str

@@ -1,9 +1,10 @@
 """The view of the agent's work on which a score is computed.
 
 By default the work is sealed (invariant R2): all processes of the agent are dead, its changes are an immutable layer,
-and the check runs in a fresh slot over a part of that layer: the workspace and the paths that the task declares,
-without those changes that would decide the result of any check (`tampering.py`). Everything else is as prepared. A task
-with `grading="live"`, for work that is a running service, is checked in the agent's own slot.
+and the check runs in a fresh slot over a part of that layer: the workspace, the temporary directories and the paths
+that the task declares, without those changes that would decide the result of any check (`tampering.py`). Everything
+else is as prepared. A task with `grading="live"`, for work that is a running service, is checked in the agent's own
+slot.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A check often writes the expected result to a file of its own and compares the w
 a link to the other, the work equals whatever the check wrote. So before a check, this module examines the agent's links
 between a file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of
 its target. A link is removed if its target is missing or is neither a file nor a directory. A named file with hard
-links becomes a copy. A link that the messages name stays if the messages mention links.
+links becomes a copy. A symbolic link that the messages name stays if the messages mention links.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.

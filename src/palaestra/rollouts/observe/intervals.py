@@ -1,7 +1,8 @@
 """The 95% confidence interval of every score: mean rewards, pass@k, shares, differences.
 
-All intervals use one method. Tasks are the sample: rollouts of one task correlate, so more of them add little
-certainty. The interval is Wilson's, with the effective number of trials in place of their number, and Student's t:
+Tasks are the sample: rollouts of one task correlate, so more of them add little certainty. Values without bounds have
+the t interval m -+ t * sqrt(V). All other intervals are Wilson's, with the effective number of trials in place of their
+number, and Student's t:
 
     m      the mean of all values, mapped to 0..1 by the values' bounds
     V      its variance, robust to clusters: G / (G - 1) * sum over tasks of (sum_i - n_i * m)^2 / N^2, and at least the

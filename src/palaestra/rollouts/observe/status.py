@@ -343,7 +343,7 @@ class RunReader:
         status = self._status
         self._signs.pop(rollout.rollout_id, None)
         key = rollout.rollout_id, rollout.beside.started_at
-        if key not in self.paid:  # a resumed run records its kept rollouts again
+        if key not in self.paid:  # an attempt counts once, even if the journal has its record twice
             self.paid.add(key)
             status.discarded += not kept
             paid, flown = _Paid.by(rollout), self._flying.pop(rollout.rollout_id, _Flying())

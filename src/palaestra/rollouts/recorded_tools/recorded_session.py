@@ -2,8 +2,8 @@
 recorded reply is found. The run's policy (`recording_policy.py`) answers the call.
 
 Invariants: the key of a call depends only on the call and on the rollout's earlier calls. So a rollout that repeats its
-calls gets the same answers, independently of other rollouts. Equal calls have equal keys, however their arguments are
-written.
+calls gets the same answers, independently of other rollouts. Equal calls outside a session have equal keys, however
+their arguments are written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from palaestra.tools.runtime.runtime import CheckedCall, Next
 from palaestra.tools.tool import ToolOutcome, ToolReply
 
 Ask: TypeAlias = Callable[[], Awaitable[ToolOutcome]]
-"""Makes the real call. The tool's mistakes and failures are returned as outcomes too."""
+"""Makes the real call. A failed call is an outcome too; an infrastructure failure is raised."""
 
 
 Policy: TypeAlias = Callable[[RecordedCall, Ask], Awaitable[ToolOutcome]]

@@ -126,8 +126,8 @@ def replaying(recording: Reader | None, path: Path, *, strict: bool) -> Policy:
 
 
 def filling(recording: Reader, added: Writer) -> Policy:
-    """Return a policy that answers from a recording. A call that the recording lacks is made, and its reply is added;
-    equal concurrent calls are made only once.
+    """Return a policy that answers from the successful calls of a recording. A call that is not among them is made, and
+    its reply is added; equal concurrent calls are made only once, unless they fail.
 
     Calls of a session are always made, because a browser that was never opened cannot continue where a recording ends.
     """
@@ -156,8 +156,8 @@ def open_world(mode: str, recording: str | Path | None = None, *, strict: bool =
     """Return recorded replies in one of the modes, for a run, `ToolExecutor(world=…)` or `ToolSession(world=…)`.
 
     `recording` is a file (`birds.jsonl`), or a folder that has one, such as a run's. `replay` and `fill` read it;
-    `record` and `fill` add to it. A run with the mode `record` passes no `recording` and keeps all replies in its own
-    folder. With `strict`, the mode `replay` ends a rollout that makes a call without a recorded reply. Raises
+    `record` and `fill` add to it. Only `replay` and `fill` require it, because a run keeps all replies in its own
+    folder anyway. With `strict`, the mode `replay` ends a rollout that makes a call without a recorded reply. Raises
     `ConfigError`.
     """
     if mode not in MODES:

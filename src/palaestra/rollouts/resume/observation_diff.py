@@ -1,7 +1,7 @@
 """`classify` finds the reason why an observation differs from the recorded one: time, pid, order, randomness or other.
 
-It compares two texts, given the agent's calls. In case of doubt, the reason is `other`. A different exit code, or any
-other difference outside the strings of the tool's reply, is always `other`.
+It compares two texts, given the agent's calls. In case of doubt, the reason is `other`. A different exit code, or a
+difference outside the strings of a JSON reply, is always `other`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The rollout runs as usual, in a fresh slot, but replies that are in the journal 
 counters and budgets become the same as before, and the ledger gets the same tokens. `replay.py` replays whole runs.
 
 The model sees the recorded conversation, word for word. If the workspace cannot reproduce an observation, `failed` has
-the reason and the rollout starts over. An observation may differ in times of day, durations and the order of lines; the
-model then sees the recorded observation. Process ids, random names and commit ids must be the same, because the agent
-may use them later.
+the reason and the rollout starts over. An observation may differ in dates, times, durations and the order of its lines
+or words; the model then sees the recorded observation. Process ids, random names and commit ids must be the same,
+because the agent may use them later.
 """
 
 from __future__ import annotations

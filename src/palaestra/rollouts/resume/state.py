@@ -44,7 +44,7 @@ class CutOff:
     """An unfinished rollout: its turns and the hash of its tools.
 
     `replies` has the replies recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is
-    the record of the cut-off rollout, or None if the run was killed before that record was written. With a `parent`,
+    the record of the latest attempt, or None if the run was killed before that record was written. With a `parent`,
     `events` begins with the turns of the rollout that this one continues.
     """
 

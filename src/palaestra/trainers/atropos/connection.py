@@ -39,7 +39,7 @@ WATCH_FIRST_S, WATCH_S = 0.005, 0.1
 delivery) and the longest."""
 
 _OTHER_PROGRAM = frozenset({401, 403, 404, 405})
-"""HTTP statuses with which a trajectory server never answers a registration."""
+"""HTTP statuses of another program, of a proxy, or of a server that rejects the token: waiting does not help."""
 
 T = TypeVar("T")
 
@@ -236,8 +236,9 @@ class TrainerConnection:
             raise TrainerRefused(f"{client.url} does not accept this environment: {answer.detail}")
         if answer.status in _OTHER_PROGRAM and self._before is None:  # later, a proxy may answer for the server
             raise TrainerRefused(
-                f"{client.url} is not a trajectory server, or a proxy rejects the request: {answer.detail}. Set "
-                "--env.rollout_server_url to the address of the trainer's server"
+                f"{client.url} is not a trajectory server, or rejects the request: {answer.detail}. Set "
+                "--env.rollout_server_url to the address of the trainer's server, and --env.rollout_server_token to "
+                "its token"
             )
         if answer.status != 200:
             return f"waiting: {answer.asked} answers {answer.detail}"

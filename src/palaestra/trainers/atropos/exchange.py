@@ -4,8 +4,8 @@ Every change is an event, and only `apply` changes the state, so the same events
 The other methods make the decisions: they return an event, or raise `RequestRefusal`.
 
 Invariants: each group is in at most one batch, and the sequences of a batch's groups sum exactly to the registered
-batch size. A repeated delivery is not accepted again. The time of an environment's last request is not part of the
-record.
+batch size. A repeated delivery is not accepted again. The one exception to events is the time of an environment's last
+request, which the server sets directly and does not record.
 """
 
 from __future__ import annotations

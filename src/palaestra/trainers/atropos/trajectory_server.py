@@ -1,9 +1,9 @@
-"""Runs a trajectory server: serves the routes of the Atropos API over one `Exchange`, and stores its events.
+"""Runs a trajectory server: serves the routes of the Atropos API over one `Exchange`, and stores its events if it has a
+store.
 
-Invariants: a group is recorded before it is acknowledged, and no answer reports anything that a restart would forget.
-The server speaks plain HTTP. Callers are checked before their bodies are read. A token, which callers must send, is
-required unless the server listens on a loopback address. A request body must be JSON, so that a form on a web page
-cannot send one.
+Invariant of a server with a store: a group is on the disk before it is acknowledged. The server speaks plain HTTP.
+Callers are checked before their bodies are read. A token, which callers must send, is required unless the server
+listens on a loopback address. A request body must be JSON, so that a form on a web page cannot send one.
 """
 
 from __future__ import annotations
