@@ -1,10 +1,13 @@
-"""What somebody wrote for a network is meant, or refused."""
+"""What somebody wrote for a network is meant, or refused; numbers of any library are read."""
 
 from __future__ import annotations
 
+import math
+from decimal import Decimal
+
 import pytest
 
-from palaestra.core.types import AllowList, Network, NetworkPolicy
+from palaestra.core.types import AllowList, Network, NetworkPolicy, number
 from palaestra.sandbox.slot import SlotSpec
 
 
@@ -24,3 +27,12 @@ def test_what_is_no_network_is_refused(wrong: object) -> None:
         SlotSpec(network=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the hosts must be a list, such as \['example.org'\]"):
         AllowList("example.org")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [(True, 1.0), (Decimal("0.5"), 0.5), (10**400, math.inf), (-(10**400), -math.inf), ("1", None), (None, None)],
+    ids=["bool", "decimal", "large", "small", "text", "none"],
+)
+def test_numbers_are_read(value: object, read: float | None) -> None:
+    assert number(value) == read

@@ -239,12 +239,12 @@ class Score:
 def number(value: object) -> float | None:
     """Return a number or bool of any library (numpy scalar, tensor, decimal) as a float, which is infinite if the
     number is too large; None for anything else. An array or tensor with exactly one value counts as that value."""
-    item = getattr(value, "item", None)
+    item, plain = getattr(value, "item", None), value
     try:
         plain = item() if callable(item) else value
         return float(plain) if isinstance(plain, (Real, Decimal)) else None
     except OverflowError:
-        return math.inf
+        return math.inf if plain == abs(plain) else -math.inf  # type: ignore[arg-type]
     except (RuntimeError, TypeError, ValueError):
         return None
 
