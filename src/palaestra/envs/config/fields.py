@@ -94,7 +94,7 @@ class BaseEnvConfig(Settings):
     )
     acquire_timeout_s: float = setting(30, "Seconds to wait for a free slot.", gt=0)
     infra_retries: int = setting(
-        1, "Retries of a rollout after an infrastructure failure; then it stays unscored.", ge=0
+        1, "Retries of a rollout whose sandbox or grader failed; then it stays unscored.", ge=0
     )
     world: Literal["record", "live", "replay", "fill"] = setting(
         "record",
