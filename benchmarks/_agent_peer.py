@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 def mini_swe_agent() -> Callable[[], object]:
-    """The local environment: `bash -c` on the host."""
+    """Return a call of the local environment: `bash -c` on the host."""
     from minisweagent.environments.local import LocalEnvironment
 
     environment = LocalEnvironment()
@@ -22,7 +22,7 @@ def mini_swe_agent() -> Callable[[], object]:
 
 
 def swe_rex(session: bool) -> Callable[[], object]:
-    """The local runtime in this process, without its HTTP server, which would take additional time."""
+    """Return a call of the local runtime in this process, without its HTTP server, which would take additional time."""
     from swerex.runtime.abstract import BashAction, Command, CreateBashSessionRequest
     from swerex.runtime.local import LocalRuntime
 

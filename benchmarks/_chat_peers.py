@@ -14,7 +14,8 @@ LOGPROB = -0.5
 
 
 def atropos(folder: str, reply: str) -> Callable[[], Chat]:
-    """The managed server of atroposlib 0.4.0. Its server object returns token ids, as its SGLang client would."""
+    """Set up the managed server of atroposlib 0.4.0. Its server object returns token ids, as its SGLang client
+    would."""
     from atroposlib.envs.server_handling.managed_server import ManagedServer
     from transformers import PreTrainedTokenizerFast
 
@@ -32,9 +33,9 @@ def atropos(folder: str, reply: str) -> Callable[[], Chat]:
 
 
 def verifiers(folder: str, reply: str) -> Callable[[], Chat]:
-    """The training client of verifiers 0.4 with the Qwen3 renderer, as its interception server uses it: parse the
-    request, resolve the prompt in the trace, call the model, commit the turn. The interception server does not run, and
-    the HTTP client gets its replies in this process. Unlike the other cases, this client decodes the JSON of each
+    """Set up the training client of verifiers 0.4 with the Qwen3 renderer, as its interception server uses it: parse
+    the request, resolve the prompt in the trace, call the model, commit the turn. The interception server does not run,
+    and the HTTP client gets its replies in this process. Unlike the other cases, this client decodes the JSON of each
     reply.
     """
     from renderers import Qwen3RendererConfig

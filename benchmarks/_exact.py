@@ -35,7 +35,8 @@ def turn_counter(tokenizer: Tokenizer) -> Callable[[bytes], int]:
     at_first: list[int] = []
 
     def turns(body: bytes) -> int:
-        """Each turn adds the beginnings of two messages to the prompt: a tool result and the next reply."""
+        """Count the replies. Each turn adds the beginnings of two messages to the prompt: a tool result and the next
+        reply."""
         count = len(opening.findall(body))
         at_first[:] = [min(count, *at_first)] if at_first else [count]
         return (count - at_first[0]) // 2

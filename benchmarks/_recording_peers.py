@@ -19,7 +19,7 @@ Addresses = list[tuple[str, str]]
 
 
 async def openenv(upstream: str, rollouts: int) -> Addresses:
-    """The capture proxy of OpenEnv 0.10, at its level `tokens`."""
+    """Start the capture proxy of OpenEnv 0.10, at its level `tokens`."""
     from openenv.core.harness.capture.runner import CaptureServer
 
     with socket.socket() as probe:
@@ -32,7 +32,7 @@ async def openenv(upstream: str, rollouts: int) -> Addresses:
 
 
 async def verifiers(upstream: str, rollouts: int) -> Addresses:
-    """The interception server of verifiers 0.4 with the client for evaluations, which records messages but no
+    """Start the interception server of verifiers 0.4 with the client for evaluations, which records messages but no
     tokens."""
     from verifiers.v1.clients import EvalClientConfig, ModelContext
     from verifiers.v1.interception import InterceptionServer
@@ -52,7 +52,8 @@ async def verifiers(upstream: str, rollouts: int) -> Addresses:
 
 
 async def agent_lightning(upstream: str, rollouts: int) -> Addresses:
-    """The proxy of Agent-Lightning 1.0.2, which records the token ids and log-probabilities that the server sends."""
+    """Start the proxy of Agent-Lightning 1.0.2, which records the token ids and log-probabilities that the server
+    sends."""
     import httpx
     import uvicorn
     from agentlightning.server.app import create_app

@@ -47,8 +47,8 @@ def timed(command: list[str]) -> float:
 
 @contextmanager
 def bubblewrap() -> Iterator[Peer]:
-    """All namespaces, the host's /usr read-only, a private /tmp; without limits, a system call filter or a writable
-    workspace."""
+    """Use all namespaces, the host's /usr read-only and a private /tmp, without limits, a system call filter or a
+    writable workspace."""
     program = shutil.which("bwrap")
     if program is None:
         raise Absent("bwrap is not installed (apt-get install bubblewrap)")
@@ -67,7 +67,7 @@ def _docker_host() -> dict[str, str]:
 
 @contextmanager
 def docker_exec() -> Iterator[Peer]:
-    """`docker exec`, run from the command line, in a running container without a network."""
+    """Run `docker exec` from the command line, in a running container without a network."""
     program, daemon = shutil.which("docker"), shutil.which("dockerd")
     if program is None or daemon is None or os.geteuid() != 0:
         raise Absent("needs root, docker and dockerd (apt-get install docker.io)")
@@ -122,8 +122,7 @@ def _minimal_root(folder: Path) -> bytes:
 
 @contextmanager
 def agent_peer(name: str, interpreter: str | None) -> Iterator[Peer]:
-    """An agent package in a separate virtual environment, called over a pipe; the package's process measures the
-    time."""
+    """Call an agent package in a separate virtual environment over a pipe; the package's process measures the time."""
     if interpreter is None:
         raise Absent("give --peers PYTHON, an interpreter that has swe-rex and mini-swe-agent")
     script = str(Path(__file__).with_name("_agent_peer.py"))

@@ -40,8 +40,8 @@ async def shell(command: str, folder: str) -> str:
 
 
 async def atropos(url: str, concurrency: int, rollouts: int) -> float:
-    """The command `process` of atroposlib. It runs one group at a time, so the group has as many rollouts as may be in
-    flight."""
+    """Measure the command `process` of atroposlib. It runs one group at a time, so the group has as many rollouts as
+    may run concurrently."""
     from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
     class Steps(BaseEnv):  # type: ignore[misc]
@@ -100,7 +100,7 @@ async def atropos(url: str, concurrency: int, rollouts: int) -> float:
 
 
 async def verifiers(url: str, concurrency: int, rollouts: int) -> float:
-    """The tool environment of verifiers 0.1.14, which runs its tools in this process."""
+    """Measure the tool environment of verifiers 0.1.14, which runs its tools in this process."""
     import verifiers as vf
     from datasets import Dataset
     from verifiers.types import ClientConfig

@@ -32,7 +32,7 @@ PROMPT, WHERE_IS_THE_CURSOR = "›".encode(), b"\x1b[6n"
 
 
 class Terminal:
-    """A command on a pseudo-terminal of 40 lines."""
+    """A command on a pseudo-terminal."""
 
     def __init__(self, command: list[str], variables: dict[str, str]) -> None:
         self.pid, self._terminal = pty.fork()
@@ -92,7 +92,7 @@ def start(url: str) -> measure.Sample:
 
 
 def stream(url: str, answers: int) -> measure.Sample:
-    """The first answer is not counted: it opens the connection."""
+    """Measure the delay of every answer but the first, which opens the connection."""
     late_ms: list[float] = []
     with chat(url) as (terminal, _):
         for number in range(answers + 1):

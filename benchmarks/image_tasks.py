@@ -72,7 +72,8 @@ COMPOSE = """services:
 
 @dataclass(frozen=True)
 class ImageTask:
-    """A task; texts are file contents without their first line, `context` and `tests` further files by path."""
+    """A task. `dockerfile`, `solution` and `script` lack their first line; `context` and `tests` map paths to further
+    files."""
 
     name: str
     instruction: str

@@ -10,7 +10,7 @@ tasks before and after the training is sampled, not greedy. The curves are writt
 each run.
 
 Targets: the held-out reward rises by at least 0.3 for each seed; the log-probabilities of sampler and trainer differ by
-at most 1e-4 on every step; at most 10 % of the time is spent on anything other than sampling, training and commands.
+at most 1e-4 on every step; at most 10% of the time is spent on anything other than sampling, training and commands.
 """
 
 from __future__ import annotations

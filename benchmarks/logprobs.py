@@ -52,7 +52,7 @@ TOOLS: list[dict[str, JSON]] = [
 
 
 async def answer(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """A tool that needs no sandbox. Its reply differs from call to call, and half of the reply is hard to tokenise."""
+    """Answer a tool call without a sandbox. The reply differs from call to call, and half of it is hard to tokenise."""
     return json.dumps({"output": f"{task_id} {name} {dict(arguments)} ½ naïve 東京\n\t{'=' * (len(str(task_id)) % 7)}"})
 
 

@@ -2,9 +2,9 @@
 FILE]
 
 A conversation of 1, 8, 32 and 128 turns with a tool, against an engine in the same process that answers immediately. It
-uses a byte-level BPE trained on the standard library and Qwen3's own template, which is read from the wheel of `trl` at
-run time (`--templates PATH` names a wheel or folder instead). The result is the CPU time per turn, averaged over all
-turns, so costs that grow with the history show in the long conversations.
+uses a byte-level BPE trained on modules of the standard library and Qwen3's own template, which is read from the wheel
+of `trl` at run time (`--templates PATH` names a wheel or folder instead). The result is the CPU time per turn, averaged
+over all turns, so costs that grow with the history show in the long conversations.
 
 Peers run if you name their interpreters, each in a separate virtual environment, on the same conversations
 (`_chat_peers`): `--atropos PYTHON` is an interpreter that has atroposlib 0.4.0. Its managed server renders and decodes
@@ -93,7 +93,7 @@ def repeated(start: Callable[[], Chat], turns: int, tools: bool) -> float:
 
 
 def ours(turns: int, template: str, tools: bool) -> float:
-    """Palaestra's managed chat, with tools and a parser or without both."""
+    """Measure Palaestra's managed chat, with tools and a parser or without both."""
     from palaestra.inference.templates import ChatFormat
     from palaestra.inference.token_exact.managed_chat import ManagedChat
     from palaestra.testing.fake_engine import ToyEngine
@@ -125,7 +125,8 @@ class Instant:
 
 
 def make_tokenizer():  # type: ignore[no-untyped-def]
-    """Return a byte-level BPE with 4,096 ids, trained on the standard library, with ChatML's special tokens."""
+    """Return a byte-level BPE with up to 4,096 ids from three modules of the standard library, and ChatML's special
+    tokens."""
     from palaestra.testing.fake_engine import toy_tokenizer
 
     corpus = [Path(module.__file__).read_text(encoding="utf-8") for module in (asyncio, argparse, subprocess)]
@@ -134,7 +135,7 @@ def make_tokenizer():  # type: ignore[no-untyped-def]
 
 
 def save_tokenizer(folder: Path, template: str) -> None:
-    """Return the same tokenizer and template in the form that peers load."""
+    """Write the same tokenizer and template in the form that peers load."""
     tokenizer = make_tokenizer()
     tokenizer.save(folder / "tokenizer.json")
     config = {

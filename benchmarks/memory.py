@@ -40,7 +40,7 @@ read_kb: list[float] = []
 
 @environment(toolsets=[])
 def sums(n: int = 1) -> Iterator[Task]:
-    """Additions with four calls each."""
+    """Yield tasks that add two numbers with four calls each."""
     for number in range(n):
         if number % READ_EVERY == 0:
             read_kb.append(measure.resident_kb())

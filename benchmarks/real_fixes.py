@@ -55,7 +55,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class Played:
-    """A row with its rewards; None is a rollout without a score."""
+    """A row with its rewards. A reward is None if the rollout has no score."""
 
     name: str
     schema: str
@@ -202,7 +202,7 @@ def main() -> int:
 
 
 def report(title: str, table: Sequence[Played], file: Path | None) -> int:
-    """Print the table, write the JSON; 1 if a row is not ok, else 0."""
+    """Print the table and write the JSON. Return 1 if a row is not ok, else 0."""
     print(f"{title}\n{measure.machine()}\n\n| name | schema | oracle | noop | |\n|---|---|---:|---:|---|")
     for row in table:
         print(f"| {row.name} | {row.schema} | {row.oracle} | {row.noop} | {'ok' if row.ok else 'FAILED'} |")

@@ -215,7 +215,7 @@ conversations."""
 
 
 async def upstream() -> None:
-    """The model server of all sides: chat completions with token ids, as from vLLM, and SGLang's `/generate`."""
+    """Run the model server of all sides: chat completions with token ids, as from vLLM, and SGLang's `/generate`."""
     logprobs = [{"token": "t", "logprob": -0.1, "bytes": None, "top_logprobs": []} for _ in REPLY]
     replies = []
     for turn in range(TURNS):
@@ -227,7 +227,7 @@ async def upstream() -> None:
 
 
 async def serve_before(url: str, rollouts: int) -> None:
-    """Like `serve`, with the shared model server."""
+    """Serve rollouts as `serve` does, in front of the shared model server."""
     config = APIServerConfig(server_type="sglang", base_url=url, model_name="m", tool_parser="hermes")
     engine = SGLangEngine(config, tokenizer=TOKENIZER)
     async with RecordingEndpoint() as endpoint:
@@ -310,7 +310,7 @@ def many(turns: int) -> Sample:
 
 
 def compare_peers(rollouts: int, rounds: int, json_file: Path | None) -> int:
-    """Return the table with the CPU time per call and the added time."""
+    """Print the table with the CPU time per call and the added time. Return the exit code."""
     missing = [folder for folder in PEERS.values() if not Path(__file__).parents[1].joinpath(folder).is_dir()]
     if missing:
         print(f"{missing[0]} does not exist: run `make faces` first.", file=sys.stderr)

@@ -68,7 +68,7 @@ def tool_reply(a: int, b: int) -> str:
 
 
 async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
-    """The floor: the simplest loop that works."""
+    """Run the floor: the simplest loop that works."""
 
     async def one() -> int:
         messages: list[dict[str, object]] = [{"role": "user", "content": PROMPT}]
@@ -91,7 +91,7 @@ async def bare(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
 
 
 async def palaestra(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
-    """The agent loop over the chat completions engine."""
+    """Run the agent loop over the chat completions engine."""
     from palaestra.inference.chat_server import SessionContext
     from palaestra.inference.config import APIServerConfig
     from palaestra.inference.server_group import ServerGroup
@@ -105,7 +105,7 @@ async def palaestra(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> 
 
 
 async def whole(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
-    """Groups of one through the runner, journalled and committed to disk as in a run."""
+    """Run groups of one through the runner, journalled and committed to disk as in a run."""
     from _toy_environment import Adding, services
 
     async with services(url) as shared:
@@ -113,7 +113,7 @@ async def whole(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None
 
 
 async def exact(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
-    """The same with exact tokens: sampled tokens are recorded with their log-probabilities."""
+    """Run the same with exact tokens: sampled tokens are recorded with their log-probabilities."""
     from _exact import saved_tokenizer
     from _toy_environment import Adding, services
 
@@ -123,7 +123,7 @@ async def exact(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None
 
 
 async def model_server() -> None:
-    """Return the replies as chat completions, and as tokens of the tiny model's tokenizer."""
+    """Serve the replies as chat completions, and as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
 
     from palaestra.inference.tokenizers import load_tokenizer
@@ -136,7 +136,7 @@ async def model_server() -> None:
 
 
 async def no_http(url: str, work: Callable[[OneRollout], Awaitable[None]]) -> None:
-    """The agent loop over a server object that decodes the same bytes without a connection."""
+    """Run the agent loop over a server object that decodes the same bytes without a connection."""
     from palaestra.inference.http.chat_completions import decode_completion
     from palaestra.inference.http.transport import encode_json
 

@@ -1,10 +1,10 @@
 """The cost of slots: python benchmarks/slots.py [--peers PYTHON] [--rung full|userns] [--quick] [--json FILE]
 
-Every row is a ratio to the floor F, a bare `posix_spawn` of `bash -c true` on the host with the same environment:
-measurements of a row and of F alternate, so that both see the same conditions. Slots are isolated (network off, all
-limits on) and used through the async client. Peers that this machine has are measured too; PYTHON is an interpreter
-with swe-rex and mini-swe-agent. The table shows medians over the rounds (default 100; 5 with --quick) and the lowest
-tenth, which estimates the time on a machine without other work. The targets apply to the medians.
+Every latency is compared with the floor F, a bare `posix_spawn` of `bash -c true` on the host with the same
+environment. Measurements of a row and of F alternate, so that both see the same conditions. Slots are isolated (network
+off, all limits on) and used through the async client. Peers that this machine has are measured too; PYTHON is an
+interpreter with swe-rex and mini-swe-agent. The table shows medians over the rounds (default 100; 5 with --quick) and
+the lowest tenth, which estimates the time on a machine without other work. The targets apply to the medians.
 
 With --mixed, all rows also alternate with each other. Then no row finds its own data in the caches, as in a run with
 very different operations: the cheapest rows cost some hundredths of F more.
@@ -187,7 +187,7 @@ BULK_TARGET_MB_S, THROUGHPUT_TARGET = 500.0, 0.9
 
 @dataclass
 class Samples:
-    """Measure the seconds of one case, alternating with the floor."""
+    """The seconds of one case and of the floor, measured alternately."""
 
     own: list[float] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
@@ -219,7 +219,7 @@ async def throughputs(slots: Slots, rounds: int, commands: int) -> tuple[float, 
 
 
 def start_peers(stack: ExitStack, interpreter: str | None) -> dict[str, peers.Peer]:
-    """Yield the peers that this machine has; print the others with the reason."""
+    """Return the peers that this machine has; print the others with the reason."""
     found: dict[str, peers.Peer] = {}
     for name, start in peers.peers(interpreter).items():
         try:
@@ -232,7 +232,7 @@ def start_peers(stack: ExitStack, interpreter: str | None) -> dict[str, peers.Pe
 
 
 def case_of(peer: peers.Peer) -> Case:
-    """A peer, which measures its own time, as a case."""
+    """Return a peer, which measures its own time, as a case."""
 
     async def case() -> float:
         return peer()

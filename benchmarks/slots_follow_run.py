@@ -50,7 +50,8 @@ PROMPT = "Do the steps of task.txt"
 
 
 def conversation(calls: int) -> list[bytes]:
-    """Return the replies of one rollout; `COMMANDS` of them run a command, and the others read the task again."""
+    """Return the replies of one rollout. `COMMANDS` of them run a command, the last is text, and the others read the
+    task."""
     replies = []
     for turn in range(calls - 1):
         runs = (turn + 1) * COMMANDS // (calls - 1) > turn * COMMANDS // (calls - 1)
@@ -61,7 +62,7 @@ def conversation(calls: int) -> list[bytes]:
 
 @environment(toolsets=["terminal", "file"])
 async def steps(n: int = 8):
-    """An environment whose tasks prepare their workspace once per group."""
+    """Yield tasks whose workspace is prepared once per group."""
     for number in range(n):
         yield Task(id=f"t{number}", prompt=PROMPT, files={"task.txt": "ten steps\n"})
 
@@ -84,7 +85,7 @@ class Ends:
 
 @contextlib.asynccontextmanager
 async def lowest_memory() -> AsyncIterator[list[int]]:
-    """Records the available memory at the start, and the lowest value since."""
+    """Record the available memory at the start, and the lowest value after that."""
     seen = [available_memory()] * 2
 
     async def look() -> None:

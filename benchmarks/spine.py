@@ -138,7 +138,7 @@ class Tracer:
     _open: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        """The profile function. Source of the events: `sys.setprofile`."""
+        """Handle one event of the profiler. Source of the events: `sys.setprofile`."""
         if event not in ("call", "return") or not frame.f_code.co_filename.startswith(self.package):
             return
         file = frame.f_code.co_filename.removeprefix(self.package)
@@ -232,7 +232,7 @@ def _token_server(url: str, folder: str) -> list[str]:
 
 
 async def model_server() -> None:
-    """Return the replies of the token-exact run, as tokens of the tiny model's tokenizer."""
+    """Serve the replies of the token-exact run, as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
     from _instant_server import serve
 

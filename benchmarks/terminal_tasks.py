@@ -23,7 +23,7 @@ from palaestra.suites.endless_terminals.generated_task import to_line
 
 
 class Stopwatch:
-    """Return the time, and the processor time of this process and of the child processes that it has waited for."""
+    """Measures the time, and the processor time of this process and of the child processes that it has waited for."""
 
     def __init__(self) -> None:
         self._begun, self._used = time.perf_counter(), self._processor()

@@ -97,7 +97,7 @@ async def palaestra(url: str, concurrency: int, rollouts: int, *, exact: bool = 
 
 
 async def model_server() -> None:
-    """Return the six replies, as chat completions and as tokens of the tiny model's tokenizer."""
+    """Serve the six replies, as chat completions and as tokens of the tiny model's tokenizer."""
     from _exact import said, saved_tokenizer, turn_counter
 
     from palaestra.inference.tokenizers import load_tokenizer

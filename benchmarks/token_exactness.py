@@ -1,9 +1,9 @@
 """Is every trained token the token that was sampled? python benchmarks/token_exactness.py [--quick] [--json FILE]
 
 The benchmark uses real chat templates of many model families, which it reads from a published package. For each
-template, a sampler writes the right text, but 0.05 % or 5 % of the time with tokens that the tokenizer would not have
-chosen. Conversations are plain, with tools, with thinking, compacted, aborted and resumed, or cut off by a length
-limit.
+template, a sampler writes the right text, but in place of 0.05% or 5% of the tokens writes tokens that the tokenizer
+would not have chosen. Conversations are plain, with tools, with thinking, compacted, aborted and resumed, or cut off by
+a length limit.
 
 A violation is any error that the verifier finds in a stored ledger, a log-probability that belongs to a different token
 or position, or a sampled token that is not trained exactly once. A rollout is lost if it raises an exception or
@@ -111,8 +111,8 @@ class Tally:
 
 
 def families(sources: Mapping[str, str]) -> Iterator[Family]:
-    """Return each template with a byte-level BPE tokenizer that has the template's special tokens, trained on the
-    standard library."""
+    """Yield each template with a byte-level BPE tokenizer that has the template's special tokens, trained on three
+    modules of the standard library."""
     corpus = [
         Path(json_file).read_text(encoding="utf-8") for json_file in (asyncio.__file__, re.__file__, argparse.__file__)
     ]
@@ -128,7 +128,7 @@ def words(rng: random.Random, most: int) -> str:
 
 
 def replies(rng: random.Random, kind: str, opened: bool) -> Iterator[str]:
-    """Return the model's text; `opened` is true if the prompt has already opened the thinking."""
+    """Yield the model's replies; `opened` is true if the prompt has already opened the thinking."""
     while True:
         thought = ("" if opened else "<think>\n") + words(rng, 30).strip() + "\n</think>\n\n"
         begin = thought if opened or (kind == "thinking" and rng.random() < 0.8) else ""

@@ -33,7 +33,7 @@ from palaestra.rollouts.journal.verify import verify_run
 GROUP_SIZE, BRANCHES, GROUPS, MOST_STEPS = 8, 6, 4, 60
 TARGET, MOST = 0.9, 0.67
 STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 9: 2.26}
-"""97.5 % quantiles by degrees of freedom."""
+"""The 97.5% quantiles by degrees of freedom."""
 
 
 def main() -> int:
@@ -88,7 +88,7 @@ def commands(seed: int, known: int, branches: int, target: float) -> float:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % interval of the mean of several values."""
+    """Return half the width of the 95% confidence interval of the mean of several values."""
     quantile = STUDENT_T.get(len(values) - 1, 1.96)
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
 

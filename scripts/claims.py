@@ -151,7 +151,7 @@ def tests_of(claim: str) -> list[str]:
 
 
 def run() -> Results:
-    """Run all attacks. Raises SystemExit if the test of an attack on a slot fails."""
+    """Run all attacks, and return their results. A failed test counts as an attack that succeeded."""
     promised, results = promises(), {}
     slots = _outcomes([SUITE, "--deselect", f"{SUITE}/test_unprivileged.py"])
     for claim in SLOTS:

@@ -85,7 +85,7 @@ def play(policy: str) -> Run:
 
 
 def table(played: list[Played]) -> Table:
-    """One row per task. `uncontrolled` counts tests that a forger could report as passed.
+    """Return one row per task. `uncontrolled` counts tests that a forger could report as passed.
 
     A group is prepared once; seconds and the time to fork a slot are medians over its rollouts.
     """

@@ -1,7 +1,7 @@
 """Refuse to commit text that belongs to one machine or is secret: registry addresses, home directories, workspace
 paths, keys.
 
-Checks every tracked text file. Prints each offending line, and exits with code 1 if there is one.
+Checks every tracked text file except this one. Prints each offending line, and exits with code 1 if there is one.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def _color(name: str) -> str | None:
 
 
 def half_solved(messages: Sequence[Message]) -> dict[str, JSON]:
-    """A policy that counts lines, or wrongly counts characters in about every second conversation."""
+    """Answer as a policy that counts lines, or wrongly counts characters in about every second conversation."""
     if messages[-1]["role"] == "tool":
         return {"content": "I have written the number to answer.txt."}
     flag = CHANCE.choice("lc")
@@ -211,7 +211,7 @@ def half_solved(messages: Sequence[Message]) -> dict[str, JSON]:
 
 
 def tidy_up(messages: Sequence[Message]) -> dict[str, JSON]:
-    """A policy that answers the message that `record_chat` sends."""
+    """Answer the message that `record_chat` sends."""
     done = sum(message["role"] == "tool" for message in messages)
     if done == 0:
         return {

@@ -83,8 +83,8 @@ def write_batch_files(folder: Path) -> BatchReport:
 
 
 def _rows(recording: Recording, meta: ExportMeta, report: BatchReport, refused: IO[bytes]) -> Iterator[dict[str, JSON]]:
-    """Yield a line of data for each kept sample, in order. For every other sample, write a line with the reason to
-    `refused`."""
+    """Yield a line of data for each kept sample, in order. For every other sample, and for every group that failed as a
+    whole, write a line with the reason to `refused`."""
 
     def refuse(number: int, kind: Counter[str], reason: str) -> None:
         kind[reason] += 1

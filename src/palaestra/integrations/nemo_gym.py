@@ -90,7 +90,7 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         return app
 
     async def run(self, body: EnvironmentRunRequest) -> EnvironmentVerifyResponse:
-        """Play and grade one rollout. Responds with status 422 for an unknown task."""
+        """Play and grade one rollout. Responds with status 422 for an unknown task or a wrong setting."""
         try:
             result = await self._rollout(body.task_id, self._address(), model=self.config.model)
         except ConfigError as error:
@@ -151,8 +151,8 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
 
 def output_items(played: Trajectory) -> list[JSON]:
     """Return the replies and tool results of a rollout as output items of a response. The last item of each reply has
-    its tokens, if they are recorded. Raises `ConfigError` if calls and replies differ in number (compaction,
-    sub-agents), because the tokens then cannot be assigned to the items.
+    its tokens, if they are recorded. Raises `ConfigError` if tokens are recorded for more or fewer calls than there are
+    replies (compaction, sub-agents), because they then cannot be assigned to the items.
     """
     replies = [message for message in played.messages if message["role"] == "assistant"]
     turns = list(sampled_turns(played)) if played.ledger is not None else []

@@ -5,10 +5,10 @@
 A task is a row with `task_id`. rLLM's gateway gives every rollout an address and records the tokens; the agent's loop,
 the slots and the sealed grading work as in a run, so the evaluator only reads the reward (`evaluate`).
 
-A rollout without a reward raises `Dropped` in the flow: rLLM plays the rollout again, and if it fails again, raises an
-error or (with `raise_on_error=False`) keeps an episode without a trajectory. The remote runtime returns
-`finished=False` with the termination reason `ERROR`. rLLM's engine writes the reward 0.0 into such a result, and leaves
-it out of training only if both `rllm.compact_filtering.enable` and `mask_error` are set, so set both.
+A rollout without a reward raises `Dropped` in the flow, and rLLM plays the rollout again. If it fails again, rLLM
+raises an error or, with `raise_on_error=False`, keeps an episode without a trajectory. The remote runtime returns
+`finished=False` with the termination reason `ERROR`. rLLM's engine writes the reward 0.0 into such a result. It leaves
+the result out of training only if both `rllm.compact_filtering.enable` and `mask_error` are set, so set both.
 
 Needs the package `rllm`, which is not on PyPI. Source: `rllm/types.py`, `rllm/engine/remote_runtime/protocol.py` of
 August 2026.

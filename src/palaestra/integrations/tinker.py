@@ -64,8 +64,9 @@ _ASK: ContextVar[tuple[asyncio.AbstractEventLoop, Ask]] = ContextVar("ask")
 class EnvGroupBuilder(types.EnvGroupBuilder):  # type: ignore[misc]
     """One group of rollouts of one task. `env` is an environment in any form that `palaestra.run` accepts. If rollouts
     run in other processes, `env` must be picklable, so give the name of its file. `model` names the tokenizer.
-    `settings` are those of `palaestra.Session`, except `server`. All groups of a process with the same environment,
-    model and settings belong to one run."""
+    `settings` are those of `palaestra.Session`, except those that select a policy or a model. All groups of a process
+    with the same environment, model and settings that are rolled out in the same way (by `RolloutStrategy`, or stepped
+    by the cookbook) belong to one run."""
 
     env: object
     task_id: str
@@ -174,9 +175,9 @@ class RolloutStrategy(rollout_strategy.RolloutStrategy):  # type: ignore[misc]
     async def execute(
         self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter
     ) -> rollout_strategy.RolloutResult:
-        """Return scored rollouts as trajectories, with the reward on the last transition, and the other rollouts as
-        errors. Raises `AllTrajectoriesFailedError` if none was scored, and `ConfigError` for a different kind of group
-        builder."""
+        """Return scored rollouts as trajectories, with the reward on the last transition, and unscored rollouts as
+        errors. A scored rollout without tokens to train on is left out. Raises `AllTrajectoriesFailedError` if none was
+        scored, and `ConfigError` for a different kind of group builder."""
         if not isinstance(env_group_builder, EnvGroupBuilder):
             raise ConfigError(f"this strategy rolls out its own EnvGroupBuilder, not {type(env_group_builder)}")
         said: dict[tuple[tuple[int, ...], tuple[int, ...]], TokensWithLogprobs] = {}
@@ -398,8 +399,8 @@ def sandbox_factory(*, image: str | Callable[[Path], str] | None = None, **setti
     """Return a `SandboxFactory` whose sandboxes are slots on this machine.
 
     `image` is the root file system of all tasks, or a function that takes a task's `environment` folder and returns the
-    root file system of that task. Dockerfiles are not built. `settings` are those of `palaestra.Sandbox`, such as
-    `network`, `memory` or `isolation`.
+    root file system of that task. Dockerfiles are not built. `settings` are the other settings of `palaestra.Sandbox`,
+    such as `network`, `memory` or `isolation`.
     """
 
     async def make(env_dir: Path, timeout: int) -> SlotSandbox:

@@ -37,7 +37,7 @@ TASK = "task_id"
 
 def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Dataset:
     """Return the tasks of an environment (the first `tasks`, or all) as a data set for TRL, one row per task.
-    `settings` are those of `palaestra.run`, except those that select a policy or a model."""
+    `settings` are those of `palaestra.Session`, except those that select a policy or a model."""
     from datasets import Dataset
 
     with Session(env, policy="noop", **settings) as session:
@@ -47,9 +47,9 @@ def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Datas
 
 
 def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings: JSON) -> RolloutFunc:
-    """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`, except `server`,
-    `server_type`, `model_name` and `history`, which this module sets. The trainer sets the temperature, `top_p` and
-    `top_k`; its `max_completion_length` is the default for `max_token_length`, the limit of one reply.
+    """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`, except `policy`,
+    `history`, and those that select a model or its server. The trainer sets the temperature, `top_p` and `top_k`; its
+    `max_completion_length` is the default for `max_token_length`, the limit of one reply.
 
     After the rollouts of each step, the log-probabilities of the sampled tokens are compared with the trainer's own,
     which costs one forward pass. A difference of more than `max_difference` nats on any token raises `ConfigError`;
@@ -184,7 +184,8 @@ class RolloutFunc:
         self.path: Path | None = None
 
     def __call__(self, prompts: Sequence[JSON], trainer: GRPOTrainer) -> dict[str, Any]:
-        """Return one row per prompt, in the order of the prompts. Consecutive identical prompts form a group."""
+        """Return one row per prompt, in the order of the prompts. Consecutive prompts of one task form groups of the
+        trainer's size."""
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
         wanted = [

@@ -68,8 +68,8 @@ class _ServerClient(TokenChat):
 
 
 class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
-    """verl's agent loop for one rollout. `settings` are those of `palaestra.Session`, except `server` and `model_name`,
-    which this class sets. All rollouts of a worker with the same environment and settings belong to one run."""
+    """verl's agent loop for one rollout. `settings` are those of `palaestra.Session`, except those that select a policy
+    or a model. All rollouts of a worker with the same environment and settings belong to one run."""
 
     _sessions: ClassVar[dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Session]]]] = {}
 

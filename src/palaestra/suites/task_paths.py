@@ -1,9 +1,10 @@
 """Find the paths and programs that a published task is about. Does no I/O.
 
 Published tasks do not declare these paths and programs, so they are read from the task's texts: the instruction, the
-tests and the reference solution. A path that one of these texts names is graded as the agent left it. If a text
-mentions system administration (installing packages, adding users), the whole root file system is graded as the agent
-left it, except for files that could decide the result of any check (`rollouts/grading/tampering.py`).
+tests and the reference solution. A path that one of these texts names is graded as the agent left it, unless it is as
+general as `/usr`. If a text mentions system administration (installing packages, adding users), the whole root file
+system is graded as the agent left it, except for files that could decide the result of any check
+(`rollouts/grading/tampering.py`).
 
 Not covered: a path that a task is about and that none of its texts name. The task's author or user adds it with the
 setting `graded_paths`.

@@ -1,7 +1,8 @@
 """A chat completions server for tests that returns a list of replies in turn.
 
 Use it to try engines, environments and error handling without a model. Unlike a scripted policy
-(`engines/scripted.py`), this server ignores the content of requests. It listens on 127.0.0.1 only.
+(`engines/scripted.py`), this server ignores the content of requests, except for the probe that is sent before a run. It
+listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations

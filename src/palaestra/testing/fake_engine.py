@@ -74,7 +74,8 @@ def toy_tokenizer(
 
 
 class Misspeller:
-    """Encodes text, but with probability `rate` replaces a token with two or more tokens that spell the same text."""
+    """Encodes text, but with probability `rate` replaces a token of several bytes with tokens that spell the same
+    text."""
 
     def __init__(self, tokenizer: FastTokenizer, rate: float, rng: random.Random) -> None:
         self._tokenizer = tokenizer

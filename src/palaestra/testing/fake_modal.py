@@ -53,7 +53,8 @@ _WATCH_S = 0.1
 _BUILDER = "2025.06"
 
 _PRIVATE = "/opt/palaestra"
-"""A directory that is separate for each sandbox, because this library keeps its tools there."""
+"""This library keeps its tools in this directory. Sandboxes that root runs in this machine's root directory each get a
+separate one."""
 
 _INIT = f"""
 [ -z "$1" ] || {{ mkdir -p {_PRIVATE} && mount -t tmpfs -o mode=755 palaestra {_PRIVATE}; }}
@@ -484,7 +485,7 @@ class FakeSandbox:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the sandbox has run no command and received no input for its idle timeout."""
+        """Whether no command has run in the sandbox for its idle timeout."""
         if any(command.is_running for command in self.commands.values()):
             self._active_at = time.monotonic()
         limit = self.definition.idle_timeout_secs

@@ -58,8 +58,8 @@ class FakeNomad:
     """The agent. An async context manager; `url` is its address.
 
     `images` are the images of its docker driver; `memory` is the node's memory in MB. If `token` is set, every request
-    must carry it. If `quota` is set, a quota blocks every job, and `quota` is the reason given. `requests` holds
-    `METHOD /path` of all requests.
+    but those below `/v1/status/` must carry it. If `quota` is set, a quota blocks every job, and `quota` is the reason
+    given. `requests` holds `METHOD /path` of all requests.
     """
 
     def __init__(
@@ -442,7 +442,7 @@ class FakeNomad:
 
 
 def _validate(job: JSON) -> None:
-    """Reject the jobs that Nomad's server rejects. Source: nomad/structs, `Validate`."""
+    """Reject an invalid job, by some of the checks of Nomad's server. Source: nomad/structs, `Validate`."""
     problems = []
     if " " in (job.get("ID") or " "):
         problems.append("Job ID contains a space" if job.get("ID") else "Missing job ID")

@@ -1,8 +1,9 @@
 """Makes the tiny model: a folder with a Qwen3 model with random weights, its tokenizer and its chat template.
 
-After some training steps, the model writes well-formed tool calls most of the time, so that rollouts run tools and
-last several turns. Its replies do not depend on the question. Invariant: the same seed, sizes and library versions give
-the same tokenizer and weights; nothing is downloaded. It needs the extra `train` (tokenizers, torch, transformers).
+After some training steps, the model writes well-formed tool calls most of the time, so that rollouts run tools and last
+several turns. Its replies do not depend on the question. Invariant: the same seed, sizes, training steps and library
+versions give the same tokenizer and weights; nothing is downloaded. It needs the extra `train` (tokenizers, torch,
+transformers).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Turns the text that a model wrote as arguments into a dict that fits the tool's schema, or one error for the model.
 
-Nothing is repaired: text that is not JSON is malformed, no type is coerced, and no default is filled in. JSON has one
-kind of number, so 4.0 is accepted as the integer 4. Invariant (A1): a tool runs only with an object that its schema
-accepts; anything else raises `InvalidArguments`. A valid call costs one JSON decode and one compiled check, a few
-microseconds.
+Aliases of parameters are renamed; nothing else is repaired. Text that is not JSON is an error, no type is coerced, and
+no default is filled in. JSON has one kind of number, so 4.0 is accepted as the integer 4. Invariant (A1): a tool runs
+only with an object that its schema accepts; anything else raises `InvalidArguments`. A valid call costs one JSON decode
+and one compiled check, a few microseconds.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ArgumentSchema:
         """Return the arguments as a fresh dict. Raises `InvalidArguments`.
 
         A blank string and None mean no arguments. An alias is renamed to its parameter, unless both are given. A name
-        that is not in the schema is refused, unless the schema has its own rule for such names, for example
-        `additionalProperties`.
+        that is not in the schema is refused, unless the schema has a keyword that may allow it, for example
+        `additionalProperties` or `anyOf`.
         """
         arguments = self._object(raw)
         for other, name in self._aliases:
@@ -172,7 +172,7 @@ def _parameters(schema: Mapping[str, JSON] | ToolSchema) -> Mapping[str, JSON]:
 
 
 def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return the schema, changed to refuse unknown names unless it already has a rule for them."""
+    """Return the schema, changed to refuse unknown names unless one of its keywords may allow them."""
     closed = {"type": "object", **parameters}
     open_forms = ("additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
     if not any(form in closed for form in open_forms):
@@ -181,7 +181,8 @@ def _closed(parameters: Mapping[str, JSON]) -> dict[str, JSON]:
 
 
 def _is_integer(schema: JSON) -> bool:
-    """Return whether the schema accepts integers and no other numbers, so that an accepted float is an integer."""
+    """Return whether the schema's `type` allows integers and no other numbers, so that an accepted float is an
+    integer."""
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
@@ -224,7 +225,7 @@ def _show(value: JSON) -> str:
 
 
 def _is_json_of(wanted: object, text: str) -> bool:
-    """Return whether the content of a string is JSON of the wanted type, which the model then quoted by mistake."""
+    """Return whether the content of a string is JSON of the wanted type. If so, the model quoted it by mistake."""
     if wanted not in _PYTHON_TYPES:
         return False
     try:

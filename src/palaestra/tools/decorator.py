@@ -174,9 +174,9 @@ def tool(
 ) -> TypedTool | Callable[[UserFunction], TypedTool]:
     """Make a tool from a typed function; `name` replaces the function's name.
 
-    An `external` tool needs no slot, and runs on a tool server if there is one. Raises `ConfigError` if the docstring
-    or an annotation is missing, if a type has no JSON schema, if an `external` function has a sandbox parameter, and
-    if the function has a task parameter.
+    An `external` tool needs no slot, and runs on a tool server if there is one. Raises `ConfigError` if the function
+    cannot be described to a model, for example without a docstring or an annotation. Also raises it for an `external`
+    function with a sandbox parameter, and for any function with a task parameter.
     """
 
     def make(given: UserFunction) -> TypedTool:

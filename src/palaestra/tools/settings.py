@@ -190,7 +190,8 @@ class ToolSettings(Settings):
     _lane: asyncio.Semaphore | None = PrivateAttr(default=None)
 
     def lane(self) -> asyncio.Semaphore:
-        """Return the semaphore that limits concurrent requests of all tools with these settings together."""
+        """Return the semaphore that limits the concurrent requests of all tools with these settings. A browser's page
+        loads do not count."""
         if self._lane is None:
             self._lane = asyncio.Semaphore(self.web_concurrency)
         return self._lane

@@ -1,6 +1,6 @@
 """Tools: `ToolSchema`, `Tool`, the context of a running tool (`ToolRun`) and its answer (`ToolOutcome`).
 
-The built-in tools are `FunctionTool`s; users write typed functions (`decorator.py`) or subclass `Tool`. Invariant: a
+Most built-in tools are `FunctionTool`s; users write typed functions (`decorator.py`) or subclass `Tool`. Invariant: a
 tool holds no state of a rollout; state that outlives a call is in the rollout's slot or in `ToolRun.state`.
 """
 
@@ -183,7 +183,7 @@ class ToolRun:
         self._states = States()
 
     async def slot(self) -> Slot:
-        """Return the sandbox of the task, acquired on the first call. Raises `ToolMistake` outside of a rollout."""
+        """Return the sandbox of the task, acquired on the first call. Raises `ToolMistake` if there is none here."""
         raise ToolMistake(
             "This tool needs a sandbox slot, and there is none here: call it through a rollout, a ToolExecutor or "
             "handle_function_call"
@@ -250,8 +250,8 @@ class Tool(ABC):
     unavailable.
 
     `parallel_safe` calls of one turn may run concurrently. `touches_world` marks a tool whose reply comes from outside
-    this machine (a search engine, a web page, another model): its calls can be recorded and replayed. Tools whose
-    replies depend on each other's earlier calls, such as a browser's, have the same `world_session`.
+    the slot (a search engine, a web page, another model, a folder of notes): its calls can be recorded and replayed.
+    Tools whose replies depend on each other's earlier calls, such as a browser's, have the same `world_session`.
     """
 
     toolset: str = "custom"
@@ -270,7 +270,8 @@ class Tool(ABC):
 
     @abstractmethod
     async def execute(self, **arguments: JSON) -> ToolResult:
-        """Run outside a slot, with arguments that the schema accepts. The model reads an exception as a failure."""
+        """Run outside a slot, with arguments that the schema accepts. The model reads an exception other than a
+        `PalaestraError` as a failure."""
 
     def is_available(self) -> tuple[bool, str | None]:
         """Return whether the tool can be used here, and if not, the reason."""

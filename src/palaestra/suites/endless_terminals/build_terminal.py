@@ -56,7 +56,7 @@ async def build(
     """Generate `count` tasks and keep those that pass their check, with at most `parallel` concurrent checks.
 
     `image` is the root file system of the slots; None means the host's system directories. Raises `ConfigError` for a
-    bad selection, and `InfraError` if slots fail.
+    bad selection. If slots fail, raises `InfraError`, alone or in an exception group.
     """
     spec = SlotSpec(image=image)
     tasks = list(generate(selection, count))

@@ -1,8 +1,9 @@
 """Terminal tasks generated from a seed, read from a file of generated tasks, or read from task folders.
 
 Generated tasks are graded by their checks, and task folders by their own tests. Both run in a fresh slot that has the
-agent's changes as they were at the end. Only checks of running processes run in the agent's slot. The reward is 1.0 if
-every check holds or every test passes, else 0.0. For generated tasks, the share of checks that hold is also recorded.
+graded part of the agent's changes as they were at the end. Only checks of running processes run in the agent's slot.
+The reward is 1.0 if every check holds, or if every test passes and no tampering is found, else 0.0. For generated
+tasks, the share of checks that hold is also recorded.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from palaestra.suites.images.task_root import HOST, TaskRoot, TaskRoots
 
 
 class EndlessTerminalsEnvConfig(ListedEnvConfig):
-    """Settings of the environment. Tasks are generated from `seed`."""
+    """Settings of the environment. Without a dataset, tasks are generated from `seed`."""
 
     dataset_name: str | None = Field(
         default=None,

@@ -1,7 +1,7 @@
 """Define generated tasks, and read and write their rows in a file.
 
 A row is the whole task: prompt, files, set-up, reference solution, and the checks of the initial and final state. Only
-the prompt, files and set-up reach an agent's slot. Invariant: equal tasks are written as identical bytes.
+the prompt, files and set-up reach the agent and its slot. Invariant: equal tasks are written as identical bytes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A task is a prompt, some files, and tests that are neither in the prompt nor in the agent's slot. When the agent has
 finished, the tests run over its work in a separate slot, with an interpreter that the agent cannot change. The reward
-is 1.0 if every test passes, else 0.0.
+is 1.0 if every test passes and no tampering is found, else 0.0.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def make_suite(code: str, entry_point: str = "", known: Collection[str] = (), pr
     """Return tests that the harness can run by name. Raises `TaskError`.
 
     `known` are modules of the workspace or the solution. Every other module that the tests import must be in the
-    standard library or in the prompt.
+    standard library or named in the prompt.
     """
     if entry_point and (not entry_point.isidentifier() or iskeyword(entry_point)):
         raise TaskError(f"its entry point {entry_point!r:.100} is not a name that Python can import")

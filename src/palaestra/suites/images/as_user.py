@@ -1,6 +1,7 @@
 """Run commands and access files as another user of the slot: the USER of an image.
 
-Files are written by commands that run as this user, so that a tool can do no more than the user's shell.
+Files are written by commands that run as this user, so that a tool can do no more than the user's shell. Only uploads
+are written as root and then given to the user.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ async def home_of(slot: Slot, user: str) -> str:
 
 
 class UserSlot(Slot):
-    """A slot in which one user runs all commands, and reads and writes all files. A stateful shell is not available."""
+    """A slot whose commands and file accesses have the rights of one user; `upload` is an exception. A stateful shell
+    is not available."""
 
     def __init__(self, slot: Slot, user: str, home: str) -> None:
         self._slot, self._user, self._home = slot, user, home

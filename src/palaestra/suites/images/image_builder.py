@@ -99,7 +99,8 @@ class ImageBuilder:
 
     async def _prebuilt(self, tool: list[str], recipe: ImageRecipe) -> str | None:
         """Return the image that the task names, which is pulled if necessary. Return None if the Dockerfile must be
-        built: there is no such image, it cannot be pulled, or `force` is set."""
+        built: there is no such image, it cannot be pulled, or `force` is set. Raises `TaskError` if it cannot be pulled
+        and there is no Dockerfile."""
         if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
             return None
         try:
@@ -165,7 +166,8 @@ def _config(found: JSON) -> ImageConfig:
 
 
 def content_key(recipe: ImageRecipe) -> str:
-    """Return the cache key of a build: a digest of the folder's files with their modes, or of the image's name."""
+    """Return the cache key of a build: a digest of the image's name and, with a Dockerfile, of the folder's files and
+    modes."""
     digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
     if recipe.dockerfile is not None:
         for path in sorted(recipe.folder.rglob("*")):

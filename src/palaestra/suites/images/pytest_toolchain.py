@@ -2,7 +2,7 @@
 mounted read-only.
 
 Tests may import packages of the image. The image's own `python3` therefore runs the tests if the agent cannot have
-changed it, that is, if it is a system interpreter, which the grading slot has in its original state
+changed it. That is the case for a system interpreter, which the grading slot has in its original state
 (`rollouts/grading/tampering.py`). The interpreter starts without `site`, so that no start-up file runs. The directories
 that `site` finds before the agent begins are added to the import path after the mounted packages.
 

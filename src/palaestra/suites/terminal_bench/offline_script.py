@@ -5,9 +5,9 @@ fail, and a script that continues writes a reward of 0 for work that it never te
 therefore removed, and `pytest`, `uv` and `uvx` are replaced while the script runs
 (`grading/in_slot/pytest_launcher.py`).
 
-Invariant: only lines that are recognised as a whole are changed, and `OfflineScript.replaced` lists them. Other Python
-packages that a script installs are in `requirements`. Other system packages are not installed; instead, the script
-checks whether the slot has them.
+Invariant: apart from `python -m pytest`, which becomes `pytest`, only lines that are recognised as a whole are changed.
+`OfflineScript.replaced` lists all changed lines. Other Python packages that a script with pytest installs are in
+`requirements`. Other system packages are not installed; instead, the script checks whether the slot has them.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ REWARD = "reward"
 
 
 def read_rewards(json_file: bytes | None, text_file: bytes | None) -> Mapping[str, float]:
-    """Return the rewards by name. None stands for a missing file. Raises `GraderError` if both files are missing or a
-    file is not valid."""
+    """Return the rewards by name. None stands for a missing file. Raises `GraderError` if both files are missing, or if
+    the one that counts is not valid."""
     if json_file is not None:
         return _from_json(_decoded(json_file, "reward.json"))
     if text_file is not None:

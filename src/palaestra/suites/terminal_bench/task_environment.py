@@ -223,8 +223,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return await steps.run()
 
     async def converse(self, rollout: Rollout, part: GradedPart, *, later: bool = False) -> AgentResult:
-        """Let the agent work on a part of its task as the image's user. `later` is true for every part after the
-        first."""
+        """Let the agent work on a part of its task as the user that the task or its image sets. `later` is true for
+        every part after the first."""
         work: ResolvedTask = rollout.task.data
         budget = replace(rollout.settings.budget, wall_s=self._agent_s(part.task))
         rollout.settings = replace(rollout.settings, budget=budget)
@@ -237,7 +237,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return await rollout.run_agent(tool_handler=handler)
 
     async def agent_slot(self, rollout: Rollout) -> Slot:
-        """Return the rollout's slot, in which all commands and file accesses are those of the image's user."""
+        """Return the rollout's slot, in which commands and file accesses have the rights of the agent's user."""
         work: ResolvedTask = rollout.task.data
         slot = await rollout.sandbox()
         return slot if is_root(work.user) else UserSlot(slot, work.user, self._prepared[rollout.task.id].home)

@@ -8,10 +8,10 @@ If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is 
 There are two exceptions. The work may have prevented the tests from running: a module of the workspace is missing or
 broken, so pytest could not collect the tests. And a Harbor script may give a reward of 0 before it starts pytest.
 
-A positive verdict is checked by further runs, each in a fork of the same work: once with the same tests, and twice with
-rewritten tests, some of which are falsified (`grading/controls.py`). The order is random, so recognizing the first
-check gains nothing. Not covered: scripts without pytest, and (in a task that is graded live) code under test that
-remembers an earlier run.
+A positive verdict is checked by further runs, each in a fork of the same work. Stubs of the tests (`stub_tests.py`)
+show whether the work left out tests. Then the script runs with the same tests and with rewritten ones, some of which
+are falsified (`grading/controls.py`). The order of these runs is random, so recognizing the first gains nothing. Not
+covered: scripts without pytest, and (in a task that is graded live) code under test that remembers an earlier run.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ async def verify(
 async def find_tampering(
     views: GradedViews, task: TerminalTask, script: OfflineScript, setup: VerifierSetup, verdict: VerifierVerdict
 ) -> ControlResult:
-    """Run the verifier again in `views`. Returns why a positive verdict is wrong, and the uncontrolled tests."""
+    """Run the verifier again in `views`. Return why a positive verdict is wrong, if it is, and the uncontrolled
+    tests."""
     if verdict.doubt is not None or verdict.run is None:
         return ControlResult(verdict.doubt)
     again = _Again(views, task, script, setup)

@@ -304,9 +304,9 @@ async def _shadowing(
 ) -> set[str]:
     """Return the agent's new files below these directories that take the place of a module of the image.
 
-    Interpreters search for modules in different places. This function uses the rule that they share: a module is
-    found by its path below a directory of the search path. A file is a shadow if a directory of the image has a file
-    of the same path, or a package of the same name with a file of the same name.
+    Interpreters search for modules in different places. This function uses the rule that they share: a module is found
+    by its path below a directory of the search path. A file is a shadow if a directory of the image has a file with the
+    same path below it, or a package of the same name with a file of the same name.
     """
     places: dict[str, set[str]] = {}
     for change in changes:

@@ -4,8 +4,8 @@ The browser runs on this machine, outside of every slot. A slot's network settin
 
 Covered: pages reach the network only through a proxy that checks every host and address. They cannot reach files of
 this machine, because only http, https and data addresses and about:blank open. Rollouts share no cookies, storage or
-cache, and downloads are refused. If this process runs as root, Chromium runs as a separate user that owns nothing, and
-in Chromium's own sandbox if the kernel allows it.
+cache, and downloads are refused. If this process runs as root, Chromium runs as a separate user that owns only the
+browser's files, and in Chromium's own sandbox. `launch` lists what it tries if that does not work.
 
 Not covered: without root, Chromium runs as the user who started the run, so an exploit of Chromium gains that account.
 If Chromium's sandbox cannot start, an exploit of one renderer process is enough to gain it; a warning is logged. All

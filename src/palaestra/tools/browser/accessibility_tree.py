@@ -4,7 +4,8 @@ The source is Playwright's `aria_snapshot(mode="ai")`: YAML-like lines, one per 
 every document. `Numbers` replaces these references with numbers that are unique in a rollout, so an outdated reference
 is recognised and never points to another element.
 
-Invariant: the full form has every line of the source. A compact or cut form reports the number of missing lines.
+Invariant: the full form has a line for every element, with long names and texts shortened. A `PageView` reports how
+many lines the compact form and the size limit omitted.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Known:
 
 
 class Numbers:
-    """The references of one rollout, from `@e1`. An element keeps its reference within its document."""
+    """The references of one rollout, from `@e1`. An element keeps its reference while its document, role and name stay
+    the same."""
 
     def __init__(self) -> None:
         self._numbers: dict[Known, int] = {}
@@ -104,7 +106,8 @@ def parse(source: str) -> list[PageElement]:
 def show(
     source: str, numbers: Numbers, document: int, *, full: bool, most_chars: int, skipped_lines: int = 0
 ) -> PageView:
-    """Return the text for a model: after the first `skipped_lines` lines, up to `most_chars` characters."""
+    """Return the text for a model, after the first `skipped_lines` lines: up to `most_chars` characters, but at least
+    one line."""
     elements = parse(source)
     kept = elements if full else _compact(elements)
     lines = [_line(each, numbers.of(document, each) if each.own else "") for each in kept]
@@ -148,7 +151,7 @@ def _plain(text: str) -> str:
 
 
 def _compact(elements: Sequence[PageElement]) -> list[PageElement]:
-    """Return the usable elements and those with a role in `_SIGNS`, indented by their nesting.
+    """Return the elements with a reference that are usable or have a role in `_SIGNS`, indented by their nesting.
 
     A usable element, alert or status that has neither a name nor a text shows the first text inside it.
     """

@@ -3,7 +3,8 @@
 The session is kept in `ToolRun.state`, so it closes when the rollout ends. The tools are in `builtin/browser.py`.
 
 Invariants: an error in a page or by the model raises `ToolMistake`, which the model reads. A browser that died raises
-`ToolUnavailable`, and the next `navigate` of any rollout gets a new browser. Memory is bounded whatever a page writes.
+`ToolUnavailable`, and the next `navigate` of any rollout gets a new browser. The kept console lines, script errors and
+notes are bounded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NEW_TAB_S = 0.15
 SETTLE_S = 5.0
 """The maximum time, in seconds, that a page may load before the reply shows its current state."""
 ANSWER_S = 3.0
-"""The maximum time, in seconds, for a page to answer a trivial script. A page that takes longer is replaced."""
+"""The maximum time, in seconds, for a page to answer a trivial script. `navigate` replaces a page that takes longer."""
 HANG_S = 10.0
 """A page counts as hung if it has not answered this many seconds after the call's own time limit."""
 
@@ -145,7 +146,8 @@ class BrowserSession:
         return self._lease is not None
 
     async def aclose(self) -> None:
-        """Close all pages and forget their state. Idempotent; a later `navigate` opens a new context."""
+        """Close all pages and their context; keep the recorded events. Idempotent; a later `navigate` opens a new
+        context."""
         lease, self._lease = self._lease, None
         self._tabs.clear()
         self._broken.clear()
@@ -154,7 +156,7 @@ class BrowserSession:
             await asyncio.shield(self._shared.give_back(lease))
 
     async def navigate(self, url: str, run: ToolRun, settings: ToolSettings) -> int | None:
-        """Open an address in the current page. Returns the HTTP status, or None."""
+        """Open an address in the current page, or in another if that page hangs. Return the HTTP status, or None."""
         url, host, port = _address(url)
         reach = HostPolicy(settings.browser_allow, settings.browser_block)
         if host and (why := reach.refusal(host, port)) is not None:
@@ -225,7 +227,7 @@ class BrowserSession:
         return found
 
     def expect_tab(self) -> None:
-        """Make the next `settle` wait for a tab that opens after this call."""
+        """Let the next `settle(new_tab=True)` wait for a tab that opens after this call."""
         self._tab_came.clear()
 
     async def ask(self, answer: Awaitable[T], limit_s: float = 0.0) -> T:
@@ -299,7 +301,7 @@ class BrowserSession:
         return False
 
     async def _replace_broken(self) -> None:
-        """Replace a page that hangs, without waiting for it to close."""
+        """Close a page that hangs or crashed, without waiting. The tab before it or a new page becomes current."""
         assert self._lease is not None
         broken = self._tabs.pop()
         self._spawn(broken.close())

@@ -56,8 +56,8 @@ _NO_CHROMIUM = "no Chromium is installed: apt-get install chromium, or playwrigh
 def absent(executable: str | None = None) -> str | None:
     """Return which component the browser tools lack and how to install it, or None. Starts nothing, so it is cheap.
 
-    A Chromium that is installed but does not start is found only by `problem`, and fails the first rollout that
-    browses.
+    That an installed Chromium does not start is noticed only by `problem`, which runs when a rollout opens its first
+    page.
     """
     if importlib.util.find_spec("playwright") is None:
         return f"install the extra `browser`: {install_command('browser')}"

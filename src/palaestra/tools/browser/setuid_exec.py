@@ -1,8 +1,8 @@
-"""Runs Chromium as another user: `python -I -S setuid_exec.py UID HOME PROGRAM ARGUMENT…`. Standard library only.
+"""Runs Chromium as a given user: `python -I -S setuid_exec.py UID HOME PROGRAM ARGUMENT…`. Standard library only.
 
-The user becomes the owner of the profile directory named in the arguments. The environment, with any keys in it, is
-dropped; descriptors stay open, because Playwright uses two of them to control Chromium. Invariant: the program ends
-with its parent.
+If that is a different user, it becomes the owner of the profile directory named in the arguments. The environment, with
+any keys in it, is dropped; descriptors stay open, because Playwright uses two of them to control Chromium. Invariant:
+the program ends with its parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(uid: int, home: str, program: str, arguments: list[str]) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    # set again, because the change of user clears it
+    # set after the change of user, which clears it
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,13 +1,13 @@
-"""One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first rollout that browses, and restarts it
-if it dies.
+"""One Chromium for all rollouts of a run: `SharedBrowser` starts it for the first rollout that browses. If it dies, the
+next request for a context starts another.
 
 The object is kept in `ToolRun.shared`. Each rollout has its own context: cookies, storage and pages that no other
 rollout sees. `BrowserProxy` is the browser's only way to the network: Chromium uses it for everything, including
 loopback addresses, and resolves no names itself.
 
-Invariants: every connection was allowed by the `HostPolicy`, by name and by address. A closed browser's processes are
-gone before `aclose` returns; if this process is killed, Playwright's driver reads the end of its input and exits, and
-Chromium exits with the driver.
+Invariants: every connection was allowed by the `HostPolicy`, by name and by address. `aclose` waits until the browser
+and its driver have ended, but not longer than `CLOSE_S` for each. If this process is killed, Playwright's driver reads
+the end of its input and exits, and Chromium exits with the driver.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `clarify` tool: a question to the user.
 
-The program that runs the agent shares a `User` with its tools: a chat asks the person, an environment its simulated
-user. If no `User` is shared, the reply asks the model to decide by itself.
+The program that runs the agent shares a `User` with its tools: a chat asks the person, and an environment may ask a
+simulated user. If no `User` is shared, the reply asks the model to decide by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ask: TypeAlias = Callable[[str, Sequence[str]], Awaitable[str | None]]
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Answers the questions of one agent; an answer is text or None."""
+    """Answers the questions of one agent. If `ask` is None, nobody does."""
 
     ask: Ask | None = None
 

@@ -20,8 +20,8 @@ MAX_TASKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One piece of work. If `toolsets` is None, the sub-agent has the delegating agent's tools; if `max_turns` is None,
-    it has that agent's limit."""
+    """One piece of work. If `toolsets` is None, the sub-agent has all of the delegating agent's tools that sub-agents
+    may use. `max_turns` can only lower that agent's limit."""
 
     goal: str
     context: str = ""

@@ -1,6 +1,7 @@
 """The `read_file` and `write_file` tools, over the slot's file channel.
 
-Invariant: a reply is bounded, and a hint explains how to get the rest. A write is complete or changes nothing.
+Invariant: a reply is bounded, and a hint explains how to get the rest. A write replaces the whole file or changes no
+file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The `memory` tool and the notes that it keeps for later sessions: two small files in one folder.
 
 Rollouts must not learn from each other, so nothing is kept unless the environment sets a folder (`Notes`). If no folder
-is set, the agent loop answers the call itself. The files are plain text that a person may edit: notes with a line `§`
-between them.
+is set, the agent loop refuses the call. The files are plain text that a person may edit: notes with a line `§` between
+them.
 
 Invariants: a file that the tool writes never exceeds its limit and is replaced atomically; a lock orders the changes of
 concurrent processes, and no change is lost.

@@ -1,9 +1,9 @@
 """The `patch` tool: replaces a piece of text in one file, or applies a V4A patch to several files. `tools/patching/`
 finds the positions to change by their text, without line numbers.
 
-Invariant: a patch over several files is applied completely or not at all. All results are computed before the first
-write. If a write fails or is cancelled, the files written before it get their old content back; an error names those
-that cannot be restored.
+Invariant: as long as the slot works, a patch over several files is applied completely or not at all. All results are
+computed before the first write. If a write fails or is cancelled, the files written before it get their old content
+back. The error of a failed write names those that cannot be restored.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class FileEdit:
 
 
 async def run_patch(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Run either mode; the reply has `success`, `diff`, the changed paths and `syntax_check`."""
+    """Run either mode; the reply has `success`, `diff`, the changed paths and, for file types with a check,
+    `syntax_check`."""
     if arguments["mode"] == "patch":
         _require(arguments, ("patch",), ("path", "old_string", "new_string", "replace_all"))
         return await _patch(await run.slot(), arguments["patch"])

@@ -83,12 +83,12 @@ _SCHEMAS = {schema.name: schema for schema in (
 # fmt: on
 
 _SELECTION = "rl_selection"
-"""The session of the tools whose replies depend on earlier choices. In a resumed rollout, these tools run again."""
+"""The session of the tools that make or show the agent's choices. In a resumed rollout, these tools run again."""
 
 
 @dataclass(slots=True)
 class Setup:
-    """The choices of a conversation, and the training runs that it has started."""
+    """The choices of a conversation, and the training runs that must end with it."""
 
     environment: str = ""
     reference: str = ""
@@ -100,7 +100,7 @@ class Setup:
     started: list[TrainingProcess] = field(default_factory=list)
 
     async def aclose(self) -> None:
-        """Stop the training runs that must not outlive the conversation."""
+        """Stop the training runs in `started`."""
         async with asyncio.TaskGroup() as group:
             for each in self.started:
                 group.create_task(each.stop(INTERRUPTED))

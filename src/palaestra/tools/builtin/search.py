@@ -9,7 +9,8 @@ The results of the two programs differ in two cases. If a NUL byte follows the f
 there. A few constructs exist only in Rust's regex or only in PCRE; for those that Rust's regex lacks, ripgrep uses
 PCRE.
 
-Invariant: results are sorted by path and line, pages never overlap or leave a gap, and totals count everything.
+Invariant: results are sorted by path and line, and totals count everything. While the files stay the same, pages never
+overlap or leave a gap.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ class SearchQuery:
 
 
 async def count_matches(slot: Slot, query: SearchQuery) -> dict[str, int]:
-    """Return the number of matching lines per file, for files that have any, sorted by path. Raises `ToolMistake` for a
-    bad pattern."""
+    """Return the number of matching lines per file, for files that have any, sorted by path. Raises `ToolMistake`, for
+    example for a bad pattern."""
     _check_pattern(query.pattern)
     engine = await _ripgrep(slot)
     names = simple_names(query.file_glob)

@@ -1,8 +1,7 @@
 """The `session_search` tool and the earlier conversations that it searches: files in one folder, one per conversation,
-each a JSON object of the schema `palaestra.session/1`, written when the conversation ends.
+each a JSON object of the schema `palaestra.session/1`, which programs write with `Sessions.save`.
 
-The tool shows excerpts and does not summarise. If no folder is set (`Sessions`), the agent loop answers the call
-itself.
+The tool shows excerpts and does not summarise. If neither a folder nor a source is set (`Sessions`), calls are refused.
 
 Invariants: a file is replaced atomically; a search reads at most the newest `MAX_SESSIONS` files of the folder, and
 skips files of more than `MAX_SESSION_BYTES`; the same folder and query give the same answer.
@@ -112,7 +111,7 @@ class Sessions:
 
     def search(self, query: str, roles: Collection[str] = (), limit: int = 3) -> list[SessionMatch]:
         """Return at most `limit` conversations that contain words of `query`, best first. If `roles` is given, only
-        messages with these roles count.
+        messages with these roles count; system messages never do.
 
         A word that few conversations contain weighs more (as in BM25), and repetitions add little.
         """

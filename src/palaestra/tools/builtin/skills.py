@@ -192,7 +192,7 @@ class Skills:
 
 
 def read_header(text: str) -> tuple[str, str]:
-    """Return the name and description in a document's header. Raises `ToolMistake` if they are missing."""
+    """Return the name and description in a document's header. Raises `ToolMistake` if one is missing or invalid."""
     match = _FRONT.match(text)
     try:
         header = yaml.safe_load(match[1]) if match else None
@@ -276,7 +276,8 @@ def _check(name: str, content: str) -> None:
 
 
 def _inside(folder: Path, file_path: str) -> Path:
-    """Return the path of a file of the skill. Raises `ToolMistake` for a path that could lead outside."""
+    """Return the path of a file of the skill. Raises `ToolMistake` for a path that could lead outside or has a hidden
+    part."""
     parts = PurePosixPath(file_path).parts
     if not parts or file_path.startswith("/") or "\0" in file_path or any(part.startswith(".") for part in parts):
         raise ToolMistake(f"{file_path!r} is not a file of the skill: use a relative path without hidden names")

@@ -115,8 +115,8 @@ def check_command(command: str, most_bytes: int | None = None) -> None:
 
 
 async def run_terminal(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
-    """Run `command`; the reply has `output`, `exit_code` and `error`. `error` is null unless the command was stopped or
-    did not run."""
+    """Run `command`; the reply has `output`, `exit_code` and `error`. `error` is null unless the command was stopped,
+    did not run or lost a process to the memory limit."""
     check_command(arguments["command"], MAX_COMMAND_BYTES)
     approvals = run.found_state(Approvals)
     if approvals is not None and (refusal := await approvals.refusal(arguments["command"], run.task_id)) is not None:

@@ -35,7 +35,8 @@ _BOM = "\ufeff"
 
 @dataclass(frozen=True, slots=True)
 class DecodedFile:
-    """A file's text with `\\n` line ends and no byte order mark; bytes that are not UTF-8 are kept as surrogates.
+    """A file's text without its byte order mark; bytes that are not UTF-8 are kept as surrogates. With `crlf`, all of
+    the file's line ends are CRLF, and `\\n` stands for them in the text.
 
     `mode` has its permission bits, or None if they are unknown (behind a symlink) or the file is new.
     """
@@ -65,7 +66,7 @@ def decode(data: bytes) -> DecodedFile:
 
 
 def is_binary(data: bytes) -> bool:
-    """Return whether the beginning of a file has a NUL byte, which text never has."""
+    """Return whether the beginning of a file has a NUL byte, as binary files usually do."""
     return b"\0" in data[:_SNIFFED_BYTES]
 
 
@@ -130,8 +131,8 @@ async def remove_file(slot: Slot, path: str) -> None:
 
 
 async def read_file_bytes(slot: Slot, path: str, info: FileInfo | None, *, most_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Return the bytes of a file in the slot, whose `stat` result is `info`. Raises `ToolMistake` if it is not a file
-    or is too large."""
+    """Return the bytes of a file in the slot, whose `stat` result is `info`. Raises `ToolMistake` if it cannot be read,
+    for example because it is missing or too large."""
     if info is not None and info.kind == "dir":
         raise ToolMistake(f"{path} is a directory; list it with search_files (target files) or ls")
     if info is not None and info.kind == "other":

@@ -2,8 +2,9 @@
 
 No tmux runs: the slot provides the terminal, and the screen is emulated here.
 
-Invariant: there is one such terminal per rollout. A reply shows the screen after a moment without output, or at the
-time limit. With `block`, the reply has `still_running` if the command has not ended by then.
+Invariant: there is one such terminal per rollout. The replies to `start`, `send_keys` and `capture` show the screen
+after a moment without output, or at the time limit. With `block`, the reply has `still_running` if the command has not
+ended by then.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ and the parameters.
 
 It is available on request only, because `web_search` and `web_extract` find more with fewer pages. `instructions` only
 decide which links are followed first. Only links with the first page's origin are followed. Pages are read by
-`page_text.py`, each from an address that `host_policy.py` allows. robots.txt (RFC 9309) is honoured.
+`page_text.py`, each from an address that `host_policy.py` allows. robots.txt (RFC 9309) decides which links may be
+followed; the first page is always read.
 
 Invariants: a reply is bounded, and reports cuts and omissions. The same site gives the same pages in the same
 order unless time runs out, which is reported. Pages that are fewer links away from the first page come first; among
@@ -35,7 +36,7 @@ PAGE_CHARS = 3_000
 TIME_S = 60.0
 AGENT = "Palaestra"
 AT_ONCE = 4
-"""The maximum number of pages of one site that are read concurrently."""
+"""The maximum number of pages that one crawl reads concurrently."""
 MAX_LINKS = 1000
 """The maximum number of links of one page that are considered."""
 MAX_ROBOTS_BYTES = 500 << 10
@@ -107,7 +108,7 @@ class _Link:
 @dataclass(frozen=True, slots=True)
 class _Visit:
     """The result of following one link: the page, its address after redirects, and the address and text of each of its
-    links. `place` is None if the page could not be fetched."""
+    links. `place` is None if the page could not be fetched or belongs to another site."""
 
     page: WebPage
     place: str | None = None
@@ -118,7 +119,7 @@ class _Crawl:
     """One crawl: at most `limit` pages, unreadable ones included, up to `depth` links away from the first.
 
     `pages` holds each page once, in reading order, even if links lead to several of its addresses. `left` is the number
-    of links that were not followed.
+    of queued links that were not followed.
     """
 
     def __init__(self, fetcher: Fetcher, arguments: Mapping[str, JSON]) -> None:

@@ -88,7 +88,7 @@ class Approvals:
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def refusal(self, command: str, task_id: str) -> str | None:
-        """Ask the user if the command is dangerous. Return the reason why it must not run, or None if it may."""
+        """If the command is dangerous, ask the user. Return the reason why it must not run, or None if it may."""
         if self.ask is None:
             return None
         async with self._asking:

@@ -1,4 +1,5 @@
-"""One session with an MCP server, which concurrent calls share. Only this module uses the package `mcp`.
+"""One session with an MCP server, which concurrent calls share. Other modules of this folder use only the types of the
+package `mcp`.
 
 A server that is a command runs on this machine, outside every slot, with the rights of this process;
 `core/io/supervised_command.py` ends it when this process ends, and `StderrTail` keeps the end of its stderr.

@@ -3,7 +3,8 @@
 Calls run concurrently over one session. If the session has ended, a call opens a new session, but only once. A result
 becomes bounded text. Images, sound and binary files are replaced by their type and size.
 
-Invariant: a call that the server may have carried out is not sent again, unless the server declares it idempotent.
+Invariant: a call that the server may have carried out is not sent again, unless the server declares the tool read-only
+or idempotent.
 """
 
 from __future__ import annotations
@@ -221,7 +222,8 @@ def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
 
 
 def _bounded(text: str, most_chars: int) -> str:
-    """Return the beginning and the end of a long text, with the number of missing characters between them."""
+    """Return the text. If it is too long, return its beginning and end, with the number of missing characters between
+    them."""
     if len(text) <= most_chars:
         return text
     head = most_chars // 2

@@ -95,7 +95,7 @@ class MCPServers:
         await asyncio.gather(*(server.aclose() for server in servers.values()))
 
     def tools(self) -> list[FunctionTool]:
-        """Return the tools of all servers."""
+        """Return the tools of all opened servers."""
         return [tool for server in self._servers.values() for tool in server.tools]
 
     def toolsets(self) -> list[str]:

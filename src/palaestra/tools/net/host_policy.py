@@ -1,15 +1,15 @@
 """Decides which hosts tools on this machine may reach: `AddressPolicy` for web tools, `HostPolicy` for browsers.
 
 A model names hosts, but the address of the connection decides. `AddressPolicy` checks the address when the socket is
-created, which covers redirects and names that later resolve to another address. It refuses loopback, private,
-link-local (cloud metadata), shared, reserved and multicast addresses, even if an IPv6 address contains them
-(IPv4-mapped or NAT64). 6to4 and Teredo tunnel addresses are always refused. It does not check what public
-servers do.
+created, which covers redirects and names that later resolve to another address. Unless its list has them, it refuses
+loopback, private, link-local, shared, reserved and multicast addresses, even if an IPv6 address contains them
+(IPv4-mapped or NAT64), and all addresses of 6to4 and Teredo tunnels. It always refuses cloud metadata. It does not
+check what public servers do.
 
 `HostPolicy` has lists and does no I/O: call `refusal` before the look-up and `address_refusal` for each address found,
 and connect to that address, not to the name. Invariant: cloud metadata is refused whatever the lists say, and so are
-other non-public addresses unless the allow-list names the address itself (or `localhost`). Slots have a separate
-network, for which `sandbox` applies the same rules.
+other non-public addresses unless an entry of the allow-list other than `*` covers the address (or `localhost`). Slots
+have a separate network, for which `sandbox` applies the same rules.
 """
 
 from __future__ import annotations

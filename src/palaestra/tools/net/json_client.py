@@ -2,7 +2,8 @@
 
 Addresses that a model names go through `web/fetch.py`, which refuses private addresses. Requests to the agent's model
 server go through `inference/http/transport.py`. Invariant: every failure is a mistake that the model reads
-(`ToolMistake`), or an infrastructure failure (`ToolUnavailable`). Messages never contain a key.
+(`ToolMistake`), or an infrastructure failure (`ToolUnavailable`). Messages quote the reply but no header of the
+request, so they reveal no key.
 """
 
 from __future__ import annotations

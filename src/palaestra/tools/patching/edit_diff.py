@@ -22,8 +22,8 @@ _CONTEXT = 3
 
 
 def unified_diff(before: str | None, after: str | None, path: str) -> str:
-    """Return the change of `path` in git's format, or an empty string if nothing changed. None stands for a missing
-    file. A diff is cut at `MAX_DIFF_CHARS`, and a note marks the cut."""
+    """Return the change of `path` as a unified diff with git's file names, or an empty string if nothing changed. None
+    stands for a missing file. A diff of more than `MAX_DIFF_CHARS` characters is cut, and a note marks the cut."""
     old_name = "/dev/null" if before is None else f"a/{path.lstrip('/')}"
     new_name = "/dev/null" if after is None else f"b/{path.lstrip('/')}"
     old, new = _lines(before), _lines(after)
@@ -80,8 +80,8 @@ class _Trimmed(difflib.SequenceMatcher[str]):
         self._left = _MAX_LOOKED_AT
 
     def _line_by_line(self) -> list[Opcode]:
-        """Return the edit script if only a few of very many lines changed and none moved. For other edits, return an
-        empty list."""
+        """Return the edit script of a large part if it has the same number of lines as before and most lines are
+        unchanged. For other edits, return an empty list."""
         old, new = self._inner
         if len(old) != len(new) or len(old) + len(new) <= _MAX_EXACT_LINES:
             return []

@@ -1,8 +1,9 @@
 """Finds the text that a model meant to replace, even if the model wrote it slightly differently.
 
 Strategies from exact to loose are tried in order, and the first that finds anything decides. If it finds several
-places, even overlapping ones, `Ambiguous` is raised, unless all places are to be replaced: no looser strategy is tried,
-and no place is chosen. The caller normalises files whose line ends are all CRLF.
+places, even overlapping ones, `Ambiguous` is raised: no looser strategy is tried, and no place is chosen. If all places
+are to be replaced, only `block_anchor`, the loosest strategy, must still find a single place. The caller normalises
+files whose line ends are all CRLF.
 
 Invariant: text outside the replaced spans is returned unchanged, character for character.
 """
@@ -19,7 +20,7 @@ from typing import TypeAlias
 from palaestra.tools.patching.lines import Reindent, carriage_return, nearest, places
 
 BLOCK_SIMILARITY = 0.8
-"""The minimum similarity of the inner lines of a block if only its first and last line match exactly."""
+"""The minimum mean similarity of the inner lines of a block whose first and last line match."""
 _MAX_BLOCK_LINES, _MAX_COMPARED_PAIRS = 100_000, 10_000_000
 """The maximum number of lines in all such blocks, and of character pairs to compare in their lines. If either limit is
 exceeded, no block is compared."""
@@ -30,7 +31,7 @@ _MOST_NAMED = 10
 
 
 class NoMatch(ValueError):
-    """The text was not found in any form. The message shows the nearest lines."""
+    """The text was not found in any form. The message shows the nearest lines, if any are similar."""
 
 
 class Ambiguous(ValueError):

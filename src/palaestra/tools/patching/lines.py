@@ -42,7 +42,7 @@ def _falls(wanted: Sequence[str]) -> list[int]:
 
 
 def nearest(text: str, old: str) -> str:
-    """Return a message with the lines of `text` most similar to `old`, so that a model can try again."""
+    """Return a message with the lines of `text` most similar to `old`, or with advice if none are similar."""
     wanted = [line.strip() for line in old.split("\n") if line.strip()]
     lines = text.split("\n")[:_MAX_LINES]
     if not wanted or not any(lines):
@@ -111,6 +111,6 @@ def indent_of(line: str) -> str:
 
 
 def carriage_return(real: Sequence[str]) -> str:
-    """Return a carriage return if all of these lines end with one, otherwise an empty string, because files may have
-    mixed line ends."""
+    """Return a carriage return if all of these lines end with one, otherwise an empty string. In a file with mixed line
+    ends, the lines around a change decide."""
     return "\r" if real and all(line.endswith("\r") for line in real) else ""

@@ -271,9 +271,8 @@ def _first(found: Sequence[int], start: int) -> int | None:
 
 
 def _anchor_places(lines: list[str], at: int, anchor: str) -> list[int]:
-    """Return the indices of the lines that match the anchor by the strictest of three tests that finds any: the line
-    equals the anchor; it does so apart from white space at the ends; it begins with the anchor, apart from this white
-    space."""
+    """Return the indices of the lines that match the anchor by the strictest of three tests that finds any. The line
+    equals the anchor, equals it apart from white space at the ends, or begins with it apart from this white space."""
     bare = anchor.strip()
     tests: tuple[Callable[[str], bool], ...] = (
         lambda line: line == anchor,

@@ -1,8 +1,8 @@
 """Serves the tool calls of `execute_code`'s programs: the module that they import, and the host's end of the channel.
 
-`module_text` returns the source of the module `palaestra_tools`, which has one function for each tool of the agent. The
-function has the tool's name and parameters. The module needs Python 3.7 or newer. `ProgramChannel` reads the program's
-frames from the output of a background process and writes answers to its input. The docstring of
+`module_text` returns the source of the module `palaestra_tools`, which has one function for each tool that a program
+may call. The function has the tool's name and parameters. The module needs Python 3.7 or newer. `ProgramChannel` reads
+the program's frames from the output of a background process and writes answers to its input. The docstring of
 `program_supervisor.py`, which runs in the slot, describes the frames.
 
 Invariant: all data from the slot is bounded and checked here, because the program can write anything to the channel;

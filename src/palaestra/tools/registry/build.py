@@ -8,8 +8,8 @@ through entry points in the group `palaestra.tools`:
 
 The entry point's name is the toolset. Its value is a tool, a list of tools, or a function that returns one of these.
 
-Invariants: a requested tool is in the registry, or in `missing` with the reason. With `strict`, a missing tool is an
-error. A package that cannot be loaded does not affect the others.
+Invariants: a requested tool whose toolset is not disabled is in the registry, or in `missing` with the reason. With
+`strict`, a missing tool is an error. A package that cannot be loaded does not affect the others.
 """
 
 from __future__ import annotations

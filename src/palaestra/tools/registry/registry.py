@@ -56,7 +56,8 @@ class ToolRegistry:
             self._arguments[tool.name] = arguments
 
     def with_tools(self, tools: Iterable[Tool] | None = None, *, replayed: bool | None = None) -> ToolRegistry:
-        """Return a copy of the registry. `tools` and `replayed`, if given, replace the registry's values."""
+        """Return a copy of the registry, without the argument schemas passed to `register`. `tools` and `replayed`, if
+        given, replace the registry's values."""
         return ToolRegistry(
             self._tools.values() if tools is None else tools,
             self.missing,

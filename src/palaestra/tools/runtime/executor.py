@@ -153,7 +153,8 @@ class ToolExecutor:
         return self._in_flight
 
     async def execute(self, trajectory_id: str, call: ToolCall, timeout_s: float | None = None) -> ToolResult:
-        """Run one call in the trajectory's slot. Cancelling it kills the command. Raises `InfraError`.
+        """Run one call with the trajectory's tools and slot. Cancelling it kills the command. Mistakes of the model and
+        failures of a tool are results. Raises `PalaestraError`, for example an `InfraError`.
 
         `timeout_s`, if given, replaces the call's own `timeout`. It is clamped to between 1 and 600 seconds, and ends
         commands and external tools. Other tools may read it (`run.timeout_s`).
@@ -190,7 +191,8 @@ class ToolExecutor:
         return result_of(outcome.reply, call.uniq_id)
 
     async def read_artifact(self, request: ArtifactReadRequestPayload) -> ArtifactReadResponsePayload:
-        """Read a file of the trajectory's workspace. If that fails, the response has an `error`."""
+        """Read a file of the trajectory's workspace. If that fails, the response has an `error`. Raises
+        `InfraError`."""
         work = artifacts.read(self.slot_of(request.trajectory_id), request)
         return await artifacts.or_error(work, ArtifactReadResponsePayload)
 

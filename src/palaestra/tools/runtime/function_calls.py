@@ -127,7 +127,7 @@ class ToolSession:
     ) -> str:
         """Run one call in its task's slot and return the JSON text that a model would read.
 
-        Mistakes, failures of a tool and a missing image of the task are replies. Raises `InfraError`.
+        Mistakes, failures of a tool and a missing image of the task are replies. Raises `InfraError` and `ConfigError`.
         """
         return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
 
@@ -367,7 +367,7 @@ def handle_function_call(
     user_task: str | None = None,
 ) -> str:
     """Run one tool call in the task's slot and return the JSON text for the model. Code of a rollout that names the
-    rollout's task, or no task, uses the rollout's tools. `user_task` has no effect."""
+    rollout's task, or no task, uses the rollout's tools if `function_args` is a mapping. `user_task` has no effect."""
     if (found := tools_of_task(task_id)) is not None and isinstance(function_args, Mapping):
         call = found.tools().handle(function_name, function_args)
         return wait_for_sync(call, loop=found.loop, twin="handle_function_call_async")

@@ -17,7 +17,8 @@ KEPT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class InnerCall:
-    """One call that a program made in turn number `turn`. `arguments` and `reply` are bounded JSON texts."""
+    """One call that a program made in turn number `turn`. `arguments` (JSON) and `reply` are texts; a long one is cut
+    in the middle."""
 
     tool: str
     arguments: str

@@ -1,4 +1,4 @@
-"""`ToolRuntime`: the tools of one rollout. Every way to run a tool call goes through it.
+"""`ToolRuntime`: the tools of one rollout. Every call of a rollout's tools goes through it.
 
     outcome = await runtime.call("terminal", '{"command": "ls"}')     # JSON text of a model, or a mapping
     outcome.text, outcome.failed
@@ -27,7 +27,8 @@ from palaestra.tools.tool import States, Tool, ToolMistake, ToolOutcome, ToolRun
 
 @dataclass(slots=True)
 class CheckedCall:
-    """A call that may run: the tool exists and `arguments` fit its schema.
+    """A call that may run: the tool exists, and `arguments` fit its schema (`call_tool` leaves this check to its
+    caller).
 
     `conversation` is copied from the runtime. `by_agent` is false for a call from code, that is, from a program, a hook
     or another tool. `call_id` is the id that the model gave the agent's call.
@@ -142,7 +143,7 @@ class ToolRuntime(ToolRun):
     ) -> ToolOutcome:
         """Check a call and run it. Raises `PalaestraError`; the outcome reports every other failure.
 
-        An external tool is ended after `timeout_s`; other tools end their own commands.
+        If `timeout_s` is given, an external tool is ended after it; other tools end their own commands.
         """
         try:
             call = self.check(name, arguments, by_agent=by_agent, timeout_s=timeout_s)

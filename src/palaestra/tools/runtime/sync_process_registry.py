@@ -138,7 +138,8 @@ class SharedProcesses:
     _wait_for = _of_session(ProcessRegistry.wait)
 
     def wait(self, session_id: str, timeout: float | None = None) -> Reply:
-        """Wait until the process has ended, for at most `timeout` seconds and never more than 180."""
+        """Wait until the process has ended or the wait is interrupted, for at most `timeout` seconds and never more
+        than 180."""
         return self._wait_for(session_id, timeout)
 
     def list_sessions(self, task_id: str | None = None) -> list[Reply]:

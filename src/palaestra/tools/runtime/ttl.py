@@ -1,8 +1,8 @@
 """Expires trajectories that make no more calls, so that their owner can free their resources.
 
-Invariant: a trajectory in use never expires. Calls of an expired trajectory are refused until a caller releases it by
-name, so that no client mistakes a new workspace for its old one. A trajectory whose calls all failed has nothing to
-lose; it is dropped, and its later calls are not refused.
+Invariant: a trajectory in use never expires. Calls of an expired trajectory (one of the latest `_MOST_EXPIRED`) are
+refused until a caller releases it by name, so that no client mistakes a new workspace for its old one. A trajectory
+whose calls all failed has nothing to lose; it is dropped, and its later calls are not refused.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The project's interface contract defines the routes: POST /execute, /release and
 /health and /status. They use one `ToolExecutor` and one pool.
 
 Invariants: a trajectory without calls is released when its lease expires, and its later calls are refused (`Leases`); a
-draining service refuses new calls and finishes the running ones.
+draining service refuses new calls and waits for the running ones.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It serves the tools of its registry that need no slot. These are tools marked `external`, such as a search whose key
 only this machine has or the tools of MCP servers, and subclasses of `Tool` that only define `execute`. Each trajectory
-has its own tool state, which is dropped after `lease_s` seconds without calls. The routes are `POST /execute`, which
-the project's interface contract defines, and `GET /`, `GET /health`, `GET /tools` and `POST /release`.
+has its own tool state, which is dropped at its release or after `lease_s` seconds without calls. The routes are `POST
+/execute`, which the project's interface contract defines, and `GET /`, `GET /health`, `GET /tools` and `POST /release`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def find_article(source: str, url: str) -> Article:
 
 
 def all_text(source: str) -> tuple[str, str]:
-    """Return the title, and all visible text."""
+    """Return the title, and all text outside scripts, styles, templates and the head."""
     html = importlib.import_module("lxml.html")
     try:
         tree = html.document_fromstring(source.encode("utf-8", "replace"), parser=html.HTMLParser(encoding="utf-8"))

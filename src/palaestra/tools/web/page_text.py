@@ -1,7 +1,8 @@
 """Turns a fetched document into text. HTML becomes its article, JSON on one line is indented, other plain text stays as
 it is, and all other types are refused.
 
-`shown` bounds the text for a reply. Invariant: nothing is summarised or guessed; the same bytes give the same text.
+`shown` bounds the text for a reply. Invariant: nothing is summarised, and the same bytes give the same text unless
+`note` reports a limit.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class PageReader(Protocol):
     """Reads pages as text."""
 
     async def read(self, urls: Sequence[str]) -> list[WebPage]:
-        """Return one page for each address, in their order. Raises `ToolUnavailable`."""
+        """Return one page for each address, in their order. Raises as `Searcher.search` does if the whole request
+        fails."""
         ...
 
 

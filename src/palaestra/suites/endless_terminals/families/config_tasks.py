@@ -100,7 +100,7 @@ def toml_written(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def toml_read(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Convert the pinned dependencies of a TOML file to a JSON list."""
+    """List the dependencies of a TOML file that are not optional, as JSON."""
     names = draw.words(draw.between(4, 7))
     path, target = f"{place}/project.toml", f"{place}/{draw.fresh()}.json"
     versions = {name: f"{draw.between(0, 9)}.{draw.between(0, 20)}.{draw.between(0, 9)}" for name in names}

@@ -123,7 +123,7 @@ def updated(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def joined(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Report rows of one table that are missing in another, as JSON."""
+    """Report rows of one table that are missing in another, and the number of rows of each owner, as JSON."""
     name, table = fresh_table(draw)
     key = table.of_kind("id")[0]
     ids = [int(value) for value in table.values(key)]

@@ -124,7 +124,7 @@ def largest(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def linked(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Link to the newest release, chosen by version and not by name."""
+    """Link to the newest and to the oldest release, chosen by version and not by name."""
     folder = f"{place}/releases"
     minors = draw.sample(range(1, 30), 5)
     versions = [f"2.{minor}.{draw.between(0, 12)}" for minor in minors]
@@ -150,7 +150,7 @@ def linked(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def digested(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Write the digests of files and of the previous part's output."""
+    """Write the digests of files, including the previous part's output if that is the input."""
     folder = f"{place}/{draw.fresh()}"
     files = _under(folder, {f"{word}.txt": draw.prose(2) for word in draw.words(draw.between(2, 4))})
     paths = sorted([*files, *([given.path] if given else [])])
@@ -375,7 +375,7 @@ def zipped(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
 
 
 def rotated(draw: Draw, place: str, given: DataFile | None) -> TaskPart:
-    """Count lines in logs, some of which are compressed."""
+    """Count the lines that contain a word in logs, some of which are compressed."""
     folder = f"{place}/logs"
     word, count = draw.fresh().upper(), draw.between(3, 5)
     others = draw.words(6)
