@@ -4,7 +4,7 @@
     print(result.final_response)
 
 An `Agent` runs the same loop as a rollout, but needs no environment: the program passes the model server, the tools and
-the sandbox. Nothing is recorded or scored.
+optionally a sandbox. Nothing is recorded or scored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Agent:
 
     The model is `model` at `base_url`. If `server` is set (to one or more configurations), it replaces `model`,
     `base_url` and `api_key`. The tools work in `sandbox`, which must be open. If `sandbox` is None, each `run` whose
-    tools need a sandbox opens a new one without a network. Raises `ConfigError` for an invalid argument.
+    tools need a sandbox opens a new one without a network. Raises `ConfigError` for invalid tools or server settings.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Agent:
             return await loop.run(messages)
 
     def run_sync(self, prompt: str | Sequence[Message]) -> AgentResult:
-        """Call `run` from synchronous code or a notebook, where an event loop is already running."""
+        """Call `run` from synchronous code. In a notebook, this works although an event loop is already running."""
         return run_blocking(self.run(prompt))
 
 

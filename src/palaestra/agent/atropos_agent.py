@@ -118,7 +118,7 @@ class AtroposAgent:
 
     async def converse(self, messages: Sequence[Message]) -> AgentResult:
         """Continue a conversation until a reply calls no tool or a limit is reached. The agent's system prompt is added
-        if the conversation has none."""
+        if the conversation does not begin with one."""
         await self._go_on(self.opening(messages), self.config.max_steps)
         return self.result
 
@@ -140,7 +140,7 @@ class AtroposAgent:
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
         """Return the conversation with the tools described in its system prompt, unless that prompt already has a
-        `<tools>` block. If the conversation has no system prompt, the agent's system prompt is added."""
+        `<tools>` block. If the first message is no system prompt, the agent's system prompt is added."""
         if messages and messages[0].get("role") == "system":
             prompt = with_tools(str(messages[0].get("content") or ""), self.tools.definitions())
             return [{**messages[0], "content": prompt}, *messages[1:]]

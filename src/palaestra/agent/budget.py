@@ -36,13 +36,13 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Ceilings for a whole rollout; None means no limit. A rollout that reaches a ceiling ends with the outcome
-    `budget` and is scored.
+    """Ceilings for a whole rollout; None means no limit. If a ceiling is reached before the agent is done, the rollout
+    ends with the outcome `budget` and is scored.
 
     `tokens` are prompt and completion tokens. `cost` needs `prices` and is in their currency. `wall_s` also cuts off a
-    call in progress. It does not include the time spent waiting for a slot or for an overloaded model server. The other
-    ceilings are checked between turns, so the last turn may exceed them. Raises `ConfigError` if `cost` is set without
-    `prices`.
+    call in progress. It does not include the time spent waiting for a slot, or for a model server that is overloaded or
+    has failed. The other ceilings are checked between turns, so the last turn may exceed them. Raises `ConfigError` if
+    `cost` is set without `prices`.
     """
 
     turns: int | None = None
@@ -106,9 +106,9 @@ class Budget:
 class WallClock:
     """The time that one conversation takes, from `start`, and the limit that ends it.
 
-    Time that the conversation spends waiting for a slot or for an overloaded model server is not counted
-    (`uncharged`); the clock stops while any of several concurrent tasks waits. The limit uses the event loop's clock;
-    all other times use the given clock.
+    Time that the conversation spends waiting for a slot, or for a model server that is overloaded or has failed, is not
+    counted (`uncharged`); the clock stops while any of several concurrent tasks waits. The limit uses the event loop's
+    clock; all other times use the given clock.
     """
 
     def __init__(self, clock: Clock) -> None:

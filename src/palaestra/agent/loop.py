@@ -1,5 +1,5 @@
-"""The agent loop: ask the model, run the calls it requests, append the results, until the model is done or a limit is
-reached.
+"""The agent loop: ask the model, run the calls that it requests and append the results, until the model is done or a
+limit is reached.
 
 The server samples the replies, and the tool runtime runs the tools. Invariants: the history is the caller's own list
 and only grows (A2); however a rollout ends, cancellation included, `loop.result` is a complete trajectory with an
@@ -25,7 +25,8 @@ from palaestra.inference.chat_server import ChatServer, chat_server
 from palaestra.tools.runtime.runtime import ToolRuntime, tools_of_task
 
 OnTurn: TypeAlias = Callable[[Turn, list[Message]], Awaitable[None] | None]
-"""Called after every turn with the turn and the messages that it added, unless cancellation or a bug cut it off."""
+"""Called after every turn with the turn and the messages that it added. It is not called for a turn that cancellation,
+a configuration error or a bug cut short."""
 
 
 class _End(NamedTuple):
@@ -41,8 +42,8 @@ def _failed(outcome: Outcome, error: InfraError) -> _End:
 
 
 async def _own_slot(name: str, arguments: Mapping[str, JSON], task_id: str | None) -> str:
-    """Run a call as the default handler does. If `task_id` names a rollout, its tools run the call; otherwise, the
-    package's tools run it in the task's own slot."""
+    """Run a call of a loop that has no `tool_handler`. If `task_id` names a rollout, its tools run the call; otherwise,
+    the package's tools run it in the task's own slot."""
     if (found := tools_of_task(task_id)) is not None:
         return await found.tools().handle(name, arguments)
     from palaestra.tools.runtime.function_calls import handle_function_call_async  # here: it imports the sandbox
@@ -144,7 +145,7 @@ class HermesAgentLoop:
         return result
 
     def used(self) -> Used:
-        """Return the amounts that count towards the budget so far, including those of sub-agents."""
+        """Return the amounts that count towards the budget so far, including those of sub-agents that have ended."""
         return Used(
             turns=self.result.turns_used + self._delegated_turns,
             prompt_tokens=self.result.usage.prompt_tokens,
@@ -256,7 +257,8 @@ class HermesAgentLoop:
         return valid > 0
 
     def _measure_context(self, result: AgentResult, reply: Reply) -> None:
-        """Estimate the tokens of the next prompt: the server's count plus an estimate for the messages added since."""
+        """Estimate the tokens of the next prompt: the server's count plus an estimate for the messages added since. If
+        the server reported no count, all messages are estimated."""
         if self.max_context_tokens is None:
             return
         counted = reply.prompt_tokens + reply.completion_tokens
@@ -264,7 +266,8 @@ class HermesAgentLoop:
         self._context_tokens = counted + estimated_tokens(fresh if counted else result.messages)
 
     async def _report(self) -> None:
-        """Pass the latest turn to `on_turn` exactly once, even if a budget or a failure cut it short."""
+        """Pass the latest turn to `on_turn` unless that has been done, even if a budget or a failure cut the turn
+        short."""
         if self._unreported is None:
             return
         (turn, first), self._unreported = self._unreported, None

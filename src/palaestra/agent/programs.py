@@ -5,10 +5,11 @@ from a command line. A known program is installed once on this machine, and slot
 command, the settings files and the environment variables of a program. The rollout starts the program, waits for it,
 ends it and keeps its output (`rollouts/program_agent.py`).
 
-A command line gets the task on its standard input and in the file that `PALAESTRA_PROMPT_FILE` names. It gets the model
-in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and `PALAESTRA_MODEL`.
+A command line gets the task on its standard input and in the file that `PALAESTRA_PROMPT_FILE` names. It gets the
+model's addresses, key and name in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY` and
+`PALAESTRA_MODEL`.
 
-An MCP server offers the environment's tools. A known program gets the server's address in its own settings format. A
+If the environment has tools, an MCP server offers them. A known program gets the server's address in its settings. A
 command line gets the address in the file that `PALAESTRA_MCP_CONFIG` names. Two known programs do not support MCP: `pi`
 gets an extension (`pi_tools.ts`), and `mini-swe-agent` gets a script (`tool_program.py`) that calls the tools.
 """
@@ -261,8 +262,8 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
 
 
 def _mounts(folder: Path, interpreter: Path) -> list[Mount]:
-    """Return the folders to mount into the slots: the agent's folder, and its interpreter's folder unless that folder
-    belongs to the system."""
+    """Return the folders to mount into the slots: the agent's folder, and the `bin` and `lib` folders of its
+    interpreter unless they belong to the system."""
     mounts = [Mount(str(folder), str(folder))]
     if interpreter.parent not in (Path("/"), Path("/usr"), Path("/usr/local")):
         needed = (interpreter, interpreter.with_name("lib"))  # not the parent folder, which may be a user's home

@@ -21,7 +21,7 @@ _BROKEN_OFF = ("abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class RequestedCall:
-    """One call that the model requests. `arguments` is the raw text."""
+    """One call that the model requests. `arguments` is the text that the server sent, or JSON if it sent an object."""
 
     id: str
     name: str

@@ -73,7 +73,8 @@ class SequenceData:
 class AgentStep:
     """One reply of an `AtroposAgent`, as it was sampled, with its calls and their results in call order.
 
-    `step_number` counts from 1. `sequence_data` is the token record, on the last step of a token-exact rollout.
+    `step_number` counts from 1. `sequence_data` is the result's `trajectory_data` on the last step of a run, and None
+    on other steps.
     """
 
     step_number: int
@@ -133,7 +134,7 @@ class AgentResult:
 
     @property
     def num_steps(self) -> int:
-        """The number of model calls."""
+        """The number of replies from the model."""
         return self.turns_used
 
     @property
@@ -143,7 +144,8 @@ class AgentResult:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and completion tokens of all model calls, as the server counted them."""
+        """Prompt and completion tokens of all model calls, including those of sub-agents, as the server counted
+        them."""
         return self.usage.prompt_tokens + self.usage.completion_tokens
 
     @property
@@ -157,7 +159,7 @@ class AgentResult:
         return nodes[-1] if nodes else None
 
     def to_messages(self) -> list[Message]:
-        """Return the conversation, as copies that the caller may change."""
+        """Return shallow copies of the messages."""
         return [dict(message) for message in self.messages]
 
     def to_scored_data(self, score: float) -> dict[str, JSON] | None:
@@ -176,7 +178,8 @@ class AgentResult:
 
     @property
     def final_response(self) -> str:
-        """The text of the last reply without its thinking and calls, or the empty string."""
+        """The content of the last assistant message, or the empty string if there is none. Thinking and calls that were
+        recognized are not part of the content."""
         if self.answer is not None:
             return self.answer
         for message in reversed(self.messages):

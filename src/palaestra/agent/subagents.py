@@ -134,7 +134,7 @@ class Subagents:
 
     `agent` creates the sub-agents; if it is None, each of them uses a plain loop with the settings of `loop`. `depth`
     is 0 for the rollout's own agent. `numbers` counts from 1 over the whole rollout. `wall_s` is the time limit of each
-    sub-agent, or None if the clock of a parent agent already limits them.
+    sub-agent. If it is None, only the time limit of a parent agent, if there is one, applies.
     """
 
     loop: HermesAgentLoop

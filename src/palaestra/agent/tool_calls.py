@@ -43,8 +43,8 @@ _ANY_OBJECT = ArgumentSchema({"type": "object", "properties": {}, "additionalPro
 
 @dataclass(slots=True)
 class CallAnswer:
-    """One requested call and its answer. `checked` is None if the call is malformed. `outcome` is None until the call
-    is answered."""
+    """One requested call and its answer. `checked` is None if the call is invalid, for example if its tool is unknown.
+    `outcome` is None until the call is answered."""
 
     call: RequestedCall
     checked: CheckedCall | None = None
@@ -109,8 +109,8 @@ class ToolCalls:
         return CallAnswer(call, outcome=ToolOutcome.refused(problem))
 
     async def run(self, answers: Sequence[CallAnswer]) -> None:
-        """Run the checked calls and set their outcomes. Raises a tool's `InfraError` or `ConfigError`; calls that have
-        finished keep their outcomes."""
+        """Run the valid calls that have no outcome yet, and set their outcomes. Raises a tool's `InfraError` or
+        `ConfigError`; calls that have finished keep their outcomes."""
         for batch in self._batches(answers):
             if len(batch) == 1:
                 batch[0].outcome = await self._outcome(batch[0])

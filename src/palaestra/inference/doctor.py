@@ -1,8 +1,8 @@
 """Checks a model server or a model's folder, and reports failures with their fixes.
 
 The token checks request a few tokens from the engine. The template checks use the tokenizer, template and parser with
-the same renderer as a run. Only the given endpoint is contacted, and a tokenizer is fetched only for a model that the
-user named.
+the same renderer as a run. The checks contact only the given endpoint, and the hub if the user named a model or a
+tokenizer that is not on this machine.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck:
-    """One check and its result. `way_out` is the fix if the check failed, or the unmet requirement if it does not
-    apply."""
+    """One check and its result. `way_out` is the fix if the check failed. If the check is not applicable, `way_out` may
+    name an unmet requirement."""
 
     name: str
     state: CheckState
@@ -67,8 +67,8 @@ def not_applicable(name: str, found: str, way_out: str = "") -> DoctorCheck:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """All checks, in the order of their dependencies. `server` is the kind of server. `refusal` is set if the server
-    could not be reached or refused a request; the remaining checks are then not applicable."""
+    """All checks, in the order of their dependencies. `server` is the kind of server. `refusal` is the server's error
+    that ended the checks early, if there was one; the remaining checks are then not applicable."""
 
     target: str
     server: str = ""

@@ -1,7 +1,7 @@
 """Tokenizers for token-exact chat, among them the fast one that most models ship as `tokenizer.json`.
 
-By default, text is encoded and decoded without added or omitted tokens. A tokenizer in a local folder needs no network.
-Any other name is taken as a model on the hub, whose tokenizer files are fetched.
+By default, text is encoded and decoded without added or omitted tokens. A local tokenizer needs no network. A name that
+does not look like a path is taken as a model on the hub, whose tokenizer files are fetched unless they are cached.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class Tokenizer(Protocol):
 
 class FastTokenizer:
     """A `tokenizer.json` with the other files of its folder. Needs the extra `tokens`. `special` maps names
-    (`bos_token`, …) to the tokens' texts. `stop_ids` end a turn. `added_ids` are tokens added to the vocabulary: the
-    text of such a token is always encoded as this one id. `special_ids` are the control tokens among the added
-    tokens."""
+    (`bos_token`, …) to the tokens' texts. `stop_ids` end a turn. `added_ids` are the ids of tokens added to the
+    vocabulary: the text of such a token is always encoded as this one id. `special_ids` are those of control tokens."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class FastTokenizer:
 
 def load_tokenizer(name: str) -> FastTokenizer:
     """Return a tokenizer. `name` is a folder, a `tokenizer.json` file or a model on the hub, whose files may be
-    downloaded. The call blocks. Raises `ConfigError` if there is no such tokenizer, or if the extra `tokens` is
+    downloaded. The call blocks. Raises `ConfigError` if the tokenizer cannot be loaded, or if the extra `tokens` is
     missing."""
     if name in ("", "none", "default"):
         raise ConfigError("No tokenizer was named: set --openai.tokenizer_name to a model's folder or name.")

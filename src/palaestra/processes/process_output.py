@@ -1,7 +1,7 @@
 """Reads a process's output as text, starting at a cursor.
 
-A cursor is an offset in bytes. A reader that continues at the cursor of the last reply gets all output exactly once;
-bytes that were dropped in between are counted. An incomplete character or control sequence is left for the next read.
+A cursor is an offset in bytes. A reader that continues at the cursor of the last reply gets each byte at most once, and
+the number of bytes that were dropped in between. An incomplete character or control sequence is left for the next read.
 """
 
 from __future__ import annotations

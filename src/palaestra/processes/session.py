@@ -32,7 +32,7 @@ MAX_PROCESSES = 64
 """The maximum number of running processes of one task."""
 
 KILL_GRACE_S = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""The maximum number of seconds between SIGTERM and SIGKILL."""
 
 PREVIEW_CHARS, LISTED_CHARS, WAITED_CHARS = 1000, 200, 2000
 MAX_NEW_BYTES = 20_000
@@ -235,8 +235,8 @@ class ProcessSession:
         return reply | _full_output(status) | self._take_notices()
 
     async def kill(self, grace_s: float = KILL_GRACE_S) -> Reply:
-        """Kill the process tree with SIGTERM and, after `grace_s` seconds, SIGKILL. Returns once the whole tree has
-        ended."""
+        """Kill the process tree with SIGTERM and, after `grace_s` seconds at the latest, SIGKILL. Returns once the
+        whole tree has ended."""
         before = await self.refresh()
         status = self.status = await self.reach().kill(grace_s) if before.running else before
         word = "killed" if before.running else "already_exited"

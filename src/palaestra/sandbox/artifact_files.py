@@ -112,8 +112,8 @@ async def archive(
 
 
 def status_of(error: OSError | ValueError) -> int:
-    """Return the HTTP status of a failure: 403 outside the workspace, 404 not found, 413 too large, 400 anything
-    else."""
+    """Return the HTTP status of a failure: 403 if the path leads out of the workspace, 404 if there is no such file,
+    413 if the result is too large, and 400 otherwise."""
     match error:
         case PermissionError():
             return 403

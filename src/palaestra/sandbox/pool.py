@@ -236,8 +236,8 @@ class SlotPool:
         or, without a snapshot, to `SlotSpec()`.
 
         Waits up to `timeout_s` seconds for a free place (default: `acquire_timeout`), then calls `admitted` and makes
-        the slot. If `admitted` raises an exception, the place becomes free again. Raises `AcquireTimeout` if no place
-        becomes free.
+        the slot. If `admitted` raises an exception, the place becomes free again. Raises `AcquireTimeout` if the caller
+        gets no place in time.
         """
         timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
         if not timeout_s >= 0:  # also true for NaN
@@ -442,7 +442,8 @@ class SlotPool:
         return await self.backend.changes(snapshot)
 
     async def holds(self, snapshot: Snapshot) -> bool:
-        """Return whether the snapshot still exists. A snapshot is lost if the slot server that held it has died."""
+        """Return whether the snapshot still exists. It may be lost, for example because the slot server that held it
+        has died."""
         try:
             await self.backend.changes(snapshot)
         except SandboxError:
@@ -450,7 +451,8 @@ class SlotPool:
         return True
 
     async def forget(self, snapshot: Snapshot) -> None:
-        """Drop the snapshot's topmost layer. A failure is only logged, because the layer may be gone already."""
+        """Drop the snapshot's topmost layer, or all layers of a loaded snapshot. A failure is only logged, because the
+        layer may be gone already."""
         try:
             await self.backend.forget(snapshot)
         except SandboxError as error:

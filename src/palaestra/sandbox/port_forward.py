@@ -31,7 +31,7 @@ _START_S, _WRITE_S = 30.0, 60.0
 @asynccontextmanager
 async def forwarded_port(slot: Slot, host: str, port: int, *, most: int = MOST_CONNECTIONS) -> AsyncIterator[int]:
     """Yield the port on the slot's loopback that reaches `host:port` during the block. At most `most` connections are
-    open at a time. Raises `SandboxError` if the slot has no Python or no loopback."""
+    open at a time. Raises `SandboxError` if no port can be opened, for example because the slot has no Python."""
     text = importlib.resources.files("palaestra.sandbox").joinpath("port_relay.py").read_text()
     try:
         process = await slot.spawn(["python3", "-I", "-S", "-c", text], cwd="/")

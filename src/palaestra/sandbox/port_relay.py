@@ -7,8 +7,8 @@ standard input and output, so a slot without a network can use it. `port_forward
 
 A frame, in either direction, consists of a kind, the number of a connection, a length (`!cII`), and the payload. The
 kinds are: `p`, the port of the listening socket (in place of a connection's number), sent once; `o`, a connection was
-accepted; `d`, data; `c`, one side is closed; `a`, the host has read `length` bytes (no payload). At most WINDOW bytes
-are on their way to the host, since the slot keeps only the end of a process's output.
+accepted; `d`, data; `c`, one side is closed; `a`, the host has read `length` bytes (no payload). While WINDOW bytes or
+more are on their way to the host, nothing more is sent, because the slot keeps only the end of a process's output.
 """
 
 from __future__ import annotations

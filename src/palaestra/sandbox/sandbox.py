@@ -36,7 +36,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class SandboxSnapshot:
-    """The files of a sandbox at one moment, for `Sandbox(snapshot=…)` inside the block of the sandbox that made it.
+    """The files of a sandbox at one moment, for `Sandbox(snapshot=…)`. Use it inside the block of the sandbox that made
+    it or, if that sandbox was given a pool, while the pool runs.
 
     `loop` is the event loop of that sandbox; for a blocking sandbox, `thread` is the thread that runs the loop.
     """
@@ -47,7 +48,7 @@ class SandboxSnapshot:
     thread: LoopThread | None = None
 
     def check_open(self) -> None:
-        """Raise `SandboxError` if the snapshot's sandbox has ended."""
+        """Raise `SandboxError` if the pool or the event loop of the snapshot's sandbox is closed."""
         if self.loop.is_closed() or not self.pool.get_stats()["started"]:
             raise SandboxError(
                 "the snapshot ended with the sandbox that made it: open sandboxes from it inside that sandbox's block"
@@ -74,11 +75,11 @@ class Sandbox:
     a `SyncSandbox`.
 
     `image` is a root file system (a directory, a tar file or an OCI layout). None means the image of `snapshot` or,
-    without a snapshot, the host's system directories. `network` is "off", "on", or a list of hosts. `memory` and `disk`
-    are bytes or text such as "512MB" (units are powers of 1024); `cpus` is in cores; `limits` replaces these three
-    arguments. `env` holds environment variables for commands. `isolation` is "best" or a level: "full", "userns",
-    "confined" or "none". If `pool` or `snapshot` is given, the sandbox starts in a pool that is already running. The
-    level of that pool may also be better than `isolation`.
+    without a snapshot, the backend's default: on this machine, the host's system directories. `network` is "off", "on",
+    or a list of hosts. `memory` and `disk` are bytes or text such as "512MB" (units are powers of 1024); `cpus` is in
+    cores; `limits` replaces these three arguments. `env` holds environment variables for commands. `isolation` is
+    "best" or a level: "full", "userns", "confined" or "none". If `pool` or `snapshot` is given, the sandbox starts in a
+    pool that is already running. The level of that pool may also be better than `isolation`.
 
     Raises ValueError, in most cases its subclass `ConfigError`, for an unusable argument. Entering the block raises
     `IsolationUnavailable` if this machine cannot provide the isolation level, and `ConfigError` if the pool's level is
@@ -200,14 +201,15 @@ class Sandbox:
     async def fork(self) -> AsyncIterator[Sandbox]:
         """Yield a second sandbox that starts with this sandbox's current files and ends with the block; this sandbox
         continues. Processes and the contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` at
-        isolation levels without layers."""
+        isolation levels below "userns"."""
         async with self.slot.fork() as slot:
             other = Sandbox(limits=self._spec.limits, pool=self._running)
             other._slot, other._running, other._spec = slot, self._running, self._spec
             yield other
 
     async def snapshot(self) -> SandboxSnapshot:
-        """Return a snapshot of the current files, from which other sandboxes can start; this sandbox continues."""
+        """Return a snapshot of the current files, from which other sandboxes can start; this sandbox continues. Raises
+        `SandboxError` at isolation levels below "userns"."""
         layers = await self._running.checkpoint(self.slot)
         return SandboxSnapshot(layers, self._running, asyncio.get_running_loop())
 

@@ -3,7 +3,8 @@
 A *slot* is one isolated workspace; a *snapshot* is a sealed workspace from which any number of slots start. `pool.py`
 leases slots. Code above this layer works with these types and the pool, and uses a backend only to configure a pool.
 
-All paths are paths inside the slot. Relative paths start at `WORKSPACE`, the directory where commands start.
+Unless stated otherwise, paths are paths inside the slot. Relative paths start at `WORKSPACE`, the directory where
+commands start.
 """
 
 from __future__ import annotations
@@ -244,8 +245,8 @@ class Process(Protocol):
         process's status, whose `running` is true if the process still runs."""
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill the whole process tree: send SIGTERM, and after `grace_s` seconds SIGKILL. If `grace_s` is 0, send only
-        SIGKILL."""
+        """Kill the whole process tree: send SIGTERM to the process group, and SIGKILL to the rest of the tree after
+        `grace_s` seconds or when the main process has ended. If `grace_s` is 0, send only SIGKILL."""
 
     async def forget(self) -> None:
         """Kill the process if it still runs, and drop its output."""
@@ -342,7 +343,8 @@ class Slot(Protocol):
         """
 
     async def processes(self) -> Sequence[Process]:
-        """Return the background processes of this slot, including ended ones, oldest first."""
+        """Return the background processes of this slot, oldest first. Ended processes are included until newer ones
+        take their place."""
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes: ...
 
@@ -375,7 +377,7 @@ class Slot(Protocol):
     async def list_dir(self, path: str = ".") -> list[FileInfo]: ...
 
     async def stat(self, path: str) -> FileInfo | None:
-        """Return the entry at a path, without following symlinks; None if it does not exist."""
+        """Return the entry at a path; None if it does not exist. If the entry is a symlink, it is not followed."""
 
     async def make_dir(self, path: str) -> None:
         """Make a directory and its parents if they do not exist."""
@@ -403,7 +405,7 @@ class Slot(Protocol):
 
     async def ask(self, port: int, request: bytes, *, timeout_s: float = 10.0, max_bytes: int = 1 << 20) -> bytes:
         """Send bytes to a port of 127.0.0.1 in the slot and return the answer, up to the end of the connection or
-        `max_bytes`.
+        `max_bytes` (at most 4 MiB).
 
         Raises OSError if nothing listens on the port, or if the answer does not end in time.
         """
@@ -419,8 +421,7 @@ class Slot(Protocol):
         """Yield a second slot that starts with this slot's current files and ends with the block; this slot continues.
 
         The pool does not count the fork, because a caller that holds a slot must not wait for another slot. Processes
-        and the contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` at isolation levels without
-        layers.
+        and the contents of `/tmp` and `/dev/shm` are not copied. Raises `SandboxError` at levels below `userns`.
         """
 
 
@@ -465,10 +466,11 @@ class Backend(Protocol):
         """The maximum number of slots; None if the backend sets no limit."""
 
     async def start(self) -> None:
-        """Prove the isolation in a throw-away slot. Idempotent. Raises `ConfigError` or `IsolationUnavailable`."""
+        """Prove the isolation in a throw-away slot. Idempotent. Raises `ConfigError`, `IsolationUnavailable` or another
+        `SandboxError`."""
 
     async def aclose(self) -> None:
-        """End every slot and snapshot. Idempotent."""
+        """End every slot and snapshot, except slots that belong to a service. Idempotent."""
 
     async def create(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None = None) -> Slot:
         """Return a new slot. If `snapshot` is given, the slot starts from it, and `spec.image` must be its image."""
@@ -480,8 +482,8 @@ class Backend(Protocol):
         """End the slot and return a snapshot whose topmost layer is the slot's changes, limited to `view`."""
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """Return a snapshot of the slot's current files; the slot continues. Raises `SandboxError` at levels without
-        layers."""
+        """Return a snapshot of the slot's current files; the slot continues. Raises `SandboxError` at levels below
+        `userns`."""
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """Return a second snapshot of the same files, limited to `view`."""

@@ -103,14 +103,15 @@ class Batcher:
         most: int,
         ended: Callable[[Sequence[int]], bool] | None = None,
     ) -> Future[Sampled]:
-        """Request up to `most` tokens. Sampling stops early when `ended` returns True for the tokens sampled so far.
-        Cancelling the future cancels the request."""
+        """Request up to `most` tokens. Sampling stops early after a stop token, or when `ended` returns True for the
+        tokens sampled so far. Cancelling the future cancels the request."""
         request = _Request(prompt, sampling, most, Future(), ended)
         self._send(request)
         return request.answer
 
     def load(self, folder: str, version: str) -> Future[None]:
-        """Change the weights. Requests in progress end with `abort` and their tokens so far."""
+        """Change the weights. Requests in the batch end with `abort` and their tokens so far; waiting requests are
+        sampled with the new weights."""
         message = _NewWeights(folder, version, Future())
         self._send(message)
         return message.answer

@@ -19,8 +19,8 @@ ended the reply. Raises `EngineError`."""
 
 class FunctionEngine(TokenChat):
     """Samples with a function. `model` names the model and its tokenizer (a folder, or OWNER/NAME on the hub).
-    `settings` are `APIServerConfig` settings, which may name a different model or tokenizer. The function sets the
-    temperature and similar settings itself."""
+    `settings` are `APIServerConfig` settings, which may name a different model or tokenizer; `history` is `append`
+    unless they set it. The function sets the temperature and similar settings itself."""
 
     def __init__(self, sample: SampleFunction, *, model: str, **settings: JSON) -> None:
         super().__init__(APIServerConfig(**{"model_name": model, "history": "append", **settings}))

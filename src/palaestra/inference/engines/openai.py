@@ -66,10 +66,10 @@ class OpenAIEngine(ServerEngine):
         self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
 
     async def start(self) -> None:
-        """Check the server, which costs no tokens, unless `health_check` is false. A server without a list of models is
-        accepted.
+        """Check the server without sampling a token, unless `health_check` is false. A server without a list of models
+        is accepted.
 
-        Raises `EngineUnavailable` within seconds if nothing answers, `EngineRefused` if the key is refused.
+        Raises `EngineUnavailable` within seconds if nothing answers, and `EngineRefused` if the key is refused.
         """
         if not self.config.health_check:
             return
@@ -96,7 +96,8 @@ class OpenAIEngine(ServerEngine):
         self._source = f"The model server at {shown(self._url)} (model '{name}')"
 
     async def probe(self, tools: Sequence[Mapping[str, JSON]]) -> None:
-        """Send one request with `tools`, so that a server that refuses them is detected before any slot is created.
+        """Send one request with `tools`, so that a server that refuses them is detected before any slot is created. If
+        `health_check` is false or there are no tools, send nothing.
 
         Only a refusal of the key, the model, the address or the tools counts: other errors may concern this request
         alone, and a slow or overloaded server is retried during the run. Raises `EngineRefused`.

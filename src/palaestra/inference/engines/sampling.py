@@ -30,7 +30,8 @@ class Sampling:
     @classmethod
     def read(cls, settings: Mapping[str, JSON], stop_ids: Collection[int] = ()) -> Sampling:
         """Read settings with OpenAI's and vLLM's names. `stop_ids` are the model's own stop tokens, which `ignore_eos`
-        turns off. Raises `EngineRefused` for an unknown or invalid setting."""
+        turns off. Raises `EngineRefused` for an invalid setting, or for an unknown one whose value is not 0 or
+        empty."""
         left = {name: value for name, value in settings.items() if value is not None and name not in _IGNORED}
         own = () if left.pop("ignore_eos", False) else stop_ids
         max_tokens = left.pop("max_completion_tokens", None) or left.pop("max_tokens", None)

@@ -1,9 +1,9 @@
 """Scripted policies, and the engine that plays them in the shape of chat completions.
 
-`oracle` plays a task's reference solution, `noop` answers without acting, `patch:FILE` applies a diff, `replay` plays a
-recording. A policy replaces only the model and keeps no state between turns: its reply, ids included, depends on the
-rollout's context and the messages alone, so a repeated call gives the same answer. Unless a recording has token counts,
-they are estimated as UTF-8 bytes divided by four, rounded up.
+`oracle` plays a task's reference solution, `noop` answers without acting, `patch:FILE` applies a diff, and
+`replay:FILE` plays a recording. A policy replaces only the model and keeps no state between turns: its reply, ids
+included, depends only on its file, the rollout's context and the messages, so a repeated call gives the same answer.
+Unless a recording has token counts, they are estimated as UTF-8 bytes divided by four, rounded up.
 """
 
 from __future__ import annotations

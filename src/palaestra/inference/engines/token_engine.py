@@ -151,7 +151,8 @@ PROBE = 'Tokens: ½ naïve 東京 <|x|>\n\t{"a": 1}'
 
 class TokenServer(TokenChat):
     """One model server that continues token ids. Subclasses implement the server's wire format in `generate`. If the
-    argument `sampling` has `on_ids` (`OnIds`), the reply is streamed; the result is the same."""
+    argument `sampling` has `on_ids` (`OnIds`) and the wire format supports it, the reply is streamed; the result is the
+    same."""
 
     features = frozenset({"on_delta", "on_ids"})
 
@@ -195,7 +196,7 @@ class TokenServer(TokenChat):
             )
 
     async def tokens_of(self, text: str) -> list[int] | None:
-        """Return the server's tokens for the text, or None if the server does not answer `/tokenize`."""
+        """Return the server's tokens for the text, or None if the server does not answer `/tokenize` with tokens."""
         body = encode_json({"model": self.name, "prompt": text, "add_special_tokens": False})
         try:
             response = await self.transport.look("POST", self.root_url / "tokenize", lambda: body)

@@ -1,5 +1,5 @@
-"""Continues several token sequences concurrently with a `transformers` model: one batch, a key-value cache, left
-padding.
+"""Continues several token sequences concurrently with a `transformers` model, in one batch with a key-value cache and
+left padding.
 
 Except for rounding, a row's results do not depend on the other rows, because padding is never attended to and each row
 has its own random generator. A token is chosen by inverting the cumulative distribution at a number from Python's

@@ -111,7 +111,7 @@ class TransformersEngine(TokenChat):
         return await asyncio.wrap_future(answer)
 
     async def load_weights(self, folder: str, version: str) -> None:
-        """Load the weights in `folder` as policy `version`. Requests in progress end with `abort` and their tokens so
+        """Load the weights in `folder` as policy `version`. Requests in the batch end with `abort` and their tokens so
         far; token-exact chat then resumes them with the new weights."""
         await asyncio.wrap_future(self.batcher.load(folder, version))
 

@@ -191,7 +191,7 @@ ServerKind: TypeAlias = Literal["vllm", "sglang", "other"]
 
 
 class ListedModel(msgspec.Struct):
-    """One model. `owned_by` is the software that serves it, `max_model_len` its window in tokens."""
+    """One model. `owned_by` is the software that serves it, and `max_model_len` is its window in tokens."""
 
     id: str
     owned_by: str | None = None

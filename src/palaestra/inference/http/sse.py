@@ -40,7 +40,7 @@ DeltaHook: TypeAlias = Callable[[Delta], None]
 
 
 class EventStreamReader:
-    """Reads the replies to one request and its retries; all replies but the last were incomplete."""
+    """Reads the replies to one request and its retries. All replies but the last are failures or incomplete."""
 
     def __init__(self, source: str, hook: DeltaHook | None = None) -> None:
         self._source = source

@@ -92,7 +92,7 @@ class VLLMEvents:
 
 
 class TokenStreamReader:
-    """Reads the replies to one request and its retries; all replies but the last were incomplete."""
+    """Reads the replies to one request and its retries. All replies but the last are failures or incomplete."""
 
     def __init__(self, source: str, kind: Callable[[], TokenEvents], on_ids: OnIds) -> None:
         self._source, self._kind, self._on_ids = source, kind, on_ids

@@ -1,8 +1,8 @@
 """The HTTP client: JSON requests to a model server, pooled, limited and retried, with errors that name the fix.
 
-Retries happen only here. Requests are divided into lanes (`train` and `eval`). Each lane limits the number of its
-requests in flight, and further requests wait in order. Errors name the address, status and model, but never a
-credential.
+Requests to a model server are retried only here. They are divided into lanes (`train` and `eval`). Each lane limits the
+number of its requests in flight, and further requests wait in order. Errors name the address, status and model, but
+never a credential.
 """
 
 from __future__ import annotations

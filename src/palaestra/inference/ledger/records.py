@@ -132,9 +132,9 @@ class TokenRow(msgspec.Struct, kw_only=True, omit_defaults=True):
     the whole list is None if log-probabilities are unknown).
 
     `source` is `engine` if the ids were sampled, `placeholder` if no tokens were recorded (such a row trains nothing),
-    `environment` if the environment made the row. A row of a ledger also has its segment's number and reason, and the
-    finish reason of its last turn. Its `versions` give start, stop and policy version of each sampled span; its `spans`
-    cover the row without gaps. Only the first four fields are on disk (`Trajectory.row`).
+    and `environment` if the environment made the row. A row of a ledger also has its segment's number and reason, and
+    the finish reason of its last turn. Its `versions` give start, stop and policy version of each sampled span; its
+    `spans` cover the row without gaps. Only the first four fields are on disk (`Trajectory.row`).
     """
 
     tokens: list[int]

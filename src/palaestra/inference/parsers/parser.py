@@ -187,7 +187,7 @@ def named_object(call: ParsedCall, key: str = "arguments") -> str:
 
 
 def bare(value: JSON) -> str:
-    """Return a string as it is, any other value as JSON. Lone surrogates stay escaped in JSON."""
+    """Return a string as it is, and any other value as JSON. Lone surrogates stay escaped in JSON."""
     if isinstance(value, str):
         return value
     text = json.dumps(value, ensure_ascii=False)

@@ -52,8 +52,8 @@ KEPT_REPLIES, KEPT_BYTES = 256, 64 << 20
 of their conversations in bytes."""
 
 LONG_BYTES = 256 << 10
-"""Requests of at least this many bytes are read, rendered and encoded in a thread, because that takes up to a second
-per MB."""
+"""Requests of at least this many bytes are read in a thread, because that takes up to a second per MB. A token-exact
+engine also renders and encodes them there."""
 
 MOST_TOOL_BYTES = 1 << 20
 """The maximum size of a request's tool definitions in bytes. A template is rendered with them many times before the
@@ -93,8 +93,8 @@ class AnsweredCall:
 
 @dataclass(slots=True)
 class RecordedConversation:
-    """One conversation: the `messages` of its latest call with the reply, all its `calls`, and the ledger's `segments`
-    with their tokens. `asking` counts the calls in progress."""
+    """One conversation: the `messages` of its latest call, including the reply, all its `calls`, and the numbers of the
+    ledger `segments` that hold its tokens. `asking` counts the requests in progress."""
 
     number: int
     system: str
@@ -156,9 +156,9 @@ def _equal(arguments: JSON, known: FunctionCall) -> bool:
 
 @dataclass(slots=True)
 class RecordedCalls:
-    """The classified calls of a rollout. `own` is None if there was no call. Only `own` and `subagents` are trained on:
-    `ledger` has their tokens, and `auxiliary_ledger` has the tokens of the other calls. `ignored` counts the request
-    fields that had no effect."""
+    """The classified calls of a rollout. `own` is None if no call was answered. Only `own` and `subagents` are trained
+    on: `ledger` has their tokens, and `auxiliary_ledger` has the tokens of the other calls. `ignored` counts the
+    request fields that had no effect."""
 
     own: RecordedConversation | None = None
     subagents: list[RecordedConversation] = field(default_factory=list)
@@ -176,14 +176,15 @@ class RecordedCalls:
 class Conversations:
     """Answers the calls of one rollout with `server`, which is the rollout's own session of an engine.
 
-    `sampling` has the run's settings, which training assumes; a request may only shorten its replies. `admit` is called
-    with 0 before the body of a call is read, and with the number of requested replies before the call itself; it may
-    raise `Refusal` to enforce a budget. `answered` is called after each reply, with the conversation and the call.
+    `sampling` has the run's settings, which training assumes. A request may shorten its replies and, if the engine
+    supports that, force their form. `admit` is called with 0 before the body of a call is read, and with the number of
+    requested replies before the call itself; it may raise `Refusal` to enforce a budget. `answered` is called after
+    each reply, with the conversation and the call.
     `check_engine` sends a plain request after a failure that the agent's request may have caused
     (`EngineError.by_request`). It raises `EngineError` if the plain request fails too, which means that the agent did
     not cause the failure. Rate limits and lost connections are never attributed to the agent.
 
-    `failure` is the engine failure that ends the rollout; the event `failed` is set at the same time. `refused` counts
+    `failure` is the failure that ends the rollout; the event `failed` is set at the same time. `refused` counts
     the requests answered with an error, except for rate limits and requests after the end; `refusal` is the last such
     error.
     """
@@ -224,7 +225,7 @@ class Conversations:
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Call a function in the endpoint's `thread`, for a long request. Only one function per rollout runs at a
-        time."""
+        time. Without a `thread`, call it directly."""
         if self.thread is None:
             return function()
         async with self._one_long:

@@ -42,8 +42,8 @@ from palaestra.inference.recording.dialects.responses import ResponsesDialect
 from palaestra.inference.recording.request import Dialect, ModelRequest, Refusal, ReplyStream
 
 MAX_BODY_BYTES = 64 << 20
-"""The maximum size in bytes of a request to a model that accepts images; for other models, the limit is
-`CallLimits.text_bytes`."""
+"""The maximum size of a request in bytes. For a model that does not accept images, `CallLimits.text_bytes` is a further
+limit."""
 
 PING_S, WRITE_S = 10.0, 60.0
 """Seconds between the keep-alive events of a streamed reply, and the seconds within which a client must read the

@@ -1,7 +1,7 @@
 """The internal form of a request to the recording endpoint in any dialect, and the refusals. No I/O.
 
-Messages and tools are in the shape of OpenAI's chat completions, as everywhere in this package. A field of a request is
-used, refused (`Refusal`), or named in `ModelRequest.ignored`: none is dropped silently.
+Messages and tools are in the shape of OpenAI's chat completions, as everywhere in this package. A field that has a
+value is used, refused (`Refusal`) or named in `ModelRequest.ignored`: none is dropped silently.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MOST_CHOICES = 16
 """The maximum number of replies to one request (`n`)."""
 
 MOST_ITEMS = 20_000
-"""The maximum number of messages, parts or tools of a request, because reading a million of them takes seconds."""
+"""The maximum length of a list of messages, parts or tools, because reading a million of them takes seconds."""
 
 
 class Refusal(Exception):
-    """A request that is answered with an error. `status` is the HTTP status, `param` the field, `code` OpenAI's error
-    code."""
+    """A request that is answered with an error. `status` is the HTTP status, `param` the field and `code` OpenAI's
+    error code."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -137,7 +137,7 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of chat templates, which answers the most frequent lookups directly: attributes of texts, and
+    """The environment of chat templates, which answers the most frequent lookups directly: attributes of strings, and
     entries of mappings, which no sandbox restricts."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """The fields in which templates look for thinking: the first in templates of Qwen, GLM and DeepSeek, the second in
-those of gpt-oss, the third in others."""
+those of gpt-oss, and the third in others."""
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -202,8 +202,8 @@ def assistant_message(message: Message, reasoning_field: str | None) -> Message:
 
 
 def content_of(message: Mapping[str, JSON]) -> str:
-    """Return the text of a message: an empty string for None, the joined parts of a list. Raises `ConfigError` for
-    anything but text."""
+    """Return the text of a message. None becomes an empty string, and the parts of a list are joined. Raises
+    `ConfigError` for anything but text."""
     content = message.get("content")
     if isinstance(content, str):
         return content

@@ -105,7 +105,7 @@ class Outlines:
 
 
 def _form(ready: Sequence[Message]) -> Hashable | None:
-    """Return a key that is equal for messages that differ only in their texts. Returns None if a value is not a text,
+    """Return a key that is equal for messages that differ only in their texts. Returns None if a value is not a string,
     if a message has no content, or if there are too many texts."""
     reply, *after = ready
     calls = len(reply.get("tool_calls", ()))

@@ -12,10 +12,10 @@ a conversation is twice as long as the last one for which the results agreed. If
 depends on more than the kinds of steps, and whole conversations are rendered from then on. The short conversation is
 rendered only until it has an outline (`outlines`), which is then filled with the texts of later steps of the same kind.
 
-Invariants: only text that the template puts after the last sampled token is encoded. A control token in the text of a
-user, a tool or a system prompt, or in the arguments of a call, is encoded as text: a mark is put into the token before
-the template is rendered, and the parts between the marks are encoded one by one. In the assistant's other text, this
-applies only to special tokens, because calls and thinking may be written with control tokens.
+Invariants: a step encodes only text that the template puts after the last sampled token. A control token in the text of
+a user, a tool or a system prompt, or in the arguments of a call, is encoded as text: a mark is put into the token
+before the template is rendered, and the parts between the marks are encoded one by one. In the assistant's other text,
+this applies only to special tokens, because calls and thinking may be written with control tokens.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Opening:
 
 class TurnRenderer:
     """A template with one set of tools and one set of template variables. All rollouts with the same template, tools
-    and variables share the renderer. Raises `ConfigError` if the template hides the tools, drops their results, or has
-    no recognisable token that ends a turn."""
+    and variables share the renderer. Raises `ConfigError` for invalid tools or variables, and if the template hides the
+    tools, drops their results, or has no recognisable token that ends a turn."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class TurnRenderer:
 
 
 def _head_roles(prompt: Sequence[Message]) -> tuple[str, ...]:
-    """Return the roles of the messages before the first reply."""
+    """Return the roles of the messages before the first reply, at most `_MAX_HEAD` of them."""
     roles: list[str] = []
     for message in prompt[:_MAX_HEAD]:
         role = str(message.get("role"))

@@ -1,8 +1,8 @@
 """Token-exact chat: messages in, an OpenAI-shaped completion out, and every token of it in a ledger.
 
 Invariants: the engine receives the ledger's own ids and nothing else (T1); a request continues a conversation only if
-every earlier message is unchanged, and a history that the ledger does not hold opens a segment with its reason (T2); a
-turn is in the ledger whole or not at all, so a request that fails or is cancelled leaves no trace.
+every earlier message is unchanged (the last reply may lack its thinking), and any other history opens a segment with
+its reason (T2); a turn is in the ledger whole or not at all, so a turn that fails or is cancelled leaves no trace.
 
     async with server.managed_server(tokenizer=tokenizer, tool_call_parser=parser) as managed:
         result = await HermesAgentLoop(server=managed, …).run(messages)
@@ -47,7 +47,8 @@ V = TypeVar("V")
 
 HistoryMode: TypeAlias = Literal["template", "append"]
 """What to do if the template rewrites history, for example by stripping thinking. `template` sends the rewritten
-history and begins a new segment; `append` keeps appending to the sampled tokens, which gives one row."""
+history and begins a new segment; `append` keeps appending to the sampled tokens where possible, so that they stay in
+one row."""
 
 InThread: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a function in a thread and returns its result, for a request that would block the event loop for seconds."""
@@ -156,7 +157,7 @@ class ManagedChat(ChatServer):
 
     `history` selects how to treat a template that rewrites history. Requests may run concurrently; each continues the
     conversation that its messages extend, or opens a new segment, which is added to `segments`. Replies that `recorded`
-    returns are not sampled again. Raises `ConfigError` for an unusable template or parser.
+    returns are not sampled again. Raises `ConfigError` for an unusable parser or an unknown `history`.
     """
 
     features = frozenset({"on_delta"})

@@ -1,7 +1,7 @@
 """Shows a reply while its tokens arrive: its text and thinking in pieces, without its tool calls.
 
-This is only the display: the reply itself is read from all tokens at its end, and the last piece shows the text that
-was not shown before.
+This is only the display: the reply itself is read from all tokens at its end. The last piece shows the text that was
+not shown before, unless the reply differs from what was already shown.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ShownReply:
         self._show(message.content or "", message.reasoning_content or "")
 
     def _show(self, content: str, reasoning: str) -> None:
-        """Show the new part of a text. A text that does not continue what was shown is not shown yet."""
+        """Show the new part of a text. A text that does not continue what was shown is not shown."""
         new_content = content[len(self._content) :] if content.startswith(self._content) else ""
         new_reasoning = reasoning[len(self._reasoning) :] if reasoning.startswith(self._reasoning) else ""
         self._content += new_content

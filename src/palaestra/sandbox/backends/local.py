@@ -24,8 +24,9 @@ and, with the network off, from TCP and UDP. The following are neither isolated 
 of all processes in the container, total disk and memory, and processor time. `confined` also differs in the following
 ways. A slot cannot have a list of hosts or an image. A directory can be mounted only at the path that it has on the
 host. `/workspace` is a link, and exists only if root was able to make it; the link does not work in programs that close
-all descriptors. TMPDIR replaces /tmp. Forks are copies, so absolute paths into the original workspace are wrong in a
-fork. Without root, there is only one slot at a time, and a command can end its own slot.
+all descriptors. TMPDIR replaces /tmp. A running slot cannot be forked or checkpointed. A slot that starts from a
+snapshot is a copy, so absolute paths into the original workspace are wrong in it. Without root, there is only one slot
+at a time, and a command can end its own slot.
 
 `none`, which must be requested by name, runs commands as the caller in a temporary directory. Nothing is isolated.
 

@@ -97,9 +97,10 @@ class ModalSandboxConfig:
     """The settings of one profile's sandboxes, with the names and defaults of Atropos and Hermes. Times are in seconds;
     `memory` is in megabytes.
 
-    At least `min_sandboxes` and at most `max_sandboxes` run; sandboxes above the minimum end after `idle_timeout`
-    without slots. `secrets` are names of Modal secrets. The secrets' variables and `env_vars` are in the environment of
-    every command. Raises `ConfigError` for values that Modal or this backend cannot use.
+    The backend tries to keep `min_sandboxes` running, and never runs more than `max_sandboxes`. Sandboxes above the
+    minimum end after `idle_timeout` without slots. `secrets` are names of Modal secrets. The secrets' variables and
+    `env_vars` are in the environment of every command, unless the slot's image is a path. Raises `ConfigError` for
+    invalid numbers of sandboxes or slots, and for an invalid `idle_timeout` or `max_lifetime`.
     """
 
     name: str = "default"

@@ -3,8 +3,8 @@
 The job has one task group `sandbox` with one task `sandbox-server`, which listens on a port that Nomad assigns; the
 secret for the port is in the job. The driver `docker` runs the image's Python; `raw_exec` runs the node's Python, and
 gives the slots the isolation that the node allows. The slot server's files travel over the port
-(`remote/port_server.py`), which slots cannot reach. The job is scaled up as slots need allocations, and down when the
-allocations with the highest numbers are idle.
+(`remote/port_server.py`), which accepts no requests from the users of slots. The job is scaled up as slots need
+allocations, and down when the allocations with the highest numbers are idle.
 
 A run owns its job. If another live run has a job of the same name, this run's job gets a different name, or the start
 fails if `purge_job_on_start` is set. A job that has had no open stream for `unattended_s` seconds is considered

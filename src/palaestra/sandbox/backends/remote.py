@@ -88,7 +88,7 @@ class Place(ServerBackend):
 
     @property
     def idle(self) -> bool:
-        """Whether no slot needs the place."""
+        """Whether no slot and no snapshot needs the place."""
         return not self.slots and not self.snapshots and not self.starting
 
     @property
@@ -130,8 +130,8 @@ class RemoteBackend(StartedBackend):
     """Slots in places that are started as they are needed, on one host or several.
 
     `places` times `slots_per_place` is the maximum number of slots. There can be more than `places` places while slots
-    need different images; surplus places end when they are idle. `rung` and `require` mean the same as in
-    `ServerBackend`.
+    need places with different settings, such as images; surplus places end when they are idle. `rung` and `require`
+    mean the same as in `ServerBackend`.
     """
 
     name: str
@@ -200,7 +200,7 @@ class RemoteBackend(StartedBackend):
     async def start(self) -> None:
         """Check every host, and prove the isolation level in a first place. Idempotent.
 
-        Raises `ConfigError` or `IsolationUnavailable` before any slot exists. A host that fails is left out if another
+        Raises `ConfigError`, `IsolationUnavailable` or another `SandboxError`. A host that fails is left out if another
         host works.
         """
         if self._started:
@@ -323,7 +323,7 @@ class RemoteBackend(StartedBackend):
             place.slots.discard(slot.epoch)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """Return a snapshot of the slot's current files. Raises `SandboxError` at levels without layers."""
+        """Return a snapshot of the slot's current files. Raises `SandboxError` at levels below `userns`."""
         place = self._holder(slot)
         return self._kept(place, await place.checkpoint(slot))
 
@@ -420,7 +420,7 @@ class RemoteBackend(StartedBackend):
         return snapshot
 
     async def _tidy(self) -> None:
-        """End surplus idle places, and idle places whose server has ended."""
+        """End the idle places that `_is_spare` selects."""
         for number, place in list(self._places.items()):
             if place.idle and self._is_spare(place):
                 del self._places[number]
@@ -429,7 +429,8 @@ class RemoteBackend(StartedBackend):
                 await place.aclose()
 
     def _is_spare(self, place: Place) -> bool:
-        """Return whether an idle place should end."""
+        """Return whether an idle place should end, because it is surplus, its server has ended or its host is
+        drained."""
         return len(self._places) > self._most or not place.is_up or place.spec.host in self.drained_hosts()
 
     def drained_hosts(self) -> frozenset[str]:

@@ -67,8 +67,8 @@ class StartedBackend(ABC):
 
 class ServerBackend(StartedBackend):
     """One slot server and its slots. `rung` requests exactly that isolation level, and `require` requests that level or
-    a better one. By default, the server runs at the best available level. If the server dies, its slots are lost, and
-    the next request for a slot starts the server again.
+    a better one. By default, the server runs at the best available level other than `none`. If the server dies, its
+    slots are lost, and the next request for a slot starts the server again.
     """
 
     name: str
@@ -104,6 +104,7 @@ class ServerBackend(StartedBackend):
 
         If every level fails, raises `IsolationUnavailable` with the reasons, before any other slot exists. Raises
         `SandboxError` instead if no server ran, or if several levels were tried and all failed for the same reason.
+        Raises `ConfigError` if the requested level is lower than the required one.
         """
         if self._server is not None:
             return
@@ -225,8 +226,7 @@ class ServerBackend(StartedBackend):
         """Return a snapshot of the slot's current files. The slot's processes are stopped while the files are copied.
 
         Files that have not changed since the slot's last checkpoint are shared with that checkpoint, so the cost grows
-        with the changes since then. Raises `SandboxError` if a process does not stop, and at isolation levels without
-        layers.
+        with the changes since then. Raises `SandboxError` if a process does not stop, and at levels below `userns`.
         """
         ours = self._own(slot)
         return snapshot_of(await ours.requests.make("checkpoint", ours.lease(), _forget_topmost), ours.spec)

@@ -85,7 +85,8 @@ class Part:
 
 
 class SpreadBackend(StartedBackend):
-    """Slots of several backends. A backend in `overflow` makes a slot only when none of `backends` can."""
+    """Slots of several backends. A backend in `overflow` makes a slot only when none of `backends` can. Raises
+    `ConfigError` for a backend that is neither a `RemoteBackend` nor a `ServerBackend`."""
 
     name = "spread"
 
@@ -103,7 +104,8 @@ class SpreadBackend(StartedBackend):
     async def start(self) -> None:
         """Start every backend that is not for overflow, and check the overflow backends except `local`. Idempotent.
 
-        A backend that fails is left out; if none starts, the first error is raised.
+        A backend that does not start is left out; if none starts, the first error is raised. Raises `ConfigError` if an
+        overflow backend fails its check.
         """
         own = [part for part in self._parts if not part.overflow]
         try:
@@ -197,7 +199,7 @@ class SpreadBackend(StartedBackend):
             part.slots.discard(slot.epoch)
 
     async def checkpoint(self, slot: Slot) -> Snapshot:
-        """Return a snapshot of the slot's current files. Raises `SandboxError` at levels without layers."""
+        """Return a snapshot of the slot's current files. Raises `SandboxError` at levels below `userns`."""
         part = self._holder(slot)
         return _kept(part, await part.backend.checkpoint(slot))
 

@@ -201,8 +201,8 @@ class Requests(ABC):
 
 
 class SlotClient(Requests):
-    """The client of one running slot server. A client is made by `start` or `attach`, and ends with `aclose` or with
-    this process."""
+    """The client of one running slot server. A client is made by `start`, `attach` or `launch`, and ends with `aclose`,
+    with its server or with this process."""
 
     def __init__(self, on_lost: OnLost) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ class LocalSlot(Slot):
         return [LocalProcess(self, fields) for fields in reply.fields["processes"]]
 
     async def read_bytes(self, path: str, *, max_bytes: int = MAX_FILE_BYTES, offset: int = 0) -> bytes:
-        """Return the file's content from `offset` on. Raises OSError (EFBIG) if that is more than `max_bytes`."""
+        """Return the file's content, starting at `offset`. Raises OSError (EFBIG) if that is more than `max_bytes`."""
         _require(offset >= 0 and max_bytes >= 0, "offset and max_bytes cannot be negative")
         fields = {**self.lease(), "path": path, "offset": offset, "max_bytes": max_bytes}
         return await self.requests.read("read", fields)
@@ -431,8 +431,8 @@ class LocalProcess:
                 return status
 
     async def kill(self, grace_s: float = 0.0) -> ProcessStatus:
-        """Kill the whole process tree: send SIGTERM, and after `grace_s` seconds SIGKILL. If `grace_s` is 0, send only
-        SIGKILL."""
+        """Kill the whole process tree: send SIGTERM to the process group, and SIGKILL to the rest of the tree after
+        `grace_s` seconds or when the main process has ended. If `grace_s` is 0, send only SIGKILL."""
         return _status(await self._call("kill", grace_s=grace_s))
 
     async def forget(self) -> None:

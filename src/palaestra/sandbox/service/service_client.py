@@ -46,8 +46,8 @@ def default_directory() -> Path:
 
 
 def socket_path(name: str, directory: Path | None = None) -> Path:
-    """Return the path of a service's socket. Raises `ConfigError` if the name is invalid or other users have access to
-    the directory."""
+    """Return the path of a service's socket, whose directory is made if it does not exist. Raises `ConfigError` if the
+    name is invalid or other users have access to the directory."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot be the name of a service; use up to 41 letters, digits, dots, dashes and underscores"
@@ -65,7 +65,7 @@ def socket_path(name: str, directory: Path | None = None) -> Path:
 
 async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLost) -> SlotClient:
     """Attach to a service, starting it first if it is not running. Raises `SandboxError` while another process is
-    attached, and `IsolationUnavailable` if the service runs at another isolation level."""
+    attached, and `IsolationUnavailable` if the service cannot be started or runs at another isolation level."""
     async with _turn(path):
         if not _listens(path):
             await _start(path, rung, settings)
@@ -78,7 +78,8 @@ async def attach(path: Path, rung: str, settings: dict[str, JSON], on_lost: OnLo
 
 
 async def look(path: Path) -> Service | None:
-    """Return the state of a service without attaching; None if the service is not running."""
+    """Return the state of a service without attaching; None if the service is not running. Raises `SandboxError` if the
+    service does not answer."""
     try:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError:

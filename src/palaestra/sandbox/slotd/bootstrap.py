@@ -2,8 +2,8 @@
 
 There are two processes. The first, in a session of its own, makes a process namespace and starts the server as pid 1 of
 that namespace, so that the kernel kills every process of every slot together with the server. The first process then
-waits for the server's end and removes the control groups. If the first process dies, the server is killed with it, and
-the next start removes the groups.
+waits for the server's end and removes its control groups, if it has any. If the first process dies, the server is
+killed with it, and the next start removes the groups.
 """
 
 from __future__ import annotations

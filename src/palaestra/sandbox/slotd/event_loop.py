@@ -132,8 +132,8 @@ class EpollLoop:
             self.turn(self.patience())
 
     def turn(self, patience: float | None = 0) -> None:
-        """Run one round: handle the descriptors that become ready within `patience` seconds, and the timers that are
-        due."""
+        """Run one round: handle the descriptors that become ready within `patience` seconds, run the timers that are
+        due, and run one piece of every job."""
         watched = self._watched
         ready = self._epoll.poll(patience, _MANY)
         if len(ready) == 1:

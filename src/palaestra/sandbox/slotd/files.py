@@ -4,8 +4,9 @@ Every path is opened with openat2(RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS) from 
 link, `..` or race leads out of it. Only regular files are read or replaced, so a fifo or device cannot hold up the
 server. Files of /proc are refused; only a command in the slot can read them.
 
-New files belong to the slot's root user. Writing fills a new file next to the old one, gives it the old file's owner
-and mode, and renames it over the old file.
+New files belong to the slot's root user or, in a slot without namespaces, to the slot's only user. Writing fills a new
+file next to the old one, gives it the old file's owner and, unless the request sets a mode, the old file's mode, and
+renames it over the old file.
 """
 
 from __future__ import annotations

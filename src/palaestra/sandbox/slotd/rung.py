@@ -143,7 +143,7 @@ class RungDriver(Protocol[F, L]):
 
     @property
     def checkpoints(self) -> Checkpoints[F, L] | None:
-        """The checkpoints of this isolation level; None if it has no layers to stack."""
+        """The checkpoints of this isolation level; None if running slots cannot be checkpointed at it."""
 
     def make(self, name: str, fields: Fields, layers: tuple[L, ...]) -> NewSlot:
         """Lay out a slot for a `create` request. Raises `CannotMake` or OSError, and then leaves nothing behind."""

@@ -24,8 +24,8 @@ of `server_slot.OPERATIONS`, it serves:
 
 Quick requests run in the order of their frames, and long requests (a command, a listing) run concurrently. A request
 that fails is answered with an ERROR and does not affect other requests. During a checkpoint, requests wait if they
-start or stop processes of the slot, or end the slot. If a request writes a file during a checkpoint, the checkpoint may
-or may not contain that file.
+start or freeze processes of the slot, or end the slot. If a request writes a file during a checkpoint, the checkpoint
+may or may not contain that file.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class Listing:
         self._size = 0
 
     def fill(self, entries: Iterable[Fields | None]) -> Iterator[None]:
-        """Collect all entries, as a job; None among them stands for a pause. Raises OSError (EFBIG) for too many
-        entries."""
+        """Collect all entries, as a job; None among them stands for a pause. Raises OSError (EFBIG) if the list is
+        longer than `MAX_LIST_BYTES`."""
         self._write(b"[")
         piece: list[str] = []
         comma = ""
@@ -133,7 +133,7 @@ class Download:
 
 
 class Upload:
-    """Writes DATA frames to a new file; END puts the file in place, CANCEL drops it. `uploads` are the slot's
+    """Writes DATA frames to a new file; END puts the file in place, and CANCEL drops it. `uploads` are the slot's
     uploads."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Upload:
         uploads.add(self)
 
     def on_frame(self, frame: Frame) -> None:
-        """Handle the next piece of the file, or its end. After an error the client's remaining frames are ignored."""
+        """Handle the next piece of the file, or its end. After an error, the client's remaining frames are ignored."""
         if frame.kind is FrameKind.DATA:
             try:
                 self._writing.add(frame.data)

@@ -54,9 +54,9 @@ def _names(folder: str) -> list[str]:
 
 
 def of_image(image: str | None) -> JSON:
-    """Return the fingerprint of an image. It covers everything in a directory, or the inode, size and times of a file.
-    Without an image, it covers the host's release and the times of package changes, but not manual edits of system
-    files."""
+    """Return the fingerprint of an image. It covers the metadata of everything in a directory, or the inode, size and
+    modification time of a file. Without an image, it covers the host's release and the times of package changes, but
+    not manual edits of system files."""
     if image is None:
         release = Path("/etc/os-release")
         here = os.path.realpath(sys.base_prefix)

@@ -1,8 +1,8 @@
 """Types into a terminal of a slot and reads its screen, as a person (or tmux) would.
 
-The program runs as a background process with a terminal of its own. When the screen is captured, an emulator in this
-process derives the screen from the program's output, and answers the program's queries, for example for the cursor's
-position.
+The program runs as a background process with a terminal of its own. When the screen is captured, this process derives
+the screen from the program's output. An emulator, if one is used, also answers the program's queries, for example for
+the cursor's position.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Pane:
         self._cursor = 0
 
     async def run(self, slot: Slot, args: Mapping[str, JSON]) -> ExecutionResult:
-        """Perform `args["action"]`. Every mistake of the caller is reported in the result."""
+        """Perform `args["action"]`. Invalid arguments are reported in the result."""
         actions: dict[str, Callable[[Slot, Mapping[str, JSON]], Awaitable[ExecutionResult]]] = {
             "start": self._start,
             "send_keys": self._send_keys,

@@ -31,7 +31,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionsDialect:
-    """Translates legacy completions. Internally a continuation is a reply whose content is the text."""
+    """Translates legacy completions. Internally, a continuation is a reply whose content is the text."""
 
     def read(self, body: Mapping[str, JSON], features: Collection[str]) -> ModelRequest:
         refuse_fields(body, _REFUSED)

@@ -204,7 +204,7 @@ def _chat_format(wanted: JSON) -> JSON:
 
 
 def _items(request: ModelRequest, message: AssistantMessage, reply_id: str) -> Iterator[dict[str, JSON]]:
-    """Yield the items of a reply, in order: thinking, text, calls."""
+    """Yield the items of a reply in this order: thinking, text and calls."""
     if reasoning := reasoning_text(message):
         yield _reasoning_item(reply_id, reasoning)
     if message.content or not message.tool_calls:

@@ -1,5 +1,5 @@
-"""Copies the tree of a layer as a job, for a checkpoint of a running slot or a layer on disk. The copy keeps owners,
-modes, times, marks, hard links and holes.
+"""Copies the tree of a layer as a job, for example for a checkpoint of a running slot or a layer on disk. The copy
+keeps owners, modes, times, marks, hard links and holes.
 
 An agent chose the names and contents, so every entry is opened relative to its directory, and no link is followed. A
 file that has not changed since an earlier copy on the same file system is linked to that copy instead.

@@ -10,7 +10,7 @@ Before anything here runs, the server has moved to a root of its own:
     /skeleton    the base system, and the /dev   /lower/K    host directories, with owners mapped at the level full
                  that all slots share
 
-Everything is mounted in the server's private mount namespace, so it is gone with the server.
+Everything is mounted in private mount namespaces of the server and of its slots, so it is gone with the server.
 """
 
 from __future__ import annotations

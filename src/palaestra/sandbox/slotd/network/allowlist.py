@@ -6,8 +6,9 @@ module performs no I/O.
     *.example.org:*        every name below it, every port      *                   every name, ports 80 and 443
 
 A listed name allows only requests that use the name; the proxy resolves it and connects to the address that was
-checked. Addresses of cloud metadata services, which give out credentials, are always refused. So are addresses to which
-no listed name should resolve: a name that resolves to this host's loopback is an attack on this host.
+checked. Addresses of cloud metadata services, which give out credentials, are always refused. Addresses to which no
+listed name should resolve are refused unless they are listed themselves: a name that resolves to this host's loopback
+is an attack on this host.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class Forwarder:
             raise Refused("407 Proxy Authentication Required", "the proxy's key is missing or wrong", header)
 
     async def _connect(self, host: str, port: int) -> tuple[StreamReader, StreamWriter]:
-        """Resolve the host, judge each address, and connect to the first one that answers."""
+        """Resolve the host, and try its addresses in order until one answers. Each address is judged first. Raises
+        `Refused` if an address may not be reached, or if none answers."""
         if (why := self._judge.refusal(host, port)) is not None:
             raise Refused("403 Forbidden", why)
         failure: object = "it has no address"

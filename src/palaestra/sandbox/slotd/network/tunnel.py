@@ -324,7 +324,7 @@ class Tunnel:
 
 class _Datagrams:
     """The socket for the datagrams between two addresses. It is closed `_UDP_S` seconds after the last datagram, whose
-    time is in `last`. Raises OSError."""
+    time is in `last`, or earlier to make room for another. Raises OSError."""
 
     def __init__(self, tunnel: Tunnel, version: int, key: bytes, host: str, port: int) -> None:
         self._tunnel, self._version, self._key = tunnel, version, key

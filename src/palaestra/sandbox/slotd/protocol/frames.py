@@ -9,7 +9,7 @@ integers are big-endian. Output travels as bytes, never as text.
     DATA, END (a file's bytes)   ->
                                  <-   DATA (output, a file's bytes, or a number of zeros: `hole`) before the RESULT
     CREDIT  bytes                ->   the server may send that many more bytes of DATA for this request
-    CANCEL                       ->   the command is killed; its RESULT still comes
+    CANCEL                       ->   the request ends early (a command is killed); its RESULT still comes
                                  <-   LOST    slot, epoch: a slot died without having been ended
 
 The bytes of a command's RESULT begin with a struct (`encode_result`). A list whose length a slot controls (directory

@@ -1,8 +1,8 @@
-"""The isolation levels `confined` and `none`. A slot consists of a user and plain directories, and a fork is a copy of
-these directories.
+"""The isolation levels `confined` and `none`. A slot consists of a user and plain directories. A slot that starts from
+a layer gets a copy of the layer's directories.
 
-If the server is root and gives each slot a user, `confined` serves many slots. Otherwise it serves one slot at a time,
-since a second slot would have the same user and could reach the files of the first.
+If the server is root and gives each slot a user, `confined` serves many slots. Otherwise, it serves one slot at a time,
+because a second slot would have the same user and could reach the files of the first.
 """
 
 from __future__ import annotations
