@@ -36,7 +36,7 @@ def test_which_ceiling_is_reached(budget: Budget, used: Used, word: str) -> None
 
 
 def test_a_cost_needs_prices() -> None:
-    with pytest.raises(ConfigError, match="needs the prices"):
+    with pytest.raises(ConfigError, match="needs token prices"):
         Budget(cost=1.0)
 
 

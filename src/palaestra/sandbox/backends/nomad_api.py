@@ -61,7 +61,7 @@ class NomadAPI:
         except TransientFailure as failure:
             raise ConfigError(
                 f"Nomad at {self.address} does not answer: {failure.problem}. Start it, set nomad_address, or use this "
-                "machine (tool_pool_mode: local)"
+                "machine with --env.tool_pool_mode local"
             ) from None
         except NomadRefused as refused:
             raise ConfigError(f"Nomad at {self.address} refuses requests: {refused}. Set nomad_token") from None
