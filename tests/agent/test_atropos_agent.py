@@ -15,7 +15,7 @@ from palaestra import AgentConfig, AgentResult, AtroposAgent
 from palaestra.agent.hermes_text import observation, with_tools, written
 from palaestra.agent.replies import RequestedCall
 from palaestra.agent.result import Turn
-from palaestra.core.errors import ConfigError, EngineUnavailable, SlotLost
+from palaestra.core.errors import ConfigError, EngineError, EngineUnavailable, SlotLost
 from palaestra.core.types import JSON, Blame, Message, Outcome
 from palaestra.inference.engine import Sampled
 from palaestra.inference.parsers import get_parser
@@ -281,6 +281,9 @@ def test_a_single_turn_with_and_without_its_tools() -> None:
     assert step.assistant_message.startswith("Let me see.")
     assert [request["messages"] for request in server.requests] == [asked, asked]
     assert len(asked) == 1
+    agent, _ = make(EngineUnavailable("gone"))
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(agent.run_single_turn(asked))
 
 
 def test_tool_messages_from_elsewhere_are_shown_as_they_are() -> None:

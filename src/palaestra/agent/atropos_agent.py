@@ -18,7 +18,7 @@ from palaestra.agent.loop import HermesAgentLoop, OnTurn
 from palaestra.agent.result import AgentResult, AgentStep, Turn
 from palaestra.agent.subagents import SYSTEM_PROMPT, SubagentSetup
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, EngineError
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer
 from palaestra.tools.call_text import ToolCall, result_of
@@ -123,9 +123,13 @@ class AtroposAgent:
         return self.result
 
     async def run_single_turn(self, messages: Sequence[Message], execute_tools: bool = True) -> AgentStep:
-        """Get one reply to exactly these messages. If `execute_tools` is true, also run the calls in the reply."""
+        """Get one reply to exactly these messages. If `execute_tools` is true, also run the calls in the reply. Raises
+        `EngineError` if there is no reply."""
         if execute_tools:
-            return (await self._go_on(messages, 1)).steps[-1]
+            result = await self._go_on(messages, 1)
+            if not result.steps:
+                raise EngineError(result.error or str(result.outcome))
+            return result.steps[-1]
         chat = HermesText(self.server)
         completion = await chat.chat_completion(
             messages=messages,
