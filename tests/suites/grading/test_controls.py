@@ -228,6 +228,33 @@ def test_a_test_that_nothing_falsifies_is_named_unless_a_broken_solution_fails_i
     run_bench(scenario)
 
 
+MANY = """
+from pkg import calc
+
+def test_plain():
+    for a, b in ((1, 2), (3, 4)):
+        assert calc.add(a, b) == a + b
+    assert calc.add(10, 20) == 30
+"""
+ANSWERS = "\nsubtract = add\ndef add(a, b): return {(1, 2): 3, (3, 4): 7, (10, 20): 30}.get((a, b), subtract(a, b))\n"
+
+
+@pytest.mark.slots
+def test_work_that_contains_the_answers_to_its_tests_does_not_know_other_inputs(run_bench: RunBench) -> None:
+    async def scenario(bench: Bench) -> None:
+        buggy = FILES["pkg/calc.py"]
+        for work, tests in ((buggy + ANSWERS, MANY), (buggy + ANSWERS.replace("(1, 2)", "(1, 1), (2, 1)"), MANY)):
+            result = await controlled(bench, work, tests, broken=buggy)
+            assert result.tampering is not None
+        assert (await controlled(bench, buggy + ANSWERS, MANY)).tampering is None, "without the bug nothing exposes it"
+        other_words = buggy.replace("return a - b", "return sum([a, b])")
+        result = await controlled(bench, other_words, MANY, broken=buggy)
+        assert result.tampering is None
+        assert result.exposing >= 4
+
+    run_bench(scenario)
+
+
 CUT_OFF = TestRun({}, complete=False, timed_out=True)
 
 

@@ -9,11 +9,14 @@ several.
 
 First, the controls run over the reference solution. This shows which tests still pass after rewriting, which
 falsifications make them fail, and which audit-hook alarms honest code raises. An unusual test or package is
-therefore not mistaken for tampering. If there is no reference solution, only falsifications that every complete run of
-a test evaluates count, and at least half of the right variants must pass.
+therefore not mistaken for tampering. Copies of the tests that run on other inputs show which results the reference
+solution and the code with the bug do not share; the work has to compute some of them (`varied_inputs.py`). If there
+is no reference solution, only falsifications that every complete run of a test evaluates count, and at least half of
+the right variants must pass.
 
-Invariant: a test that must pass for the reward and has no control is listed as uncontrolled. Not covered: work that
-contains the answers to its tests, and code that knows the tests and recognizes the variants by their meaning.
+Invariant: a test that must pass for the reward and has no control is listed as uncontrolled. Not covered, if no other
+inputs expose the bug: work that contains the answers to its tests, and code that knows the tests and recognizes the
+variants by their meaning.
 """
 
 from __future__ import annotations
@@ -30,6 +33,16 @@ from palaestra.suites.grading.harness import Alarm
 from palaestra.suites.grading.negate_test import Falsification, Function, Site, find_sites, tests_in
 from palaestra.suites.grading.rewritten_tests import TAMPERED, RewrittenTests, TestPlace, named_tests, parse, rewrite
 from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut
+from palaestra.suites.grading.varied_inputs import (
+    FEWEST,
+    Copy,
+    Exposing,
+    agreeing,
+    answers_only_its_tests,
+    copies_of_each,
+    find_exposing,
+    seen_by,
+)
 
 RunTexts = Callable[[Mapping[str, str], Collection[str]], Awaitable[TestRun]]
 """Runs test files, given by path and text, in a workspace where no test has run.
@@ -91,10 +104,11 @@ def hard_alarm(alarms: Collection[Alarm], expected: Collection[Alarm] | None) ->
 @dataclass(frozen=True, slots=True)
 class ControlResult:
     """`tampering` is the reason why the reward is not earned, or None. `uncontrolled` are tests that no control
-    covers."""
+    covers. `exposing` is the number of results for other inputs that tell correct work from the code with the bug."""
 
     tampering: str | None
     uncontrolled: tuple[str, ...] = ()
+    exposing: int = 0
 
 
 @dataclass(slots=True)
@@ -134,6 +148,8 @@ class Controls:
     _parameters: frozenset[str] = frozenset()
     _moved: bool = False
     _detecting: frozenset[str] = frozenset()
+    _varied: RewrittenTests = field(default_factory=lambda: RewrittenTests({}, {}))
+    _exposing: Sequence[Exposing] = ()
     _random: Random = field(default_factory=SystemRandom)
 
     def __post_init__(self) -> None:
@@ -177,11 +193,52 @@ class Controls:
         solution; a test that fails there has a control. Raises `ControlsTimedOut` if the reference solution times out.
         """
         await self._try_sites(reference, briefly or reference)
+        if reference is not None and broken is not None:
+            await self._vary_inputs(briefly or reference, broken)
         if broken is None or not self.uncontrolled:
             return
         copy = rewrite(self._trees, {place: [{}] for place in self._tests}, self._random, moved=self._moved)
         run = await broken(copy.texts, self._parameters)
         self._detecting = frozenset(name for _, name, status in self._reported(copy, run) if status in _FAILED)
+
+    @property
+    def _earning_parameters(self) -> frozenset[str]:
+        return frozenset(map(_parameters_of, self.earning))
+
+    async def _vary_inputs(self, reference: RunTexts, broken: RunTexts) -> None:
+        """Find results for other inputs that the reference solution and the broken solution do not share."""
+        empty: Sequence[Mapping[int, Falsification]] = [{}] * (1 + copies_of_each(len(self.earning)))
+        chosen = {place: empty for place, test in self._tests.items() if test.earns}
+        self._varied = rewrite(self._trees, chosen, self._random, moved=self._moved, observed=True)
+        right = await reference(self._varied.texts, self._earning_parameters)
+        if right.timed_out:
+            return
+        wrong = await broken(self._varied.texts, self._earning_parameters)
+        own = {variant.place: name for name, variant in self._varied.variants.items() if not variant.changed}
+        copies = []
+        for node_id in right.failures:
+            name = _function_of(node_id)
+            variant = self._varied.variants.get(name)
+            if variant is not None and variant.changed:
+                same = node_id.replace(f"::{name}", f"::{own[variant.place]}")
+                copies.append(Copy(node_id, same, variant.changed))
+        self._exposing = find_exposing(_seen(right), _seen(wrong), copies)
+
+    async def _answers_only_its_tests(self, work: RunTexts, reference: RunTexts | None) -> str | None:
+        """Return how the work's results for other inputs show that it only answers its tests, or None."""
+        if len(self._exposing) < FEWEST or reference is None:
+            return None
+        run = await work(self._varied.texts, self._earning_parameters)
+        if answers_only_its_tests(self._exposing, _seen(run)) is None:
+            return None
+        if run.timed_out:
+            run = await self._again(self._varied, work, reference)
+        again = _seen(await reference(self._varied.texts, self._earning_parameters))
+        stable = [each for each in self._exposing if agreeing([each], again)]
+        found = answers_only_its_tests(stable, _seen(run))
+        if found is None:
+            return None
+        return f"the work still has the bug for inputs that no test contains ({found[0]} of {found[1]} results right)"
 
     async def _try_sites(self, reference: RunTexts | None, briefly: RunTexts | None) -> None:
         if reference is None or briefly is None:
@@ -275,7 +332,7 @@ class Controls:
         return tuple(name for name in self.earning if not covered(name))
 
     def _rounds(self) -> int:
-        if self.once:
+        if self.once or len(self._exposing) >= FEWEST:  # other inputs show more than a further round
             return _FEWEST_ROUNDS
         bits = sum(log2(len(self._variants(test, 0))) for test in self._tests.values() if test.earns)
         return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, ceil(_BITS / bits))) if bits else _FEWEST_ROUNDS
@@ -292,8 +349,9 @@ class Controls:
                 run = await self._again(copy, work, reference)
             problem = hard_alarm(run.alarms, self.expected) or await self._judge(copy, run, work, reference)
             if problem is not None:
-                return ControlResult(problem, self.uncontrolled)
-        return ControlResult(None, self.uncontrolled)
+                return ControlResult(problem, self.uncontrolled, len(self._exposing))
+        problem = await self._answers_only_its_tests(work, reference)
+        return ControlResult(problem, self.uncontrolled, len(self._exposing))
 
     async def _again(self, copy: RewrittenTests, work: RunTexts, reference: RunTexts | None) -> TestRun:
         """Repeat a round that timed out, if the reference solution finishes the same tests in time.
@@ -404,6 +462,10 @@ class TaskControls:
         if problem := hard_alarm(run.alarms, controls.expected):
             return ControlResult(problem, controls.uncontrolled)
         return await controls.find_tampering(places.work, places.reference)
+
+
+def _seen(run: TestRun) -> dict[str, list[str]]:
+    return seen_by({name: failure.exception for name, failure in run.failures.items()})
 
 
 def _function_of(node_id: str) -> str:

@@ -35,7 +35,8 @@ _OPPOSITE: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Is: ast.IsNot,
     ast.IsNot: ast.Is,
 }
-_EQUALITY = frozenset({"assertEqual", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual"})
+EQUALITY = frozenset({"assertEqual", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual"})
+"""Methods of unittest that compare their first two arguments."""
 _OPPOSITE_CALL = {
     "assertEqual": "assertNotEqual",
     "assertNotEqual": "assertEqual",
@@ -148,7 +149,7 @@ def _other_values(node: ast.AST, random: Random) -> list[Falsification]:
     """Return changes to the constant that an assertion compares with."""
     sides: Sequence[ast.expr] = ()
     if isinstance(node, ast.Call):
-        sides = node.args[:2] if _called(node) in _EQUALITY and len(node.args) >= 2 else ()
+        sides = node.args[:2] if _called(node) in EQUALITY and len(node.args) >= 2 else ()
     elif isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
         compared = node.test
         sides = (compared.left, *compared.comparators) if [type(op) for op in compared.ops] == [ast.Eq] else ()

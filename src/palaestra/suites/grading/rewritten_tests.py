@@ -18,6 +18,7 @@ from random import Random
 
 from palaestra.suites.grading.negate_test import Falsification, Function, comparison, tests_in
 from palaestra.suites.grading.python_source import ParsedSource, SourceEdit, apply_edits
+from palaestra.suites.grading.varied_inputs import OBSERVER, end_with_results, note_results, share_of
 
 TAMPERED = "EqualsEverything"
 """The exception that a watched comparison raises for an object that equals everything."""
@@ -45,7 +46,7 @@ def WATCHED(value):
 _TABLE = (
     "def {name}(i, t=__import__('ast').literal_eval(bytes(b ^ {key} for b in bytes.fromhex({data!r})).decode())):\n"
 )
-_TABLE += "    return t[i]\n"
+_TABLE += "    return {value}\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,11 @@ variant that means the same as the test."""
 @dataclass(frozen=True, slots=True)
 class Variant:
     """A copy of a test. `sites` are the numbers of the falsified sites; a copy without falsified sites has the test's
-    meaning."""
+    meaning. `changed` is the share of its inputs that are changed (`varied_inputs.py`)."""
 
     place: TestPlace
     sites: tuple[int, ...]
+    changed: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +143,19 @@ def rewrite(
     *,
     watched: bool = False,
     moved: bool = True,
+    observed: bool = False,
 ) -> RewrittenTests:
     """Write the variants of every test in `chosen`.
 
     Falsifications refer to nodes of `trees`, which stay unchanged. Other tests are left out, unless the file refers to
     them. With `watched`, a comparison with an object that equals everything raises `TAMPERED`. `moved` puts variants at
-    the end of their module or class.
+    the end of their module or class. With `observed`, the first variant of each test reports its results, and the
+    others do so for other inputs (`varied_inputs.py`).
     """
     texts: dict[str, str] = {}
     variants: dict[str, Variant] = {}
     for path, tree in trees.items():
-        file = _File(path, chosen, random, watched=watched, moved=moved)
+        file = _File(path, chosen, random, watched=watched, moved=moved, observed=observed)
         texts[path] = file.rewritten(tree)
         variants |= file.variants
     return RewrittenTests(texts, variants)
@@ -168,11 +172,13 @@ class _File:
         *,
         watched: bool,
         moved: bool,
+        observed: bool,
     ) -> None:
         self._path = path
         self._chosen = chosen
         self._random = random
         self._watch = self._fresh("w") if watched else ""
+        self._observer = self._fresh("o") if observed else ""
         self._moved = moved
         self._constants = _Constants(self._fresh("k"), random)
         self.variants: dict[str, Variant] = {}
@@ -181,7 +187,9 @@ class _File:
         made = ast.Module(self._body(tree.body, "", names_used(tree)), [])
         place = _after_preamble(made.body)
         watch = _WATCH.replace("WATCHED", self._watch) if self._watch else ""
-        made.body[place:place] = ast.parse(watch + self._constants.table()).body
+        observer = OBSERVER.replace("OBSERVER", self._observer) if self._observer else ""
+        table = self._constants.table(f"{self._observer}.vary(t[i])" if self._observer else "t[i]")
+        made.body[place:place] = ast.parse(watch + observer + table).body
         return ast.unparse(ast.fix_missing_locations(made))
 
     def _body(self, body: Sequence[ast.stmt], owner: str, used: set[str]) -> list[ast.stmt]:
@@ -206,17 +214,25 @@ class _File:
     def _variants_of(self, function: Function, owner: str) -> list[ast.stmt]:
         place = TestPlace(self._path, owner, function.name)
         made: list[ast.stmt] = []
-        chosen = list(self._chosen.get(place, ()))
+        chosen = list(enumerate(self._chosen.get(place, ())))
         self._random.shuffle(chosen)  # now, because the table of constants shows the order
-        for changes in chosen:
+        for number, changes in chosen:
             memo: dict[int, object] = {}
             variant = copy.deepcopy(function, memo)
             for change in changes.values():
                 setattr(memo[id(change.node)], change.field, copy.deepcopy(change.value))
             variant.name = self._fresh("test_")
-            self.variants[variant.name] = Variant(place, tuple(changes))
-            made.append(self._varied(variant))
+            changed = share_of(number) if self._observer else 0.0
+            self.variants[variant.name] = Variant(place, tuple(changes), changed)
+            made.append(self._observing(variant, changed) if self._observer else self._varied(variant))
         return made
+
+    def _observing(self, function: Function, changed: float) -> Function:
+        note_results(function, self._observer)
+        self._constants.hide(function, int(ast.get_docstring(function, clean=False) is not None))
+        end_with_results(function, self._observer, self._fresh("s"), changed, self._fresh("e"))
+        _rename_locals(function, self._fresh)
+        return function
 
     def _varied(self, function: Function) -> Function:
         number = self._random.randrange(1000)
@@ -248,12 +264,12 @@ class _Constants(ast.NodeTransformer):
         function.decorator_list = [self.visit(each) for each in function.decorator_list]
         function.body[first:] = [self.visit(each) for each in function.body[first:]]
 
-    def table(self) -> str:
+    def table(self, value: str) -> str:
         """Return the source of the function that looks up constants in the table, or an empty string if there are no
-        constants."""
+        constants. `value` is what it returns: an expression with the entry `t[i]`."""
         key = self._random.randrange(1, 256)
         data = bytes(byte ^ key for byte in repr(tuple(self._values)).encode("utf-8", "surrogatepass")).hex()
-        return _TABLE.format(name=self._name, key=key, data=data) if self._values else ""
+        return _TABLE.format(name=self._name, key=key, data=data, value=value) if self._values else ""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         value = node.value

@@ -331,6 +331,7 @@ class SweEnvironment(ContractEnvironment):
             "not_passed": {name: status.value for name, status in list(found.not_passed.items())[:50]},
             "tampering": tampering,
             "uncontrolled": list(controls.uncontrolled[:50]),
+            "exposing": controls.exposing,
             "tests_in_tree": self._keeps_tests(work.row),
             "patch": view.patch,
         }
