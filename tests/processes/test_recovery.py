@@ -115,8 +115,8 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for content, says in (
         ("{", "move it away"),
         ("[]", "move it away"),
-        ('{"schema": "palaestra.processes", "version": 2, "sessions": []}', "version 2"),
-        ('{"schema": "other", "version": 1, "sessions": []}', "holds other"),
+        ('{"schema": "palaestra.processes", "version": 2, "sessions": []}', "palaestra.processes 2"),
+        ('{"schema": "other", "version": 1, "sessions": []}', "the format other"),
     ):
         path.write_text(content)
         with pytest.raises(ConfigError, match=says):

@@ -171,8 +171,8 @@ class ChatService:
         )
 
     async def engine(self, server: Server | Sequence[Server]) -> ServerGroup:
-        """Return the started client of a model server. Raises `EngineError` if the server does not answer; the next
-        call tries again."""
+        """Return the client for these model servers, and start it if necessary. Raises `EngineError` if a server does
+        not answer; the next call tries again."""
         for known, group, starting in self._groups:  # noqa: B007
             if known == server:
                 break

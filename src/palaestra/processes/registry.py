@@ -180,7 +180,7 @@ class ProcessRegistry:
         return list(await asyncio.gather(*found))
 
     async def has_active_processes(self, task_id: str | None = None) -> bool:
-        """Return whether any process of the task is running."""
+        """Return whether any process of the task, or of any task if `task_id` is None, is running."""
         sessions = await self._refresh(task_id)
         return any(session.running for session in sessions)
 

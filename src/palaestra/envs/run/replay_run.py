@@ -1,6 +1,6 @@
 """Replays a recorded run in its environment and in fresh slots, with the recorded replies in place of a model.
 
-The run's folder is data, which a replay only reads. The folder cannot choose isolation, programs or servers. The
+A replay treats the run's folder as data and only reads it. The folder cannot choose isolation, programs or servers. The
 environment is an installed one or a file that the caller names. If this user recorded the run on this machine, it may
 also be the file that the record names. The caller chooses the settings that act on this machine (`decides`). Tools that
 reach outside this machine answer from the recording, and slots have no network unless the caller allows it. (`--resume`

@@ -125,14 +125,14 @@ class Checkpoints(Protocol[F, L]):
         """
 
     def restore(self, files: F, layer: L) -> Iterator[None]:
-        """Copy a layer into a slot's own changes before its start, as a job. Raises OSError."""
+        """Run a job that copies a layer into a slot's own changes before the slot starts. Raises OSError."""
 
     def slot_ended(self, files: F) -> None:
         """Drop the data for the slot's next checkpoint."""
 
     def save(self, layer: L, folder: str) -> Generator[None, None, int]:
-        """Copy a layer and all layers below it to the host's empty `folder`, as a job; returns the number of bytes
-        copied."""
+        """Run a job that copies a layer and all layers below it to the host's empty `folder`. Returns the number of
+        bytes copied."""
 
     def load(self, folder: str, image: str | None) -> tuple[L, ...]:
         """Return the layers that were saved in a folder, topmost first. Raises OSError if they are gone."""

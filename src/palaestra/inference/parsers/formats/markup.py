@@ -77,7 +77,8 @@ class Markup(Grammar):
         return output.add(self.element(output, begin), begin) if output.in_section else None
 
     def in_one_section(self, text: str, lines: list[str]) -> str:
-        """Return `text` and then the lines of all calls between the section's tags, if there are calls."""
+        """Return `text`, followed by the lines of the calls, enclosed in the section's tags. Without calls, return only
+        `text`."""
         return "\n".join([*([text] if text else []), self.section[0], *lines, self.section[1]]) if lines else text
 
     def element(self, output: OutputReader, start: int) -> FoundCall:

@@ -27,7 +27,7 @@ _ENDINGS = ("txt", "md", "csv", "log", "cfg")
 
 
 def _tree(draw: Draw, folder: str, count: int) -> dict[str, str]:
-    """Return files with several endings, some in subdirectories, keyed by their path below `folder`."""
+    """Return the texts of files with various extensions, some in subdirectories, keyed by their path below `folder`."""
     places = ["", "", f"{draw.fresh()}/", f"{draw.fresh()}/{draw.fresh()}/"]
     return {
         f"{draw.pick(places)}{word}.{draw.pick(_ENDINGS)}": draw.prose(draw.between(1, 4)) for word in draw.words(count)
