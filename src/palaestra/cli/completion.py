@@ -1,7 +1,8 @@
 """`palaestra completion SHELL`: shell completion of environments, settings, runs and formats.
 
-The shell scripts call the program, so completion knows the environments and runs of the current folder. For an
-unreadable file or an unknown environment, the program offers no completion and reports no error.
+The shell scripts call the program, so completion knows the environments and runs of the current folder. If a file
+cannot be read or an environment is unknown, the program reports no error and completes only what does not depend on it,
+such as general flags and paths.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ class Seen:
 class LoopbackServer:
     """Returns its answers in turn, and then the last one repeatedly. An async context manager; `url` is its address.
 
-    `models` is the answer to every GET, and `probe` the answer to the request that is sent before a run, which `probes`
-    records. `seen` lists the other requests. While `gate` is an event that is not set, requests wait for it. `at_once`
-    is the number of requests in progress, and `most_at_once` its maximum so far.
+    `models` is the answer to every GET. `probe` is the answer to the test request that a client sends before a run;
+    `probes` lists the bodies of these requests. `seen` lists the other requests. While `gate` is an event that is not
+    set, requests wait for it. `at_once` is the number of requests in progress, and `most_at_once` its maximum so far.
     """
 
     def __init__(self, *answers: FakeAnswer, models: FakeAnswer | None = None, probe: FakeAnswer | None = None) -> None:

@@ -47,7 +47,7 @@ F = TypeVar("F", bound=HookFunction)
 TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
 
 _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
-"""Obsolete names of pydantic's methods, which parameters may use."""
+"""Names of pydantic's deprecated methods. A parameter of an environment may have one of these names."""
 
 
 class FunctionEnvConfig(HeldOutConfig):
@@ -240,8 +240,7 @@ class FunctionForm:
             raise ConfigError(
                 f"environment {self.name} has no score that counts: every weight is 0; give one a positive weight"
             )
-        # Imported when a run needs it, because a command that only checks flags loads neither the agent nor the
-        # sandbox.
+        # Imported here, so that a command that only checks flags loads neither the agent nor the sandbox.
         made = import_module("palaestra.envs.api.function_env").FunctionEnvironment(self, config)
         return cast("EvaluatedEnvironment", made)
 

@@ -109,7 +109,7 @@ class HermesAgentBaseEnv(BaseEnv):
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
         """Score a rollout in its workspace, which is sealed unless the grading is live. Returns the reward, and
-        metadata to record. An override replaces `compute_reward`, which the default calls."""
+        metadata to record. The default implementation calls `compute_reward`; an override scores the rollout itself."""
         grading = GRADING.get()
         if grading is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Telegram, with aiogram: the Bot API by long polling, so no address of this machine needs to be public.
+"""Connects to Telegram through aiogram. It uses the Bot API with long polling, so this machine needs no public address.
 
 Settings: `token` is the bot's token from @BotFather. `extra.api_url` names a Bot API server of your own. In groups, a
 bot receives only commands and replies to its own messages, unless you turn its privacy mode off. Each topic of a group

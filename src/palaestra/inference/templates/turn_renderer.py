@@ -110,7 +110,7 @@ class TurnRenderer:
             if not isinstance(function, Mapping) or not function.get("name"):
                 raise ConfigError(f"A tool is {tool!r:.100}, but it must be an object with a function that has a name.")
         if taken := _OWN_VARIABLES.intersection(variables or {}):
-            raise ConfigError(f"The template variable '{min(taken)}' is set by the conversation, so leave it out.")
+            raise ConfigError(f"The template variable '{min(taken)}' is reserved; remove it from chat_template_kwargs.")
         self.tools = list(tools)
         self.variables = dict(variables or {})
         self._template = template

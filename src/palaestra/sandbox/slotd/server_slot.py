@@ -105,7 +105,8 @@ class ServerSlot:
         then(self.ran_out_of_memory())
 
     def open_line(self) -> socket.socket | None:
-        """Return a second socket for orders to the init; None if the init accepts none, or no descriptors are left."""
+        """Return a second socket for orders to the init. Returns None if the init does not take a second socket, or if
+        no descriptors are left."""
         return self.supervisor.open_line() if self._init.takes_lines else None
 
     def end_hung(self) -> None:

@@ -21,7 +21,7 @@ from typing import TypeGuard
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 MOST_ALTERNATIVES = 3
-"""The maximum number of values that a site offers in addition to the right one."""
+"""The maximum number of alternatives of a site."""
 
 _OPPOSITE: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,

@@ -67,8 +67,8 @@ variant that means the same as the test."""
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A copy of a test. `sites` are the numbers of the falsified sites; a copy without falsified sites has the test's
-    meaning. `changed` is the share of its inputs that are changed (`varied_inputs.py`)."""
+    """A copy of a test. `sites` are the numbers of the falsified sites; without falsified sites, the copy means the
+    same as the test. `changed` is the share of its inputs that are changed (`varied_inputs.py`)."""
 
     place: TestPlace
     sites: tuple[int, ...]

@@ -173,8 +173,9 @@ class DirectSlot(Requests):
             return await self._server.call(op, fields, data, on_data, on_hole)
 
     def _serves(self, op: str, fields: Fields) -> bool:
-        """Return whether a command's request is served here. A new shell is served here only if this process has
-        descriptors left for it; later requests about a shell are served where the shell was started."""
+        """Return whether this process, and not the server, serves a request to run a command or to use a shell. It
+        serves a new shell only if it has descriptors left. Later requests about a shell go to the process that started
+        the shell."""
         if self.root < 0 or op == "exec":
             return self.root >= 0
         if op != "shell":

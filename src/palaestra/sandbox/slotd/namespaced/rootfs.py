@@ -1,8 +1,9 @@
 """Builds the root file system of a slot from its trees, the layers below them, and mounts.
 
-A root is one overlay per *tree*. An image is one tree, `/`. Without an image the root is an allow-list: a generated
-base system for `/` (see `host.py`), the host's `/usr` as a second tree, and `/bin`, `/lib`, … as links or directories,
-as they are on the host. Of the host's other files, the slot sees only read-only mounts, such as those of its spec.
+A root consists of one overlay for each *tree*. An image is one tree, `/`. Without an image the root is an allow-list: a
+generated base system for `/` (see `host.py`), the host's `/usr` as a second tree, and `/bin`, `/lib`, … as links or
+directories, as they are on the host. Of the host's other files, the slot sees only read-only mounts, such as those of
+its spec.
 
 Before anything here runs, the server has moved to a root of its own:
 

@@ -160,7 +160,7 @@ def _flatten(folder: str, places: Iterator[str]) -> list[str]:
                 if not entry.is_dir(follow_symlinks=False):
                     os.unlink(entry.name, dir_fd=fd)
                     continue
-                if os.geteuid():  # root needs no permission, and must not follow a link
+                if os.geteuid():  # root needs no permission, and chmod could follow a link
                     os.chmod(entry.name, 0o700, dir_fd=fd)
                 place = next(places)
                 os.rename(entry.name, place, src_dir_fd=fd)
