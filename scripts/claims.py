@@ -64,6 +64,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
     ),
     "huge pages and System V objects": ("counters:huge_pages", "counters:segments_and_semaphores"),
     "memory of System V segments": ("processes:segments_of_shared_memory",),
+    "memory in TCP connections": ("processes:data_on_its_way",),
     "counters per user: queued signals, inotify watches": ("counters:queued_signals", "counters:watches"),
     "pipes and terminals of a neighbour": ("counters:pipes_of_a_neighbour", "counters:terminals"),
     "the page cache": ("remains:page_cache", "remains:interpreter_belongs"),
@@ -79,7 +80,7 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "processes:main_thread_freezes", "processes:forks_away", "processes:daemon_holds",
         "processes:stopped_or_traced", "processes:thread_that_starts_programs", "processes:waits_for_a_child_of_vfork",
         "processes:orphans", "processes:process_is_gone_before",
-        "processes:no_name_of_a_process",
+        "processes:no_name_of_a_process", "processes:in_whatever_it_becomes",
     ),
     "file calls: links, races, fifos, claimed sizes, depth": (
         "files:race_of_links", "files:what_is_not_a_file", "files:claims_to_be_huge", "files:path_too_deep",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import io
+import json
+import lzma
 import os
 import resource
+import shutil
 import stat
+import subprocess
 import tarfile
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,8 +23,13 @@ import pytest
 
 from palaestra.core.errors import ImageError, PrepareError, TaskError
 from palaestra.sandbox.images.unpack import unpack_files
+from palaestra.suites.images.dockerfile import ImageRecipe, image_config, parse
+from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.swe.authoring import sdist
+from palaestra.suites.swe.repository import RepositoryCache
+from palaestra.suites.swe.swe_row import SweRow, load_rows
 from palaestra.suites.task_files import check_links, read_bytes
+from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from sandbox.images.test_image_store import ROOT, Entry, directory, layout, tar
 
 FILE = b"#!attack"
@@ -182,6 +194,104 @@ def _bomb(kind: bytes, size: int) -> bytes:
     return packed.getvalue()
 
 
+def _header(kind: bytes, size: int = 0, name: str = "x") -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def _extended(kind: bytes, **values: str) -> bytes:
+    """An extended header, or a GNU one whose body is the only value."""
+    body = "".join(values.values()).encode()
+    if kind in (tarfile.XHDTYPE, tarfile.XGLTYPE):
+        records = ((f" {key}={value}\n", len(key) + len(value) + 3) for key, value in values.items())
+        body = "".join(f"{size + len(str(size + len(str(size))))}{text}" for text, size in records).encode()
+    return _header(kind, len(body)) + body + bytes(-len(body) % 512)
+
+
+def _sparse() -> bytes:
+    count = 3 << 20
+    body = b"%d\n" % count + b"0\n0\n" * count
+    versions = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "x", "GNU.sparse.realsize": "1"}
+    return _extended(tarfile.XHDTYPE, **versions) + _header(tarfile.REGTYPE, len(body)) + body + bytes(1024)
+
+
+def _old_sparse() -> bytes:
+    """A GNU header that says that a block with more of the map follows, and so does each of these blocks."""
+    header, pair = bytearray(_header(tarfile.GNUTYPE_SPARSE)), b"00000000001\0" * 2
+    header[386:482], header[482:483], header[148:156] = pair * 4, b"1", b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + (pair * 21 + b"1" + bytes(7)) * (32 << 11)
+
+
+def _dictionary() -> bytes:
+    """An archive of which the header of xz says that 1.5 GiB of it are needed again. Its directories are real."""
+    packed = bytearray(lzma.compress(tar([*ROOT, ("large", bytes(1 << 20))])))
+    end = 12 + (packed[12] + 1) * 4  # of the block's header: xz-file-format, 3.1
+    assert packed[14:16] == b"\x21\x01"  # LZMA2, whose only property is the dictionary
+    packed[16] = 37
+    packed[end - 4 : end] = zlib.crc32(packed[12 : end - 4]).to_bytes(4, "little")
+    return bytes(packed)
+
+
+def _deep_tree() -> bytes:
+    """Directories below links to directories: no name is long, and the tree is deeper than Python can remove."""
+    path = "/".join("d" * 200)
+    links = [(f"l{n}", f"-> {f'l{n - 1}/' if n else ''}{path}") for n in range(8)]
+    return tar([*ROOT, (path, None), *(entry for link in links for entry in (link, (f"{link[0]}/{path}", None)))])
+
+
+_KEPT = "x" * 1_000_000
+_BOMBS: dict[str, Callable[[], bytes]] = {
+    "names before names": lambda: _extended(tarfile.GNUTYPE_LONGNAME, a="x\0") * 2000 + tar(ROOT),
+    "extended headers before extended headers": lambda: _extended(tarfile.XHDTYPE, a="b") * 2000 + tar(ROOT),
+    "headers for all": lambda: b"".join(
+        _extended(tarfile.XGLTYPE, **{f"k{n}": _KEPT}) + _header(tarfile.REGTYPE) for n in range(60)
+    ),
+    "headers of directories": lambda: b"".join(
+        _extended(tarfile.XHDTYPE, k=_KEPT + str(n)) + _header(tarfile.DIRTYPE, name=f"usr/{n}") for n in range(60)
+    ) + tar(ROOT),
+    "a map of a sparse file": _sparse,
+    "an older map of a sparse file": _old_sparse,
+    "a dictionary": _dictionary,
+    "directories that no entry names": lambda: b"".join(
+        _extended(tarfile.XHDTYPE, path="/".join([str(n), *["d" * 14] * 250])) + _header(tarfile.REGTYPE)
+        for n in range(10)
+    ) + tar(ROOT),
+    "deep directories": _deep_tree,
+    "a target with a NUL": lambda: _extended(tarfile.XHDTYPE, linkpath="a\0b") + _header(tarfile.SYMTYPE) + bytes(1024),
+    "deep settings": lambda: tar([("manifest.json", b"[" * 100_000)]),
+    "many names": lambda: b"".join(
+        _extended(tarfile.XHDTYPE, path=f"{n}/{_KEPT}") + _header(tarfile.REGTYPE) for n in range(60)
+    ),
+}  # fmt: skip
+_HARMLESS = {"image": ("headers of directories",),
+             "row": ("headers of directories", "deep settings")}  # fmt: skip
+
+
+@pytest.mark.parametrize("bomb", _BOMBS)
+@pytest.mark.parametrize("kind", ["image", "row"])
+def test_no_archive_takes_more_than_its_share(tmp_path: Path, kind: str, bomb: str) -> None:
+    """Small archives that need much memory, many directories, or a deep stack."""
+    data, place = _BOMBS[bomb](), tmp_path / "place"
+    data = data if bomb == "a dictionary" else gzip.compress(data, 1)
+    place.mkdir()
+    (tmp_path / "image.tar").write_bytes(data)
+    refused = contextlib.nullcontext() if bomb in _HARMLESS[kind] else pytest.raises(ImageError)
+    tracemalloc.start()
+    try:
+        with refused:
+            if kind == "row":
+                unpack_files(data, str(place), "row", 8 << 20)
+            else:
+                directory(tmp_path / "store", tmp_path / "image.tar", max_image_bytes=8 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    if kind == "image" and bomb not in _HARMLESS[kind]:
+        assert os.listdir(tmp_path / "store/partial") == []
+
+
 @pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
 def test_a_header_of_any_size_takes_no_memory(tmp_path: Path, kind: bytes) -> None:
     """`tarfile` reads names and extended headers into memory; 300 MB of zeros are 1 MB compressed."""
@@ -263,3 +373,110 @@ def test_files_of_a_task_lead_nowhere(tmp_path: Path) -> None:
     (folder / "tests/deep").symlink_to("../../secret")
     with pytest.raises(TaskError):
         check_links(folder)
+
+
+def _alias_bomb(merge: str) -> str:
+    """YAML of 9 levels, each of which refers ten times to the one before."""
+    first = "{k: 1}" if merge else "[x, y]"
+    levels = (f"b{n}: &a{n} {{{merge}[{', '.join([f'*a{n - 1}'] * 10)}]}}" for n in range(1, 9))
+    text = "\n".join([f"a: &a0 {first}", *levels])
+    return f"{text}\n" if merge else text.replace("{[", "[").replace("]}", "]") + "\n"
+
+
+_WRONG: dict[str, tuple[str, str]] = {
+    "aliases": ("task.yaml", _alias_bomb("") + "instruction: x\nmax_agent_timeout_sec: *a8\n"),
+    "merged mappings": ("task.yaml", _alias_bomb("<<: ") + "instruction: x\n"),
+    "merged services": ("docker-compose.yaml", _alias_bomb("<<: ") + "services: {a: {}}\n"),
+    "a number of many digits": ("task.yaml", f"instruction: x\nmax_agent_timeout_sec: {'9' * 400}\n"),
+    "no end": ("task.yaml", "instruction: x\nmax_agent_timeout_sec: .inf\n"),
+    "a key of many parts": ("task.toml", f"{'a.' * 30_000}b = 1\n"),
+    "a timeout of many digits": ("task.toml", f"[verifier]\ntimeout_sec = {'9' * 400}\n"),
+    "memory without an end": ("task.toml", "[environment]\nmemory_mb = inf\n"),
+    "a hole": ("instruction.md", ""),
+}
+
+
+@pytest.mark.parametrize("attack", _WRONG)
+def test_a_task_that_cannot_be_read_leaves_the_others(tmp_path: Path, attack: str) -> None:
+    """Small files that need much time or memory, or numbers that are too large for their use."""
+    name, text = _WRONG[attack]
+    harbor = {"task.toml": "", "instruction.md": "x", "environment/Dockerfile": "FROM x", "tests/test.sh": "true"}
+    older = {"task.yaml": "instruction: x", "Dockerfile": "FROM x", "run-tests.sh": "true", "tests/a.py": ""}
+    for folder, files in (("good", harbor), ("wrong", (older if ".yaml" in name else harbor) | {name: text})):
+        for each, content in files.items():
+            (tmp_path / folder / each).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / each).write_text(content)
+    if attack == "a hole":
+        os.truncate(tmp_path / "wrong" / name, 200 << 20)
+    for link in "abcdef":  # 40 levels of these are 10^31 folders
+        (tmp_path / link).symlink_to(".")
+    loaded = load_tasks(str(tmp_path), tmp_path / "cache")
+    assert [task.name for task in loaded.tasks] == ["good"]
+    assert [left_out.name for left_out in loaded.left_out] == ["wrong"]
+
+
+@pytest.mark.parametrize("image", [None, "--help", "-a", "--volume=/:/host", "docker-archive:/root/x.tar", "dir:/etc"])
+def test_a_container_tool_gets_no_file_and_no_flag_of_a_task(tmp_path: Path, image: str | None) -> None:
+    """The Dockerfile is a link (None), or the image's name is a flag or a path of this machine."""
+    secret, tool, log = tmp_path / "secret", tmp_path / "tool", tmp_path / "log"
+    secret.write_text("secret")
+    tool.write_text(f'#!/bin/sh\n[ "$1" = info ] && exit 0\necho "$@" >> {log}\nexit 1\n')
+    tool.chmod(0o755)
+    (tmp_path / "environment").mkdir()
+    dockerfile = tmp_path / "environment/Dockerfile"
+    dockerfile.symlink_to(secret)
+    recipe = ImageRecipe(dockerfile.parent, dockerfile if image is None else None, image)
+    with pytest.raises(TaskError, match="is a link" if image is None else "is not the name of an image"):
+        asyncio.run(ImageBuilder(tmp_path / "roots", tool=str(tool)).root(recipe))
+    assert not log.exists()
+
+
+def test_instructions_of_a_dockerfile_stay_small() -> None:
+    doubled = "FROM x\nENV A=xxxxxxxxxx\n" + "ENV A=$A$A$A$A$A$A$A$A$A$A\n" * 9
+    with pytest.raises(TaskError, match="longer than 128 KiB"):
+        image_config(parse(doubled))
+    (_, run) = parse("FROM x\nRUN " + "[" * 100_000)
+    assert run.exec_form is None
+
+
+def _git(*argv: str | Path) -> str:
+    settings = ("-c", "user.name=x", "-c", "user.email=x@x")
+    return subprocess.run(["git", *settings, *map(str, argv)], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("attack", ["absolute", "above", "link", "git file", "alternates", "references"])
+def test_a_row_names_no_repository_of_this_machine(tmp_path: Path, attack: str) -> None:
+    """Whose files would be in the workspace of its task."""
+    private, data = tmp_path / "private", tmp_path / "data"
+    _git("init", "-q", "-b", "main", private)
+    (private / "secret").write_text("secret")
+    _git("-C", private, "add", "-A")
+    _git("-C", private, "commit", "-qm", "x")
+    commit = _git("-C", private, "rev-parse", "HEAD").strip()
+    _git("init", "-q", "-b", "main", data / "repo")
+    named = {"absolute": str(private), "above": "../private"}.get(attack, "repo")
+    match attack:
+        case "link":
+            shutil.rmtree(data / "repo")
+            (data / "repo").symlink_to(private)
+        case "git file":
+            shutil.rmtree(data / "repo/.git")
+            (data / "repo/.git").write_text(f"gitdir: {private}/.git\n")
+        case "alternates":
+            (data / "repo/.git/objects/info/alternates").write_text(f"{private}/.git/objects\n")
+            (data / "repo/.git/refs/heads/main").write_text(f"{commit}\n")
+        case "references":
+            for name in ("objects", "refs"):
+                shutil.rmtree(data / "repo/.git" / name)
+                (data / "repo/.git" / name).symlink_to(private / ".git" / name)
+    row = {
+        "instance_id": "a__b-1", "repo": "a/b", "base_commit": commit, "problem_statement": "x", "repo_path": named,
+        "kind": "oracle", "FAIL_TO_PASS": ["test_a.py::test_a"],
+    }  # fmt: skip
+    (data / "rows.jsonl").write_text(json.dumps(row))
+    (found,) = load_rows(data / "rows.jsonl")
+    if isinstance(found, SweRow):
+        with pytest.raises(TaskError, match="outside of it"):
+            asyncio.run(RepositoryCache(tmp_path / "cache").read_file(found, "secret"))
+    else:
+        assert "not in the folder of the data set" in str(found)

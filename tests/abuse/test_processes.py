@@ -235,6 +235,42 @@ print("all taken")
     arena.face(case)
 
 
+@pytest.mark.contained_on("full", "confined")
+def test_data_on_its_way_in_connections_counts_too(arena: Arena) -> None:
+    """Nobody reads it. The kernel holds up to 4 MiB for each connection, in memory that no process has. `confined`
+    has no connections while the network is off."""
+    program = """
+import os, socket, time
+reader, writer = os.pipe()
+for _ in range(6):
+    if os.fork() == 0:
+        os.close(reader)
+        server, ends = socket.create_server(('127.0.0.1', 0)), []
+        for _ in range(12):
+            ends.append(socket.create_connection(server.getsockname()))
+            ends.append(server.accept()[0])
+            ends[-2].setblocking(False)
+            try:
+                while size := ends[-2].send(bytes(1 << 20)): os.write(writer, b'%d\\n' % size)
+            except BlockingIOError: pass
+        os.close(writer)
+        time.sleep(60)
+        os._exit(0)
+os.close(writer)
+sizes = open(reader).read().split()
+if sum(map(int, sizes)) > 160 << 20: print('all taken')
+"""
+
+    async def case(slot: Slot) -> None:
+        try:
+            found = (await python(slot, program)).output
+        except SlotLost:
+            found = ""
+        assert ("all taken" in found) != arena.contained
+
+    arena.face(case)
+
+
 # The main thread ends, and the kernel shows a zombie; another thread goes on.
 _HEADLESS = """
 import ctypes, sys, threading, time
@@ -365,6 +401,40 @@ def beat():
         with open('beat', 'a') as file: file.write('.')
         time.sleep(0.002)
 """
+
+
+_CHANGES = {
+    "siblings": "for _ in range(3):\n if libc.syscall(CLONE, 0x8000 | 17, 0, 0, 0, 0) == 0: os.setsid(); beat()",
+    "a program": "os.execv('/bin/sh', ['sh', '-c', 'while :; do printf . >> beat; sleep 0.002; done'])",
+    "orphans": "for _ in range(2):\n if os.fork() == 0: os.setsid(); os.fork() or beat()",
+}
+"""What a thread can do after its main thread has ended: Linux gives it new siblings, another program, or the orphans of
+its children (PR_SET_CHILD_SUBREAPER)."""
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
+@pytest.mark.parametrize("change", _CHANGES)
+@pytest.mark.parametrize("how", ["timeout", "freeze"])
+def test_a_thread_that_stays_is_found_in_whatever_it_becomes(arena: Arena, how: str, change: str) -> None:
+    program = (
+        f"{_SYSCALLS}CLONE = 56 if amd64 else 220\nlibc.prctl(36, 1, 0, 0, 0)\n"
+        f"threading.Thread(target=lambda: (time.sleep(0.2), exec({_CHANGES[change]!r}))).start()\nlibc.syscall(EXIT, 0)"
+    )
+
+    async def case(slot: Slot) -> None:
+        await slot.write_text("stays.py", program)
+        if how == "timeout":
+            assert (await slot.execute("python3 stays.py; while :; do :; done", timeout_s=3.0)).metadata["timeout"]
+            assert not await _beats(slot)
+        else:
+            begun = "setsid python3 stays.py < /dev/null > /dev/null 2>&1 & while ! [ -s beat ]; do sleep 0.05; done"
+            assert (await slot.execute(begun, timeout_s=30.0)).success
+            before = len(await slot.read_bytes("beat"))
+            assert await slot.freeze() >= 1
+            await asyncio.sleep(1.0)
+            assert len(await slot.read_bytes("beat")) - before < 100
+
+    arena.face(case)
 
 
 @pytest.mark.contained_on("full", "userns", "confined")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_replay import NOISY, change, palaestra, record
+from cli.test_replay import HERE, NOISY, change, palaestra, record
 from palaestra.rollouts.events import AnyJournalEvent, RolloutEnded, RunStarted
 from palaestra.rollouts.finished_run import open_run
 
@@ -124,6 +124,112 @@ def test_nothing_in_a_run_is_waited_for_or_followed(folder: Path, capsys: pytest
                 path.unlink(missing_ok=True)
             path.write_bytes(kept)
     assert secret.read_text() == json.dumps({"event": "secret"}) + "\n"
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("name", ["status.json", "origin", "metrics.jsonl", "training/steps.jsonl"])
+@pytest.mark.parametrize("kind", ["fifo", "hole", "device", "deep"])
+def test_no_name_of_a_run_makes_a_reader_wait_or_take_much(
+    kind: str, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the run is found by its id, as the last one, or in the list of runs."""
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    path = run / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "hole":
+            path.touch()
+            os.truncate(path, 1 << 40)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case _:
+            path.write_text("[" * 100_000 + "\n" + '{"kind": "step", "step": [], "reward": 1}\n')
+    for argv in (["status", "last"], ["runs"], ["report", run.name], ["replay", run.name, *HERE]):
+        capsys.readouterr()
+        assert palaestra(*argv) in (0, 1, 2)
+        assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.slots
+def test_no_line_of_a_journal_breaks_a_reader(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    journal = run / "journal.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    deep = '{"event": "note", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    broken: list[tuple[str, ...]] = [(json.dumps(lines[0]), deep, *map(json.dumps, lines[1:]))]
+    for name, value in {"openai": 3, "env": [], "sources": [[]], "provenance": "x", "command": {}, "folder": 5}.items():
+        broken.append(tuple(map(json.dumps, [{**lines[0], "config": {**lines[0]["config"], name: value}}, *lines[1:]])))
+    broken.append(tuple(map(json.dumps, [{**lines[0], "at": -1e300}, *lines[1:]])))
+    for line in lines:
+        if line["event"] == "rollout":
+            line["trajectory"]["reward"] = -1e300
+    broken.append(tuple(map(json.dumps, lines)))
+    for each in broken:
+        journal.write_text("\n".join(each) + "\n")
+        for command, *options in (*READING, ["runs"]):
+            capsys.readouterr()
+            assert palaestra(command, *([run] if command != "runs" else []), *options) in (0, 1, 2, 3)
+            assert "Traceback" not in capsys.readouterr().err
+    journal.write_bytes(b"")
+    os.truncate(journal, 1 << 40)
+    for command in ("status", "report", "verify", "resume"):
+        assert palaestra(command, run) == 2
+        assert "a line of more than" in capsys.readouterr().err
+
+
+@pytest.mark.slots
+def test_a_link_that_waits_for_a_name_is_not_written_through(folder: Path) -> None:
+    """In the place of a file that is written before it replaces another, and below the folder's top."""
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    victim, outside = folder / "victim", folder / "outside"
+    victim.write_text("kept")
+    outside.mkdir()
+    for name in ("report.html", "status.json"):
+        (run / f".{name}.{os.getpid()}.tmp").symlink_to(victim)
+    assert palaestra("report", run) == 0
+    assert victim.read_text() == "kept"
+    for name in ("report.html", "status.json"):
+        (run / f".{name}.{os.getpid()}.tmp").unlink()
+    (run / "workspaces").mkdir()
+    (run / "workspaces/000001-task-1").symlink_to(outside)
+    keep = ("--tasks", "2", "--env.save_workspaces", "true", "--policy", "oracle")
+    assert palaestra("resume", run, *keep) == 2
+    assert os.listdir(outside) == []
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("flag", ["--env.isolation=none", "--env.mcp_servers={evil}", "--show-config", "-h", "x"])
+def test_a_recorded_command_is_no_flag(flag: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recorded command is the first word of a command line that resumes the run."""
+    run = record(folder, NOISY, "process", "--env.total_steps", "1").rename(folder / "elsewhere")
+    evil = json.dumps({"evil": {"command": "touch", "args": [str(folder / "ran")]}})
+
+    def forge(event: AnyJournalEvent) -> None:
+        if isinstance(event, RunStarted):
+            event.config["command"] = flag.format(evil=evil) if "{" in flag else flag
+
+    change(run, forge)
+    capsys.readouterr()
+    assert palaestra("resume", run, "--environment", "recorded_env.py", "--policy", "oracle") == 2
+    shown = capsys.readouterr()
+    assert "which cannot be continued" in shown.err
+    assert shown.out == ""
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.slots
+def test_settings_of_a_training_have_a_form(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    (run / "training").mkdir()
+    wrong = "3", "{}", '{"trainer": "trl", "training": 3}', '{"trainer": "evil", "training": {}}', "[" * 100_000
+    for text in wrong:
+        (run / "training/settings.json").write_text(text)
+        capsys.readouterr()
+        assert palaestra("train", "--resume", run, "--model", "m") == 2
+        assert "is not a training run" in capsys.readouterr().err
 
 
 LOOKING = """

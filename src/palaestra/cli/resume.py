@@ -52,6 +52,7 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
 def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
     """Continue a run with its recorded settings and return the exit code. `settings` are flags that replace recorded
     settings. `--environment` in them names the environment to use."""
+    from palaestra.envs.config.command_line import COMMANDS
     from palaestra.envs.run.command import run_command
     from palaestra.envs.run.replay_run import recorded_form, where_it_ran
     from palaestra.rollouts.journal.reader import open_recording
@@ -67,7 +68,9 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
         f"{plural(status.groups_begun - status.groups_ended, 'group')} in progress",
         err=True,
     )
-    verb = str(recording.meta.config.get("command") or "process")
+    verb = recording.meta.config.get("command") or "process"
+    if verb not in COMMANDS:  # it becomes a word of a command line
+        raise ConfigError(f"{folder} was recorded with the command {verb!r}, which cannot be continued")
     environment, settings = _environment(settings)
     form = recorded_form(recording, environment)
     recorded = settings_of(recording, form)

@@ -268,13 +268,23 @@ def is_secret(name: str) -> bool:
     return name.endswith(("api_key", "api_keys", "secret", "password", "env_vars", "server_token"))
 
 
+_MOST_MERGED = 10_000
+
+
 def read_yaml(text: str) -> JSON:
     """Parse a text that contains at most one YAML document, and return plain data (None for an empty text). Raises
     `ValueError` for any other text."""
     import yaml  # imported here, because most runs read no YAML
 
+    class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            """Merge keys (`<<`) that refer to each other could multiply the entries without end."""
+            super().flatten_mapping(node)
+            if len(node.value) > _MOST_MERGED:
+                raise ValueError(f"a mapping has {len(node.value)} entries with those that it merges")
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)  # noqa: S506 - it is a safe loader
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:

@@ -16,6 +16,7 @@ import msgspec
 from palaestra.core.config import python_names
 from palaestra.core.errors import ConfigError
 from palaestra.core.extras import install_command
+from palaestra.core.io.durable_files import UNREADABLE, read_regular
 from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import LAST, RUNS, Recording, find_run, journal_of
 from palaestra.rollouts.observe.metrics import Figures, group_size
@@ -139,9 +140,9 @@ def _last_metrics(path: Path) -> dict[str, float]:
     """Return the metrics of the whole run from the last line of `path`, where names have no prefix; empty before the
     run has ended."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_regular(path).splitlines()
         last = msgspec.json.decode(lines[-1], type=dict[str, object]) if lines else {}
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *UNREADABLE):
         return {}
     if "rollouts" not in last:
         return {}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from palaestra.core.io.durable_files import UNREADABLE
 from palaestra.core.types import Task
 from palaestra.rollouts.journal.reader import journal_of
 
@@ -175,7 +176,7 @@ def read_timings(run: Path) -> dict[str, float]:
         for text in journal:
             try:
                 line = _lines.decode(text)
-            except msgspec.MsgspecError:
+            except UNREADABLE:
                 continue
             if line.group is not None:
                 prepared[line.group.group_id] = line.group.prepare_s

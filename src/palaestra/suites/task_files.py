@@ -10,16 +10,22 @@ import io
 import json
 import os
 import re
-import stat
+import reprlib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from palaestra.core.config import read_yaml
 from palaestra.core.errors import TaskError
+from palaestra.core.io.durable_files import read_regular
 from palaestra.core.types import JSON
 
-_MAX_FILE_BYTES = 256 << 20
+_MOST_PARTS = 1000
+_MOST_NUMBER = 1 << 53
+_MOST_CONFIG_BYTES = 1 << 20
+_shown = reprlib.Repr()  # a YAML alias can make a small file a huge value
+_shown.maxlevel, _shown.maxstring, _shown.maxother = 3, 200, 200
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -29,31 +35,24 @@ class Unsupported(TaskError):
     """A well-formed task that needs a feature that slots lack."""
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, max_bytes: int = 256 << 20) -> bytes:
     """Return the bytes of a task's file, which must not be a link, a fifo or a device. Raises `TaskError`.
 
     Call `check_links` on the task's folder first: it rejects links on the path that point outside the folder.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        with open(os.open(path, flags), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise TaskError(f"{path.name} is not a file")
-            data = file.read(_MAX_FILE_BYTES + 1)
+        return read_regular(path, max_bytes)
     except FileNotFoundError:
         raise TaskError(f"{path.name} is missing") from None
     except OSError as error:
-        problem = "it is a link" if error.errno == errno.ELOOP else str(error)
+        problem = "it is a link" if error.errno == errno.ELOOP else f"it {error.strerror}"
         raise TaskError(f"{path.name} cannot be read: {problem}") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise TaskError(f"{path.name} is larger than {_MAX_FILE_BYTES >> 20} MiB")
-    return data
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
+def read_text(path: Path, errors: str = "strict", max_bytes: int = 16 << 20) -> str:
     """Return a UTF-8 file of a task, with lines that end with `\\n`. Raises `TaskError`."""
     try:
-        return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding="utf-8", errors=errors).read()
+        return io.TextIOWrapper(io.BytesIO(read_bytes(path, max_bytes)), encoding="utf-8", errors=errors).read()
     except UnicodeDecodeError as error:
         raise TaskError(f"{path.name} cannot be read: {error}") from None
 
@@ -82,15 +81,18 @@ def _inside(link: Path, root: Path) -> bool:
 
 def read_toml_file(path: Path) -> JSON:
     """Return the value of a TOML file. Raises `TaskError`."""
+    text = read_text(path, max_bytes=_MOST_CONFIG_BYTES)
+    if any(line.partition("=")[0].count(".") > _MOST_PARTS for line in text.splitlines()):
+        raise TaskError(f"{path.name} has a key of more than {_MOST_PARTS} parts")  # takes the square of the time
     try:
-        return tomllib.loads(read_text(path))
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise TaskError(f"{path.name} is not TOML: {error}") from None
 
 
 def read_yaml_file(path: Path) -> JSON:
     """Return the value of a YAML file. Raises `TaskError`."""
-    text = read_text(path)
+    text = read_text(path, max_bytes=_MOST_CONFIG_BYTES)
     try:
         return read_yaml(text)
     except ValueError as error:
@@ -124,7 +126,7 @@ class TypedFields:
         """Return a string, or None if the key is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, str):
-            raise TaskError(f"{self.key(name)} must be text, not {value!r}")
+            raise TaskError(f"{self.key(name)} must be text, not {_shown.repr(value)}")
         return value
 
     def required(self, *names: str) -> str:
@@ -144,7 +146,7 @@ class TypedFields:
         """Return a bool, or None if the key is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
-            raise TaskError(f"{self.key(name)} must be true or false, not {value!r}")
+            raise TaskError(f"{self.key(name)} must be true or false, not {_shown.repr(value)}")
         return value
 
     def number(self, name: str) -> float | None:
@@ -152,8 +154,8 @@ class TypedFields:
         value = self.values.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise TaskError(f"{self.key(name)} must be a number above 0, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST_NUMBER:
+            raise TaskError(f"{self.key(name)} must be a number above 0, not {_shown.repr(value)}")
         return float(value)
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -178,8 +180,8 @@ class TypedFields:
             return None if number is None else int(number * (1 << 20))
         match = _SIZE.fullmatch(str(text).strip())
         if match is None:
-            raise TaskError(f"{self.key(plain)} must be a size such as 2G or 512M, not {text!r}")
-        return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+            raise TaskError(f"{self.key(plain)} must be a size such as 2G or 512M, not {_shown.repr(text)}")
+        return int(min(float(match[1]) * 1024 ** _POWERS[match[2].upper()], _MOST_NUMBER))
 
     def _list(self, name: str) -> list[JSON]:
         value = self.values.get(name)
@@ -189,7 +191,7 @@ class TypedFields:
 
     def _expanded(self, name: str, value: JSON) -> str:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise TaskError(f"{self.key(name)} must be text, not {value!r}")
+            raise TaskError(f"{self.key(name)} must be text, not {_shown.repr(value)}")
 
         def default(match: re.Match[str]) -> str:
             if match[2] is None:

@@ -12,11 +12,12 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import not_written, read_lines, replaced, writing
+from palaestra.core.io.durable_files import UNREADABLE, not_written, read_lines, read_regular, replaced, writing
 from palaestra.core.types import JSON
 
 FOLDER = "training"
@@ -57,6 +58,11 @@ class TrainingState(msgspec.Struct, kw_only=True):
                 )
 
 
+class _Settings(msgspec.Struct):
+    trainer: Literal["trl", "tinker"]
+    training: dict[str, Any]
+
+
 class TrainingFiles:
     """The files of one training run, in the folder `path`."""
 
@@ -68,7 +74,7 @@ class TrainingFiles:
             self._checkpoints.mkdir(parents=True, exist_ok=True)
         for part in self._checkpoints.glob("*.part"):
             shutil.rmtree(part, ignore_errors=True)
-        self._logged = {str(line["kind"]): int(line["step"]) for line in read_steps(path.parent)}
+        self._logged = {line["kind"]: line["step"] for line in read_steps(path.parent)}
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of a checkpoint."""
@@ -82,8 +88,8 @@ class TrainingFiles:
             return None
         path = self.checkpoint(steps[-1]) / "state.json"
         try:
-            state = msgspec.json.decode(path.read_bytes(), type=TrainingState)
-        except (OSError, msgspec.MsgspecError) as error:
+            state = msgspec.json.decode(read_regular(path), type=TrainingState)
+        except (OSError, *UNREADABLE) as error:
             raise ConfigError(
                 f"{path} cannot be read: {error}. Remove {path.parent} to continue from the previous checkpoint"
             ) from None
@@ -139,17 +145,19 @@ class TrainingFiles:
 
 
 def read_steps(run: Path) -> Iterator[dict[str, JSON]]:
-    """Return the metrics of a training run's steps (`kind` step) and evaluations (`kind` evaluation), in order, or none
-    if the run trained nothing. An incomplete line is left out."""
-    return read_lines(run / FOLDER / "steps.jsonl")
+    """Yield the metrics of a training run's steps (`kind` step) and evaluations (`kind` evaluation), in order, or none
+    if the run trained nothing. A damaged line is left out."""
+    for line in read_lines(run / FOLDER / "steps.jsonl"):
+        if line.get("kind") in (STEP, EVALUATION) and isinstance(line.get("step"), int):
+            yield line
 
 
 def read_settings(run: Path) -> dict[str, JSON]:
     """Return the settings that `write_settings` wrote. Raises `ConfigError` if the run trained nothing."""
     path = run / FOLDER / SETTINGS
     try:
-        return dict(msgspec.json.decode(path.read_bytes()))
-    except (OSError, msgspec.MsgspecError) as error:
+        return msgspec.structs.asdict(msgspec.json.decode(read_regular(path), type=_Settings))
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{run} is not a training run: {path} cannot be read ({error})") from None
 
 

@@ -124,7 +124,7 @@ def roll_out(
 ) -> list[Group]:
     """Run the environment over these rows, one rollout each."""
     folder.mkdir(parents=True, exist_ok=True)
-    tasks = folder / "rows.jsonl"
+    tasks = folder.parent / f"{folder.name}.jsonl"  # above the repositories of the rows
     tasks.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     settings = {"dataset_name": tasks, "group_size": 1, "cache_dir": folder / "cache", "max_failures": 100,
                 "total_steps": -1, "keep_workspaces": False, "infra_retries": 0}  # fmt: skip

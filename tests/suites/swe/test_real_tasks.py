@@ -192,7 +192,7 @@ def test_a_forger_that_knows_the_tests_is_no_fix(built: Built, tmp_path: Path, n
 def test_public_rows_install_the_repository_and_prove_themselves_first(built: Built, tmp_path: Path) -> None:
     row, _ = built.pair("tinydb")
     public = {key: value for key, value in row.items() if key not in ("install", "kind", "schema")}
-    tasks = tmp_path / "rows.jsonl"
+    tasks = built.cache / f"{tmp_path.name}.jsonl"  # above the repositories of the rows
     broken = public | {"instance_id": "x.broken.1", "PASS_TO_PASS": [*row["PASS_TO_PASS"], "tests/test_utils.py::gone"]}
     unnoticed = public | {"instance_id": "x.unnoticed.1", "FAIL_TO_PASS": row["PASS_TO_PASS"][:1]}
     tasks.write_text("\n".join(map(json.dumps, (public, broken, unnoticed, {"instance_id": "no columns"}))) + "\n")

@@ -8,6 +8,7 @@ concurrent commits share one fsync. Invariant: a line that could be written only
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import stat
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import msgspec
 
@@ -24,6 +25,12 @@ from palaestra.core.types import JSON
 
 KEPT = ". Earlier data is kept"
 """The end of the message about a failed write."""
+
+
+UNREADABLE: Final = (msgspec.MsgspecError, RecursionError)
+"""What decoding a damaged line or file raises: also values that are nested too deeply."""
+
+_MOST_BYTES = 256 << 20
 
 
 @contextmanager
@@ -44,6 +51,28 @@ def private(path: str, flags: int) -> int:
     """Open a file for the built-in `open`, which takes this function as `opener`. Only the owner can read and write a
     file that is created this way."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def read_regular(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
+    """Return the bytes of a file that somebody else may have made. Raises `OSError` for a link, a FIFO, a device, and a
+    file of more than `max_bytes`."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    with open(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is not a file", str(path))
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"is larger than {max_bytes >> 20} MiB", str(path))
+    return data
+
+
+def lines_of(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file that somebody else may have made. Raises `ConfigError` for a line that would take too
+    much memory, such as a hole in the file."""
+    while line := file.readline(_MOST_BYTES):
+        if len(line) == _MOST_BYTES:
+            raise ConfigError(f"{file.name} has a line of more than {_MOST_BYTES >> 20} MiB, so no run wrote it")
+        yield line
 
 
 class AppendedFile:
@@ -130,11 +159,11 @@ def read_lines(path: Path) -> Iterator[dict[str, JSON]]:
     """Yield the JSON objects in a file's lines. Lines that cannot be parsed, such as a torn last line, are skipped; a
     missing file yields nothing."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_regular(path).splitlines()
     except OSError:
         return
     for line in lines:
-        with suppress(msgspec.MsgspecError):
+        with suppress(*UNREADABLE):
             yield msgspec.json.decode(line, type=dict[str, Any])
 
 
@@ -149,7 +178,7 @@ def _begin(fd: int, path: Path, schema: str) -> None:
         return
     try:
         found = msgspec.json.decode(first)["schema"] if first.endswith(b"\n") else None
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+    except (*UNREADABLE, UnicodeDecodeError, KeyError, TypeError):
         found = None
     if found != schema:
         raise ConfigError(f"{path} has schema {found!r} in its first line; this version reads {schema!r}")
@@ -163,13 +192,18 @@ def _begin(fd: int, path: Path, schema: str) -> None:
         end = start
 
 
+def unfinished_name(path: Path) -> Path:
+    """Return a new name next to `path`. Nobody can have put a link there, because nobody can guess the name."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}.tmp")
+
+
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file to fill, which replaces `path` when the block ends. If the block fails, only the previous file
     remains. Raises `OSError`."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = unfinished_name(path)
     try:
-        with open(unfinished, "wb", opener=private) as file:
+        with open(unfinished, "xb", opener=private) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.io.durable_files import private
+from palaestra.core.io.durable_files import private, read_regular
 from palaestra.core.types import JSON
 from palaestra.rollouts.journal.reader import Recording
 
@@ -42,7 +42,7 @@ def is_ours(recording: Recording) -> bool:
     has."""
     folder = recording.path.parent
     try:
-        marks = (folder / MARKS).read_text().split()
+        marks = read_regular(folder / MARKS).decode().split()
         ours = _mark(folder, recording.meta.config, _key())
     except (OSError, ValueError):
         return False

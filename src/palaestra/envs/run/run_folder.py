@@ -13,9 +13,10 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -144,13 +145,25 @@ def resumed_folder(run: Path) -> RunFolder:
     folder = RunFolder(path, path.name)
     if not folder.journal.is_file():
         raise ConfigError(f"{path} is not a run folder: it has no {folder.journal.name}")
-    links = sorted(entry.name for entry in os.scandir(path) if entry.is_symlink())
+    links = sorted(str(each.relative_to(path)) for each in _links(path))
     if links:
         raise ConfigError(
-            f"{path} contains symbolic links ({', '.join(links)}), and a resumed run would write to their targets; "
-            "remove them"
+            f"{path} contains symbolic links or special files ({', '.join(links[:5])}), and a resumed run could write "
+            "to their targets; remove them"
         )
     return folder
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """Yield the links, FIFOs and devices of a run's folder. Kept workspaces, `workspaces/GROUP/INDEX`, may have
+    them."""
+    for place, folders, files in os.walk(path):
+        here = Path(place)
+        for entry in (here / name for name in (*folders, *files)):
+            if stat.S_IFMT(entry.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+                yield entry
+        if here.parent == path / "workspaces":
+            folders.clear()
 
 
 class RunOutput:

@@ -22,7 +22,7 @@ import msgspec
 
 from palaestra.core.config import is_secret
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import AppendedFile
+from palaestra.core.io.durable_files import UNREADABLE, AppendedFile, lines_of
 from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.events import (
@@ -34,6 +34,7 @@ from palaestra.rollouts.events import (
     JournalEvent,
     MemoryEvent,
     Note,
+    RunResumed,
     RunStarted,
     Subscriber,
 )
@@ -206,7 +207,7 @@ def is_whole(line: bytes) -> bool:
     """Return whether a line of a journal is complete and readable."""
     try:
         _decoder.decode(line)
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return False
     return line.endswith(b"\n")
 
@@ -225,12 +226,12 @@ def read_journal(path: Path) -> Iterator[AnyJournalEvent]:
     """Yield the events of a journal, without a torn last line. Raises `ConfigError` for damage anywhere else."""
     with path.open("rb") as lines:
         torn: tuple[int, Exception] | None = None
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(lines_of(lines), 1):
             if torn is not None:
                 raise damaged(path, *torn)
             try:
                 event = _decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 torn = (number, error)
                 continue
             if isinstance(event, RunStarted):
@@ -244,6 +245,34 @@ def check_schema(schema: str, path: Path) -> None:
         raise ConfigError(
             f"{path} is a journal in the format {schema!r}; this version reads {JOURNAL_SCHEMA!r} and older"
         )
+
+
+class _Settings(msgspec.Struct):
+    group_size: int | None = None
+
+
+class _Config(msgspec.Struct):
+    """The form of recorded settings, as far as readers of a run rely on it."""
+
+    command: str | None = None
+    environment: str | None = None
+    folder: str | None = None
+    env: _Settings | None = None
+    openai: list[dict[str, Any]] | None = None
+    sources: dict[str, str] | None = None
+    provenance: dict[str, Any] | None = None
+
+
+_LATEST = 1 << 37  # the year 6325; readers show times as dates
+
+
+def check_config(event: JournalEvent) -> None:
+    """Raise `ValueError` if the settings or the time of the first line of a run, or of one of its parts, are not in the
+    form that runs write."""
+    if not 0 <= event.at < _LATEST:
+        raise ValueError(f"its time is {event.at}")
+    if isinstance(event, RunStarted | RunResumed):
+        msgspec.convert(event.config, _Config)
 
 
 def without_secrets(values: Mapping[str, JSON]) -> dict[str, JSON]:

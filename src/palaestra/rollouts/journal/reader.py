@@ -18,10 +18,11 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
+from palaestra.core.io.durable_files import UNREADABLE, lines_of
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunResumed, RunStarted
 from palaestra.rollouts.export.exporter import ExportMeta
-from palaestra.rollouts.journal.journal import check_schema, damaged
+from palaestra.rollouts.journal.journal import check_config, check_schema, damaged
 from palaestra.rollouts.records import Group
 
 JOURNAL_NAME = "journal.jsonl"
@@ -138,12 +139,12 @@ class Recording:
         """Index every line except a torn last one. Raises `ConfigError` for damage anywhere else."""
         place, torn = 0, (0, "")
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(lines_of(file), 1):
                 if torn[0]:
                     raise damaged(self.path, *torn)
                 try:
                     self._note(_heads.decode(line), place, line)
-                except (msgspec.MsgspecError, ValueError) as error:
+                except (*UNREADABLE, ValueError) as error:
                     torn = number, str(error)
                 except KeyError as group:
                     torn = number, f"it is about group {group}, which no earlier line starts"
@@ -156,6 +157,7 @@ class Recording:
             self.meta = _meta(line, self.path)
         elif head.event == "resume":
             resumed = _events.decode(line)
+            check_config(resumed)
             if isinstance(resumed, RunResumed) and resumed.config:  # the settings of the latest part count
                 self.meta = replace(self.meta, config=resumed.config)
         elif head.event == "group" and head.group:
@@ -206,7 +208,7 @@ class Recording:
         file.seek(place)
         try:
             return _events.decode(file.readline())
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise ConfigError(f"{self.path}: the line at byte {place} cannot be read: {error}") from error
 
 
@@ -214,6 +216,7 @@ def _meta(line: bytes, path: Path) -> ExportMeta:
     started = _events.decode(line)
     assert isinstance(started, RunStarted)
     check_schema(started.schema, path)
+    check_config(started)
     return ExportMeta(
         run_id=started.run_id,
         env=started.env,

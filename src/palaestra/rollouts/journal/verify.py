@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.io.durable_files import UNREADABLE
 from palaestra.core.types import JSON
 from palaestra.inference.ledger import (
     LedgerRecord,
@@ -230,7 +231,7 @@ def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: Ru
         for number, raw in enumerate(file, 1):
             try:
                 line = decoder.decode(raw)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise ConfigError(f"{groups}: line {number} is damaged: {error}") from None
             place = f"{groups.name}, line {number}"
             for each in line.rollouts:
@@ -291,7 +292,7 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
         for number, raw in enumerate(file, 1):
             try:
                 row = decoder.decode(raw)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 raise ConfigError(f"{path}: line {number} is not an exported row: {error}") from None
             verdict.exported += 1
             place = f"{path.name}, line {number}: T3: rollout {row.rollout_id}"

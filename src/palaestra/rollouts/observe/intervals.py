@@ -85,6 +85,9 @@ def _columns(clusters: Iterable[Cluster]) -> tuple[array[float], array[float]]:
     return totals, sizes
 
 
+_LARGEST = 1e150  # squares of larger values are not numbers
+
+
 def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
     """Return the interval of the mean of all values, which are given by task. The bounds of a value are 0 and 1 if all
     values lie between them; otherwise values have no bounds."""
@@ -94,6 +97,8 @@ def mean_interval(tasks: Iterable[Sequence[float]]) -> Interval | None:
         totals.append(math.fsum(each))
         sizes.append(len(each))
     if not values:
+        return None
+    if max(map(abs, values)) > _LARGEST:
         return None
     bounds = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else None
     mean = math.fsum(values) / len(values)

@@ -159,7 +159,7 @@ class Figures:
             return {}
         mean = _mean(rewards)
         correct = sum(reward >= 1 for reward in rewards)
-        numbers = {"reward/std": math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))}
+        numbers = {"reward/std": math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))}
         full = array("q", (sum(reward >= 1 for reward in each) for each in tasks))
         everyone = ([*those, *[0.0] * lost] for those, lost in zip(tasks, tasks.lost, strict=True))
         sizes = map(operator.add, tasks.scored, tasks.lost)

@@ -20,6 +20,7 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
+from palaestra.core.io.durable_files import UNREADABLE, lines_of
 from palaestra.core.types import JSON, Prices
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
@@ -294,12 +295,12 @@ class RunReader:
         journal."""
         with self.journal.open("rb") as file:
             file.seek(self._offset)
-            for line in file:
+            for line in lines_of(file):
                 if not line.endswith(b"\n"):
                     break  # being written, or torn by a kill
                 try:
                     self._take(_LINES.decode(line))
-                except msgspec.MsgspecError as error:
+                except UNREADABLE as error:
                     raise ConfigError(f"{self.journal}: the line at byte {self._offset} is damaged: {error}") from None
                 self._offset += len(line)
         return self._standing()

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.io.durable_files import private
+from palaestra.core.io.durable_files import UNREADABLE, private, read_regular, unfinished_name
 from palaestra.rollouts.events import InFlight
 
 logger = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ class StatusFile:
         current = dict(self._in_flight)
         if current == self._written:
             return
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        unfinished = unfinished_name(path)
         try:
-            with open(unfinished, "wb", opener=private) as file:
+            with open(unfinished, "xb", opener=private) as file:
                 file.write(msgspec.json.encode(self.now()) + b"\n")
             unfinished.replace(path)
         except OSError as error:
@@ -114,8 +114,8 @@ class StatusFile:
 def read_stages(folder: Path) -> StagesNow | None:
     """Return the last stages that a run wrote; None if there is no readable file."""
     try:
-        found = msgspec.json.decode((folder / STATUS_NAME).read_bytes(), type=StagesNow)
-    except (OSError, msgspec.MsgspecError):
+        found = msgspec.json.decode(read_regular(folder / STATUS_NAME), type=StagesNow)
+    except (OSError, *UNREADABLE):
         return None
     return found if found.schema == STATUS_SCHEMA else None
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import AppendedFile
+from palaestra.core.io.durable_files import UNREADABLE, AppendedFile, lines_of
 from palaestra.core.types import JSON
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Reader:
         """Index the lines that were added since the last call. Raises `ConfigError` if the file is not a recording."""
         with self.path.open("rb") as file:
             file.seek(self._end)
-            for line in file:
+            for line in lines_of(file):
                 if not line.endswith(b"\n"):
                     break  # still being written, or torn by a kill
                 if line.strip():
@@ -148,7 +148,7 @@ class Reader:
             head = _heads.decode(line)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{self.path}: the line at byte {offset} is not a recorded call: {error}") from None
-        except msgspec.DecodeError:
+        except UNREADABLE:
             if not offset:
                 raise ConfigError(f"{self.path} is not a recording: its first line is not JSON") from None
             logger.warning("%s: the line at byte %d was torn by a kill and is left out", self.path, offset)

@@ -16,6 +16,7 @@ import msgspec
 
 from palaestra.agent.tool_calls import NOT_FINISHED
 from palaestra.core.errors import ConfigError
+from palaestra.core.io.durable_files import lines_of
 from palaestra.core.types import Blame, Outcome, Prices
 from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
@@ -233,7 +234,7 @@ def repair(path: Path) -> bool:
     one."""
     with path.open("r+b") as file:
         size, last = 0, b"\n"
-        for line in file:
+        for line in lines_of(file):
             size, last = size + len(line), line
         if not size or is_whole(last):
             return False

@@ -11,7 +11,8 @@ Layers may be plain or compressed with gzip, bzip2 or xz. Blobs of OCI layouts a
 Nothing in an archive is trusted. Every name is opened below the target directory (openat2, RESOLVE_IN_ROOT), so that no
 `..`, link or race leads out of it. The filters of `tarfile` are not used. Devices (a slot has its own), set-uid and
 set-gid bits (a slot ignores them, but users of the host could use them) and extended attributes with file capabilities
-are left out.
+are left out. The memory that an archive takes is bounded, as are its entries, their depth and the size of their files;
+sparse files are refused.
 
 Whiteouts follow the OCI image specification, layer.md: `.wh.NAME` removes NAME of the layers below, and `.wh..wh..opq`
 removes all entries that the layers below have in its directory.
@@ -33,7 +34,8 @@ import tarfile
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO
+from itertools import islice
+from typing import IO, Any
 
 from palaestra.core.errors import ImageError
 from palaestra.core.types import JSON
@@ -46,12 +48,16 @@ _MAX_JSON_BYTES, _PIECE_BYTES = 16 << 20, 1 << 20
 OpenBlob = Callable[[str], IO[bytes]]  # opens a file of the image by name; raises KeyError or FileNotFoundError
 
 MAX_DEPTH = 256
-MAX_ENTRIES = 5_000_000
+MAX_ENTRIES = 2_000_000
 
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _IDS, _NOBODY = 65536, 65534
 _TIMES = 1 << 34
-_MAX_HEADER_BYTES = 1 << 20
+_MAX_HEADER_BYTES, _MAX_HEADERS = 1 << 20, 8
+_BLOCK_BITS = 12  # every file takes a block of the disk, also an empty one
+_LONGEST_NAME = 4096
+_MAX_SAVED = 10_000  # entries of an archive of layers, which has few for each layer
+_MAX_LZMA_BYTES = 256 << 20  # the largest preset of xz needs 65 MiB
 _HEADERS = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
 )  # fmt: skip
@@ -59,34 +65,89 @@ _INSIDE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 
 
 class Entry(tarfile.TarInfo):
-    """A tar entry that rejects names and extended headers of more than 1 MiB. `tarfile` itself would read names and
-    headers of any size into memory, and a compressed archive can claim terabytes."""
+    """A tar entry that rejects names and extended headers of more than 1 MiB in total, and sparse files. `tarfile`
+    itself would read names, headers and maps of sparse files of any size into memory, and headers before headers by
+    recursion; a compressed archive can claim terabytes."""
 
-    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
-        if self.type in _HEADERS and not 0 <= self.size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"it has a header of {self.size} bytes")
+    def _proc_member(self, archive: Archive) -> tarfile.TarInfo:
+        if self.type in _HEADERS:
+            archive.headers.append(self.size)
+            archive.global_bytes += self.size if self.type == tarfile.XGLTYPE else 0
+            size = max(sum(archive.headers), archive.global_bytes)
+            if not 0 <= self.size <= size <= _MAX_HEADER_BYTES or len(archive.headers) > _MAX_HEADERS:
+                raise tarfile.ReadError(f"it has {len(archive.headers)} headers of {size} bytes")
+        else:
+            archive.headers.clear()
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            self._refuse_sparse()
         try:
             return super()._proc_member(archive)  # type: ignore[misc,no-any-return]  # documented in its source only
         except (ValueError, TypeError, LookupError, OverflowError) as error:  # `tarfile` expects valid numbers
             raise tarfile.ReadError(f"it has a damaged header: {error}") from error
 
+    def _refuse_sparse(self, *_: object) -> None:
+        raise tarfile.ReadError("it has a sparse file; make the archive without --sparse")
 
-def layers(path: str) -> Iterator[tarfile.TarFile]:
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
+
+
+class Archive(tarfile.TarFile):
+    """An untrusted tar archive: reading its entries with `entries` takes a bounded amount of memory, whatever the
+    archive contains and however it is compressed."""
+
+    tarinfo = Entry
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.headers: list[int] = []
+        self.global_bytes = 0
+        super().__init__(*arguments, **options)
+
+    @classmethod
+    def xzopen(cls, name: Any, mode: Any = "r", fileobj: Any = None, preset: Any = None, **options: Any) -> Archive:
+        """Open an archive that is compressed with xz. Its header chooses how much memory its decompression takes."""
+        file = lzma.LZMAFile(fileobj or name)  # noqa: SIM115 - the archive closes it
+        buffer = file._buffer  # type: ignore[attr-defined]  # the class has no parameter for the limit
+        reader = type(buffer.raw)(
+            file._fp,  # type: ignore[attr-defined]
+            lzma.LZMADecompressor,
+            trailing_error=lzma.LZMAError,
+            memlimit=_MAX_LZMA_BYTES,
+        )
+        file._buffer = io.BufferedReader(reader)  # type: ignore[attr-defined]
+        try:
+            archive = cls.taropen(name, mode, file, **options)
+        except (lzma.LZMAError, EOFError) as error:
+            file.close()
+            raise tarfile.ReadError(str(error)) from error
+        except BaseException:
+            file.close()
+            raise
+        archive._extfileobj = False  # type: ignore[attr-defined]  # closes `file` with the archive
+        return archive
+
+    def entries(self) -> Iterator[tarfile.TarInfo]:
+        """Yield the entries, which can be iterated over once."""
+        while (member := self.next()) is not None:
+            self.members.clear()  # type: ignore[attr-defined]  # `tarfile` would keep every entry
+            yield member
+
+
+def layers(path: str) -> Iterator[Archive]:
     """Yield the layers of the image at `path`, lowest first. Each layer stays open until the next one is requested.
     Raises `ImageError`."""
     try:
         if os.path.isdir(path):
             yield from _of_layout(path, _file_opener(path))
             return
-        with tarfile.open(path, tarinfo=Entry) as archive:
-            names = {name.removeprefix("./") for name in _first_names(archive)}
+        with Archive.open(path) as archive:
+            names = _first_names(archive)
+        with Archive.open(path) as archive:  # opened again, because entries have been read already
             if "oci-layout" in names or "index.json" in names:
                 yield from _of_layout(path, _member_opener(archive))
             elif "manifest.json" in names:
                 yield from _of_saved(path, _member_opener(archive))
             else:
-                with tarfile.open(path, tarinfo=Entry) as again:  # opened again, because entries have been read already
-                    yield again
+                yield archive
     except (tarfile.TarError, EOFError, LookupError, TypeError, AttributeError, ValueError, OSError) as error:
         if isinstance(error, ImageError):
             raise
@@ -117,7 +178,7 @@ def is_layout(path: str) -> bool:
     )
 
 
-def _of_layout(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
+def _of_layout(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
     with open_blob("index.json") as file:
         entry = _choose(_load(file))
     while True:
@@ -131,9 +192,9 @@ def _of_layout(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
             yield from _layer(file, path)
 
 
-def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
+def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
     with open_blob("manifest.json") as file:
-        images = json.loads(file.read(_MAX_JSON_BYTES))
+        images = _parse(file)
     if len(images) != 1:
         raise ImageError(f"{path} contains {len(images)} images; save only one image to a file")
     for name in images[0]["Layers"]:
@@ -141,12 +202,12 @@ def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[tarfile.TarFile]:
             yield from _layer(file, path)
 
 
-def _layer(file: IO[bytes], path: str) -> Iterator[tarfile.TarFile]:
+def _layer(file: IO[bytes], path: str) -> Iterator[Archive]:
     start = file.read(4)
     file.seek(0)
     if hint := _compression_hint(start):
         raise ImageError(f"{path} has a layer that cannot be read{hint}")
-    with tarfile.open(fileobj=file, tarinfo=Entry) as layer:
+    with Archive.open(fileobj=file) as layer:
         yield layer
 
 
@@ -161,11 +222,15 @@ def _choose(index: dict[str, JSON]) -> dict[str, JSON]:
     return fitting[0] if fitting else entries[0]
 
 
-def _load(file: IO[bytes]) -> dict[str, JSON]:
+def _parse(file: IO[bytes]) -> JSON:
     try:
-        loaded = json.loads(file.read(_MAX_JSON_BYTES))
+        return json.loads(file.read(_MAX_JSON_BYTES))
     except RecursionError:
         raise KeyError("it is nested too deeply") from None
+
+
+def _load(file: IO[bytes]) -> dict[str, JSON]:
+    loaded = _parse(file)
     if not isinstance(loaded, dict):
         raise KeyError("an object was expected")
     return loaded
@@ -199,8 +264,12 @@ def _file_opener(folder: str) -> OpenBlob:
     return opener
 
 
-def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
-    names = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
+def _member_opener(archive: Archive) -> OpenBlob:
+    names: dict[str, tarfile.TarInfo] = {}
+    for member in islice(archive.entries(), _MAX_SAVED):
+        if member.isfile() and len(member.name) <= _LONGEST_NAME:
+            member.pax_headers = {}
+            names[member.name.removeprefix("./")] = member
 
     def opener(name: str) -> IO[bytes]:
         file = archive.extractfile(names[name])
@@ -210,13 +279,17 @@ def _member_opener(archive: tarfile.TarFile) -> OpenBlob:
     return opener
 
 
-def _first_names(archive: tarfile.TarFile) -> Iterator[str]:
-    """Yield the names in an archive up to the first one that shows that the archive holds a root file system."""
-    for count, member in enumerate(archive):
-        yield member.name
-        top = member.name.removeprefix("./").partition("/")[0]
-        if count > 0 and top in ("bin", "etc", "usr", "lib", "dev"):
-            return
+def _first_names(archive: Archive) -> set[str]:
+    """Return the names in an archive that show its kind. Read it up to the first name that shows that the archive holds
+    a root file system."""
+    found = set()
+    for count, member in enumerate(islice(archive.entries(), _MAX_SAVED)):
+        name = member.name.removeprefix("./")
+        if name in ("oci-layout", "index.json", "manifest.json"):
+            found.add(name)
+        if count > 0 and name.partition("/")[0] in ("bin", "etc", "usr", "lib", "dev"):
+            break
+    return found
 
 
 def _compression_hint(start: bytes) -> str:
@@ -238,26 +311,27 @@ class Unpacking:
         self._image, self._max_bytes, self._stop = image, max_bytes, stop
         self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._entries = 0
+        self._root_depth = _depth(self._root)
         self._directories: dict[str, tarfile.TarInfo] = {}
-        self._made: set[str] = set()
+        self._made: set[int] = set()  # hashes of paths, because paths may be long
         self._parent: tuple[str, int] | None = None
 
-    def add(self, layer: tarfile.TarFile) -> None:
+    def add(self, layer: Archive) -> None:
         """Unpack one layer. Raises `ImageError` if the layer is invalid."""
         self._made.clear()
-        while (member := layer.next()) is not None:
-            layer.members.clear()  # type: ignore[attr-defined]  # `tarfile` would keep every entry
+        for member in layer.entries():
             if self._stop.is_set():
                 raise ImageError(f"{self._image}: unpacking was cancelled")
-            self._entries += 1
+            self._count()
             path = self._clean(member.name)
-            if self._entries > MAX_ENTRIES:
-                raise ImageError(f"{self._image}: more than {MAX_ENTRIES} entries")
             if path:
                 try:
                     self._put(layer, member, path)
-                except OSError as error:
-                    raise ImageError(f"{self._image}: cannot unpack {member.name!r}: {error.strerror}") from error
+                except ImageError:
+                    raise
+                except (OSError, ValueError) as error:  # ValueError: a link's target contains a NUL
+                    problem = error.strerror if isinstance(error, OSError) else error
+                    raise ImageError(f"{self._image}: cannot unpack {member.name[:200]!r}: {problem}") from error
             elif member.isdir():
                 self._directories[""] = member
 
@@ -277,13 +351,20 @@ class Unpacking:
         self._leave_parent()
         os.close(self._root)
 
+    def _count(self) -> None:
+        """Count an entry, or a directory that no entry names."""
+        most = min(MAX_ENTRIES, self._max_bytes >> _BLOCK_BITS)
+        self._entries += 1
+        if self._entries > most:
+            raise ImageError(f"{self._image}: more than {most} entries")
+
     def _clean(self, name: str) -> str:
         parts = [part for part in name.split("/") if part not in ("", ".")]
         if ".." in parts or "\0" in name or len(parts) > MAX_DEPTH:
             raise ImageError(f"{self._image} is not valid: it names {name[:200]!r}")
         return "/".join(parts)
 
-    def _put(self, layer: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+    def _put(self, layer: Archive, member: tarfile.TarInfo, path: str) -> None:
         folder, _, name = path.rpartition("/")
         parent = self._enter(folder)
         if self._as_image and name == _OPAQUE:
@@ -306,10 +387,11 @@ class Unpacking:
                 return  # as with `bin -> usr/bin`: entries go to the directory behind the link
         if status is None or not stat.S_ISDIR(status.st_mode):
             _remove(parent, name)
-            os.mkdir(name, 0o700, dir_fd=parent)
+            self._make(parent, name, 0o700)
+        member.pax_headers = {}  # may take 1 MiB
         self._directories[path] = member
 
-    def _put_other(self, layer: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
+    def _put_other(self, layer: Archive, member: tarfile.TarInfo, parent: int, name: str) -> None:
         if self._as_image and (member.ischr() or member.isblk()):
             return
         _remove(parent, name)
@@ -327,7 +409,7 @@ class Unpacking:
         else:
             raise ImageError(f"{self._image}: {member.name!r} has a type that cannot be unpacked")
 
-    def _put_file(self, layer: tarfile.TarFile, member: tarfile.TarInfo, parent: int, name: str) -> None:
+    def _put_file(self, layer: Archive, member: tarfile.TarInfo, parent: int, name: str) -> None:
         self.bytes += member.size
         if self.bytes > self._max_bytes:
             raise ImageError(f"{self._image} is larger than {self._max_bytes} bytes, the limit of one image")
@@ -344,8 +426,8 @@ class Unpacking:
     def _adopt(self, fd: int, member: tarfile.TarInfo) -> None:
         if self._as_image and os.geteuid() == 0:
             os.fchown(fd, _id(member.uid), _id(member.gid))
-        mode = member.mode & 0o1777
-        os.fchmod(fd, mode if self._as_image else mode | (0o700 if member.isdir() else 0o600))
+        own = 0o700 if member.isdir() else 0o600
+        os.fchmod(fd, member.mode & 0o1777 if self._as_image else member.mode & 0o755 | own)
         time_s = _time(member.mtime)
         os.utime(fd, (time_s, time_s))
 
@@ -353,15 +435,15 @@ class Unpacking:
         """Remove the entries of lower layers from a directory."""
         for name in os.listdir(parent):
             path = f"{folder}/{name}" if folder else name
-            if path not in self._made:
+            if hash(path) not in self._made:
                 _remove(parent, name)
             elif (status := _status(parent, name)) is not None and stat.S_ISDIR(status.st_mode):
                 with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                     self._clear(fd, path)
 
     def _note(self, path: str) -> None:
-        while path and path not in self._made:
-            self._made.add(path)
+        while path and hash(path) not in self._made:
+            self._made.add(hash(path))
             path = path.rpartition("/")[0]
 
     def _enter(self, folder: str) -> int:
@@ -379,10 +461,18 @@ class Unpacking:
             above, _, name = folder.rpartition("/")
             parent = self._open_folder(above)
         try:
-            os.mkdir(name, 0o755, dir_fd=parent)
+            self._make(parent, name, 0o755)
         finally:
             os.close(parent)
+        self._count()
         return syscalls.openat2(self._root, folder, flags, _INSIDE)
+
+    def _make(self, parent: int, name: str, mode: int) -> None:
+        """Make a directory. Links can make the path of its parent shorter than it is, and removing deeper trees fails
+        in Python."""
+        if _depth(parent) - self._root_depth >= MAX_DEPTH:
+            raise ImageError(f"{self._image} is not valid: its directories are nested too deeply")
+        os.mkdir(name, mode, dir_fd=parent)
 
     def _leave_parent(self) -> None:
         if self._parent is not None:
@@ -398,7 +488,7 @@ class Unpacking:
             os.close(fd)
 
 
-def unpack(layers: Iterable[tarfile.TarFile], directory: str, image: str, max_bytes: int, stop: threading.Event) -> int:
+def unpack(layers: Iterable[Archive], directory: str, image: str, max_bytes: int, stop: threading.Event) -> int:
     """Unpack all layers, lowest first, into an empty directory; returns the total size of the files in bytes."""
     unpacking = Unpacking(directory, image, max_bytes, stop)
     try:
@@ -419,7 +509,7 @@ def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None
     """
     unpacking = Unpacking(directory, name, max_bytes, threading.Event(), as_image=False)
     try:
-        with tarfile.open(fileobj=io.BytesIO(data), tarinfo=Entry) as archive:
+        with Archive.open(fileobj=io.BytesIO(data)) as archive:
             unpacking.add(archive)
         unpacking.finish()
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
@@ -442,6 +532,10 @@ def _status(parent: int, name: str) -> os.stat_result | None:
         return os.stat(name, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
         return None
+
+
+def _depth(directory: int) -> int:
+    return os.readlink(f"/proc/self/fd/{directory}").count("/")
 
 
 def _id(number: int) -> int:

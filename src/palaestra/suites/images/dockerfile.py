@@ -18,6 +18,9 @@ from posixpath import join, normpath
 from palaestra.core.errors import TaskError
 from palaestra.suites.task_files import Unsupported
 
+LONGEST_ARGUMENT = 128 << 10
+"""The maximum length of an argument or a variable of a command. Source: execve(2), MAX_ARG_STRLEN."""
+
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^}]*))?\})")
 
@@ -49,7 +52,7 @@ class Instruction:
             return None
         try:
             words = json.loads(self.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
@@ -121,10 +124,16 @@ def follow(
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Expand `$NAME`, `${NAME}`, `${NAME:-word}` and `${NAME:+word}`, as Dockerfiles do."""
+    """Expand `$NAME`, `${NAME}`, `${NAME:-word}` and `${NAME:+word}`, as Dockerfiles do. Raises `TaskError` if the
+    values are longer than any argument of a command can be."""
+    left = LONGEST_ARGUMENT
 
     def value(match: re.Match[str]) -> str:
+        nonlocal left
         found = variables.get(match[1] or match[2], "")
+        left -= len(found)
+        if left < 0:
+            raise TaskError(f"Dockerfile: the variables of a line are longer than {LONGEST_ARGUMENT >> 10} KiB")
         kind, word = match[3] or "", match[4] or ""
         if kind.endswith("-"):
             return found or word

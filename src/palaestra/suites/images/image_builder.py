@@ -31,6 +31,13 @@ SCHEMA, VERSION = "palaestra.root", 1
 _ASK_S, _EXPORT_S = 20.0, 600.0
 _SHOWN = 1500
 
+# A flag, or the path of an image on this machine (`docker-archive:/…`), is not the name of an image. Source: the Go
+# module distribution/reference.
+_REFERENCE = re.compile(
+    r"[a-z0-9][a-z0-9._-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[a-z0-9_][a-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?",
+    re.ASCII | re.IGNORECASE,
+)
+
 _LAYER_REMOVED, _TRIES = "unknown parent image ID", 5
 """Docker's message if the removal of another image also removed a layer that a build had started with, and the maximum
 number of attempts to build."""
@@ -103,6 +110,8 @@ class ImageBuilder:
         and there is no Dockerfile."""
         if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
             return None
+        if not _REFERENCE.fullmatch(recipe.docker_image):
+            raise TaskError(f"{recipe.docker_image!r:.200} is not the name of an image")
         try:
             await self._pull(tool, recipe.docker_image)
         except TaskError:
@@ -167,9 +176,10 @@ def _config(found: JSON) -> ImageConfig:
 
 def content_key(recipe: ImageRecipe) -> str:
     """Return the cache key of a build: a digest of the image's name and, with a Dockerfile, of the folder's files and
-    modes."""
+    modes. Raises `TaskError` if the Dockerfile is a link, which a container tool would follow out of the folder."""
     digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
     if recipe.dockerfile is not None:
+        read_bytes(recipe.dockerfile)
         for path in sorted(recipe.folder.rglob("*")):
             mode = path.lstat().st_mode
             digest.update(f"{path.relative_to(recipe.folder)}\0{mode:o}\0".encode())

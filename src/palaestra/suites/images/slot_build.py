@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import io
 import os
+import re
 import shlex
 import tarfile
 from collections.abc import Iterator
@@ -82,7 +83,10 @@ async def _copy(slot: Slot, each: Instruction, config: ImageConfig, variables: d
     """Copy files of the build context into the slot as one tar archive."""
     if "from" in each.flags:
         raise Unsupported(f"its Dockerfile copies from another image (line {each.line}), which needs docker")
-    *sources, target = [expand(word, variables) for word in each.words()]
+    words = [expand(word, variables) for word in each.words()]
+    if len(words) < 2:
+        raise TaskError(f"Dockerfile, line {each.line}: {each.name} needs a source and a target")
+    *sources, target = words
     into = target.endswith("/") or len(sources) > 1 or target in (".", "..")
     place = normpath(join(config.workdir, target))
     documents = {document.name: document for document in each.heredocs}
@@ -116,7 +120,7 @@ def _matching(context: Path, source: str, each: Instruction) -> Iterator[Path]:
 
 
 def _add(archive: tarfile.TarFile, path: Path, target: str, each: Instruction) -> None:
-    mode = int(each.flags["chmod"], 8) if each.flags.get("chmod", "").isdigit() else None
+    mode = int(each.flags["chmod"], 8) if re.fullmatch("[0-7]{3,4}", each.flags.get("chmod", "")) else None
 
     def owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid = info.gid = 0

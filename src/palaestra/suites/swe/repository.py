@@ -7,6 +7,7 @@ Objects, refs and history stay on the host, because they contain later commits, 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -20,6 +21,20 @@ _LOCAL_TIMEOUT_S = 120.0
 _RELEASE = re.compile(r"(?:[A-Za-z][\w.-]*?[-_]?)?\d+(?:\.\d+)+(?:\.?post\d+)?")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SETTINGS = ("-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "protocol.ext.allow=never", "-c", "core.hooksPath=/")
+
+
+def check_repository(place: Path) -> None:
+    """Raise `TaskError` if a repository that a row names refers to objects, references or settings elsewhere, which may
+    be those of a private repository. Source: gitrepository-layout(5)."""
+    folder = place / ".git" if os.path.lexists(place / ".git") else place
+    named = ("objects/info/alternates", "objects/info/http-alternates", "commondir", "gitdir")
+    strange = [name for name in named if os.path.lexists(folder / name)]
+    strange += [] if folder.is_dir() and not folder.is_symlink() else [folder.name]
+    strange += [
+        name for at, folders, files in os.walk(folder) for name in (*folders, *files) if os.path.islink(f"{at}/{name}")
+    ]
+    if strange:
+        raise TaskError(f"the repository {place} refers to files outside of it ({', '.join(strange[:3])})")
 
 
 class RepositoryCache:
@@ -132,6 +147,8 @@ class RepositoryCache:
     async def _fetch(self, path: Path, source: str, row: SweRow) -> None:
         """Fetch one commit (for a branch, also the commit's parent). If the server does not allow this, fetch
         everything."""
+        if row.repo_path is not None:
+            check_repository(Path(source))
         revision = row.base_commit
         flags = ("--quiet", "--no-tags", "--no-auto-gc", "--no-write-fetch-head")
         wanted = revision if _HASH.fullmatch(revision) else f"+refs/heads/{revision}:refs/fetched/heads/{revision}"

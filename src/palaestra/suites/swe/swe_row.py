@@ -155,7 +155,7 @@ def load_rows(
 ) -> Iterator[SweRow | TaskError]:
     """Yield the rows of a dataset, with an error in place of each bad one; see `datasets.read_rows`.
 
-    A relative `repo_path` is relative to the folder of the source.
+    `repo_path` is relative to the folder of the source, and must be in this folder.
     """
     for number, raw in read_rows(source, split=split, fields=fields):
         try:
@@ -168,10 +168,16 @@ def load_rows(
 
 
 def _locate(row: SweRow, source: Path) -> SweRow:
-    if row.repo_path is None or Path(row.repo_path).is_absolute():
+    if row.repo_path is None:
         return row
-    folder = source if source.is_dir() else source.parent
-    return replace(row, repo_path=str((folder / row.repo_path).resolve()))
+    folder = (source if source.is_dir() else source.parent).resolve()
+    place = (folder / row.repo_path).resolve()
+    if not source.exists() or not place.is_relative_to(folder):
+        raise TaskError(
+            f"{row.instance_id}: its repository {row.repo_path} is not in the folder of the data set; rows cannot name "
+            "other folders of this machine"
+        )
+    return replace(row, repo_path=str(place))
 
 
 def parse_row(raw: Mapping[str, JSON], number: int = 0) -> SweRow:

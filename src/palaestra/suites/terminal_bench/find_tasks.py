@@ -94,14 +94,14 @@ def read_folder(folder: Path) -> TerminalTask:
 
 def _folders(path: Path) -> Iterator[tuple[str, Path, bool]]:
     """Yield the task folders at a path: the path itself, or all task folders below it, sorted. Folders that contain
-    only an instruction.md count too."""
+    only an instruction.md count too. Links to task folders are followed, other links are not."""
     if _is_task(path):
         yield path.name, path.resolve(), False
         return
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
         if _is_task(folder) or (folder / "instruction.md").is_file():
             yield folder.name, folder.resolve(), False
-        else:
+        elif not folder.is_symlink():  # it may lead anywhere, also back
             yield from _folders(folder)
 
 

@@ -193,7 +193,7 @@ def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
     for section in config.sections("steps"):
         name = section.text("name") or ""
         if not _STEP_NAME.fullmatch(name) or name != name.strip(" .") or name.casefold() in map(str.casefold, steps):
-            raise TaskError(f"{section.key('name')} must be a folder name that no other step has, not {name!r}")
+            raise TaskError(f"{section.key('name')} must be a folder name that no other step has, not {name!r:.200}")
         _check_step(section)
         place = folder / "steps" / name
         own, task = section.section("verifier"), config.section("verifier")
@@ -244,6 +244,8 @@ def _min_reward(section: TypedFields) -> Mapping[str, float]:
     value = section.values.get("min_reward")
     values = {} if value is None else value if isinstance(value, Mapping) else {"reward": value}
     for name, least in values.items():
-        if isinstance(least, bool) or not isinstance(least, int | float):
-            raise TaskError(f"{section.key('min_reward')} must be a number, or numbers by name, not {value!r} ({name})")
+        if isinstance(least, bool) or not isinstance(least, int | float) or not abs(least) < 1e9:
+            raise TaskError(
+                f"{section.key('min_reward')} must be a number, or numbers by name, not {value!r:.200} ({name})"
+            )
     return {str(name): float(least) for name, least in values.items()}

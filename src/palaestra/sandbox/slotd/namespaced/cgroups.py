@@ -155,6 +155,7 @@ def _settings(hierarchy: Hierarchy, limits: Fields) -> list[tuple[str, str]]:
     if "memory" in hierarchy.controllers and limits["memory_bytes"] is not None:
         memory = str(limits["memory_bytes"])
         settings += [("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory)] if first else []
+        settings += [("memory.kmem.tcp.limit_in_bytes", memory)] if first else []  # of TCP
         settings += [] if first else [("memory.max", memory), ("memory.swap.max", "0")]
     if "pids" in hierarchy.controllers and limits["pids"] is not None:
         settings.append(("pids.max", str(limits["pids"])))

@@ -34,7 +34,7 @@ from palaestra.core.errors import ConfigError, PrepareError
 from palaestra.core.io.durable_files import replaced
 from palaestra.core.io.host_process import check_process, run_process
 from palaestra.core.redaction import redacted
-from palaestra.sandbox.images.unpack import Entry
+from palaestra.sandbox.images.unpack import Archive
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _LINK = re.compile(r"""<a\s[^>]*?href=["']([^"']+)["'][^>]*>([^<]+)</a>""", re.IGNORECASE)
@@ -187,12 +187,10 @@ def read_sdist(archive: bytes, name: str) -> dict[str, SourceFile]:
     Raises `PrepareError` for an archive that is broken, unsafe (a member outside its directory) or too large.
     """
     files: dict[str, SourceFile] = {}
-    total = 0
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz", tarinfo=Entry) as tar:
-            for member in tar:
-                total += member.size
-                if total > MAX_TREE_BYTES:
+        with Archive.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
+            for member in tar.entries():
+                if tar.offset > MAX_TREE_BYTES:  # behind this entry, in the unpacked archive
                     raise PrepareError(f"{name}: more than {MAX_TREE_BYTES >> 20} MiB unpacked")
                 names = PurePosixPath(member.name.lstrip("/")).parts
                 if ".." in names:
