@@ -27,7 +27,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "tiny", practice=150)
+    make_tiny(tmp_path / "tiny", practice=200)
     environment, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "note_env.py").write_text(environment)
     (tmp_path / "train.py").write_text(program.replace("/tmp/tiny", str(tmp_path / "tiny")))
