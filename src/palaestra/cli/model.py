@@ -46,7 +46,7 @@ def command() -> None:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Steps of training on tool calls, about a second each.",
+    help="Steps of training on tool calls, a few per second.",
 )
 @click.option("--force", is_flag=True, help="Write into OUT even if it is not empty.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
@@ -54,7 +54,7 @@ def tiny(out: Path, seed: int, hidden: int, layers: int, practice: int, force: b
     from palaestra.testing.tiny_model import make_tiny
 
     if practice:
-        click.echo(f"training on tool calls for {practice} steps, about a second each", err=True)
+        click.echo(f"training on tool calls for {practice} steps, a few per second", err=True)
     made = make_tiny(out, seed=seed, hidden=hidden, layers=layers, practice=practice, force=force)
     facts = {"path": str(made.path), "parameters": made.parameters, "vocabulary": made.vocabulary}
     if made.practice_loss is not None:

@@ -214,9 +214,13 @@ def make_tiny(
     with torch.random.fork_rng(devices=[]):  # the caller's random state stays unchanged
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-        loss = None
+        loss, threads = None, torch.get_num_threads()
         if practice:
-            loss = practise(model, tokenizer, steps=practice, seed=seed)
+            torch.set_num_threads(1)  # with a model of this size, more threads are slower
+            try:
+                loss = practise(model, tokenizer, steps=practice, seed=seed)
+            finally:
+                torch.set_num_threads(threads)
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)],
         pad_token_id=tokenizer.token_to_id(END_OF_TEXT),
