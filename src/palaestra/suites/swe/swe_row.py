@@ -174,8 +174,8 @@ def _locate(row: SweRow, source: Path) -> SweRow:
     place = (folder / row.repo_path).resolve()
     if not source.exists() or not place.is_relative_to(folder):
         raise TaskError(
-            f"{row.instance_id}: its repository {row.repo_path} is not in the folder of the data set; rows cannot name "
-            "other folders of this machine"
+            f"{row.instance_id}: its repository {row.repo_path} is not in the folder of the data set. Copy it there: "
+            "rows cannot name other folders of this machine"
         )
     return replace(row, repo_path=str(place))
 
