@@ -143,8 +143,8 @@ def test_a_row_that_cannot_be_unpacked_is_left_out_alone(tmp_path: Path) -> None
     [
         (one_file("../outside"), "'../outside'"),
         (one_file("/outside"), "environment/Dockerfile is missing"),  # it is taken for a relative path
-        (one_file("link", tarfile.SYMTYPE, "../../../../outside"), "leads out"),
-        (one_file("link", tarfile.SYMTYPE, "/etc"), "leads out"),
+        (one_file("link", tarfile.SYMTYPE, "../../../../outside"), "points outside"),
+        (one_file("link", tarfile.SYMTYPE, "/etc"), "points outside"),
         (one_file("hard", tarfile.LNKTYPE, "/etc/hostname"), "cannot unpack"),
         (one_file("hard", tarfile.LNKTYPE, "../../outside"), "'../../outside'"),
         (one_file("device", tarfile.CHRTYPE), "type that cannot be unpacked"),
