@@ -24,14 +24,22 @@ from __future__ import annotations
 import ast
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from random import Random, SystemRandom
 
 from palaestra.core.errors import GraderError
 from palaestra.suites.grading.harness import Alarm
 from palaestra.suites.grading.negate_test import Falsification, Function, Site, find_sites, tests_in
-from palaestra.suites.grading.rewritten_tests import TAMPERED, RewrittenTests, TestPlace, named_tests, parse, rewrite
+from palaestra.suites.grading.rewritten_tests import (
+    TAMPERED,
+    RewrittenTests,
+    TestPlace,
+    named_tests,
+    parse,
+    rewrite,
+    without_tests,
+)
 from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut
 from palaestra.suites.grading.varied_inputs import (
     FEWEST,
@@ -81,6 +89,8 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 3
 _MOST_PARAMETERS = 3
 """The maximum number of controlled parameter sets for a test that does not earn the reward."""
 
+_MOST_EXPOSING = 24
+"""The maximum number of results for other inputs that the work has to compute."""
 _MOST_SITES = 6
 """The maximum number of assertions of a test that are tried on the reference solution."""
 
@@ -222,7 +232,9 @@ class Controls:
             if variant is not None and variant.changed:
                 same = node_id.replace(f"::{name}", f"::{own[variant.place]}")
                 copies.append(Copy(node_id, same, variant.changed))
-        self._exposing = find_exposing(_seen(right), _seen(wrong), copies)
+        found = find_exposing(_seen(right), _seen(wrong), copies)
+        self._exposing = sorted(found, key=lambda each: each.new + each.full, reverse=True)[:_MOST_EXPOSING]
+        self._varied = replace(self._varied, texts=_only(self._varied.texts, {each.name for each in self._exposing}))
 
     async def _answers_only_its_tests(self, work: RunTexts, reference: RunTexts | None) -> str | None:
         """Return how the work's results for other inputs show that it only answers its tests, or None."""
@@ -462,6 +474,16 @@ class TaskControls:
         if problem := hard_alarm(run.alarms, controls.expected):
             return ControlResult(problem, controls.uncontrolled)
         return await controls.find_tampering(places.work, places.reference)
+
+
+def _only(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, str]:
+    """Return the files that have these tests, without their other tests."""
+    found = {}
+    for path, text in texts.items():
+        named = {each.removeprefix(f"{path}::").partition("[")[0] for each in node_ids if each.startswith(f"{path}::")}
+        if named:
+            found[path] = without_tests(text, named, keep=True)
+    return found
 
 
 def _seen(run: TestRun) -> dict[str, list[str]]:
