@@ -477,11 +477,12 @@ class TaskControls:
 
 
 def _only(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, str]:
-    """Return the files that have these tests, without their other tests."""
+    """Return the files that have these tests, without their other tests. The only file of a suite may have no path."""
     found = {}
     for path, text in texts.items():
-        named = {each.removeprefix(f"{path}::").partition("[")[0] for each in node_ids if each.startswith(f"{path}::")}
-        if named:
+        inside = [each for each in node_ids if not path or each.startswith(f"{path}::")]
+        if inside:
+            named = {each.removeprefix(f"{path}::").partition("[")[0] for each in inside}
             found[path] = without_tests(text, named, keep=True)
     return found
 
