@@ -155,7 +155,7 @@ def load_rows(
 ) -> Iterator[SweRow | TaskError]:
     """Yield the rows of a dataset, with an error in place of each bad one; see `datasets.read_rows`.
 
-    `repo_path` is relative to the folder of the source, and must be in this folder.
+    A relative `repo_path` is relative to the folder of the source, and must be in this folder.
     """
     for number, raw in read_rows(source, split=split, fields=fields):
         try:
@@ -168,7 +168,7 @@ def load_rows(
 
 
 def _locate(row: SweRow, source: Path) -> SweRow:
-    if row.repo_path is None:
+    if row.repo_path is None or Path(row.repo_path).is_absolute():  # rows that a build wrote name absolute paths
         return row
     folder = (source if source.is_dir() else source.parent).resolve()
     place = (folder / row.repo_path).resolve()
