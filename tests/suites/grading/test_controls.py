@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 import asyncio
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from random import Random
 
 import pytest
 
 from palaestra.core.errors import GraderError
 from palaestra.envs.cheats.hijacked_code import FORGED
-from palaestra.suites.grading.controls import ControlResult, Controls, ControlsTimedOut, RunTexts
+from palaestra.suites.grading.controls import ControlResult, Controls, ControlsTimedOut, RunTests
 from palaestra.suites.grading.negate_test import find_sites
-from palaestra.suites.grading.rewritten_tests import named_tests, parse, rewrite, without_tests
+from palaestra.suites.grading.rewritten_tests import RewrittenTests, named_tests, parse, rewrite, without_tests
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from suites.bench import FILES, REPO, Bench, RunBench
 
@@ -141,11 +141,12 @@ def test_plain():
 async def controlled(
     bench: Bench, calc: str, tests: str, *, right: str | None = FIXED, broken: str | None = None
 ) -> ControlResult:
-    def runs(text: str) -> RunTexts:
-        async def run(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
+    def runs(text: str) -> RunTests:
+        async def run(made: RewrittenTests, parameters: Collection[str]) -> TestRun:
+            texts = {**made.texts, **made.further}
             prepared = await bench.prepared({**FILES, "pkg/calc.py": text, **texts})
             async with bench.slot(prepared) as slot:
-                return await run_files(slot, bench.toolchain, REPO, sorted(texts), timeout_s=60, parameters=parameters)
+                return await run_files(slot, bench.toolchain, REPO, [*texts], timeout_s=60, parameters=parameters)
 
         return run
 
@@ -258,16 +259,16 @@ def test_work_that_contains_the_answers_to_its_tests_does_not_know_other_inputs(
 CUT_OFF = TestRun({}, complete=False, timed_out=True)
 
 
-async def in_time(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-    functions = [node for node in ast.walk(ast.parse(texts[PATH])) if isinstance(node, ast.FunctionDef)]
+async def in_time(made: RewrittenTests, parameters: Collection[str]) -> TestRun:
+    functions = [node for node in ast.walk(ast.parse(made.texts[PATH])) if isinstance(node, ast.FunctionDef)]
     return TestRun({f"{PATH}::{each.name}": Status.PASSED for each in functions}, complete=True)
 
 
-async def too_late(texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
+async def too_late(made: RewrittenTests, parameters: Collection[str]) -> TestRun:
     return CUT_OFF
 
 
-async def tampering_of_slow_work(reference: RunTexts | None) -> str | None:
+async def tampering_of_slow_work(reference: RunTests | None) -> str | None:
     controls = Controls({PATH: "def test_plain():\n    assert 1 + 1 == 2\n"}, (f"{PATH}::test_plain",), ())
     await controls.calibrate(None)
     return (await controls.find_tampering(too_late, reference)).tampering

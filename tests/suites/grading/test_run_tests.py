@@ -213,6 +213,38 @@ def test_the_environment_is_the_same_each_time(run_bench: RunBench) -> None:
     run_bench(scenario)
 
 
+def test_compiled_files_count_only_outside_the_workspace(run_bench: RunBench) -> None:
+    source = (
+        "import sys\n"
+        "sys.path.append('/tmp/own')\n"
+        "def test_workspace():\n"
+        "    from pkg import planted\n"
+        "    import other\n"
+        "    assert (planted.VALUE, other.VALUE) == ('source', 'source')\n"
+        "def test_library():\n"
+        "    import colorsys\n"
+        "    assert type(colorsys.__loader__).__name__ == '_CompiledLoader'\n"
+    )
+    plant = (
+        "import py_compile, sys\n"
+        "for place in sys.argv[1:]:\n"
+        "    open(place, 'w').write('VALUE = \"planted\"\\n')\n"
+        "    py_compile.compile(place, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)\n"
+        "    open(place, 'w').write('VALUE = \"source\"\\n')\n"
+    )
+
+    async def scenario(bench: Bench) -> None:
+        async with bench.slot(await bench.prepared({**FILES, "test_compiled.py": source})) as slot:
+            await slot.make_dir("/tmp/own")
+            places = [f"{REPO}/pkg/planted.py", "/tmp/own/other.py"]
+            planted = await slot.execute([bench.toolchain.command[0], "-c", plant, *places], timeout_s=30)
+            assert planted.metadata["exit_code"] == 0, planted.output
+            run = await run_files(slot, bench.toolchain, REPO, ["test_compiled.py"], timeout_s=30)
+            assert set(run.statuses.values()) == {Status.PASSED}, run.failures
+
+    run_bench(scenario)
+
+
 def test_many_names_are_no_problem(run_bench: RunBench) -> None:
     source = (
         "import pytest\n@pytest.mark.parametrize('i', range(3000), ids=lambda i: f'{i:060}')\ndef test_n(i): pass\n"

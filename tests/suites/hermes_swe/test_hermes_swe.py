@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
 from palaestra.suites.grading.controls import Controls
+from palaestra.suites.grading.rewritten_tests import RewrittenTests
 from palaestra.suites.grading.run_tests import TestRun
 from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig, errors_of, run_suite
@@ -88,8 +89,8 @@ def test_work_that_only_looks_right_is_not_paid() -> None:
             await slot.write_text("solution.py", text)
             run = await run_suite(slot, PYTHON, WORKSPACE, SUITE.text, timeout_s=60)
 
-            async def again(texts: Mapping[str, str], _: object) -> TestRun:
-                return await run_suite(slot, PYTHON, WORKSPACE, texts[""], timeout_s=60)
+            async def again(made: RewrittenTests, _: object) -> TestRun:
+                return await run_suite(slot, PYTHON, WORKSPACE, made.texts[""], timeout_s=60)
 
             controls = Controls({"": SUITE.text}, SUITE.names, ())
             await controls.calibrate(None)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from palaestra.core.types import Score
 from palaestra.rollouts.grading.grader import GRADED
 from palaestra.sandbox.slot import Rung, Slot, View
 from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
+from palaestra.suites.grading.rewritten_tests import RewrittenTests
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.images.dockerfile import ImageRecipe
@@ -231,9 +232,9 @@ async def _find_tampering(
     controls = Controls({_TEST_FILE: task.final_tests}, sorted(names), (), once=True)
     await controls.calibrate(None)
 
-    async def rewritten(texts: Mapping[str, str], _: object) -> TestRun:
+    async def rewritten(tests: RewrittenTests, _: object) -> TestRun:
         async with slot.fork() as fork:
-            return await _run(texts[_TEST_FILE], fork, toolchain, timeout_s)
+            return await _run(tests.texts[_TEST_FILE], fork, toolchain, timeout_s)
 
     return await controls.find_tampering(rewritten, None)
 

@@ -26,6 +26,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
+from pathlib import PurePosixPath
 from random import Random, SystemRandom
 
 from palaestra.core.errors import GraderError
@@ -52,8 +53,8 @@ from palaestra.suites.grading.varied_inputs import (
     seen_by,
 )
 
-RunTexts = Callable[[Mapping[str, str], Collection[str]], Awaitable[TestRun]]
-"""Runs test files, given by path and text, in a workspace where no test has run.
+RunTests = Callable[[RewrittenTests, Collection[str]], Awaitable[TestRun]]
+"""Runs rewritten tests in a workspace where no test has run. Without `texts`, only the files in `further` run.
 
 The function may leave out parametrized tests whose ending (`[...]`) is not in the second argument.
 """
@@ -66,10 +67,10 @@ class Places:
     `briefly` runs over the reference solution with a shorter time limit, for falsified tests that may never end.
     """
 
-    work: RunTexts
-    reference: RunTexts | None = None
-    briefly: RunTexts | None = None
-    broken: RunTexts | None = None
+    work: RunTests
+    reference: RunTests | None = None
+    briefly: RunTests | None = None
+    broken: RunTests | None = None
 
 
 class ControlsTimedOut(GraderError):
@@ -194,7 +195,7 @@ class Controls:
             yield from self._random.sample(names, min(_MOST_PARAMETERS, len(names)))
 
     async def calibrate(
-        self, reference: RunTexts | None, broken: RunTexts | None = None, *, briefly: RunTexts | None = None
+        self, reference: RunTests | None, broken: RunTests | None = None, *, briefly: RunTests | None = None
     ) -> None:
         """Run the reference solution on rewritten tests to learn what to expect. If there is none, use only the sites
         that are certain (see `negate_test.py`).
@@ -208,22 +209,23 @@ class Controls:
         if broken is None or not self.uncontrolled:
             return
         copy = rewrite(self._trees, {place: [{}] for place in self._tests}, self._random, moved=self._moved)
-        run = await broken(copy.texts, self._parameters)
+        run = await broken(copy, self._parameters)
         self._detecting = frozenset(name for _, name, status in self._reported(copy, run) if status in _FAILED)
 
     @property
     def _earning_parameters(self) -> frozenset[str]:
         return frozenset(map(_parameters_of, self.earning))
 
-    async def _vary_inputs(self, reference: RunTexts, broken: RunTexts) -> None:
+    async def _vary_inputs(self, reference: RunTests, broken: RunTests) -> None:
         """Find results for other inputs that the reference solution and the broken solution do not share."""
         empty: Sequence[Mapping[int, Falsification]] = [{}] * (1 + copies_of_each(len(self.earning)))
         chosen = {place: empty for place, test in self._tests.items() if test.earns}
-        self._varied = rewrite(self._trees, chosen, self._random, moved=self._moved, observed=True)
-        right = await reference(self._varied.texts, self._earning_parameters)
+        self._varied = self._beside(rewrite(self._trees, chosen, self._random, moved=self._moved, observed=True))
+        right = await reference(self._varied, self._earning_parameters)
         if right.timed_out:
             return
-        wrong = await broken(self._varied.texts, self._earning_parameters)
+        self.expected = frozenset(right.alarms) | (self.expected or frozenset())
+        wrong = await broken(self._varied, self._earning_parameters)
         own = {variant.place: name for name, variant in self._varied.variants.items() if not variant.changed}
         copies = []
         for node_id in right.failures:
@@ -234,25 +236,39 @@ class Controls:
                 copies.append(Copy(node_id, same, variant.changed))
         found = find_exposing(_seen(right), _seen(wrong), copies)
         self._exposing = sorted(found, key=lambda each: each.new + each.full, reverse=True)[:_MOST_EXPOSING]
-        self._varied = replace(self._varied, texts=_only(self._varied.texts, {each.name for each in self._exposing}))
+        names = {each.name for each in self._exposing}
+        texts, further = _only(self._varied.texts, names), _only(self._varied.further, names)
+        self._varied = replace(self._varied, texts=texts, further=further)
 
-    async def _answers_only_its_tests(self, work: RunTexts, reference: RunTexts | None) -> str | None:
-        """Return how the work's results for other inputs show that it only answers its tests, or None."""
+    def _beside(self, tests: RewrittenTests) -> RewrittenTests:
+        """Return the same tests in new files beside the original ones, so that they can run in the process of other
+        tests. Tests that another file inherits, and the only file of a suite without a path, stay in their files."""
+        if self._inherited or "" in tests.texts:
+            return tests
+        fresh = {path: f"test_{self._random.randrange(1 << 40):x}.py" for path in tests.texts}
+        further = {str(PurePosixPath(path).with_name(fresh[path])): text for path, text in tests.texts.items()}
+        return RewrittenTests({}, tests.variants, further)
+
+    async def _answers_only_its_tests(self, run: TestRun, work: RunTests, reference: RunTests | None) -> str | None:
+        """Return how the work's results for other inputs show that it only answers its tests, or None. `run` is the
+        last round, which also runs copies in new files; if these do not show enough, they run again alone."""
         if len(self._exposing) < FEWEST or reference is None:
             return None
-        run = await work(self._varied.texts, self._earning_parameters)
+        if self._varied.further and answers_only_its_tests(self._exposing, _seen(run)) is None:
+            return None
+        run = await work(self._varied, self._earning_parameters)
         if answers_only_its_tests(self._exposing, _seen(run)) is None:
             return None
         if run.timed_out:
             run = await self._again(self._varied, work, reference)
-        again = _seen(await reference(self._varied.texts, self._earning_parameters))
+        again = _seen(await reference(self._varied, self._earning_parameters))
         stable = [each for each in self._exposing if agreeing([each], again)]
         found = answers_only_its_tests(stable, _seen(run))
         if found is None:
             return None
         return f"the work still has the bug for inputs that no test contains ({found[0]} of {found[1]} results right)"
 
-    async def _try_sites(self, reference: RunTexts | None, briefly: RunTexts | None) -> None:
+    async def _try_sites(self, reference: RunTests | None, briefly: RunTests | None) -> None:
         if reference is None or briefly is None:
             for test in self._tests.values():
                 test.failing = {number: None for number, site in enumerate(test.sites) if site.certain}
@@ -262,7 +278,7 @@ class Controls:
             for test in self._tests.values():
                 test.names = None
             copy = self._trial(certain)
-            run = await (reference if certain else briefly)(copy.texts, self._parameters)
+            run = await (reference if certain else briefly)(copy, self._parameters)
             if self._learn(copy, run):
                 return
         if run.timed_out:
@@ -349,32 +365,35 @@ class Controls:
         bits = sum(log2(len(self._variants(test, 0))) for test in self._tests.values() if test.earns)
         return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, ceil(_BITS / bits))) if bits else _FEWEST_ROUNDS
 
-    async def find_tampering(self, work: RunTexts, reference: RunTexts | None) -> ControlResult:
+    async def find_tampering(self, work: RunTests, reference: RunTests | None) -> ControlResult:
         """Run the rounds over work that passes its tests, and stop at the first round that shows tampering. Each call
         of `work` and `reference` starts from a fresh workspace."""
         for test in self._tests.values():
             test.offset = self._random.randrange(1000)
-        for number in range(self._rounds()):
+        further = self._varied.further if len(self._exposing) >= FEWEST else {}
+        rounds = self._rounds()
+        for number in range(rounds):
             copy = self._round(number)
-            run = await work(copy.texts, self._parameters)
+            last = number == rounds - 1
+            run = await work(replace(copy, further=further) if last else copy, self._parameters)
             if run.timed_out and not hard_alarm(run.alarms, self.expected):
                 run = await self._again(copy, work, reference)
             problem = hard_alarm(run.alarms, self.expected) or await self._judge(copy, run, work, reference)
             if problem is not None:
                 return ControlResult(problem, self.uncontrolled, len(self._exposing))
-        problem = await self._answers_only_its_tests(work, reference)
+        problem = await self._answers_only_its_tests(run, work, reference)
         return ControlResult(problem, self.uncontrolled, len(self._exposing))
 
-    async def _again(self, copy: RewrittenTests, work: RunTexts, reference: RunTexts | None) -> TestRun:
+    async def _again(self, copy: RewrittenTests, work: RunTests, reference: RunTests | None) -> TestRun:
         """Repeat a round that timed out, if the reference solution finishes the same tests in time.
 
         Raises `ControlsTimedOut` if the reference solution times out too, and `TestsTimedOut` if there is none.
         """
         if reference is None:
             raise TestsTimedOut("rewritten tests timed out over work that passes the original ones")
-        if (await reference(copy.texts, self._parameters)).timed_out:
+        if (await reference(copy, self._parameters)).timed_out:
             raise ControlsTimedOut("the reference solution did not finish its rewritten tests in time")
-        return await work(copy.texts, self._parameters)
+        return await work(copy, self._parameters)
 
     def _round(self, number: int) -> RewrittenTests:
         """Return the tests of one round. Tests that earn the reward have right and falsified variants. Every other test
@@ -406,7 +425,7 @@ class Controls:
         return found
 
     async def _judge(
-        self, copy: RewrittenTests, run: TestRun, work: RunTexts, reference: RunTexts | None
+        self, copy: RewrittenTests, run: TestRun, work: RunTests, reference: RunTests | None
     ) -> str | None:
         """Return why a round shows tampering, or None. Unexpected outcomes that the reference solution has too do not
         count."""
@@ -414,9 +433,9 @@ class Controls:
         if not odd:
             return None
         if reference is not None:
-            odd = odd - self._odd(copy, await reference(copy.texts, self._parameters))
+            odd = odd - self._odd(copy, await reference(copy, self._parameters))
             if odd and all(not each.seen.sites for each in odd):  # a test may be flaky
-                odd = odd & self._odd(copy, await work(copy.texts, self._parameters))
+                odd = odd & self._odd(copy, await work(copy, self._parameters))
         else:
             for earns in (True, False):  # rewriting may break some tests, but not most
                 own = {place for place, test in self._tests.items() if test.earns is earns}

@@ -138,10 +138,11 @@ def _leaves(statement: ast.stmt) -> bool:
 def _catches(statement: ast.With | ast.AsyncWith) -> bool:
     """Return whether the block may suppress or expect an exception."""
     calls = [node for item in statement.items for node in ast.walk(item) if isinstance(node, ast.Call)]
-    return any(part in _called(call).lower() for call in calls for part in _CATCHING)
+    return any(part in called_name(call).lower() for call in calls for part in _CATCHING)
 
 
-def _called(call: ast.Call) -> str:
+def called_name(call: ast.Call) -> str:
+    """Return the name of the called function or method, or an empty string."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
@@ -149,7 +150,7 @@ def _other_values(node: ast.AST, random: Random) -> list[Falsification]:
     """Return changes to the constant that an assertion compares with."""
     sides: Sequence[ast.expr] = ()
     if isinstance(node, ast.Call):
-        sides = node.args[:2] if _called(node) in EQUALITY and len(node.args) >= 2 else ()
+        sides = node.args[:2] if called_name(node) in EQUALITY and len(node.args) >= 2 else ()
     elif isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
         compared = node.test
         sides = (compared.left, *compared.comparators) if [type(op) for op in compared.ops] == [ast.Eq] else ()
@@ -219,15 +220,15 @@ def _opposites(node: ast.AST, random: Random) -> list[Falsification]:
     """Return changes that invert an assertion, compare with a container of the value, or expect a different
     exception."""
     if isinstance(node, ast.Call):
-        if _called(node) in _RAISES and node.args:
+        if called_name(node) in _RAISES and node.args:
             unlikely = random.sample(_UNLIKELY, MOST_ALTERNATIVES)
             rest = node.args[1:]
             return [Falsification(node, "args", [ast.Name(name, ast.Load()), *rest]) for name in unlikely]
-        opposite = _OPPOSITE_CALL.get(_called(node))
+        opposite = _OPPOSITE_CALL.get(called_name(node))
         if opposite is None or not isinstance(node.func, ast.Attribute):
             return []
         others = [Falsification(node.func, "attr", opposite)]
-        if _called(node) == "assertEqual" and len(node.args) >= 2:
+        if called_name(node) == "assertEqual" and len(node.args) >= 2:
             others += [
                 Falsification(node, "args", [node.args[0], each, *node.args[2:]]) for each in _boxed(node.args[1])
             ]
@@ -269,8 +270,8 @@ def _in_calls(function: Function, random: Random) -> list[Site]:
     """Return sites outside of assertions: the arguments of a call, then any constant. None of them is certain."""
     found = []
     for node in _walk(function.body):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _called(node.value).startswith("as"):
-            call = node.value
+        call = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(call, ast.Call) and not called_name(call).startswith("as"):
             if len(call.args) > 1:
                 found.append(Site((Falsification(call, "args", call.args[:-1]),), certain=False))
             if call.args:

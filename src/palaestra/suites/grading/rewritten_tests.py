@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from palaestra.suites.grading.negate_test import Falsification, Function, comparison, tests_in
@@ -77,10 +77,12 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class RewrittenTests:
-    """The texts of rewritten files by path, and the variant that each random name stands for."""
+    """The texts of rewritten files by path, and the variant that each random name stands for. `further` are the texts
+    of new files, which run after the others."""
 
     texts: Mapping[str, str]
     variants: Mapping[str, Variant]
+    further: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, node_id: str) -> tuple[Variant, str] | None:
         """Return the variant of a reported node id, and the node id of the test that it is a copy of."""
@@ -114,8 +116,8 @@ def named_tests(path: str, tree: ast.Module, names: Collection[str]) -> dict[Tes
 
 def names_used(tree: ast.Module) -> set[str]:
     """Return the names and attributes that a file refers to."""
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)]
+    return {node.id if isinstance(node, ast.Name) else node.attr for node in nodes}
 
 
 def without_tests(source: str, named: Collection[str], *, keep: bool) -> str:
@@ -190,7 +192,7 @@ class _File:
         observer = OBSERVER.replace("OBSERVER", self._observer) if self._observer else ""
         table = self._constants.table(f"{self._observer}.vary(t[i])" if self._observer else "t[i]")
         made.body[place:place] = ast.parse(watch + observer + table).body
-        return ast.unparse(ast.fix_missing_locations(made))
+        return ast.unparse(made)
 
     def _body(self, body: Sequence[ast.stmt], owner: str, used: set[str]) -> list[ast.stmt]:
         last = {test.name: test for _, test in tests_in([each for each in body if isinstance(each, Function)], "")}
@@ -332,7 +334,8 @@ def _rename_locals(function: Function, fresh: Callable[[str], str]) -> None:
     with a class, or with calls such as `locals` or `eval`, is left unchanged."""
     fixed: set[str | None] = set()
     stored: set[str] = set()
-    for node in ast.walk(function):
+    nodes = list(ast.walk(function))
+    for node in nodes:
         if isinstance(node, ast.arg):
             fixed.add(node.arg)
         elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
@@ -353,7 +356,7 @@ def _rename_locals(function: Function, fresh: Callable[[str], str]) -> None:
             if not isinstance(node.ctx, ast.Load):
                 stored.add(node.id)
     names = {name: fresh("v") for name in sorted(stored) if name not in fixed}
-    for node in ast.walk(function):
+    for node in nodes:
         if isinstance(node, ast.Name) and node.id in names:
             node.id = names[node.id]
 

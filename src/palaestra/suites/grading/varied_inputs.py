@@ -18,7 +18,7 @@ import ast
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from palaestra.suites.grading.negate_test import EQUALITY, Function
+from palaestra.suites.grading.negate_test import EQUALITY, Function, called_name
 
 FEWEST = 4
 """The number of exposing results of a kind below which no conclusion is drawn."""
@@ -32,6 +32,8 @@ _SHARES = (1.0, 0.5, 1.0, 0.25)
 """The shares of a test's values that its copies change. If all of them change, a test that also needs fixed values,
 such as the name of a format, only raises an error."""
 
+_NOT_VALUES = ("Raises", "Regex", "Logs")
+"""The ends of the names of assertions that do not decide a value."""
 _SECONDS = 3.0
 """How long a copy may run: other inputs may make a loop endless."""
 SEEN = "seen"
@@ -145,15 +147,14 @@ def note_results(function: Function, observer: str) -> None:
 def end_with_results(function: Function, observer: str, seed: str, share: float, error_name: str) -> None:
     """Make a test start with changed parameters, and end by raising what it noted."""
     names = [each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
-    body = ast.parse(
+    *start, whole = ast.parse(
         f"{observer}.start({seed!r}, {share!r})\n"
         + "".join(f"{name} = {observer}.vary({name})\n" for name in names if name not in ("self", "cls"))
-        + f"try:\n    try:\n        {observer}.see()\n    except BaseException as {error_name}:\n"
-        f"        {observer}.stop({error_name})\nfinally:\n    {observer}.end()\n"
+        + f"try:\n    pass\nexcept BaseException as {error_name}:\n    {observer}.stop({error_name})\n"
+        f"finally:\n    {observer}.end()\n"
     ).body
-    inner = next(node for statement in body[-1:] for node in ast.walk(statement) if isinstance(node, ast.Try))
-    inner = next(node for node in inner.body if isinstance(node, ast.Try))
-    inner.body, function.body = function.body, body
+    assert isinstance(whole, ast.Try)
+    whole.body, function.body = function.body, [*start, whole]
 
 
 class _Notes(ast.NodeTransformer):
@@ -180,39 +181,29 @@ class _Notes(ast.NodeTransformer):
     def _call(self, name: str, *values: ast.expr) -> ast.Call:
         return ast.Call(ast.Attribute(ast.Name(self._observer, ast.Load()), name, ast.Load()), list(values), [])
 
-    def _equality(self, left: ast.expr, right: ast.expr) -> list[ast.stmt]:
-        if self._is_given(left) or self._is_given(right):
-            return [ast.Expr(self._call("see", left, right))]
-        return self._truth(ast.Compare(left, [ast.Eq()], [right]))
-
     def _truth(self, test: ast.expr) -> list[ast.stmt]:
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             return [statement for each in test.values for statement in self._truth(each)]
+        seen: list[ast.expr] = [ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test))]
         if isinstance(test, ast.Compare) and [type(each) for each in test.ops] == [ast.Eq]:
-            left, right = test.left, test.comparators[0]
-            if self._is_given(left) or self._is_given(right):
-                return self._equality(left, right)
-        return [ast.Expr(self._call("see", ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test))))]
+            sides = [test.left, test.comparators[0]]
+            seen = sides if any(map(self._is_given, sides)) else seen
+        return [ast.Expr(self._call("see", *seen))]
 
     def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         return self._truth(node.test)
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | list[ast.stmt]:
         call = node.value
-        called = call.func if isinstance(call, ast.Call) else None
-        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-        if (
-            not isinstance(call, ast.Call)
-            or not name.startswith("assert")
-            or name.endswith(("Raises", "Regex", "Logs"))
-        ):
+        name = called_name(call) if isinstance(call, ast.Call) else ""
+        if not isinstance(call, ast.Call) or not name.startswith("assert") or name.endswith(_NOT_VALUES):
             return node
         if (
             (name in EQUALITY or _compares(name.lower()))
             and len(call.args) >= 2
             and not any(isinstance(each, ast.Starred) for each in call.args)
         ):
-            return self._equality(*call.args[:2])
+            return self._truth(ast.Compare(call.args[0], [ast.Eq()], [call.args[1]]))
         failed = ast.ExceptHandler(ast.Name("AssertionError", ast.Load()), None, [self._noted(holds=False)])
         return [ast.Try([node, self._noted(holds=True)], [failed], [], [])]
 
@@ -223,11 +214,8 @@ class _Notes(ast.NodeTransformer):
         self.generic_visit(node)
         inside = [getattr(each, "id", "") for each in ast.walk(node.iter) if isinstance(each, ast.Constant | ast.Name)]
         if not {"", "range"}.intersection(inside):  # constants are changed already
-            node.body[:0] = [
-                ast.Assign([ast.Name(each.id, ast.Store())], self._call("vary", ast.Name(each.id, ast.Load())))
-                for each in ast.walk(node.target)
-                if isinstance(each, ast.Name)
-            ]
+            names = [each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)]
+            node.body[:0] = ast.parse("".join(f"{name} = {self._observer}.vary({name})\n" for name in names)).body
         return node
 
 

@@ -33,6 +33,7 @@ from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.grading.controls import ControlResult, Controls, Places, TaskControls, hard_alarm
 from palaestra.suites.grading.harness import alarms_in, run_harness
+from palaestra.suites.grading.rewritten_tests import RewrittenTests
 from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
 from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
@@ -137,17 +138,17 @@ class HermesSweEnvironment(ContractEnvironment):
     async def _control(self, slot: Slot, item: ProgrammingTask, run: TestRun) -> ControlResult:
         """Check whether work that passes has tampered with its tests."""
 
-        async def on_work(texts: Mapping[str, str], _: object) -> TestRun:
+        async def on_work(tests: RewrittenTests, _: object) -> TestRun:
             async with slot.fork() as fork:
-                return await self._run(fork, texts[""])
+                return await self._run(fork, tests.texts[""])
 
-        async def on(files: Mapping[str, str], texts: Mapping[str, str], _: object) -> TestRun:
+        async def on(files: Mapping[str, str], tests: RewrittenTests, _: object) -> TestRun:
             async with slot.fork() as fork:
                 for entry in await fork.list_dir(WORKSPACE):
                     await fork.remove(entry.path)
                 for path, text in files.items():
                     await fork.write_text(str(PurePosixPath(WORKSPACE, path)), text)
-                return await self._run(fork, texts[""])
+                return await self._run(fork, tests.texts[""])
 
         places = Places(on_work, broken=partial(on, item.files))
         if item.solution is not None:

@@ -51,7 +51,7 @@ class RepositoryCache:
         self._root = root
         self._base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
-        self._meant: dict[tuple[Path, str], str] = {}
+        self._located: dict[tuple[str, str, bool], tuple[Path, str]] = {}
 
     def source(self, row: SweRow) -> str:
         """Return the address or folder of a row's repository."""
@@ -71,25 +71,28 @@ class RepositoryCache:
                 await self._fetch(path, source, row)
         return path
 
-    async def commit(self, row: SweRow) -> str:
-        """Return the full hash of the row's commit."""
-        path = await self.ensure(row)
-        commit = await self._resolve(path, row.base_commit)
-        if commit is None:
-            raise TaskError(f"{row.instance_id}: {self.source(row)} has no commit {row.base_commit}")
-        return await self._with_tests(row, path, commit) if row.on_branch else commit
+    async def locate(self, row: SweRow) -> tuple[Path, str]:
+        """Return the path of the bare repository, and the full hash of the row's commit in it.
+
+        Git is asked only the first time, because grading one rollout needs them a dozen times.
+        """
+        key = (self.source(row), row.base_commit, row.on_branch)
+        if key not in self._located or not self._located[key][0].is_dir():
+            path = await self.ensure(row)
+            commit = await self._resolve(path, row.base_commit)
+            if commit is None:
+                raise TaskError(f"{row.instance_id}: {self.source(row)} has no commit {row.base_commit}")
+            self._located[key] = path, await self._with_tests(row, path, commit) if row.on_branch else commit
+        return self._located[key]
 
     async def _with_tests(self, row: SweRow, path: Path, tip: str) -> str:
         """Return the tip of a SWE-smith branch, or its parent if the tip is the commit that removes the failing
         tests."""
-        if (path, tip) not in self._meant:
-            meant = tip
-            if not set(row.test_files) <= set(await self._files(path, tip)):
-                parent = await self._resolve(path, f"{tip}^")
-                if parent is not None and set(row.test_files) <= set(await self._files(path, parent)):
-                    meant = parent
-            self._meant[path, tip] = meant
-        return self._meant[path, tip]
+        if not set(row.test_files) <= set(await self._files(path, tip)):
+            parent = await self._resolve(path, f"{tip}^")
+            if parent is not None and set(row.test_files) <= set(await self._files(path, parent)):
+                return parent
+        return tip
 
     async def _files(self, path: Path, commit: str) -> tuple[str, ...]:
         listing = await self._git(path, "ls-tree", "-r", "-z", "--name-only", commit)
@@ -97,14 +100,14 @@ class RepositoryCache:
 
     async def export_tree(self, row: SweRow) -> bytes:
         """Return all files of the row's commit as one tar archive."""
-        commit = await self.commit(row)
-        return await self._git(await self.ensure(row), "archive", "--format=tar", commit)
+        path, commit = await self.locate(row)
+        return await self._git(path, "archive", "--format=tar", commit)
 
     async def read_file(self, row: SweRow, path: str) -> bytes:
         """Return one file of the row's commit. Raises `TaskError` if it does not exist."""
-        commit = await self.commit(row)
+        repository, commit = await self.locate(row)
         result = await run_process(
-            ["git", *_SETTINGS, f"--git-dir={await self.ensure(row)}", "cat-file", "blob", f"{commit}:{path}"],
+            ["git", *_SETTINGS, f"--git-dir={repository}", "cat-file", "blob", f"{commit}:{path}"],
             timeout_s=_LOCAL_TIMEOUT_S,
         )
         if result.returncode:
@@ -114,7 +117,7 @@ class RepositoryCache:
     async def newest_tag(self, row: SweRow) -> str | None:
         """Return the tag of the newest release before the row's commit. If the cache has no such tag, return the tag of
         the source's newest release, or None."""
-        path, commit = await self.ensure(row), await self.commit(row)
+        path, commit = await self.locate(row)
         tags = ("refs/tags", "refs/fetched/tags")
         listed = await self._git(path, "for-each-ref", f"--merged={commit}", "--sort=-creatordate", *tags)
         if not listed:
@@ -127,7 +130,7 @@ class RepositoryCache:
 
     async def list_files(self, row: SweRow) -> tuple[str, ...]:
         """Return every file of the row's commit, relative to the repository's root."""
-        return await self._files(await self.ensure(row), await self.commit(row))
+        return await self._files(*await self.locate(row))
 
     async def _create(self, fresh: Path) -> None:
         """Make an empty bare repository whose archives also contain files marked `export-ignore`, because these are

@@ -7,6 +7,7 @@ tests. The reward is 1.0 if every named test passes and no tampering is found, e
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
@@ -14,7 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from fnmatch import fnmatch
-from functools import partial
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -35,7 +35,7 @@ from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.controls import ControlResult, Controls, Places, TaskControls, hard_alarm
 from palaestra.suites.grading.django_tests import run_django
-from palaestra.suites.grading.rewritten_tests import named_tests, parse, without_tests
+from palaestra.suites.grading.rewritten_tests import RewrittenTests, named_tests, parse, without_tests
 from palaestra.suites.grading.run_tests import TestRun, run_files
 from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.suites.swe.apply_diff import solution_steps
@@ -361,24 +361,24 @@ class SweEnvironment(ContractEnvironment):
         run."""
         async with self._fork(view, work, shown) as fork:
             if row.names is TestNames.PYTEST:
-                named = {path: _named_only(path, text, row) for path, text in view.tests.items()}
+                named = {path: _named_only(path, text, row.node_ids) for path, text in view.tests.items()}
                 await write_texts(fork, REPOSITORY, named)
             return await self._run(fork, work, row.node_ids)
 
-    async def _run_texts(
+    async def _run_rewritten(
         self,
         view: GradedView,
         work: ResolvedRow,
-        texts: Mapping[str, str],
+        tests: RewrittenTests,
         *,
         timeout_s: float,
         parameters: Collection[str],
         shown: Shown,
     ) -> TestRun:
-        """Run test files with these texts in a fresh fork."""
+        """Run rewritten tests in a fresh fork."""
         async with self._fork(view, work, shown) as fork:
-            await write_texts(fork, REPOSITORY, texts)
-            files = work.row.test_files
+            await write_texts(fork, REPOSITORY, {**tests.texts, **tests.further})
+            files = [*(work.row.test_files if tests.texts else ()), *tests.further]
             if work.row.names is TestNames.UNITTEST:
                 return await run_django(fork, work.toolchain, REPOSITORY, files, (), timeout_s=timeout_s)
             return await run_files(fork, work.toolchain, REPOSITORY, files, timeout_s=timeout_s, parameters=parameters)
@@ -421,16 +421,16 @@ class SweEnvironment(ContractEnvironment):
         tests_s = sum(run.durations_s.values()) if run.durations_s else most_s
         brief_s = min(most_s, 60 + 20 * tests_s)
 
-        async def on(shown: Shown, timeout_s: float, texts: Mapping[str, str], parameters: Collection[str]) -> TestRun:
-            return await self._run_texts(view, work, texts, timeout_s=timeout_s, parameters=parameters, shown=shown)
+        async def on(shown: Shown, timeout_s: float, tests: RewrittenTests, parameters: Collection[str]) -> TestRun:
+            return await self._run_rewritten(view, work, tests, timeout_s=timeout_s, parameters=parameters, shown=shown)
 
-        places = Places(partial(on, Shown.WORK, most_s))
+        places = Places(functools.partial(on, Shown.WORK, most_s))
         if has_reference:
             places = Places(
                 places.work,
-                reference=partial(on, Shown.RIGHT, most_s),
-                briefly=partial(on, Shown.RIGHT, brief_s),
-                broken=partial(on, Shown.BROKEN, brief_s),
+                reference=functools.partial(on, Shown.RIGHT, most_s),
+                briefly=functools.partial(on, Shown.RIGHT, brief_s),
+                broken=functools.partial(on, Shown.BROKEN, brief_s),
             )
 
         async def make() -> Controls:
@@ -471,14 +471,15 @@ class GradedView:
     tests: Mapping[str, str]
 
 
-def _named_only(path: str, text: str, row: SweRow) -> str:
+@functools.lru_cache(maxsize=64)
+def _named_only(path: str, text: str, node_ids: Sequence[str]) -> str:
     """Return the test file with only the named tests. If the file does not define all of them, for example because a
     decorator or a base class makes them, return the whole file."""
     tree = parse(text) if path.endswith(".py") else None
     if tree is None:
         return text
-    places = named_tests(path, tree, row.node_ids)
-    names = {name.partition("[")[0].rpartition("::")[2] for name in row.node_ids if name.startswith(f"{path}::")}
+    places = named_tests(path, tree, node_ids)
+    names = {name.partition("[")[0].rpartition("::")[2] for name in node_ids if name.startswith(f"{path}::")}
     if not names <= {place.name for place in places}:
         return text
     return without_tests(text, {f"{place.owner}{place.name}" for place in places}, keep=True)

@@ -28,7 +28,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
 from palaestra.suites.grading.harness import has_started, read_records
-from palaestra.suites.grading.rewritten_tests import parse
+from palaestra.suites.grading.rewritten_tests import RewrittenTests, parse
 from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut, read_run
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
@@ -140,8 +140,8 @@ async def find_tampering(
     controls = Controls({path: text for path, (_, text) in files.items()}, passed, (), once=True)
     await controls.calibrate(None)
 
-    async def rewritten(texts: Mapping[str, str], _: object) -> TestRun:
-        return await again.with_tests({files[path][0]: text for path, text in texts.items()}, all_tests=True)
+    async def rewritten(tests: RewrittenTests, _: object) -> TestRun:
+        return await again.with_tests({files[path][0]: text for path, text in tests.texts.items()}, all_tests=True)
 
     first_is_same = SystemRandom().random() < 0.5
     if first_is_same and (problem := await again.pays_less(verdict)):

@@ -16,10 +16,20 @@ import json
 import os
 import secrets
 import sys
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import CodeType
 
     import pytest
 
@@ -120,6 +130,41 @@ def _repr(value: object) -> str:
         return f"<unprintable: {type(problem).__name__}>"
 
 
+class _CompiledLoader(SourceFileLoader):
+    """Uses the compiled file in `__pycache__`, although `sys.pycache_prefix` is set."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        prefix, sys.pycache_prefix = sys.pycache_prefix, None
+        try:
+            return super().get_code(fullname)
+        finally:
+            sys.pycache_prefix = prefix
+
+
+def _ignore_compiled_files(root: str, pycache: str) -> None:
+    """From now on, compile modules from their source, because a planted compiled file could differ from it.
+
+    Compiled files of folders on the import path outside `root` still count: pytest was loaded from such files too, and
+    compiling the standard library costs more than many tests.
+    """
+    installed = tuple(os.path.abspath(path) + "/" for path in sys.path)
+    loaders = (
+        (ExtensionFileLoader, EXTENSION_SUFFIXES),
+        (_CompiledLoader, SOURCE_SUFFIXES),
+        (SourcelessFileLoader, BYTECODE_SUFFIXES),
+    )
+
+    def finder(path: str) -> FileFinder:
+        place = os.path.abspath(path) + "/"
+        if not os.path.isdir(path) or not place.startswith(installed) or place.startswith(root.rstrip("/") + "/"):
+            raise ImportError
+        return FileFinder(path, *loaders)
+
+    sys.path_hooks.insert(0, finder)
+    sys.path_importer_cache.clear()
+    sys.pycache_prefix = pycache
+
+
 def main() -> None:
     plan: dict[str, Any] = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -135,10 +180,10 @@ def main() -> None:
     plan.update(nonce=secrets.token_hex(16), names=[])  # bait: genuine records do not contain it
 
     os.chdir(plan["root"])
+    _ignore_compiled_files(plan["root"], plan["pycache"])
     first = len(sys.path) - len(plan["dependencies"])  # after the standard library, before installed packages
     sys.path[first:first] = plan["python_path"]
     os.environ["PYTHONPATH"] = os.pathsep.join([*plan["python_path"], *plan["dependencies"]])
-    sys.pycache_prefix = plan["pycache"]
     files = [path for path in plan["files"] if os.path.exists(path)]
     arguments = [*plan["arguments"], f"--rootdir={plan['root']}", *files]
     if files:
