@@ -133,6 +133,27 @@ for family in (40, 38, 17, 44, 31, 29, 16 + 100, 21, 41):
 
 
 @pytest.mark.contained_on("full", "userns", "confined")
+def test_no_filter_is_attached_to_a_socket(arena: Arena) -> None:
+    """The memory of compiled filters has one limit for the whole machine, and each socket may have 40 KiB of it."""
+    program = """
+import ctypes, socket, struct
+code = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 1))
+filter = struct.pack('HxxxxxxQ', 1, ctypes.addressof(code))
+ours, theirs = socket.socketpair()
+for option in (26, 50, 51, 52):
+    try: ours.setsockopt(socket.SOL_SOCKET, option, filter); print(option)
+    except PermissionError: pass
+ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 5000)
+"""
+
+    async def case(slot: Slot) -> None:
+        result = await python(slot, program)
+        assert (result.exit_code, result.output) == (0, "")
+
+    arena.face(case)
+
+
+@pytest.mark.contained_on("full", "userns", "confined")
 def test_settings_of_the_machine_are_out_of_reach(arena: Arena) -> None:
     program = """
 import os

@@ -236,17 +236,28 @@ print("all taken")
 
 
 @pytest.mark.contained_on("full", "confined")
-def test_data_on_its_way_in_connections_counts_too(arena: Arena) -> None:
-    """Nobody reads it. The kernel holds up to 4 MiB for each connection, in memory that no process has. `confined`
-    has no connections while the network is off."""
+@pytest.mark.parametrize("kind", ["connections", "datagrams"])
+def test_data_on_its_way_counts_too(arena: Arena, kind: str) -> None:
+    """Nobody reads it. The kernel holds up to 4 MiB for each connection, and up to `net.core.rmem_max` for each UDP
+    socket, in memory that no process has. `confined` has neither while the network is off."""
     program = """
-import os, socket, time
+import os, socket, sys, time
 reader, writer = os.pipe()
 for _ in range(6):
     if os.fork() == 0:
         os.close(reader)
         server, ends = socket.create_server(('127.0.0.1', 0)), []
-        for _ in range(12):
+        for _ in range(50 if sys.argv[1] == 'datagrams' else 0):
+            ends.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+            ends[-1].bind(('127.0.0.1', 0))
+            ends[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)
+            for _ in range(14): ends[-1].sendto(bytes(60000), ends[-1].getsockname())
+        time.sleep(3 if ends else 0)  # until all children hold what they hold
+        for end in ends:
+            try:
+                while size := len(end.recv(1 << 16, socket.MSG_DONTWAIT)): os.write(writer, b'%d\\n' % size)
+            except BlockingIOError: pass
+        for _ in range(12 if sys.argv[1] == 'connections' else 0):
             ends.append(socket.create_connection(server.getsockname()))
             ends.append(server.accept()[0])
             ends[-2].setblocking(False)
@@ -263,7 +274,7 @@ if sum(map(int, sizes)) > 160 << 20: print('all taken')
 
     async def case(slot: Slot) -> None:
         try:
-            found = (await python(slot, program)).output
+            found = (await slot.execute(["python3", "-c", program, kind])).output
         except SlotLost:
             found = ""
         assert ("all taken" in found) != arena.contained

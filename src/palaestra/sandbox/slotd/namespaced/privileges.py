@@ -112,11 +112,11 @@ _ON_OTHERS = {
 _CALLS = {
     "x86_64": {
         "clone": 56, "ioctl": 16, "socket": 41, "socketpair": 53, "fcntl": 72, "madvise": 28, "preadv2": 327,
-        "mmap": 9, "memfd_create": 319, "shmget": 29,
+        "mmap": 9, "memfd_create": 319, "shmget": 29, "setsockopt": 54,
     },
     "aarch64": {
         "clone": 220, "ioctl": 29, "socket": 198, "socketpair": 199, "fcntl": 25, "madvise": 233, "preadv2": 286,
-        "mmap": 222, "memfd_create": 279, "shmget": 194,
+        "mmap": 222, "memfd_create": 279, "shmget": 194, "setsockopt": 208,
     },
 }  # fmt: skip
 _MADV_COLD, _MADV_PAGEOUT, _RWF_NOWAIT = 20, 21, 8
@@ -124,6 +124,9 @@ _MADV_COLD, _MADV_PAGEOUT, _RWF_NOWAIT = 20, 21, 8
 _MAP_HUGETLB, _MFD_HUGETLB, _SHM_HUGETLB = 0x40000, 0x4, 0o4000
 # A larger pipe is charged to the user who made it, who may be outside the slot.
 _F_SETPIPE_SZ = 1031
+# The memory of compiled filters has one limit for the whole machine: SO_ATTACH_FILTER, SO_ATTACH_BPF and the two
+# SO_ATTACH_REUSEPORT options.
+_SOL_SOCKET, _SOCKET_FILTERS = 1, (26, 50, 51, 52)
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 
@@ -168,6 +171,9 @@ def program(
     lines += _clause(calls["mmap"], _ARGUMENT_3, _when((_ANY_BIT, _MAP_HUGETLB), _ENOMEM))
     lines += _clause(calls["memfd_create"], _ARGUMENT_1, _when((_ANY_BIT, _MFD_HUGETLB), _ENOMEM))
     lines += _clause(calls["shmget"], _ARGUMENT_2, _when((_ANY_BIT, _SHM_HUGETLB), _ENOMEM))
+    filters = [line for option in _SOCKET_FILTERS for line in _when((_EQUAL, option), _EPERM)]
+    of_sockets = [(_EQUAL, 1, 0, _SOL_SOCKET), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, _ARGUMENT_2), *filters]
+    lines += _clause(calls["setsockopt"], _ARGUMENT_1, of_sockets)
     families = [family for family in _FAMILIES if inet or family not in _INET]
     netlink = (_NETLINK_ROUTE, _NETLINK_SOCK_DIAG) if unix else (_NETLINK_ROUTE,)
     lines += _protocols(calls["socket"], (_NETLINK,), netlink)
