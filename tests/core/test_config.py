@@ -16,6 +16,7 @@ from palaestra.core.config import (
     local_path,
     merge,
     nearest,
+    read_toml,
     sent_secret,
 )
 from palaestra.core.errors import ConfigError
@@ -125,3 +126,43 @@ def test_each_field_comes_from_the_last_layer_that_names_it(shapes: list[dict[st
         last = max((i for i, shape in enumerate(shapes) if key in shape), default=None)
         assert merged.sources[key] == (DEFAULT if last is None else f"layer{last}")
         assert str(getattr(merged.value, key)) == str({"degrees": 180, "name": "oven"}[key] if last is None else last)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a.KEY = 1",
+        "'=' . \"\u2028\" . KEY = 1",
+        'x = {y = [{"#".KEY = 1}]}',
+        "[KEY]\nb = 1",
+        'x = """\n\'\'\'"""""\n[[ \'a\' . KEY ]]',
+        'x = \'\\\' # "\n"\\"".KEY = 1',
+        "x = '''a''''\n\"\".KEY = ''",
+    ],
+)
+def test_a_toml_key_has_few_parts(text: str) -> None:
+    """A key takes the square of the time of its parts, a table's header its time again for each line below it."""
+    read_toml(text.replace("KEY", ".".join("a" * 30)))
+    for parts in (33, 500):
+        with pytest.raises(RecursionError, match="more than 32 parts"):
+            read_toml(text.replace("KEY", ".".join("a" * parts)))
+
+
+@given(st.text(alphabet="ab.# ", max_size=20))
+def test_dots_in_toml_strings_comments_and_numbers_make_no_long_key(text: str) -> None:
+    long = text + "." * 2000
+    lines = [
+        f"# {long}",
+        rf'basic = "\"{long}" # {long}',
+        f"literal = '\"{long}' # '{long}",
+        f'lines = """""{long}"""""',
+        rf"raw = '''\"{long}''''",
+        f"numbers = [{', '.join(['0.5'] * 100)}]",
+    ]
+    assert read_toml("\n".join(lines)) == {
+        "basic": f'"{long}',
+        "literal": f'"{long}',
+        "lines": f'""{long}""',
+        "raw": rf"\"{long}'",
+        "numbers": [0.5] * 100,
+    }

@@ -268,6 +268,32 @@ def is_secret(name: str) -> bool:
     return name.endswith(("api_key", "api_keys", "secret", "password", "env_vars", "server_token"))
 
 
+_MOST_KEY_PARTS = 32
+_TOML_STRING_OR_COMMENT = re.compile(  # a string without an end reaches to the end of the text or of the line
+    r'"{3}(?:[^"\\]|\\.|"(?!""))*(?:"{3,5})?'
+    r"|'{3}.*?(?:'{3,5}|\Z)"
+    r'|"(?:[^"\\\n]|\\.)*"?'
+    r"|'[^'\n]*'?"
+    r"|#[^\n]*",
+    re.DOTALL,
+)
+
+
+def read_toml(text: str) -> dict[str, JSON]:
+    """Parse a TOML text. Raises `ValueError` for any other text, and `RecursionError` for a text that is nested too
+    deeply or that has a key of more than 32 parts.
+
+    `tomllib` takes the square of the time and memory for a key's parts, and for each line below a table's header it
+    takes the time of the header's parts again.
+    """
+    import tomllib  # imported here, because most runs read no TOML
+
+    rest = _TOML_STRING_OR_COMMENT.sub("", text)  # in what is left, only keys have more than one dot
+    if any(part.count(".") >= _MOST_KEY_PARTS for part in re.split(r"[=,\[\]{}\n]", rest)):
+        raise RecursionError(f"a key has more than {_MOST_KEY_PARTS} parts")
+    return tomllib.loads(text)
+
+
 _MOST_MERGED = 10_000
 
 

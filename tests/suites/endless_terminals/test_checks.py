@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 
 import pytest
@@ -37,6 +38,7 @@ python3 - > bomb.yaml <<'END'
 print("a: &a0 [x, x]", *(f"b{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)), sep="\n")
 END
 echo "x = 0x$(printf 'f%.0s' $(seq 5000))" > hex.toml; tr = : < hex.toml > hex.yaml; echo 'k: !!bool maybe' > tag.yaml
+echo "\"=\"$(printf '.a%.0s' $(seq 40)) = 1" > key.toml
 echo "k: !!int ''" > empty.yaml; echo 'k: !!timestamp now' > time.yaml
 sha256sum text lines > sums; tar czf t.tgz tree; python3 -m zipfile -c t.zip tree/a.txt; gzip -c exact > t.gz
 python3 -c 'import sqlite3; d = sqlite3.connect("d.db"); d.execute("create table t (a, b)"); \
@@ -117,6 +119,7 @@ FAULTS: list[AnyCheck] = [
     Yaml("time.yaml", {"k": "now"}),
     Yaml("hex.yaml", {"x": 1}),
     Toml("hex.toml", {"x": 1}),
+    Toml("key.toml", {"=": functools.reduce(lambda value, _: {"a": value}, range(40), 1)}),  # type: ignore[arg-type]
     Json("long.json", 1),
     Archive("t.tgz", "tar", {"tree/a.txt": "x"}),
     Archive("t.zip", "zip", {"a.txt": "z"}),

@@ -87,7 +87,13 @@ def test_nothing_is_built_or_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "text"), [("a.yaml", "[" * 100_000), ("a.yaml", "- " * 50_000), ("a.toml", "a." * 60_000)]
+    ("path", "text"),
+    [
+        ("a.yaml", "[" * 100_000),
+        ("a.yaml", "- " * 50_000),
+        ("a.toml", "a." * 60_000),
+        ("a.toml", "'\u2028'" + '."\u2028".a' * 900 + " = 1"),
+    ],
 )
 def test_a_text_that_would_take_minutes_is_not_checked(path: str, text: str) -> None:
     assert check_syntax(path, text) == "not checked: nested too deeply"

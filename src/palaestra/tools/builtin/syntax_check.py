@@ -10,19 +10,17 @@ import json
 import posixpath
 import sys
 import threading
-import tomllib
 import warnings
 from collections.abc import Callable, Mapping
 
 import yaml
 
+from palaestra.core.config import read_toml
+
 MAX_CHECKED_CHARS = 128 << 10
 """Longer files are not checked, because parsing blocks the event loop (at worst about 1 ms per kilobyte)."""
 _MAX_DEPTH = 100
 """The maximum nesting of a YAML file that is checked, because the cost of a token grows with the depth."""
-_MAX_DOTS = 1000
-"""The maximum number of dots in a line of a TOML file that is checked, because a key with very many parts takes minutes
-to parse."""
 
 
 def check_syntax(path: str, text: str) -> str | None:
@@ -65,12 +63,6 @@ def _yaml(text: str) -> None:
             raise RecursionError
 
 
-def _toml(text: str) -> None:
-    if any(line.count(".") > _MAX_DOTS for line in text.splitlines()):
-        raise RecursionError
-    tomllib.loads(text)
-
-
 _ONE_THREAD = threading.Lock()
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -80,5 +72,5 @@ _CHECKS: Mapping[str, Callable[[str], object]] = {
     ".json": json.loads,
     ".yaml": _yaml,
     ".yml": _yaml,
-    ".toml": _toml,
+    ".toml": read_toml,
 }
