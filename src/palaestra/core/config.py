@@ -8,6 +8,7 @@ source. For an unknown key, the error suggests the nearest known key if one is n
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.redaction import remember
 from palaestra.core.types import JSON
+
+if TYPE_CHECKING:
+    import yaml
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -297,9 +301,8 @@ def read_toml(text: str) -> dict[str, JSON]:
 _MOST_MERGED = 10_000
 
 
-def read_yaml(text: str) -> JSON:
-    """Parse a text that contains at most one YAML document, and return plain data (None for an empty text). Raises
-    `ValueError` for any other text."""
+@functools.cache
+def _yaml_loader() -> type[yaml.SafeLoader]:
     import yaml  # imported here, because most runs read no YAML
 
     class Loader(yaml.SafeLoader):
@@ -309,8 +312,16 @@ def read_yaml(text: str) -> JSON:
             if len(node.value) > _MOST_MERGED:
                 raise ValueError(f"a mapping has {len(node.value)} entries with those that it merges")
 
+    return Loader
+
+
+def read_yaml(text: str) -> JSON:
+    """Parse a text that contains at most one YAML document, and return plain data (None for an empty text). Raises
+    `ValueError` for any other text."""
+    import yaml
+
     try:
-        return yaml.load(text, Loader)  # noqa: S506 - it is a safe loader
+        return yaml.load(text, _yaml_loader())  # noqa: S506 - it is a safe loader
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
