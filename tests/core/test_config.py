@@ -17,6 +17,7 @@ from palaestra.core.config import (
     merge,
     nearest,
     read_toml,
+    read_yaml,
     sent_secret,
 )
 from palaestra.core.errors import ConfigError
@@ -166,3 +167,21 @@ def test_dots_in_toml_strings_comments_and_numbers_make_no_long_key(text: str) -
         "raw": rf"\"{long}'",
         "numbers": [0.5] * 100,
     }
+
+
+_LARGE = f"a: &a {{{', '.join(f'k{n}: ' for n in range(5000))}}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (f"{_LARGE}b: [{'{<<: *a}, ' * 100}]", "more than 100000 entries"),
+        (f"{_LARGE}b: {{<<: [{'*a, ' * 100}]}}", "more than 100000 entries"),
+        (f"a: 1{':1' * 400}.5", "OverflowError"),
+    ],
+    ids=["many mappings", "one mapping", "a number in base 60"],
+)
+def test_yaml_that_takes_much_more_than_its_size_is_an_error(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_yaml(text)
+    assert len(read_yaml(f"{_LARGE}b: [{'{<<: *a}, ' * 9}]")["b"]) == 9

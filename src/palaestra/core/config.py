@@ -298,7 +298,7 @@ def read_toml(text: str) -> dict[str, JSON]:
     return tomllib.loads(text)
 
 
-_MOST_MERGED = 10_000
+_MOST_ENTRIES = 100_000
 
 
 @functools.cache
@@ -306,11 +306,15 @@ def _yaml_loader() -> type[yaml.SafeLoader]:
     import yaml  # imported here, because most runs read no YAML
 
     class Loader(yaml.SafeLoader):
+        entries = 0
+
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            """Merge keys (`<<`) that refer to each other could multiply the entries without end."""
+            """Count the entries of each mapping that is built or merged (`<<`): small mappings that merge each other,
+            or many that merge a large one, could multiply the entries without end."""
             super().flatten_mapping(node)
-            if len(node.value) > _MOST_MERGED:
-                raise ValueError(f"a mapping has {len(node.value)} entries with those that it merges")
+            self.entries += 1 + len(node.value)
+            if self.entries > _MOST_ENTRIES:
+                raise ValueError(f"its mappings have more than {_MOST_ENTRIES} entries with those that they merge")
 
     return Loader
 
@@ -324,5 +328,5 @@ def read_yaml(text: str) -> JSON:
         return yaml.load(text, _yaml_loader())  # noqa: S506 - it is a safe loader
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -40,6 +40,7 @@ END
 echo "x = 0x$(printf 'f%.0s' $(seq 5000))" > hex.toml; tr = : < hex.toml > hex.yaml; echo 'k: !!bool maybe' > tag.yaml
 echo "\"=\"$(printf '.a%.0s' $(seq 40)) = 1" > key.toml
 echo "k: !!int ''" > empty.yaml; echo 'k: !!timestamp now' > time.yaml
+echo "k: 1$(printf ':1%.0s' $(seq 400)).5" > base.yaml
 sha256sum text lines > sums; tar czf t.tgz tree; python3 -m zipfile -c t.zip tree/a.txt; gzip -c exact > t.gz
 python3 -c 'import sqlite3; d = sqlite3.connect("d.db"); d.execute("create table t (a, b)"); \
 d.execute("insert into t values (1, 2), (3, null)"); d.commit()'
@@ -118,6 +119,7 @@ FAULTS: list[AnyCheck] = [
     Yaml("empty.yaml", {"k": 0}),
     Yaml("time.yaml", {"k": "now"}),
     Yaml("hex.yaml", {"x": 1}),
+    Yaml("base.yaml", {"k": 1}),
     Toml("hex.toml", {"x": 1}),
     Toml("key.toml", {"=": functools.reduce(lambda value, _: {"a": value}, range(40), 1)}),  # type: ignore[arg-type]
     Json("long.json", 1),
