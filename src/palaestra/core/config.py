@@ -287,8 +287,8 @@ def read_toml(text: str) -> dict[str, JSON]:
     """Parse a TOML text. Raises `ValueError` for any other text, and `RecursionError` for a text that is nested too
     deeply or that has a key of more than 32 parts.
 
-    `tomllib` takes the square of the time and memory for a key's parts, and for each line below a table's header it
-    takes the time of the header's parts again.
+    The time and memory that `tomllib` takes for a key grow with the square of the number of its parts, and each line
+    below the header of a table takes the time of the header's parts again.
     """
     import tomllib  # imported here, because most runs read no TOML
 

@@ -32,6 +32,7 @@ chmod 640 text; chmod 750 tree
 echo '{"n": 1.0, "b": true, "l": [1, 2]}' > good.json; echo '[1,' > torn.json; echo '{"a":1}' > rows.jsonl
 echo '{"a":2}' >> rows.jsonl; python3 -c 'print("[" * 100000)' > deep.json
 printf 'a,b\r\n"1, 2",3\r\n' > t.csv; printf 'a\tb\n1\t2\n' > t.tsv; printf '[s]\nKey: v\n' > c.ini
+(cat c.ini; printf '#%.0s' $(seq 17000)) > large.ini
 printf 'x = [1]\n' > c.toml; printf 'k: [a, 1, yes]\n' > c.yaml; printf 'no [\n' > bad.any
 python3 -c 'print("1" * 5000)' > long.json; python3 -c 'print("a: " + "[x, " * 40000)' > huge.yaml
 python3 - > bomb.yaml <<'END'
@@ -111,6 +112,7 @@ FAULTS: list[AnyCheck] = [
     JsonLines("torn.json", [1]),
     Csv("t.csv", [["a", "b"], ["1", "2", "3"]]),
     Ini("bad.any", {}),
+    Ini("large.ini", {"s": {"key": "v"}}),
     Toml("bad.any", {}),
     Yaml("bad.any", {}),
     Yaml("huge.yaml", {}),
