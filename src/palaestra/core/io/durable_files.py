@@ -53,13 +53,19 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Open a file that somebody else may have made for reading. Raises `OSError` for a link, a FIFO and a device."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return open(fd, "rb")
+    os.close(fd)
+    raise OSError(errno.EINVAL, "is not a file", str(path))
+
+
 def read_regular(path: Path, max_bytes: int = _MOST_BYTES) -> bytes:
     """Return the bytes of a file that somebody else may have made. Raises `OSError` for a link, a FIFO, a device, and a
     file of more than `max_bytes`."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    with open(os.open(path, flags), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "is not a file", str(path))
+    with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"is larger than {max_bytes >> 20} MiB", str(path))

@@ -21,7 +21,6 @@ removes all entries that the layers below have in its directory.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import json
@@ -38,6 +37,7 @@ from itertools import islice
 from typing import IO, Any
 
 from palaestra.core.errors import ImageError
+from palaestra.core.io.durable_files import open_regular
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd import syscalls
 
@@ -45,7 +45,7 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _MAX_JSON_BYTES, _PIECE_BYTES = 16 << 20, 1 << 20
 
-OpenBlob = Callable[[str], IO[bytes]]  # opens a file of the image by name; raises KeyError or FileNotFoundError
+OpenBlob = Callable[[str], IO[bytes]]  # opens a file of the image by name; raises KeyError or OSError
 
 MAX_DEPTH = 256
 MAX_ENTRIES = 2_000_000
@@ -253,15 +253,7 @@ def _checked(open_blob: OpenBlob, digest: str, path: str) -> Iterator[IO[bytes]]
 
 
 def _file_opener(folder: str) -> OpenBlob:
-    def opener(name: str) -> IO[bytes]:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-        fd = os.open(os.path.join(folder, name), flags)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return os.fdopen(fd, "rb")
-        os.close(fd)
-        raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
-
-    return opener
+    return lambda name: open_regular(os.path.join(folder, name))
 
 
 def _member_opener(archive: Archive) -> OpenBlob:
