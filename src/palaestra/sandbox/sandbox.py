@@ -121,7 +121,6 @@ class Sandbox:
         except ValueError:
             raise ConfigError(f'network must be "off", "on" or a list of hosts, not {network!r:.100}') from None
         self._spec = SlotSpec(image, allowed, limits, env=_pairs(env))
-        self._isolation = isolation
         self._lowest, _ = levels(isolation)
         self._pool = pool
         self._snapshot = snapshot
@@ -149,12 +148,12 @@ class Sandbox:
                 snapshot.check_open()
                 snapshot.check_loop()
             if pool is None:
-                backend = LocalBackend.from_isolation(self._isolation)
+                backend = LocalBackend(rung=self._lowest)
                 pool = await stack.enter_async_context(SlotPool(backend=backend))
             elif self._lowest is not None and pool.rung < self._lowest:
                 raise ConfigError(
-                    f"the pool's isolation is {pool.rung.label}, which is below {self._isolation}: use another pool, "
-                    "or request a lower level"
+                    f"the pool's isolation is {pool.rung.label}, which is below {self._lowest.label}: use another "
+                    "pool, or request a lower level"
                 )
             layers = None if snapshot is None else snapshot.snapshot
             slot = await pool.acquire("sandbox", spec=self._spec, snapshot=layers)
