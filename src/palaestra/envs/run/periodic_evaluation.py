@@ -142,10 +142,11 @@ class PeriodicEvaluation:
         except PalaestraError as error:
             note(f"the evaluation at step {step} failed: {error}")
             return
+        shown = "it logged no metrics"
         if evaluation.logged:
-            found = numbers(evaluation.logged["metrics"])
-            self._log({f"eval/{name.removeprefix('eval/')}": value for name, value in found.items()})
-        shown = in_short(evaluation.logged["metrics"]) if evaluation.logged else "it logged no metrics"
+            metrics = evaluation.logged["metrics"]
+            self._log({f"eval/{name.removeprefix('eval/')}": value for name, value in numbers(metrics).items()})
+            shown = in_short(metrics)
         note(f"evaluation at step {step} in {folder}: {shown}".removesuffix(": "))
 
     async def _rolled_out(self, folder: Path) -> Evaluation:
