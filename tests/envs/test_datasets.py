@@ -118,3 +118,22 @@ def test_an_empty_folder_is_one_message(tmp_path: Path) -> None:
 def test_a_hub_name_without_the_extra_names_it() -> None:
     with pytest.raises(ConfigError, match=r"no file or folder 'owner/name'.*\[hub\]"):
         list(read_rows("owner/name"))
+
+
+@pytest.mark.parametrize("attack", ["long values", "a repeated value"])
+def test_a_small_parquet_file_does_not_unpack_to_many_gigabytes(tmp_path: Path, attack: str) -> None:
+    path = tmp_path / "t.parquet"
+    if attack == "long values":
+        table = arrow.table({"id": ["x" * (64 << 20)]})
+        with parquet.ParquetWriter(path, table.schema, compression="zstd", write_statistics=False) as writer:
+            for _ in range(17):  # row groups
+                writer.write_table(table)
+    else:
+        numbers = arrow.array([0] * 100_000, arrow.int32())
+        values = arrow.DictionaryArray.from_arrays(numbers, ["x" * (1 << 20)])
+        parquet.write_table(arrow.table({"id": values}), path, compression="zstd")
+    assert path.stat().st_size < 1 << 18
+    read: list[int] = []
+    with pytest.raises(ConfigError, match="is not a readable Parquet file: it unpacks to more than 1024 MiB"):
+        read.extend(number for number, _ in read_rows(path))
+    assert len(read) == (0 if attack == "long values" else 1023)

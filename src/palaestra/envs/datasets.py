@@ -25,6 +25,8 @@ Row: TypeAlias = Mapping[str, JSON]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 _MAX_CSV_FIELD = 1 << 28
+_UNPACKED_BYTES, _MAX_RATIO = 1 << 30, 100
+"""A Parquet file may unpack to more than this number of bytes only if that is at most 100 times the file's size."""
 
 
 def read_rows(
@@ -148,16 +150,41 @@ def _read_csv(path: Path) -> Iterator[Row | str]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row | str]:
+    """Yield the rows of a Parquet file. A file that unpacks to much more than its size is an error: its pages can be
+    compressed, and every row can repeat the same long value.
+
+    Memory is not bounded for a file whose metadata gives wrong sizes, and for a list that repeats a long value."""
     try:
         import pyarrow.parquet as parquet
     except ImportError:
         raise ConfigError(f"reading {path.name} needs the 'data' extra: {install_command('data')}") from None
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=256):
-                yield from batch.to_pylist()
+            most = max(_UNPACKED_BYTES, _MAX_RATIO * path.stat().st_size)
+            groups = [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
+            _check_unpacked(sum(groups), most)
+            rows = _UNPACKED_BYTES // max([1, *groups])  # each row may repeat all values of its group
+            unpacked = 0
+            for batch in file.iter_batches(batch_size=min(max(1, rows), 256)):
+                for row in batch.to_pylist():
+                    unpacked += _size(row)
+                    _check_unpacked(unpacked, most)
+                    yield row
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{path} is not a readable Parquet file: {problem}") from problem
+
+
+def _size(value: JSON) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return 8 + sum(map(_size, value.values()))
+    return 8 + sum(map(_size, value)) if isinstance(value, list | tuple) else 8
+
+
+def _check_unpacked(size: int, most: int) -> None:
+    if size > most:
+        raise ValueError(f"it unpacks to more than {most >> 20} MiB, which is unusual for a file of its size")
 
 
 def _read_hub(name: str, split: str) -> Iterable[Row]:
