@@ -145,43 +145,32 @@ class Environment(ABC):
     async def grade(self, rollout: Rollout) -> Score:
         """Score the rollout in a grading view of its workspace.
 
-        A check that ends with an error counts as a failure of the grader. Unless the check is live or its error is
-        `certain`, it is then repeated on the prepared workspace and on the agent's work. If it fails only on the
-        agent's work, the work is the cause, and the score is 0. Raises an `InfraError` that occurred during the check,
-        even if `score` caught it and returned a value.
+        A check that ends with an error counts as a failure of the grader. Unless the error is `certain`, the check is
+        then repeated on the prepared workspace and on the agent's work. If it fails only on the agent's work, the work
+        is the cause, and the score is 0. If it does not fail again, the repetition decides, because work that fails a
+        check at random must not escape its score. Raises an `InfraError` that occurred during the check, even if
+        `score` caught it and returned a value.
         """
-        spec = self.slot_spec(rollout.task, Phase.GRADE)
-        grading = Grading(rollout, spec)
+        grading = Grading(rollout, self.slot_spec(rollout.task, Phase.GRADE))
+        return await self.check(rollout, grading, lambda shown: self.score(rollout, shown))
+
+    async def check(self, rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
+        """Score what `grading` shows, and repeat a check that fails as `grade` describes."""
+        live = grading.live
         try:
-            return await self._score_soundly(rollout, grading)
+            return await _score_soundly(rollout, grading, score)
         except GraderError as error:
-            if grading.live or error.certain or not await self._work_breaks_check(rollout, grading, spec):
+            if error.certain or not await _holds_untouched(rollout, grading, score):
                 raise
-            return Score(0.0, {"work_breaks_check": 1.0}, {"work_breaks_check": str(error)[:2000]})
-
-    async def _score_soundly(self, rollout: Rollout, grading: Grading) -> Score:
-        score = await run_hook(GraderError, self.score(rollout, grading), f"scoring {rollout.rollout_id}")
-        await grading.check_sound()
-        if not grading.left_out:
-            return score
-        return replace(score, detail={**score.detail, "left_out": list(grading.left_out)})
-
-    async def _work_breaks_check(self, rollout: Rollout, grading: Grading, spec: SlotSpec) -> bool:
-        await grading.restart()  # release the slot first: a rollout that holds one slot must not wait for a second
-        untouched = Grading(rollout, spec, untouched=True)
-        try:
-            await self._score_soundly(rollout, untouched)
-        except InfraError:
-            return False
-        finally:
-            await untouched.aclose()
-        try:
-            await self._score_soundly(rollout, grading)
-        except GraderError:
-            return True
-        except InfraError:
-            pass
-        return False
+            try:
+                repeated = await _score_soundly(rollout, grading, score)
+            except GraderError:
+                return Score(0.0, {"work_breaks_check": 1.0}, {"work_breaks_check": str(error)[:2000]})
+            except InfraError:
+                raise error from None
+            if live and not grading.live:  # the repetition no longer saw the agent's processes
+                raise
+            return repeated
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
@@ -200,3 +189,24 @@ class Environment(ABC):
         """Return rollouts for trackers to show next to the metrics, each as text with its score. Called after the last
         group."""
         return ()
+
+
+async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
+    found = await run_hook(GraderError, score(grading), f"scoring {rollout.rollout_id}")
+    await grading.check_sound()
+    if not grading.left_out:
+        return found
+    return replace(found, detail={**found.detail, "left_out": list(grading.left_out)})
+
+
+async def _holds_untouched(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> bool:
+    """Return whether the check ends without an error over the prepared workspace."""
+    await grading.restart()  # release the slot first: a rollout that holds one slot must not wait for a second
+    untouched = Grading(rollout, grading.spec, untouched=True)
+    try:
+        await _score_soundly(rollout, untouched, score)
+    except InfraError:
+        return False
+    finally:
+        await untouched.aclose()
+    return True

@@ -69,6 +69,46 @@ def test_a_check_that_always_fails_is_the_graders_fault(tmp_path: Path, monkeypa
     assert main(["run", "faulty_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 3
 
 
+RANDOM = """
+from palaestra import Task, environment
+
+CALLS = []
+
+@environment(toolsets=["terminal"])
+def random():
+    for grading in ("sealed", "live"):
+        yield Task(id=grading, prompt="?", files={"answer.txt": "0"}, solution="echo 3 > answer.txt", grading=grading)
+
+@random.score
+async def right(task, sandbox):
+    text = await sandbox.read_text("answer.txt")
+    CALLS.append(task.id)
+    if text == "3\\n" and CALLS.count(task.id) == 1:
+        raise ValueError("the work hangs the check at random")
+    return float(int(text) == 4)
+"""
+
+
+@pytest.mark.slots
+def test_work_that_breaks_its_check_only_once_is_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("random_env.py").write_text(RANDOM)
+    argv = ["run", "random_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.infra_retries", "0"]
+    assert main(argv) == 0
+    lines = [json.loads(line) for line in groups_file().read_text().splitlines()]
+    assert {line["task_id"]: line["scores"] for line in lines} == {"sealed": [0.0], "live": [0.0]}
+
+
+@pytest.mark.slots
+def test_work_that_breaks_a_live_check_scores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("breaking_env.py").write_text(ENV.replace("solution=command", 'solution=command, grading="live"'))
+    assert main(["run", "breaking_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
+    lines = [json.loads(line) for line in groups_file().read_text().splitlines()]
+    scores = {line["task_id"]: line["scores"] for line in lines if line["task_id"] != "honest"}
+    assert scores == {"fifo": [0.0], "directory": [0.0], "garbage": [0.0], "removed": [0.0]}
+
+
 EXHAUSTING = """
 from palaestra import Limits, Task, environment
 

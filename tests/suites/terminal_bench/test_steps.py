@@ -126,6 +126,47 @@ def test_a_conversation_goes_on_from_step_to_step(installed_pytest: DependencyCa
     assert [step["reward"] for step in rollout.detail["steps"]] == [1.0, 0.0]
 
 
+COUNT, SORT = "steps/count/solution/solve.sh", "steps/sort/solution/solve.sh"
+COMPARE = "#!/bin/bash\n. /tests/helper.sh\ncmp -s /tests/expected.txt answer.txt && pay 1 || pay 0\n"
+INLINE = "#!/bin/bash\necho 0 > /logs/verifier/reward.txt\npython3 -c 'import colorsys'\n"
+PAID = "open('/logs/verifier/reward.txt', 'w').write('1')"
+SPOILED = {
+    "link-of-an-earlier-step": (
+        "ln -s /tests/expected.txt answer.txt",
+        {"steps/sort/tests/test.sh": COMPARE, "steps/sort/tests/expected.txt": "right\n"},
+    ),
+    "module-of-an-earlier-step": (
+        f'echo "{PAID}" > color""sys.py',
+        {"steps/sort/tests/test.sh": INLINE},
+    ),
+    "directory-in-place-of-the-set-up": ("mkdir setup.sh", {}),
+    "set-up-that-fails": ("mkdir -p /app/more.txt/late.txt/x", {"steps/count/tests/test.sh": COMPARE}),
+    "verifier-that-hangs": (
+        "mkfifo count.txt",
+        {
+            "steps/count/tests/test.sh": "#!/bin/bash\n. /tests/helper.sh\ncat count.txt\npay 0\n",
+            "steps/sort/tests/test.sh": COMPARE,
+        },
+    ),
+}
+"""What the first of two steps leaves for the second one, and other files of the task."""
+
+
+@pytest.mark.slots
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if "hangs" in name else []) for name in SPOILED]
+)
+def test_work_of_an_earlier_step_does_not_decide_a_later_one(
+    name: str, installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    left, more = SPOILED[name]
+    brief = (STEPS / "task.toml").read_text().replace("timeout_sec = 30.0", "timeout_sec = 3.0")
+    files = {"task.toml": brief, COUNT: f"#!/bin/bash\n{left}\n", SORT: "#!/bin/bash\n", **more}
+    (rollout,) = played(copied(STEPS, tmp_path, files), installed_pytest, tmp_path).trajectories
+    assert (rollout.reward, [step["reward"] for step in rollout.detail["steps"]]) == (0.0, [0.0, 0.0]), rollout.error
+
+
 SCRIPT = str(Path(__file__).parents[3] / "environments/terminalbench_2_env.py")
 
 

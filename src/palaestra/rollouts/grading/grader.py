@@ -238,7 +238,8 @@ class Grading:
         )
         if not any(map(rule.is_suspect, changes)):
             return ()
-        before = await self.rollout.lease(f"{self.rollout.rollout_id}:before", self.spec, self.rollout.snapshot)
+        prepared = self.rollout.spec.snapshot
+        before = await self.rollout.lease(f"{self.rollout.rollout_id}:before", self.spec, prepared)
         try:
             names = names_in(before)
             found = await rule.planted(changes, names)
@@ -250,7 +251,7 @@ class Grading:
     async def _base(self, view: View | None) -> Snapshot | None:
         sealed = await self.seal()
         if sealed is None:
-            return self.rollout.snapshot
+            return self.rollout.spec.snapshot if self.untouched else self.rollout.snapshot
         if view is None:
             task = self.rollout.task
             view = await self.view(task.paths, programs=task.programs)

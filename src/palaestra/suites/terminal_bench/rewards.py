@@ -34,8 +34,9 @@ def single(rewards: Mapping[str, float]) -> float:
 
 
 def step_rewards(score: Score) -> Mapping[str, float]:
-    """Return the rewards of a step by name. If tampering was detected, all rewards are 0."""
-    rewards: Mapping[str, float] = score.detail["rewards"]
+    """Return the rewards of a step by name. If tampering was detected, all rewards are 0. A step that the work broke
+    has only one reward, which is 0."""
+    rewards: Mapping[str, float] = score.detail.get("rewards", {REWARD: score.reward})
     return dict.fromkeys(rewards, 0.0) if score.detail.get("tampering") else rewards
 
 

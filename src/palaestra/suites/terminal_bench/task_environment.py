@@ -27,6 +27,7 @@ from functools import partial
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
+from palaestra.core.errors import InfraError, PrepareError
 from palaestra.core.types import Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
@@ -34,7 +35,7 @@ from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Slot, SlotSpec, View
+from palaestra.sandbox.slot import Change, Slot, SlotSpec, View
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.images.agent_user import start_in, tools_of_user
@@ -70,6 +71,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
     find_shadows,
     hidden_paths,
     remove_links,
+    restore_prepared,
     script_name,
 )
 
@@ -248,9 +250,12 @@ class TerminalBenchEnvironment(ContractEnvironment):
             return combine_scores(work.task, rollout.meta["steps"])
         return await self.verified(rollout, grading, work.parts[0])
 
-    async def verified(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Score:
-        """Return the score from a part's verifier, or 0 if tampering is detected."""
-        slot, hidden, made = await self._graded(rollout, grading, part)
+    async def verified(
+        self, rollout: Rollout, grading: Grading, part: GradedPart, earlier: Sequence[Change] = ()
+    ) -> Score:
+        """Return the score from a part's verifier, or 0 if tampering is detected. `earlier` are the changes that
+        earlier parts graded."""
+        slot, hidden, made = await self._graded(rollout, grading, part, () if grading.untouched else earlier)
         setup = self._setup(rollout.task, part)
 
         @asynccontextmanager
@@ -279,7 +284,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return Score(reward, {**numbers(detail), **verdict.rewards}, detail)
 
     async def _graded(
-        self, rollout: Rollout, grading: Grading, part: GradedPart
+        self, rollout: Rollout, grading: Grading, part: GradedPart, earlier: Sequence[Change]
     ) -> tuple[Slot, Sequence[str], Sequence[str]]:
         """Return the slot to verify in, the agent's changes that are hidden in it, and the files that the agent created
         or changed."""
@@ -289,6 +294,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         if rollout.has_slot and not grading.begun:
             await _save_tmp(await rollout.sandbox())
         changes = await grading.changes()
+        new = {change.path for change in changes}
+        changes = [*(change for change in earlier if change.path not in new), *changes]
         scope = work.scope
         view = await grading.view(
             (CARRIED, *scope.paths, *self.settings.graded_paths),
@@ -309,6 +316,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
             without = (*without, *shadows)
             seen = [change for change in seen if not is_below(change.path, shadows)]
             slot = await grading.slot(View(view.only, without))
+        if old := [change.path for change in changes if change.path in without and change.path not in new]:
+            await restore_prepared(slot, old, partial(_prepared, rollout, grading))  # the view hides only `new`
         gone = await remove_links(slot, seen, CARRIED)
         hidden = [change.path for change in changes if change.path in (*without, *gone)]
         made = [change.path for change in changes if change.kind == "file" and change.path not in without]
@@ -354,7 +363,7 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
 @asynccontextmanager
 async def _prepared(rollout: Rollout, grading: Grading) -> AsyncIterator[Slot]:
     """Yield a slot with the prepared workspace."""
-    slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, rollout.snapshot)
+    slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, rollout.spec.snapshot)
     try:
         yield slot
     finally:
@@ -382,16 +391,21 @@ class _Steps:
         self._environment = environment
         self._rollout = rollout
         self._gradings: list[Grading] = []
+        self._changes: dict[str, Change] = {}
         self.scores: list[Score] = []
 
     async def run(self) -> AgentResult:
         """Let the agent work step by step, and verify each step. A step that ended at a limit is verified too. The next
-        step follows unless the step failed in a way that gives no score, the context is full, or a reward is too
-        low."""
+        step follows unless the step failed in a way that gives no score, the context is full, or a reward is too low.
+        If earlier work makes a step's set-up fail, that step scores 0 and is the last."""
         rollout, work = self._rollout, self._rollout.task.data
         try:
             for number, part in enumerate(work.parts):
-                await self._begin(work, part.step)
+                if number and (problem := await self._work_breaks_set_up(part.step)):
+                    self.scores.append(Score(0.0, {"work_breaks_check": 1.0}, {"work_breaks_check": problem}))
+                    break
+                if not number:
+                    await self._begin(part.step)
                 result = await self._environment.converse(rollout, part, later=number > 0)
                 if not result.outcome.scored:
                     return result
@@ -402,7 +416,7 @@ class _Steps:
         finally:
             await asyncio.shield(self._close())
 
-    async def _begin(self, work: ResolvedTask, step: TaskStep) -> None:
+    async def _begin(self, step: TaskStep) -> None:
         """Copy the files of a step into the agent's slot and run its set-up."""
         if self._gradings:
             slot = await self._rollout.sandbox()
@@ -410,20 +424,46 @@ class _Steps:
                 await _remove_verifier(slot)
             else:
                 await self._environment.restore_tmp(slot)
-        if step.workdir is None:
-            return
-        slot = await self._environment.agent_slot(self._rollout)
-        await upload_dir(slot, step.workdir, work.workdir)
+        if step.workdir is not None:
+            await self._set_up(step, await self._environment.agent_slot(self._rollout))
+
+    async def _set_up(self, step: TaskStep, slot: Slot) -> None:
+        """Copy the files of a step into a slot and run its set-up. Raises `PrepareError`."""
+        assert step.workdir is not None
+        workdir = self._rollout.task.data.workdir
+        try:
+            await upload_dir(slot, step.workdir, workdir)
+        except InfraError:
+            raise
+        except OSError as error:
+            raise PrepareError(f"the files of step {step.name} cannot be copied: {error}") from error
         if (step.workdir / "setup.sh").is_file():
-            argv, problem = ["bash", f"{work.workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
-            await check_execute(slot, argv, problem, cwd=work.workdir, timeout_s=_SETUP_S, shown=2000)
+            argv, problem = ["bash", f"{workdir}/setup.sh"], f"the setup.sh of step {step.name} failed"
+            await check_execute(slot, argv, problem, cwd=workdir, timeout_s=_SETUP_S, shown=2000)
+
+    async def _work_breaks_set_up(self, step: TaskStep) -> str:
+        """Begin a later step. Return the error if the set-up fails over the agent's work but not over the prepared
+        workspace, otherwise an empty string."""
+        try:
+            await self._begin(step)
+        except PrepareError as error:
+            async with _prepared(self._rollout, self._gradings[-1]) as slot:
+                await self._set_up(step, slot)
+            return str(error)[:2000]
+        return ""
 
     async def _verify(self, part: GradedPart) -> Score:
         rollout = self._rollout
         grading = Grading(rollout, self._environment.slot_spec(rollout.task, Phase.GRADE))
         self._gradings.append(grading)
+        earlier = list(self._changes.values())
         with rollout.stage("grade"):
-            score = await self._environment.verified(rollout, grading, part)
+            verified = self._environment.verified
+            score = await self._environment.check(
+                rollout, grading, lambda shown: verified(rollout, shown, part, earlier)
+            )
+            if not grading.live:
+                self._changes |= {change.path: change for change in await grading.changes()}
             await grading.hand_back()
         return score
 

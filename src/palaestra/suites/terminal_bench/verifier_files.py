@@ -293,6 +293,22 @@ async def find_shadows(
     return tuple(change.path for change in changes if change.path in found)
 
 
+async def restore_prepared(slot: Slot, paths: Collection[str], prepared: Prepared) -> None:
+    """Give these paths of a slot the content that they have in the prepared workspace."""
+    async with prepared() as before:
+        for path in paths:
+            await slot.remove(path)
+            entry = await before.stat(path)
+            if entry is None:
+                continue
+            if entry.kind == "symlink":
+                await slot.make_link(path, entry.target)
+            elif entry.kind == "dir":
+                await slot.make_dir(path)
+            else:
+                await slot.write_bytes(path, await before.read_bytes(path), mode=entry.mode & 0o7777)
+
+
 def _entries_of(value: str) -> list[str]:
     """Return the entries of a search path of any interpreter, each up to its first placeholder (`/app/?.lua`,
     `/app/*`)."""
