@@ -187,6 +187,9 @@ HAD = [
     "/usr/lib/x86_64-linux-gnu/perl-base/strict.pm",
     "/usr/share/perl/5.36/JSON/PP.pm",
     "/usr/lib/ruby/3.1.0/json.rb",
+    "/usr/share/zoneinfo/UTC",
+    "/usr/local/go/src/fmt/print.go",
+    "/opt/conda/lib/python3.11/os.py",
 ]
 
 
@@ -222,6 +225,16 @@ class Had:
         ("/root/.node_modules/fs.js", True),
         ("/usr/local/include/stdio.h", True),
         ("/usr/local/include/mine.h", False),
+        ("/usr/include/stdio.h", True),
+        ("/usr/include/mine.h", False),
+        ("/usr/share/zoneinfo/UTC", True),
+        ("/usr/share/zoneinfo/Mine", False),
+        ("/usr/local/go/src/fmt/print.go", True),
+        ("/usr/local/go/src/fmt/new.go", False),
+        ("/opt/conda/lib/python3.11/os.py", True),
+        ("/opt/conda/lib/python3.11/os.so", True),
+        ("/opt/conda/lib/python3.11/new.py", False),
+        ("/opt/conda/lib/python3.11/site-packages/new.py", False),
         ("/root/.bashrc", True),
         ("/root/notes/.jq", False),
         ("/root/notes.txt", False),
@@ -324,7 +337,7 @@ def test_a_directory_of_programs_is_none_of_the_programs_that_a_task_names() -> 
         Change("/opt/other", "symlink"),
     ]
     found = set(asyncio.run(rule.planted(changes, Had().names)))
-    assert found == {"/bin", "/snap/bin", "/usr/bin", "/root", "/usr/local/share/perl", "/opt/tools/bin"}
+    assert found == {"/bin", "/snap/bin", "/usr/bin", "/root", "/usr/local/share/perl", "/opt", "/opt/tools/bin"}
 
 
 def left_out(rule: Rule, *paths: str) -> tuple[str, ...]:
@@ -343,6 +356,11 @@ def test_a_task_names_programs_that_may_be_replaced_or_added() -> None:
 def test_a_declared_path_of_a_home_is_shown() -> None:
     assert left_out(Rule("/", declared=("/root/.bashrc",)), "/root/.bashrc", "/root/.profile") == ("/root/.profile",)
     assert left_out(Rule("/", declared=("/root",)), "/root/.bashrc") == ("/root/.bashrc",)
+
+
+def test_installed_files_below_a_declared_path_are_shown() -> None:
+    rule = Rule("/usr/src/app", declared=("/usr/src/app", "/usr/share/zoneinfo"))
+    assert left_out(rule, "/usr/share/zoneinfo/UTC", "/usr/include/stdio.h") == ("/usr/include/stdio.h",)
 
 
 def test_a_workspace_that_is_the_whole_root_hides_no_start_up_file() -> None:

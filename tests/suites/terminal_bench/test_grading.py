@@ -102,6 +102,17 @@ def test_scripts_that_end_before_their_tests(try_tasks: Try, tmp_path: Path) -> 
     assert "No such file or directory" in lines["elsewhere"].reason
 
 
+@pytest.mark.parametrize("ending", ["kill -KILL $PPID", "echo exit 0 > /tests/test.sh; kill -KILL $PPID"])
+def test_work_that_ends_the_verifier_scores_nothing(try_tasks: Try, tmp_path: Path, ending: str) -> None:
+    files = {
+        "tests/test.sh": "#!/bin/bash\n[ -f work.sh ] && bash work.sh\npytest /tests\n"
+        "echo 0 > /logs/verifier/reward.txt\n",
+        "solution/solve.sh": f"#!/bin/bash\necho 'echo 1 > /logs/verifier/reward.txt; {ending}' > work.sh\n",
+    }
+    line = try_tasks(copied(HARBOR / "greeting", tmp_path, files))["greeting"]
+    assert (line.noop, line.solution) == (0.0, 0.0), line
+
+
 def test_tasks_that_cannot_be_trusted_are_named(try_tasks: Try) -> None:
     lines = try_tasks(task_filter="wrong-solution,pays-for-nothing,no-solution,does-not-build,only-an-image")
     assert lines["wrong-solution"].finding is Finding.SOLUTION_FAILS

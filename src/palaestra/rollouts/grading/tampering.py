@@ -5,6 +5,7 @@ see changes to:
 
 - directories in which shells look for programs, except to programs that the task names
 - files of the loader, and libraries of the root
+- files of the root below `/usr` and `/opt`, except in packages and below paths that the task declares
 - Python's standard library and start-up files, and an installed pytest
 - settings in a home or for the whole system, unless the task names or declares them
 
@@ -62,7 +63,10 @@ _COMPILER_PARTS = frozenset({"as", "ld", "ld.bfd", "ld.gold", "ar", "ranlib", "n
 _OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+", re.DOTALL)
 """Files that the programs of a root load or start."""
 
-_LOCAL = re.compile(r"/usr/local/lib(?:32|64)?/.+", re.DOTALL)
+_INSTALLED = re.compile(r"/(?:usr/.+|opt(?:/.+)?)", re.DOTALL)
+"""Files of installed software: parts of programs, and headers, time zones or archives that programs read. An agent may
+add such files. It may replace those of the root only below a path that the task declares."""
+
 _SHARED = re.compile(r"lib.+\.so(?:\..*)?|ld-.*\.so(?:\..*)?", re.DOTALL)
 _SEARCHED = re.compile(
     r"(/(?:usr/)?(?:local/)?lib(?:32|64|x32)?(?:/[\w-]+-linux-\w+)?)"
@@ -115,14 +119,14 @@ _SEARCH_PATHS = re.compile(
 """Directories in which programs look for modules and settings. A link in place of one redirects the search."""
 
 _STANDARD = re.compile(
-    r"(/(?:usr/(?:local/)?)?lib(?:32|64)?/python3\.\d+)/(?!site-packages/|dist-packages/)(.+)", re.DOTALL
+    r"(/(?:usr/(?:local/)?|opt/(?:.+/)?)?lib(?:32|64)?/python3\.\d+)/(?!site-packages/|dist-packages/)(.+)", re.DOTALL
 )
 _PYTHON = re.compile(r"/(?:site-packages|dist-packages|python3?(?:\.\d+)?)/")
 _SITE = re.compile(r"(.*/(?:site-packages|dist-packages))/([^/]+).*", re.DOTALL)
 _PACKAGES = re.compile(r"/(?:site-packages|dist-packages|node_modules|gems|site-library)/")
 """Directories into which users install packages."""
 
-_STARTS = frozenset({"sitecustomize", "usercustomize"})
+PYTHON_STARTS = frozenset({"sitecustomize", "usercustomize"})
 _HOME_OF_PYTHON = re.compile(r"(?:/|/usr|/usr/local|/root|/root/\.local)?(?:/s?bin)?/(?:pyvenv\.cfg|pybuilddir\.txt)")
 _BEFORE_STANDARD = re.compile(r".*/lib(?:32|64)?/python\d+\.zip|.*/s?bin/lib(?:32|64)?/python.*", re.DOTALL)
 """Places in which Python looks for its standard library before the real location."""
@@ -187,7 +191,7 @@ def _starts_python(path: str, workspace: str) -> bool:
     if path.endswith(".pth"):
         return _PYTHON.search(path) is not None
     python = whole.suffix in (".py", ".pyc", ".so")
-    return python and not _STARTS.isdisjoint((whole.name.partition(".")[0], whole.parent.name))
+    return python and not PYTHON_STARTS.isdisjoint((whole.name.partition(".")[0], whole.parent.name))
 
 
 @dataclass(slots=True)
@@ -217,7 +221,7 @@ class Rule:
             return True
         if self._is_program(path) or path.rpartition("/")[0] == _LINKS or self._in_home(path):
             return True
-        patterns = (LOADER, _OWN, _LOCAL, _BEFORE_STANDARD, _HOME_OF_PYTHON, _SETTINGS, _HEADERS)
+        patterns = (LOADER, _OWN, _INSTALLED, _BEFORE_STANDARD, _HOME_OF_PYTHON, _SETTINGS)
         matches = any(pattern.fullmatch(path) for pattern in patterns)
         return matches or _starts_python(path, self.workspace) or _in_site(path)
 
@@ -245,9 +249,11 @@ class Rule:
             return True
         if _PACKAGES.search(f"{path}/"):
             return _in_site(path) and await self._has_package(path)
-        if _STANDARD.fullmatch(path):
+        installed = _INSTALLED.fullmatch(path) and not is_below(path, self.declared)
+        if _STANDARD.fullmatch(path) and (installed or not path.startswith("/opt/")):
             return await self._shadows_module(path)
-        if (_OWN.fullmatch(path) and await self._has(path)) or await self._shadows_script(path):
+        kept = installed or _OWN.fullmatch(path)
+        if (kept and await self._has(path)) or await self._shadows_script(path):
             return True
         return _SHARED.fullmatch(name) is not None and await self._shadows_library(path, name)
 

@@ -64,7 +64,7 @@ from palaestra.suites.terminal_bench.terminal_task import (
     TerminalTask,
 )
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
-from palaestra.suites.terminal_bench.verifier import SYSTEM_PATH, VerifierSetup, find_tampering, verify
+from palaestra.suites.terminal_bench.verifier import SYSTEM_PATH, VerifierSetup, find_tampering, test_files, verify
 from palaestra.suites.terminal_bench.verifier_files import (
     HARNESS_DIR,
     ShadowScope,
@@ -73,6 +73,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
     remove_links,
     restore_prepared,
     script_name,
+    with_settings,
 )
 
 CARRIED = "/.palaestra-tmp"
@@ -304,20 +305,23 @@ class TerminalBenchEnvironment(ContractEnvironment):
             new_programs=scope.words,
         )
         script = "\n".join([part.script.text, *part.script.others.values()])
+        code = "\n".join(test_files(part.task).values())
         env = {**work.env, **part.task.verifier.env}
-        without = hidden_paths(changes, view.without, script=script, declared=scope.paths, env=env)
+        loading = with_settings(env, script, code, work.workdir)
+        without = hidden_paths(changes, view.without, script=script, declared=scope.paths, env=loading)
         slot = await grading.slot(View(view.only, without))
         seen = [change for change in changes if is_below(change.path, view.only)]
         seen = [change for change in seen if not is_below(change.path, without)]
         programs = (*self.settings.keep_programs, *self.settings.graded_programs)
         about = ShadowScope(work.workdir, scope.paths, scope.words, programs, CARRIED)
-        if shadows := await find_shadows(slot, seen, script, env, about, partial(_prepared, rollout, grading)):
+        prepared = partial(_prepared, rollout, grading)
+        if shadows := await find_shadows(slot, seen, script, env, about, prepared, code):
             await grading.restart()
             without = (*without, *shadows)
             seen = [change for change in seen if not is_below(change.path, shadows)]
             slot = await grading.slot(View(view.only, without))
         if old := [change.path for change in changes if change.path in without and change.path not in new]:
-            await restore_prepared(slot, old, partial(_prepared, rollout, grading))  # the view hides only `new`
+            await restore_prepared(slot, old, prepared)  # the view hides only `new`
         gone = await remove_links(slot, seen, CARRIED)
         hidden = [change.path for change in changes if change.path in (*without, *gone)]
         made = [change.path for change in changes if change.kind == "file" and change.path not in without]

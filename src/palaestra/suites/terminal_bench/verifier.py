@@ -44,6 +44,9 @@ OUTPUT_BYTES = 20_000
 """The maximum number of bytes of a verifier's output that are recorded."""
 
 _MAX_REWARD_BYTES = 1 << 20
+_SIGNALLED = 128
+"""The lowest exit status of a command that a signal ended."""
+
 _FAILED = frozenset({Status.FAILED, Status.ERROR})
 _SKIPPED = frozenset({Status.SKIPPED, Status.XFAILED, Status.XFAIL_CALLED, Status.XPASSED})
 _NOT_STARTED = re.compile(
@@ -136,7 +139,7 @@ async def find_tampering(
     if problem := await again.unearned(verdict, verdict.run):
         return ControlResult(problem)
     passed = [name for name, status in verdict.run.statuses.items() if status is Status.PASSED]
-    files = _files_of(_test_files(task), passed)
+    files = _files_of(test_files(task), passed)
     controls = Controls({path: text for path, (_, text) in files.items()}, passed, (), once=True)
     await controls.calibrate(None)
 
@@ -201,7 +204,7 @@ class _Again:
     async def unearned(self, verdict: VerifierVerdict, run: TestRun) -> str | None:
         """Return why the reward is not earned, or None. Either tests are missing from the outcomes, or the same
         outcomes of stub tests get a lower reward."""
-        texts = _test_files(self.task)
+        texts = test_files(self.task)
         if problem := await self._left_out(run, texts):
             return problem
         if _FAILED.isdisjoint(run.statuses.values()):
@@ -239,7 +242,7 @@ class _Again:
         return f"{odd[0]} was skipped, although the verifier does not skip it" if odd else None
 
 
-def _test_files(task: TerminalTask) -> dict[str, str]:
+def test_files(task: TerminalTask) -> dict[str, str]:
     """Return the Python files of a verifier by their path below its folder."""
     files = task.verifier.files().items()
     return {name: read_text(path, "replace") for name, path in files if name.endswith(".py") and path.is_file()}
@@ -329,13 +332,21 @@ async def _once(
             raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
     reward = single(rewards)
     if reward > 0 and run is not None and not has_started(records):
-        raise _PaysWithoutTests(
-            f"the verifier of {task.name} gives {reward:g} but did not start its tests:\n{output[-1500:]}"
+        problem = f"the verifier of {task.name} gives {reward:g} but did not start its tests:\n{output[-1500:]}"
+        raise (_PaysWithoutTests if await _ended_itself(slot, task, script, session.exit_code) else GraderError)(
+            problem
         )
     if reward < 1 and needs_network(script.text, output):
         raise GraderError(f"the verifier of {task.name} needs the network, which it does not have:\n{output[-1500:]}")
     doubt = await _doubt(slot, reward, run, alone=alone)
     return VerifierVerdict(reward, rewards, run, output, session.exit_code, doubt)
+
+
+async def _ended_itself(slot: Slot, task: TerminalTask, script: OfflineScript, exit_code: int) -> bool:
+    """Return whether the script ended without a signal and is unchanged. Otherwise, programs of the work that it
+    started may have ended it."""
+    text = await slot.read_text(f"{TESTS_DIR}/{script_name(task)}", missing="")
+    return exit_code < _SIGNALLED and text == script.text
 
 
 async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
