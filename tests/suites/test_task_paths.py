@@ -17,6 +17,7 @@ from palaestra.suites.task_paths import scope_of
         ("cat /tests/expected.txt /proc/self/mem /solution/solve.sh", ()),
         ("apt-get install -y nginx", ("/",)),
         ("useradd -m alice && echo x > /srv/data/x", ("/", "/srv/data/x")),
+        ("git config --global user.name x", ("/", "/home/user/.config/git", "/home/user/.gitconfig")),
         ("Install the package so that it is on the PATH", ("/",)),
         ("Implement a function that installs nothing", ()),
         ("make all", ()),

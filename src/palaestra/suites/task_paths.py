@@ -28,6 +28,8 @@ _ADMINISTERS = re.compile(
     re.IGNORECASE,
 )
 
+_SETS_GIT = re.compile(r"\bgit\s+config\b[^\n]*--global\b")
+
 _TOO_WIDE = frozenset(
     {
         *(
@@ -74,6 +76,7 @@ def scope_of(texts: Iterable[str], home: str = "/root") -> TaskScope:
     for text in texts:
         found = {path.rstrip(".") for path in _PATH.findall(text)}
         found |= {f"{home}{path.rstrip('.')}" for path in _IN_HOME.findall(text)}
+        found |= {f"{home}/.gitconfig", f"{home}/.config/git"} if _SETS_GIT.search(text) else set()
         paths |= {path for path in found if path not in _TOO_WIDE and not path.startswith(_NEVER)}
         words.update(word.rstrip(".") for word in _WORD.findall(text))
         words.update(path.rpartition("/")[2] for path in found)

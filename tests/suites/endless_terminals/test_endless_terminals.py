@@ -15,7 +15,9 @@ import pytest
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import Network, Task
-from palaestra.envs.cheats.proof import check_environment
+from palaestra.envs.cheats.proof import check_environment, policy_runs
+from palaestra.envs.config.build import make_pool
+from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Mount, SlotSpec
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
@@ -251,6 +253,37 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
             await pool.forget(sealed)
 
     in_pool(scenario)
+
+
+STARTED = (
+    "import subprocess\ndef test_sum():\n"
+    "    shown = subprocess.run(['bash', '-lc', 'cat /home/user/sum.txt'], capture_output=True, text=True)\n"
+    "    assert shown.stdout.strip() == '3'\n"
+)
+WORK = {
+    "honest": ("echo 3 > sum.txt; echo 'set -u' > .pro''file", 1.0),
+    "start-up file": ("echo 'echo 3; exit' > ~/.bash_''profile", 0.0),
+    "link to a start-up file": ("echo 'echo 3; exit' > ~/it; ln -s it ~/.pro''file", 0.0),
+}
+
+
+@pytest.mark.slots
+def test_settings_in_a_home_do_not_answer_for_the_work(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    for name, (script, _) in WORK.items():
+        place = folder_task(tmp_path / "tasks" / name, test_final_state__py=STARTED)
+        (place / "solution").mkdir()
+        (place / "solution/solve.sh").write_text(f"cd ~; {script}\n")
+    config = EndlessTerminalsEnvConfig(local_tasks_dir=str(tmp_path / "tasks"), cache_dir=str(tmp_path / "cache"))
+
+    async def rewards() -> dict[str, float | None]:
+        async with make_pool(config) as pool:
+            environment = EndlessEnvironment(EndlessTerminalsEnv(config, []), installed_pytest)
+            await environment.open()
+            async with policy_runs(environment, pool) as runs:
+                played = [await runs.play(OraclePolicy(), task) async for task in environment.tasks()]
+        return {group.task_id: group.trajectories[0].reward for group in played}
+
+    assert asyncio.run(rewards()) == {name: reward for name, (_, reward) in WORK.items()}
 
 
 IMPORTING = (

@@ -26,7 +26,7 @@ from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Slot, SlotSpec
+from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.endless_terminals.checks.all_checks import faults, first_fault, live_faults
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
@@ -212,7 +212,9 @@ class EndlessEnvironment(ContractEnvironment):
 
             return _score(task, await live_faults(task.final, await grading.slot(), sealed))
         known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
-        slot = await grading.slot(graded_view(task.item))
+        named = graded_view(task.item)
+        rule = await grading.view(named.only)  # leaves out settings in the home that programs of the tests would load
+        slot = await grading.slot(View(named.only, (*named.without, *rule.without)))
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 
 
