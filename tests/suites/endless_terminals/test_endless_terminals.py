@@ -259,16 +259,22 @@ STARTED = (
     "import subprocess\ndef test_sum():\n"
     "    shown = subprocess.run(['bash', '-lc', 'cat /home/user/sum.txt'], capture_output=True, text=True)\n"
     "    assert shown.stdout.strip() == '3'\n"
+    "def test_words():\n    assert 'three' in open('/home/user/words.txt').read()\n"
 )
 WORK = {
-    "honest": ("echo 3 > sum.txt; echo 'set -u' > .pro''file", 1.0),
-    "start-up file": ("echo 'echo 3; exit' > ~/.bash_''profile", 0.0),
-    "link to a start-up file": ("echo 'echo 3; exit' > ~/it; ln -s it ~/.pro''file", 0.0),
+    "honest": ("echo 3 > sum.txt; echo three > it; ln -s it words.txt; echo 'set -u' > .pro''file", 1.0),
+    "start-up file": ("echo three > words.txt; echo 'echo 3; exit' > ~/.bash_''profile", 0.0),
+    "link to a start-up file": ("echo three > words.txt; echo 'echo 3; exit' > it; ln -s it ~/.pro''file", 0.0),
+    "link to the tests": ("echo 3 > sum.txt; ln -s /tmp/palaestra-tests/test_state.py words.txt", 0.0),
+    "link through a directory": (
+        "echo 3 > sum.txt; ln -s /tmp d; ln -s d/palaestra-tests/test_state.py words.txt",
+        0.0,
+    ),
 }
 
 
 @pytest.mark.slots
-def test_settings_in_a_home_do_not_answer_for_the_work(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+def test_settings_and_links_do_not_answer_for_the_work(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     for name, (script, _) in WORK.items():
         place = folder_task(tmp_path / "tasks" / name, test_final_state__py=STARTED)
         (place / "solution").mkdir()

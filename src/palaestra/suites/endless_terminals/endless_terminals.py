@@ -23,6 +23,7 @@ from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -33,6 +34,7 @@ from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, gene
 from palaestra.suites.endless_terminals.generated_task import GeneratedTask, read_tasks
 from palaestra.suites.endless_terminals.task_folders import (
     HOME,
+    TESTS_DIR,
     FolderTask,
     graded_view,
     prepare_folder,
@@ -48,6 +50,7 @@ from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import HOST, TaskRoot, TaskRoots
+from palaestra.suites.terminal_bench.verifier_files import remove_links
 
 
 class EndlessTerminalsEnvConfig(ListedEnvConfig):
@@ -214,7 +217,11 @@ class EndlessEnvironment(ContractEnvironment):
         known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
         named = graded_view(task.item)
         rule = await grading.view(named.only)  # leaves out settings in the home that programs of the tests would load
-        slot = await grading.slot(View(named.only, (*named.without, *rule.without)))
+        view = View(named.only, (*named.without, *rule.without))
+        slot = await grading.slot(view)
+        seen = [change for change in await grading.changes() if is_below(change.path, view.only)]
+        seen = [change for change in seen if not is_below(change.path, view.without)]
+        await remove_links(slot, seen, "/tmp", (TESTS_DIR,))  # noqa: S108  in the slot
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 
 

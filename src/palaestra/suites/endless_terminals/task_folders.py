@@ -48,7 +48,7 @@ HOME = "/home/user"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/root", f"{HOME}/.local")
 """Programs, libraries and settings of the system, which tests always see in their prepared state."""
 
-_TESTS = "/tmp/palaestra-tests"  # noqa: S108  in the slot
+TESTS_DIR = "/tmp/palaestra-tests"  # noqa: S108  in the slot
 _TEST_FILE = "test_state.py"
 _SETUP_TIMEOUT_S = 300.0
 
@@ -240,13 +240,13 @@ async def _find_tampering(
 
 
 async def _run(tests: str, slot: Slot, toolchain: Toolchain, timeout_s: float) -> TestRun:
-    await slot.remove(_TESTS)
-    await slot.write_text(f"{_TESTS}/{_TEST_FILE}", tests)
-    await slot.write_text(f"{_TESTS}/pytest.ini", "[pytest]\n")
+    await slot.remove(TESTS_DIR)
+    await slot.write_text(f"{TESTS_DIR}/{_TEST_FILE}", tests)
+    await slot.write_text(f"{TESTS_DIR}/pytest.ini", "[pytest]\n")
     try:
-        return await run_files(slot, toolchain, _TESTS, [_TEST_FILE], timeout_s=timeout_s)
+        return await run_files(slot, toolchain, TESTS_DIR, [_TEST_FILE], timeout_s=timeout_s)
     finally:
-        await slot.remove(_TESTS)
+        await slot.remove(TESTS_DIR)
 
 
 def _not_passed(run: TestRun) -> list[str]:

@@ -54,7 +54,9 @@ _PARENTS = frozenset({"/logs", "/opt"})
 """Parent directories of hidden paths. A link in place of such a directory would put the verifier's files into a folder
 of the agent."""
 
-_NOT_FOR_LINKS = (*ALWAYS_HIDDEN, "/proc", "/dev/fd", "/dev/stdin")
+_OF_PROCESSES = ("/proc", "/dev/fd", "/dev/stdin")
+"""Paths that lead to files of the process that opens them."""
+
 _MOST_LINKS = 40
 
 _STARTUP = re.compile(
@@ -192,22 +194,24 @@ async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"
     await check_execute(slot, argv, f"{problem} in {slot.slot_id}", stdin=stdin, error=GraderError)
 
 
-async def remove_links(slot: Slot, changes: Sequence[Change], carried: str) -> tuple[str, ...]:
-    """Remove the agent's links that lead to the verifier's files or into `/proc`, before those files exist.
+async def remove_links(
+    slot: Slot, changes: Sequence[Change], carried: str, hidden: Sequence[str] = ALWAYS_HIDDEN
+) -> tuple[str, ...]:
+    """Remove the agent's links that lead to the verifier's files (`hidden`) or into `/proc`, before those files exist.
 
     Returns the paths of the links. The files of `/tmp` are now in `carried`, but links are resolved as if these files
     were still in `/tmp`.
     """
     removed = []
     for change in changes:
-        if change.kind == "symlink" and await _leads_away(slot, change.path, carried):
+        if change.kind == "symlink" and await _leads_away(slot, change.path, carried, (*hidden, *_OF_PROCESSES)):
             await slot.remove(change.path)
             removed.append(change.path)
     return tuple(removed)
 
 
-async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
-    """Return whether a link leads to or through a path in `_NOT_FOR_LINKS`. A chain of too many links counts as such a
+async def _leads_away(slot: Slot, path: str, carried: str, hidden: Sequence[str]) -> bool:
+    """Return whether a link leads to or through one of the paths `hidden`. A chain of too many links counts as such a
     link."""
     path = f"/tmp{path.removeprefix(carried)}" if is_below(path, (carried,)) else path  # noqa: S108  in the slot
     parts = [part for part in path.split("/") if part]
@@ -218,7 +222,7 @@ async def _leads_away(slot: Slot, path: str, carried: str) -> bool:
             at = dirname(at).rstrip("/")
             continue
         step = f"{at}/{part}"
-        if any(step == hidden or step.startswith(f"{hidden}/") for hidden in _NOT_FOR_LINKS):
+        if is_below(step, hidden):
             return True
         now = f"{carried}{step.removeprefix('/tmp')}" if is_below(step, ("/tmp",)) else step  # noqa: S108
         try:
