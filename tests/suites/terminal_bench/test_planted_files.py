@@ -271,6 +271,12 @@ HONEST = {
         + "\n",
         "solution/solve.sh": SHAPES + "printf '#!/bin/sh\\necho $(($1 * $2))\\n' > bin/area; chmod 755 bin/area\n",
     },
+    "own-virtual-environment": {
+        "tests/test.sh": TEST + "export PATH=/app/venv/bin:$PATH\npython3 /tests/check.py\n",
+        "tests/check.py": OWN,
+        "solution/solve.sh": SHAPES
+        + "python3 -m venv --without-pip venv; cp shapes.py venv/lib/python3*/site-packages/\n",
+    },
     "module-that-a-test-starts": {
         "tests/test.sh": PYTEST,
         "tests/test_outputs.py": "import subprocess\n\ndef test_answer():\n"

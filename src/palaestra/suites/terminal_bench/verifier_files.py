@@ -108,6 +108,7 @@ _SYS_PATH = re.compile(r"\bsys\.path\b.{0,80}?['\"]([\w./-]+)['\"]")
 _CHANGED_DIRECTORY = re.compile(r"(?:^|[;&|(])\s*(?:cd|pushd)\s+['\"]?([^\s;&|'\"()$~`-][^\s;&|'\"()$`]*)", re.M)
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|readonly\s+)?([A-Za-z_]\w*)=['\"]?([\w./-]+)['\"]?\s*(?:;|$)", re.M)
 _PYTHON_FILE = re.compile(r"(?<![\w./$}~-])([\w./-]+\.py)\b")
+_VENV_PROGRAM = re.compile(r"(?:python|pip)[\d.]*")
 _MODULE = re.compile(r"(\w+)(?:\.[\w-]+)*\.(?:py|pyc|so)")
 
 _NEEDS = """\
@@ -253,6 +254,11 @@ class ShadowScope:
     words: Collection[str]
     programs: Collection[str]
     carried: str
+
+    @property
+    def about_venv(self) -> bool:
+        """Whether the task's texts name a virtual environment, which has its own Python."""
+        return any("venv" in each or "virtualenv" in each for each in (*self.words, *self.paths))
 
     def place(self, path: str) -> tuple[str, str]:
         """Return the directory and the name of a path as the script will find it."""
@@ -455,7 +461,7 @@ def shadows(change: Change, folders: SearchedFolders, scope: ShadowScope) -> boo
         return False
     folder, name = scope.place(change.path)
     if name in folders.programs.get(folder, ()):
-        return name not in scope.programs
+        return name not in scope.programs and not (scope.about_venv and _VENV_PROGRAM.fullmatch(name))
     if name in folders.libraries.get(folder, ()) or (folder in folders.libraries and name.startswith("ld-")):
         return True
     module = _module(change, folders.modules, scope)
