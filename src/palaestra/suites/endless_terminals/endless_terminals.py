@@ -23,6 +23,7 @@ from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.links import detach_links
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
@@ -222,6 +223,7 @@ class EndlessEnvironment(ContractEnvironment):
         seen = [change for change in await grading.changes() if is_below(change.path, view.only)]
         seen = [change for change in seen if not is_below(change.path, view.without)]
         await remove_links(slot, seen, "/tmp", (TESTS_DIR,))  # noqa: S108  in the slot
+        await detach_links(slot, rollout.task, seen)
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 
 

@@ -2,7 +2,8 @@
 
 When the agent stops, its processes are killed and the verifier runs in a fresh slot over its work. The agent never had
 access to the tests or the verdict. In the fresh slot, paths that could influence the verifier have the content that the
-image has (`verifier_files.py`), and files in `/tmp` are copied from the agent's slot. A task about a running service is
+image has (`verifier_files.py`), files in `/tmp` are copied from the agent's slot, and links between files that the
+instruction names and others become copies (`rollouts/grading/links.py`). A task about a running service is
 graded in the agent's own slot.
 
 A task with several steps is one conversation in one workspace, with a verdict after every step. The order is that of
@@ -32,6 +33,7 @@ from palaestra.core.types import Network, NetworkPolicy, Outcome, Say, Score, Ta
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
+from palaestra.rollouts.grading.links import detach_links
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -256,7 +258,10 @@ class TerminalBenchEnvironment(ContractEnvironment):
     ) -> Score:
         """Return the score from a part's verifier, or 0 if tampering is detected. `earlier` are the changes that
         earlier parts graded."""
-        slot, hidden, made = await self._graded(rollout, grading, part, () if grading.untouched else earlier)
+        slot, hidden, seen = await self._graded(rollout, grading, part, () if grading.untouched else earlier)
+        shown = [replace(each, path=_restored(each.path)) for each in seen]
+        made = [change.path for change in shown if change.kind == "file"]
+        about = replace(rollout.task, prompt=part.task.instruction)
         setup = self._setup(rollout.task, part)
 
         @asynccontextmanager
@@ -266,6 +271,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             else:
                 async with slot.fork() as fork:
                     await self.restore_tmp(fork)
+                    await detach_links(fork, about, shown)
                     await _restore_workdir(fork, rollout.task.data.workdir)
                     yield fork
 
@@ -286,9 +292,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def _graded(
         self, rollout: Rollout, grading: Grading, part: GradedPart, earlier: Sequence[Change]
-    ) -> tuple[Slot, Sequence[str], Sequence[str]]:
-        """Return the slot to verify in, the agent's changes that are hidden in it, and the files that the agent created
-        or changed."""
+    ) -> tuple[Slot, Sequence[str], Sequence[Change]]:
+        """Return the slot to verify in, the paths of the agent's changes that are hidden in it, and the changes that it
+        shows."""
         work: ResolvedTask = rollout.task.data
         if grading.live:
             return await grading.slot(), (), ()
@@ -324,8 +330,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             await restore_prepared(slot, old, prepared)  # the view hides only `new`
         gone = await remove_links(slot, seen, CARRIED)
         hidden = [change.path for change in changes if change.path in (*without, *gone)]
-        made = [change.path for change in changes if change.kind == "file" and change.path not in without]
-        return slot, hidden, made
+        return slot, hidden, [change for change in seen if change.path not in hidden]
 
     async def restore_tmp(self, slot: Slot) -> None:
         """Move the saved files back to `/tmp`."""
@@ -379,6 +384,11 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
     if not (await slot.execute(["/bin/sh", "-c", f"cd {shlex.quote(workdir)}"], cwd="/")).success:
         await slot.remove(workdir)
         await slot.make_dir(workdir)
+
+
+def _restored(path: str) -> str:
+    """Return the path that a file of the saved workspace has while the verifier runs."""
+    return f"/tmp{path.removeprefix(CARRIED)}" if is_below(path, (CARRIED,)) else path  # noqa: S108  in the slot
 
 
 async def _save_tmp(slot: Slot) -> None:
