@@ -110,6 +110,8 @@ def test_work_that_breaks_a_live_check_scores_nothing(tmp_path: Path, monkeypatc
 
 
 EXHAUSTING = """
+import shlex
+
 from palaestra import Limits, Task, environment
 
 ATTACKS = {
@@ -123,6 +125,9 @@ ATTACKS = {
     "circle": "ln -sf answer.txt answer.txt; ln -sf . loop",
     "sparse": "truncate -s 900G answer.txt",
     "closed": "chmod 000 . answer.txt",
+    "bytes": "touch $'x\\\\377' $'/opt/y\\\\377'; ln -s $'\\\\376' $'l\\\\377'; mkdir $'d\\\\377'",
+    "times": "touch -d 9999-12-31 answer.txt .; touch -d 1901-01-01 old",
+    "marked": "setfattr -n user.overlay.opaque -v y .; chattr +i answer.txt; chmod 7777 . answer.txt; mknod w c 0 0",
     "waiting": "rm answer.txt; mkfifo answer.txt check.sh listing",
 }
 
@@ -130,6 +135,7 @@ ATTACKS = {
 def exhausting():
     for name, command in ATTACKS.items():
         limits = Limits(disk_bytes=64 << 20)
+        command = f"bash -c {shlex.quote(command)}"
         yield Task(id=name, prompt="?", files={"answer.txt": "0"}, solution=command, limits=limits)
 
 @exhausting.score
@@ -155,7 +161,7 @@ def test_work_that_exhausts_or_hangs_its_check_scores_nothing(tmp_path: Path, mo
         row = json.loads(line)
         scores[row["task_id"]] = row["scores"]
     assert scores.pop("honest") == [1.0, 1.0]
-    assert len(scores) == 10
+    assert len(scores) == 13
     assert set(map(tuple, scores.values())) == {(0.0, 0.0)}, scores
 
 
