@@ -39,7 +39,7 @@ _DETACH = """\
 for each; do
   copy="${each%/*}/.palaestra-copy"
   rm -rf -- "$copy"
-  if [ -f "$each" ] || [ -d "$each" ]; then cp -a -- "$(readlink -f -- "$each")" "$copy"; fi
+  if [ -f "$each" ] || [ -d "$each" ]; then cp -aH -- "$each" "$copy"; fi
   rm -f -- "$each"
   if [ -e "$copy" ]; then mv -- "$copy" "$each"; fi
 done
