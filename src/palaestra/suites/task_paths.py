@@ -28,7 +28,7 @@ _ADMINISTERS = re.compile(
     re.IGNORECASE,
 )
 
-_SETS_GIT = re.compile(r"\bgit\s+config\b[^\n]*--global\b")
+_SETS_GIT = re.compile(r"\bgit\s+config\b[^\n]{0,200}--global\b")
 
 _TOO_WIDE = frozenset(
     {

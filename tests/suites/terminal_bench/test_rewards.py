@@ -99,6 +99,14 @@ def test_modules_that_python_in_the_script_would_import_first(path: str, script:
     assert shadows(Change(path, "file"), folders, scope) is hidden
 
 
+def test_a_script_with_many_directories_is_read_in_time() -> None:
+    script = "".join(f"cd d{number}\n" for number in range(60)) + "python3 run.py\n"
+    code = "".join(f"run(['python3', 'x{number}.py'], cwd='e{number}')\n" for number in range(200))
+    assert "/app" in python_folders(script, "/app", ())
+    assert "/app/e1" in python_folders("", "/app", (), code)
+    assert len(python_folders(script, "/app", (), code)) < 1000
+
+
 @pytest.mark.parametrize(
     ("path", "hidden"),
     [("/app/bin/cmp", True), ("/app/bin/grep", False), ("/app/bin/tool", False), ("/app/lib/libc.so.6", True),

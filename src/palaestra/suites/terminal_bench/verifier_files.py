@@ -58,6 +58,10 @@ _OF_PROCESSES = ("/proc", "/dev/fd", "/dev/stdin")
 """Paths that lead to files of the process that opens them."""
 
 _MOST_LINKS = 40
+_MOST_FOLDERS, _MOST_PLACES = 64, 512
+"""The numbers of directories in which the commands of a script or of Python code may start. Without a limit, the first
+doubles with each `cd`."""
+
 
 _STARTUP = re.compile(
     r"/(?:root|home/[^/]+)/\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)"
@@ -86,7 +90,7 @@ _SETTING = re.compile(
 )
 """An assignment of such a variable in a shell script or in Python code."""
 
-_INCLUDED = re.compile(r"\b(perl|ruby)\b(?:[^\n;|&]*?\s)?-I\s*([\w./-]+)")
+_INCLUDED = re.compile(r"\b(perl|ruby)\b(?:[^\n;|&]{0,500}?\s)?-I\s*([\w./-]+)")
 _REFERENCE = re.compile(r"\$\{(\w+)[^}]*\}|\$\(pwd\)|`pwd`")
 
 _MODULE_ROOT_DEPTH = 4
@@ -492,7 +496,7 @@ def with_settings(env: Mapping[str, str], script: str, code: str, workdir: str) 
 
     A variable that is not set, as in `PYTHONPATH=/app:$PYTHONPATH`, adds the working directory.
     """
-    found, folders = dict(env), _started_in(script, workdir)
+    found, folders = {name: [value] for name, value in env.items()}, _started_in(script, workdir)
     texts = (_substituted(script), code)
     settings = [each for text in texts for each in _SETTING.findall(_REFERENCE.sub(_plain_reference, text))]
     settings += [({"perl": "PERL5LIB", "ruby": "RUBYLIB"}[name], at) for name, at in _INCLUDED.findall(script)]
@@ -501,9 +505,8 @@ def with_settings(env: Mapping[str, str], script: str, code: str, workdir: str) 
             if entry == f"${name}" and (name == "PATH" or name in env):
                 continue
             entry = "." if entry == f"${name}" else entry.replace("$PWD", ".")
-            places = sorted({normpath(join(folder, entry)) for folder in folders})
-            found[name] = ":".join([*filter(None, [found.get(name)]), *places])
-    return found
+            found.setdefault(name, []).extend(sorted({normpath(join(folder, entry)) for folder in folders}))
+    return {name: ":".join(filter(None, entries)) for name, entries in found.items()}
 
 
 def _plain_reference(reference: re.Match[str]) -> str:
@@ -522,6 +525,8 @@ def _started_in(script: str, workdir: str) -> set[str]:
     folders = {workdir}
     for found in dict.fromkeys(_CHANGED_DIRECTORY.findall(_substituted(script))):
         folders |= {normpath(join(each, found)) for each in folders}
+        if len(folders) > _MOST_FOLDERS:
+            break
     return folders
 
 
@@ -533,7 +538,8 @@ def python_folders(script: str, workdir: str, made: Collection[str], code: str =
     folders = _started_in(script, workdir)
     own = set(folders) if _INLINE_PYTHON.search(script) else set()
     programs = [(folders, each) for each in _PYTHON_FILE.findall(_substituted(script))]
-    places = {normpath(join(each, at)) for each in folders for at in {".", *_STARTED_IN.findall(code)}}
+    starts_in = list(dict.fromkeys([".", *_STARTED_IN.findall(code)]))[:_MOST_FOLDERS]
+    places = set(list(dict.fromkeys(normpath(join(each, at)) for at in starts_in for each in folders))[:_MOST_PLACES])
     for program in _STARTED_PYTHON.findall(re.sub(r"[\s\"',\[\]()]+", " ", code.replace("sys.executable", "python3"))):
         if program:
             programs.append((places, program))
