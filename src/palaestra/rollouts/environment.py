@@ -170,7 +170,7 @@ class Environment(ABC):
                 raise error from None
             if live and not grading.live:  # the repetition no longer saw the agent's processes
                 raise
-            return repeated
+            return replace(repeated, detail={**repeated.detail, "first_check_failed": str(error)[:2000]})
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:

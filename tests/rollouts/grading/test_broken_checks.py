@@ -97,6 +97,8 @@ def test_work_that_breaks_its_check_only_once_is_scored(tmp_path: Path, monkeypa
     assert main(argv) == 0
     lines = [json.loads(line) for line in groups_file().read_text().splitlines()]
     assert {line["task_id"]: line["scores"] for line in lines} == {"sealed": [0.0], "live": [0.0]}
+    files = [path for path in groups_file().parent.rglob("*") if path.is_file()]
+    assert any(b"at random" in path.read_bytes() and b"first_check_failed" in path.read_bytes() for path in files)
 
 
 @pytest.mark.slots
