@@ -271,8 +271,8 @@ def test_a_busy_machine_does_not_score_right_work_zero(tmp_path: Path, installed
     row = Source.make(tmp_path / "source").row()
     (group,) = roll_out([row], "oracle", tmp_path / "run", installed_pytest, kind=SlowOnce)
     (trajectory,) = group.trajectories
-    assert (trajectory.reward, trajectory.blame) == (None, Blame.GRADER), trajectory.detail
-    assert "timed out" in trajectory.error
+    assert trajectory.reward == 1.0, trajectory.detail  # the repetition decides
+    assert "timed out" in trajectory.detail["first_check_failed"]
 
 
 def test_work_that_hangs_its_tests_is_scored_zero(tmp_path: Path, installed_pytest: DependencyCache) -> None:
