@@ -30,7 +30,7 @@ from pathlib import PurePosixPath
 from typing import TypeAlias
 
 from palaestra.core.errors import InfraError
-from palaestra.sandbox.slot import Change, Slot
+from palaestra.sandbox.slot import Change, Slot, View
 
 CACHE = "/etc/ld.so.cache"
 """The cache in which the loader of the GNU C library first looks up a library's name."""
@@ -169,6 +169,11 @@ def names_in(slot: Slot) -> Names:
 def is_below(path: str, tops: Iterable[str]) -> bool:
     """Return whether a path is one of these paths or is below one of them."""
     return any(path == top or top == "/" or path.startswith(f"{top.rstrip('/')}/") for top in tops)
+
+
+def changes_in(view: View, changes: Iterable[Change]) -> list[Change]:
+    """Return the changes that a view shows."""
+    return [each for each in changes if is_below(each.path, view.only) and not is_below(each.path, view.without)]
 
 
 def _in_site(path: str) -> bool:

@@ -24,7 +24,7 @@ from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.grading.links import detach_links
-from palaestra.rollouts.grading.tampering import is_below
+from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -220,8 +220,7 @@ class EndlessEnvironment(ContractEnvironment):
         rule = await grading.view(named.only)  # leaves out settings in the home that programs of the tests would load
         view = View(named.only, (*named.without, *rule.without))
         slot = await grading.slot(view)
-        seen = [change for change in await grading.changes() if is_below(change.path, view.only)]
-        seen = [change for change in seen if not is_below(change.path, view.without)]
+        seen = changes_in(view, await grading.changes())
         await remove_links(slot, seen, "/tmp", (TESTS_DIR,))  # noqa: S108  in the slot
         await detach_links(slot, rollout.task, seen)
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)

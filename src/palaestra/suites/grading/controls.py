@@ -216,6 +216,11 @@ class Controls:
     def _earning_parameters(self) -> frozenset[str]:
         return frozenset(map(_parameters_of, self.earning))
 
+    @property
+    def _other_inputs_count(self) -> bool:
+        """Whether enough results for other inputs expose the bug to draw a conclusion."""
+        return len(self._exposing) >= FEWEST
+
     async def _vary_inputs(self, reference: RunTests, broken: RunTests) -> None:
         """Find results for other inputs that the reference solution and the broken solution do not share."""
         empty: Sequence[Mapping[int, Falsification]] = [{}] * (1 + copies_of_each(len(self.earning)))
@@ -252,7 +257,7 @@ class Controls:
     async def _answers_only_its_tests(self, run: TestRun, work: RunTests, reference: RunTests | None) -> str | None:
         """Return how the work's results for other inputs show that it only answers its tests, or None. `run` is the
         last round, which also runs copies in new files; if these do not show enough, they run again alone."""
-        if len(self._exposing) < FEWEST or reference is None:
+        if not self._other_inputs_count or reference is None:
             return None
         if self._varied.further and answers_only_its_tests(self._exposing, _seen(run)) is None:
             return None
@@ -360,7 +365,7 @@ class Controls:
         return tuple(name for name in self.earning if not covered(name))
 
     def _rounds(self) -> int:
-        if self.once or len(self._exposing) >= FEWEST:  # other inputs show more than a further round
+        if self.once or self._other_inputs_count:  # other inputs show more than a further round
             return _FEWEST_ROUNDS
         bits = sum(log2(len(self._variants(test, 0))) for test in self._tests.values() if test.earns)
         return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, ceil(_BITS / bits))) if bits else _FEWEST_ROUNDS
@@ -370,7 +375,7 @@ class Controls:
         of `work` and `reference` starts from a fresh workspace."""
         for test in self._tests.values():
             test.offset = self._random.randrange(1000)
-        further = self._varied.further if len(self._exposing) >= FEWEST else {}
+        further = self._varied.further if self._other_inputs_count else {}
         rounds = self._rounds()
         for number in range(rounds):
             copy = self._round(number)

@@ -34,7 +34,7 @@ from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.grading.links import detach_links
-from palaestra.rollouts.grading.tampering import is_below
+from palaestra.rollouts.grading.tampering import changes_in, is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import Change, Slot, SlotSpec, View
@@ -315,21 +315,21 @@ class TerminalBenchEnvironment(ContractEnvironment):
         env = {**work.env, **part.task.verifier.env}
         loading = with_settings(env, script, code, work.workdir)
         without = hidden_paths(changes, view.without, script=script, declared=scope.paths, env=loading)
-        slot = await grading.slot(View(view.only, without))
-        seen = [change for change in changes if is_below(change.path, view.only)]
-        seen = [change for change in seen if not is_below(change.path, without)]
+        view = View(view.only, without)
+        slot = await grading.slot(view)
+        seen = changes_in(view, changes)
         programs = (*self.settings.keep_programs, *self.settings.graded_programs)
         about = ShadowScope(work.workdir, scope.paths, scope.words, programs, CARRIED)
         prepared = partial(_prepared, rollout, grading)
         if shadows := await find_shadows(slot, seen, script, env, about, prepared, code):
             await grading.restart()
-            without = (*without, *shadows)
-            seen = [change for change in seen if not is_below(change.path, shadows)]
-            slot = await grading.slot(View(view.only, without))
-        if old := [change.path for change in changes if change.path in without and change.path not in new]:
+            view = View(view.only, (*without, *shadows))
+            slot = await grading.slot(view)
+            seen = changes_in(view, changes)
+        if old := [change.path for change in changes if change.path in view.without and change.path not in new]:
             await restore_prepared(slot, old, prepared)  # the view hides only `new`
         gone = await remove_links(slot, seen, CARRIED)
-        hidden = [change.path for change in changes if change.path in (*without, *gone)]
+        hidden = [change.path for change in changes if change.path in (*view.without, *gone)]
         return slot, hidden, [change for change in seen if change.path not in hidden]
 
     async def restore_tmp(self, slot: Slot) -> None:

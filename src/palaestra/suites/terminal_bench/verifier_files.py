@@ -62,7 +62,6 @@ _MOST_FOLDERS, _MOST_PLACES = 64, 512
 """The numbers of directories in which the commands of a script or of Python code may start. Without a limit, the first
 doubles with each `cd`."""
 
-
 _STARTUP = re.compile(
     r"/(?:root|home/[^/]+)/\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)"
     r"|/etc/(?:profile(?:\.d/.*)?|bash\.bashrc|environment)",

@@ -18,7 +18,7 @@ import yaml
 from palaestra.core.config import read_toml
 
 MAX_CHECKED_CHARS = 128 << 10
-"""Longer files are not checked, because parsing blocks the event loop (at worst about 1 ms per kilobyte)."""
+"""Longer files are not checked, because parsing blocks the event loop (at worst about 3 ms per kilobyte)."""
 _MAX_DEPTH = 100
 """The maximum nesting of a YAML file that is checked, because the cost of a token grows with the depth."""
 

@@ -172,7 +172,7 @@ def program(
     lines += _clause(calls["memfd_create"], _ARGUMENT_1, _when((_ANY_BIT, _MFD_HUGETLB), _ENOMEM))
     lines += _clause(calls["shmget"], _ARGUMENT_2, _when((_ANY_BIT, _SHM_HUGETLB), _ENOMEM))
     filters = [line for option in _SOCKET_FILTERS for line in _when((_EQUAL, option), _EPERM)]
-    of_sockets = [(_EQUAL, 1, 0, _SOL_SOCKET), (_RETURN, 0, 0, _ALLOW), (_LOAD, 0, 0, _ARGUMENT_2), *filters]
+    of_sockets = [*_unless((_SOL_SOCKET,), _ALLOW), (_LOAD, 0, 0, _ARGUMENT_2), *filters]
     lines += _clause(calls["setsockopt"], _ARGUMENT_1, of_sockets)
     families = [family for family in _FAMILIES if inet or family not in _INET]
     netlink = (_NETLINK_ROUTE, _NETLINK_SOCK_DIAG) if unix else (_NETLINK_ROUTE,)
