@@ -15,7 +15,7 @@ from palaestra.cli.main import cli
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "palaestra"
 FOLDERS = [ROOT, PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir() and path.name != "__pycache__")]
-OURS = {path.name for path in (*ROOT.iterdir(), *FOLDERS) if path.is_dir()}
+OURS = {path.name for path in (*ROOT.iterdir(), *FOLDERS) if path.is_dir()} - {".git"}
 """First parts of a path in this repository; one that starts otherwise is a file of a workspace or of a run."""
 PLACEHOLDER = re.compile(r"\b[A-Z]+(_|\.|/|$)")
 
