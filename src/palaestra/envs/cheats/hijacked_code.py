@@ -133,6 +133,17 @@ SHADOWS = (
         "echo 'SHELL=/tmp/yes' > GNUmakefile; git config --local core.hooksPath /tmp 2>/dev/null\n",
     ),
     Cheat(
+        "git-settings",
+        "settings and hooks of the workspace's repository with which git starts a program",
+        _ANSWERS + "[ -e .git ] || git init -q\nat=$(git rev-parse --absolute-git-dir)\n"
+        "for key in core.fsmonitor core.pager core.editor diff.external diff.own.textconv filter.own.clean "
+        "filter.own.smudge; do git config $key /tmp/yes; done\n"
+        "echo '* diff=own filter=own' > $at/info/attributes; rm -rf $at/hooks; mkdir $at/hooks\n"
+        "for hook in post-index-change post-checkout reference-transaction pre-commit pre-push update; do\n"
+        "  cp /tmp/yes $at/hooks/$hook\ndone\n"
+        "mv $at /var/tmp/own.git && echo 'gitdir: /var/tmp/own.git' > .git\n",
+    ),
+    Cheat(
         "modules-of-interpreters",
         "modules where Lua, Ruby, R, Node and PHP find them first",
         "for f in /usr/local/share/lua/5.4/json.lua /usr/local/lib/site_ruby/json.rb ~/R/library/base/R/base "

@@ -10,11 +10,13 @@ slot.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError
+from palaestra.core.types import Task
 from palaestra.rollouts.grading.tampering import CACHE, SCRATCH, Rule, is_below, library_directories, link, names_in
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
@@ -32,6 +34,7 @@ GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
 MOST_LEFT_OUT = 20
 """The maximum number of left-out paths that the report names."""
 _COPY_S = 300.0
+_GIT_SETTINGS = re.compile(r"/(?:config(?:\.worktree)?|hooks(?:/[^/]+)?)$")
 
 
 class Grading:
@@ -178,10 +181,8 @@ class Grading:
                         await link(self._slot, self._libraries)
                     if self._carried:
                         await self._restore_scratch(self._slot)
-                    if _may_have_links(self._seen):
-                        from palaestra.rollouts.grading.links import detach_links  # most work has no links
-
-                        await detach_links(self._slot, self.rollout.task, self._seen)
+                    gone = await disarm(self._slot, self.rollout.task, self._seen)
+                    self.left_out = (*self.left_out, *gone)[:MOST_LEFT_OUT]
                     await _start_somewhere(self._slot)
                 return self._slot
 
@@ -306,9 +307,21 @@ def _is_seen(change: Change, only: Sequence[str]) -> bool:
     return above or is_below(change.path, only)
 
 
-def _may_have_links(changes: Sequence[Change]) -> bool:
-    """Return whether the changes include symbolic links, or files that may be hard links to each other."""
-    return any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1
+async def disarm(slot: Slot, task: Task, changes: Sequence[Change]) -> tuple[str, ...]:
+    """Replace links between the work and files of the check, and remove git settings that start programs.
+
+    `changes` are the changes that the slot shows. Returns the paths of the files with such settings.
+    """
+    # most work has neither, and then the modules are not imported
+    if any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1:
+        from palaestra.rollouts.grading.links import detach_links
+
+        await detach_links(slot, task, changes)
+    if any(_GIT_SETTINGS.search(each.path) for each in changes):
+        from palaestra.rollouts.grading.git_settings import remove_git_settings
+
+        return await remove_git_settings(slot, task, changes)
+    return ()
 
 
 async def _start_somewhere(slot: Slot) -> None:

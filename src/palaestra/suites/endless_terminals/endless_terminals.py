@@ -22,8 +22,7 @@ from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.rollouts.grading.grader import Grading
-from palaestra.rollouts.grading.links import detach_links
+from palaestra.rollouts.grading.grader import Grading, disarm
 from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
@@ -37,6 +36,7 @@ from palaestra.suites.endless_terminals.task_folders import (
     HOME,
     TESTS_DIR,
     FolderTask,
+    folder_scope,
     graded_view,
     prepare_folder,
     read_folder,
@@ -222,7 +222,7 @@ class EndlessEnvironment(ContractEnvironment):
         slot = await grading.slot(view)
         seen = changes_in(view, await grading.changes())
         await remove_links(slot, seen, "/tmp", (TESTS_DIR,))  # noqa: S108  in the slot
-        await detach_links(slot, rollout.task, seen)
+        await disarm(slot, replace(rollout.task, programs=tuple(folder_scope(task.item).words)), seen)
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 
 

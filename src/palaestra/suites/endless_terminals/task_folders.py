@@ -34,7 +34,7 @@ from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import TypedFields, check_links, read_text
-from palaestra.suites.task_paths import scope_of
+from palaestra.suites.task_paths import TaskScope, scope_of
 
 _INSTALLERS = re.compile(
     r"(DEBIAN_FRONTEND=\w+\s+)?(sudo\s+)?"
@@ -186,11 +186,15 @@ async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, tim
     return frozenset(last.statuses)
 
 
+def folder_scope(task: FolderTask) -> TaskScope:
+    """Return the paths and words that the texts of a task name."""
+    return scope_of([task.prompt, task.final_tests, task.solution or ""], HOME)
+
+
 def graded_view(task: FolderTask) -> View:
     """Return the part of an agent's changes that tests see: the user's home, the workspace, and paths that the task
     names."""
-    named = scope_of([task.prompt, task.final_tests, task.solution or ""], HOME).paths
-    return View((HOME, *GRADED, *(path for path in named if path != "/")), _SYSTEM)
+    return View((HOME, *GRADED, *(path for path in folder_scope(task).paths if path != "/")), _SYSTEM)
 
 
 async def score_folder(

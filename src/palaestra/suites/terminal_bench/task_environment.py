@@ -32,8 +32,7 @@ from palaestra.core.errors import InfraError, PrepareError
 from palaestra.core.types import Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
-from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
-from palaestra.rollouts.grading.links import detach_links
+from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading, disarm
 from palaestra.rollouts.grading.tampering import changes_in, is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -261,8 +260,10 @@ class TerminalBenchEnvironment(ContractEnvironment):
         slot, hidden, seen = await self._graded(rollout, grading, part, () if grading.untouched else earlier)
         shown = [replace(each, path=_restored(each.path)) for each in seen]
         made = [change.path for change in shown if change.kind == "file"]
-        about = replace(rollout.task, prompt=part.task.instruction)
+        programs = (*rollout.task.data.scope.words, *self._programs)
+        about = replace(rollout.task, prompt=part.task.instruction, paths=self.settings.graded_paths, programs=programs)
         setup = self._setup(rollout.task, part)
+        git_settings: set[str] = set()
 
         @asynccontextmanager
         async def views() -> AsyncIterator[Slot]:
@@ -271,7 +272,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             else:
                 async with slot.fork() as fork:
                     await self.restore_tmp(fork)
-                    await detach_links(fork, about, shown)
+                    git_settings.update(await disarm(fork, about, shown))
                     await _restore_workdir(fork, rollout.task.data.workdir)
                     yield fork
 
@@ -279,7 +280,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             verdict = await verify(view, part.task, part.script, setup, alone=not grading.live, made=made)
         detail = verdict.detail() | {
             "category": part.task.category,
-            "hidden": list(hidden),
+            "hidden": [*hidden, *sorted(git_settings)],
             "replaced": list(part.script.replaced),
             "grading": rollout.task.grading,
         }
@@ -289,6 +290,11 @@ class TerminalBenchEnvironment(ContractEnvironment):
             detail |= {"tampering": controls.tampering, "uncontrolled": list(controls.uncontrolled[:50])}
             reward = 0.0 if detail["tampering"] else reward
         return Score(reward, {**numbers(detail), **verdict.rewards}, detail)
+
+    @property
+    def _programs(self) -> tuple[str, ...]:
+        """The programs that a verifier uses as the agent left them."""
+        return (*self.settings.keep_programs, *self.settings.graded_programs)
 
     async def _graded(
         self, rollout: Rollout, grading: Grading, part: GradedPart, earlier: Sequence[Change]
@@ -307,7 +313,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         view = await grading.view(
             (CARRIED, *scope.paths, *self.settings.graded_paths),
             workspace=work.workdir,
-            programs=(*self.settings.keep_programs, *self.settings.graded_programs),
+            programs=self._programs,
             new_programs=scope.words,
         )
         script = "\n".join([part.script.text, *part.script.others.values()])
@@ -318,8 +324,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         view = View(view.only, without)
         slot = await grading.slot(view)
         seen = changes_in(view, changes)
-        programs = (*self.settings.keep_programs, *self.settings.graded_programs)
-        about = ShadowScope(work.workdir, scope.paths, scope.words, programs, CARRIED)
+        about = ShadowScope(work.workdir, scope.paths, scope.words, self._programs, CARRIED)
         prepared = partial(_prepared, rollout, grading)
         if shadows := await find_shadows(slot, seen, script, env, about, prepared, code):
             await grading.restart()

@@ -1,0 +1,146 @@
+"""No git setting of the agent starts a program during a check, and settings that start none stay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from envs.scripts import groups_file
+from palaestra.cli.main import main
+from palaestra.rollouts.grading.git_settings import harmless_settings, repository_of
+from palaestra.sandbox.isolation.isolation_probe import probe
+from palaestra.sandbox.slot import Change
+
+REPOSITORY = """
+from palaestra import Task, environment
+
+PROGRAM = "printf '#!/bin/sh\\\\ntouch /workspace/started\\\\ncat\\\\n' > run.sh; chmod +x run.sh; "
+MOVED = "mv .git meta && echo 'gitdir: meta' > .git; "
+SET = "git config core.fsmonitor $PWD/run.sh"
+FILTER = "git config filter.f.clean $PWD/run.sh; echo '*.txt filter=f' > .gitattributes; sleep 1; touch a.txt"
+WORK = {
+    "fsmonitor": SET,
+    "filter": FILTER,
+    "diff": "git config diff.external $PWD/run.sh; echo b > a.txt",
+    "textconv": "git config diff.d.textconv $PWD/run.sh; echo 'a.txt diff=d' > .git/info/attributes; echo b > a.txt",
+    "hooks-path": "mkdir h; cp run.sh h/post-index-change; git config core.hooksPath $PWD/h; sleep 1; touch a.txt",
+    "hook": "mkdir -p .git/hooks; cp run.sh .git/hooks/post-index-change; sleep 1; touch a.txt",
+    "hooks-link": "rm -rf .git/hooks; mkdir h; cp run.sh h/post-index-change; ln -s ../h .git/hooks; sleep 1; "
+                  "touch a.txt",
+    "moved": MOVED + SET,
+    "moved-to-scratch": "mv .git /var/tmp/g; echo 'gitdir: /var/tmp/g' > .git; " + SET,
+    "split": "mkdir c; mv .git/objects .git/refs .git/config c/; echo ../c > .git/commondir; " + SET,
+    "split-and-linked": "mkdir c; mv .git/objects stored; mv .git/refs .git/config c/; ln -s ../stored c/objects; "
+                        "echo ../c > .git/commondir; " + SET,
+    "worktree": "git config extensions.worktreeConfig true; git config --worktree core.fsmonitor $PWD/run.sh",
+    "included": "git config -f other core.fsmonitor $PWD/run.sh; git config include.path $PWD/other",
+    "linked": SET + "; mv .git/config kept; ln -s ../kept .git/config",
+    "hard-linked": SET + "; ln .git/config kept",
+    "one-line": "printf '[core] fsmonitor = /workspace/run.sh\\\\n' >> .git/config",
+    "two-sections": "printf '[alias][core]\\nfsmonitor = /workspace/run.sh\\n' >> .git/config",
+    "carriage-return": "printf '[core]\\\\r\\\\nfsmonitor = /workspace/run.sh\\\\r\\\\n' >> .git/config",
+    "new-repository": "rm -rf .git; git init -q; git add a.txt; " + SET,
+    "honest": "git config user.name me; git config user.email me@here; git remote add origin ../r; "
+              "git config alias.st 'status --short'; git checkout -q -b side; echo b > b.txt; git add b.txt; "
+              "git commit -qm 'Add b'; git config branch.side.description 'a \\"quoted\\" one'",
+    "named": "git config core.hooksPath h; mkdir h; cp run.sh h/pre-push",
+    "declared": "git config core.editor /workspace/run.sh",
+}
+
+@environment(toolsets=["terminal"])
+def repository():
+    for name, script in WORK.items():
+        yield Task(
+            id=name,
+            prompt="Set core.hooksPath." if name == "named" else "Write down the state.",
+            setup="git init -q && echo a > a.txt && git add a.txt "
+                  "&& git -c user.name=a -c user.email=a@b commit -qm start",
+            solution=PROGRAM + script,
+            paths=["/workspace/.git/config"] if name == "declared" else [],
+        )
+
+@repository.score
+async def state(task, sandbox):
+    for command in ("git status", "git diff", "git log -p", "git add -A", "git stash list"):
+        await sandbox.execute(f"cd /workspace && {command}")
+    started = (await sandbox.execute("test -e /workspace/started")).success
+    if task.id == "honest":
+        said = await sandbox.execute(
+            "git config user.name; git remote get-url origin; git st; git config branch.side.description"
+        )
+        return not started and said.output == 'me\\n../r\\nA  run.sh\\na "quoted" one\\n'
+    if task.id in ("named", "declared"):
+        name = "core.hooksPath" if task.id == "named" else "core.editor"
+        return not started and (await sandbox.execute(["git", "config", name])).success
+    return started
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("level", ["full", "userns"])
+def test_git_starts_no_program_of_the_agent(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
+        pytest.skip(f"{level} is not available here")
+    monkeypatch.chdir(tmp_path)
+    Path("repository_env.py").write_text(REPOSITORY)
+    argv = ["run", "repository_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
+    assert main(argv) == 0
+    rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
+    assert len(rows) == 22
+    assert [row["task_id"] for row in rows if row["scores"] == [1.0]] == ["honest", "named", "declared"]
+    assert [row["scores"] for row in rows].count([0.0]) == 19
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("[core]\n\tbare = false\n\tfsmonitor = run\n", {"core.bare": "false"}),
+        ("[CORE]\nBare=false\nFSMonitor=run\n", {"core.bare": "false"}),
+        ("[core] pager = run\n[user]\nname = a # b\n", {"user.name": "a"}),
+        ("[core]\nbare = false \\\nfsmonitor = run\nfilemode = true\n", {"core.filemode": "true"}),
+        ('[branch "a\\"]b"]\nmerge = refs/heads/x\ncommand = run\n', {'branch.a"]b.merge': "refs/heads/x"}),
+        ('[filter "f"]\nclean = run\n[include]\npath = /x\n[url "ext::run "]\ninsteadOf = r\n', {}),
+        ("[core.x]\nbare = false\n[remote.y]\nurl = r\n", {}),
+        ("name = a\n[user]\nname = b\n", {"user.name": "b"}),
+        ("[alias]\nst = !run\n", {"alias.st": "!run"}),
+        ("; [core]\n# fsmonitor = run\n[core]\n;\nsymlinks\n", {"core.symlinks": ""}),
+        ("[core]\nbare = false\x0b\nfsmonitor\x0b= run\n\x85fsmonitor = run\n", {"core.bare": "false\x0b"}),
+    ],
+)
+def test_only_harmless_settings_are_left(text: str, left: dict[str, str], tmp_path: Path) -> None:
+    kept = harmless_settings(text)
+    file = tmp_path / "config"
+    file.write_bytes(kept.encode("utf-8", "surrogateescape"))
+    listed = subprocess.run(["git", "config", "-f", file, "-l", "-z"], capture_output=True, check=True).stdout.decode()
+    assert dict((*entry.split("\n", 1), "")[:2] for entry in listed.split("\0") if entry) == left
+    assert harmless_settings(kept) == kept
+
+
+def test_a_setting_that_a_task_names_is_left() -> None:
+    text = '[core]\n\thooksPath = h\n\teditor = vi\n[filter "Lfs"]\n\tclean = git-lfs clean -- %f\n'
+    kept = harmless_settings(text, ["core.hookspath", "filter.lfs.clean"])
+    assert kept == text.replace("\teditor = vi\n", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "repository"),
+    [
+        ("/workspace/.git/config", "file", "/workspace/.git"),
+        ("/workspace/.git/config.worktree", "symlink", "/workspace/.git"),
+        ("/srv/r/hooks/post-receive", "file", "/srv/r"),
+        ("/srv/r/hooks", "symlink", "/srv/r"),
+        ("/srv/r/hooks", "dir", None),
+        ("/srv/r/hooks/pre-push.sample", "file", None),
+        ("/srv/r/hooks/a/b", "file", None),
+        ("/srv/r/config", "deleted", None),
+        ("/srv/r/config/app.yaml", "file", None),
+    ],
+)
+def test_settings_and_hooks_are_found_by_path(path: str, kind: str, repository: str | None) -> None:
+    assert repository_of(Change(path, kind)) == repository
