@@ -46,7 +46,7 @@ class SlotState(StrEnum):
     """The slot's lease has ended."""
     ACQUIRED = "acquired"
     EXECUTING = "executing"
-    """At least one call of `execute` is running."""
+    """At least one command is running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +415,8 @@ class Slot(Protocol):
         number of changes; at lower levels, all files are compared."""
 
     async def freeze(self) -> int:
-        """Suspend every process of the slot until the slot's next call. Returns the number of suspended processes."""
+        """Suspend every process of the slot until the slot's next call, and return their number. A command that is
+        already running counts as the next call."""
 
     def fork(self) -> AbstractAsyncContextManager[Slot]:
         """Yield a second slot that starts with this slot's current files and ends with the block; this slot continues.

@@ -165,6 +165,7 @@ def test_a_slot_can_be_forked_several_times_at_once(on_each_rung: WithSlot) -> N
         looks = [look() for _ in range(3)]
         results = await asyncio.gather(*looks, slot.execute("echo ran"), slot.freeze())
         assert results[:3] == ["3001\n"] * 3
+        assert results[3].output == "ran\n"
         moving = 'x=$(wc -l < beat); until [ "$(wc -l < beat)" != "$x" ]; do :; done; echo moves'
         assert (await slot.execute(moving, timeout_s=10)).output == "moves\n"
         assert isinstance(slot, LocalSlot)
@@ -254,6 +255,25 @@ def test_a_frozen_slot_goes_on_with_the_next_call(on_each_rung: WithSlot) -> Non
         assert (await slot.execute(moving, timeout_s=10)).output == "moves\n"
         await slot.freeze()
         await backend.destroy(slot)
+
+    on_each_rung(body)
+
+
+def test_a_command_that_runs_during_a_freeze_goes_on(on_each_rung: WithSlot) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert isinstance(slot, LocalSlot)
+        started = asyncio.Event()
+        async with await slot.shell() as shell:
+            for run in (slot.execute, shell.run):
+                started.clear()
+                command = run("echo started; sleep 0.3; echo ran", timeout_s=20, on_output=lambda _: started.set())
+                running = asyncio.ensure_future(command)
+                await started.wait()
+                assert await slot.freeze() >= 1
+                assert (await running).output == "started\nran\n"
+        for _ in range(30):  # the slot's init may be starting the command, and is then suspended with it
+            ran, _, _ = await asyncio.gather(slot.execute("echo ran", timeout_s=20), slot.spawn("true"), slot.freeze())
+            assert ran.output == "ran\n"
 
     on_each_rung(body)
 

@@ -63,7 +63,7 @@ class LocalSlot(Slot):
         self.spec, self.trajectory_id, self.loop, self._fork = spec, trajectory_id, loop, fork
         self.released = False  # whether the lease has ended; from then on, no request is sent
         self.metadata: dict[str, JSON] = {}
-        self._executing = 0
+        self.running = 0  # commands whose results have not arrived yet, and background processes that are being started
         self._facts: dict[str, JSON] = {
             "rung": rung.label, "sandboxed": rung is not Rung.NONE, "network_isolated": spec.network is Network.OFF
         }  # fmt: skip
@@ -84,7 +84,7 @@ class LocalSlot(Slot):
     def state(self) -> SlotState:
         if self.released:
             return SlotState.AVAILABLE
-        return SlotState.EXECUTING if self._executing else SlotState.ACQUIRED
+        return SlotState.EXECUTING if self.running else SlotState.ACQUIRED
 
     def __repr__(self) -> str:
         return f"<LocalSlot {self.slot_id} of {self.trajectory_id!r}{' (released)' if self.released else ''}>"
@@ -119,13 +119,13 @@ class LocalSlot(Slot):
             fields["no_spill"] = True
         if stderr:
             fields["stderr"] = True
-        self._executing += 1
+        self.running += 1
         try:
             reply = await self.requests.call("exec", fields, stdin, on_output)
         except CommandNotStarted as error:
             return self.not_started(command, error, stderr)
         finally:
-            self._executing -= 1
+            self.running -= 1
         return self.result(reply, timeout_s)
 
     async def shell(
@@ -154,11 +154,14 @@ class LocalSlot(Slot):
         extra = {} if terminal is None else {"TERM": "xterm-256color"}
         fields = {**self.lease(), "cwd": cwd, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
         _add_command(fields, command)
+        self.running += 1
         try:
             reply = await self.requests.call("spawn", fields)
         except CommandNotStarted as error:
             name = command if isinstance(command, str) else command[0]
             raise OSError(error.errno, str(error), name[:200]) from None
+        finally:
+            self.running -= 1
         return LocalProcess(self, reply.fields)
 
     async def processes(self) -> list[LocalProcess]:
@@ -221,7 +224,10 @@ class LocalSlot(Slot):
         await self.requests.call("remove", {**self.lease(), "path": path})
 
     async def freeze(self) -> int:
-        return int((await self.requests.call("freeze", self.lease())).fields["processes"])
+        reply = await self.requests.call("freeze", self.lease())
+        if self.running:  # these commands would otherwise stand still until their time limits
+            await self.stat("/")
+        return int(reply.fields["processes"])
 
     async def arguments(self, pid: int) -> list[str] | None:
         reply = await self.requests.call("arguments", {**self.lease(), "pid": pid})
@@ -325,6 +331,7 @@ class LocalShell:
         if on_output is not None:
             fields["stream"] = True
         await self._turn.acquire()  # not `async with`, which costs two more coroutines for each command
+        self._slot.running += 1
         try:
             if self._state:
                 await self._restore()
@@ -332,6 +339,7 @@ class LocalShell:
         except CommandNotStarted as error:
             return self._slot.not_started(command, error)
         finally:
+            self._slot.running -= 1
             self._turn.release()
         return self._slot.result(reply, timeout_s)
 
