@@ -82,7 +82,7 @@ async def state(task, sandbox):
 
 
 @pytest.mark.slots
-@pytest.mark.parametrize("level", ["full", "userns"])
+@pytest.mark.parametrize("level", ["full", "userns", "confined"])
 def test_git_starts_no_program_of_the_agent(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
         pytest.skip(f"{level} is not available here")

@@ -230,9 +230,11 @@ def _become(plan: UnprivilegedPlan, spawn: init_messages.Spawn, fds: list[int], 
 
 
 def _environment(plan: UnprivilegedPlan, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a command. TMPDIR and HOME default to directories of this slot."""
+    """Return the variables of a command. TMPDIR and HOME default to directories of this slot. Git fails if it cannot
+    read an existing `/etc/gitconfig`, so it does not look for this file."""
     home = real_path(plan.home, env.get("HOME", "/root"))
-    return {"TMPDIR": f"{plan.home}/{DIRECTORIES['/tmp']}", **env, "HOME": home}  # noqa: S108
+    own = {"TMPDIR": f"{plan.home}/{DIRECTORIES['/tmp']}", "GIT_CONFIG_NOSYSTEM": "1"}  # noqa: S108
+    return {**own, **env, "HOME": home}
 
 
 class Init:
