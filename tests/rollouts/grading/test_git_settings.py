@@ -81,19 +81,90 @@ async def state(task, sandbox):
 """
 
 
+PREPARED = """
+from palaestra import Task, environment
+
+PROGRAM = "printf '#!/bin/sh\\ntouch /workspace/started\\ncat\\n' > run.sh; chmod +x run.sh; "
+SET = "config core.fsmonitor /workspace/run.sh; "
+SETTINGS = "printf '[core]\\nfsmonitor = /workspace/run.sh\\n' > "
+COMMIT = "git -c user.name=a -c user.email=a@b commit --allow-empty -qm start; "
+PUSH = "git init -q; " + COMMIT + "git push -q s.git HEAD:refs/heads/b"
+BASE = "git init -q; echo a > a.txt; git add a.txt; " + COMMIT
+CHANGED = "; sleep 1; touch a.txt"
+ATTACKS = {  # the preparation, the work, and the first command of the check
+    "init": ("true", "mkdir .git; " + SETTINGS + ".git/config", "git init -q"),
+    "init-hook": ("true", "mkdir -p .git/hooks; cp run.sh .git/hooks/post-index-change", "git init -q"),
+    "init-link": ("true", "mkdir meta; " + SETTINGS + "meta/config; ln -s meta .git", "git init -q"),
+    "init-halves": ("true", "mkdir .git m; " + SETTINGS + "m/config; echo ../m > .git/commondir", "git init -q"),
+    "init-linked-halves": ("true", "mkdir .git m; " + SETTINGS + "m/config; echo ../m > to; ln -s ../to .git/commondir",
+                           "git init -q"),
+    "init-link-to-halves": ("true", "mkdir meta m; " + SETTINGS + "m/config; echo ../m > meta/commondir; "
+                            "echo ref: refs/heads/a > meta/HEAD; ln -s meta .git", "git init -q"),
+    "init-bare": ("true", "mkdir -p s.git/hooks; cp run.sh s.git/hooks/update", "git init -q --bare s.git; " + PUSH),
+    "prepared-path": (BASE + "git config core.hooksPath h; mkdir h",
+                      "cp run.sh h/post-index-change" + CHANGED, "true"),
+    "prepared-link": (BASE + "rm -rf .git/hooks; ln -s ../h .git/hooks; mkdir h",
+                      "cp run.sh h/post-index-change" + CHANGED, "true"),
+    "prepared-include": (BASE + "git config include.path ../.gitconfig",
+                         "git config -f .gitconfig core.fsmonitor $PWD/run.sh", "true"),
+    "word": ("git init -q --bare s.git", "cp run.sh s.git/hooks/update", PUSH),
+    "copied-link": ("true", "git init -q /var/tmp/x; git -C /var/tmp/x " + SET + "ln -s /var/tmp/x work", "cd work"),
+}
+HONEST = {
+    "update": ("git init -q --bare s.git", "cp run.sh s.git/hooks/update", PUSH),
+    "partial": (BASE, "git config uploadpack.allowFilter true; "
+                "git -c protocol.file.allow=always clone -qn --filter=blob:none file:///workspace p",
+                "git -C p checkout -q HEAD && mv p/a.txt started"),
+    "ignored": (BASE, "echo a.log > i; touch a.log; git config core.excludesFile $PWD/i",
+                "git status --porcelain -uall | grep -q log || touch started"),
+    "settings-of-others": ("true", "mkdir .aws; printf '[default]\\nregion = a\\n' > .aws/config",
+                           "grep -q region .aws/config && touch started"),
+}
+
+@environment(toolsets=["terminal"])
+def prepared():
+    for name, (setup, work, check) in (ATTACKS | HONEST).items():
+        prompt = "Add an update hook." if name == "update" else "Please update the repository in work."
+        yield Task(id=name, prompt=prompt, setup=setup, solution=PROGRAM + work, data=check)
+
+@prepared.score
+async def started(task, sandbox):
+    await sandbox.execute(f"cd /workspace; {task.data}; git status; git diff; git add -A")
+    return (await sandbox.execute("test -e /workspace/started")).success
+"""
+
+
+def _scores(text: str, level: str) -> dict[str, list[float]]:
+    """Play the tasks of an environment once, and return their scores."""
+    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
+        pytest.skip(f"{level} is not available here")
+    Path("own_env.py").write_text(text)
+    argv = ["run", "own_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
+    assert main(argv) == 0
+    rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
+    return {row["task_id"]: row["scores"] for row in rows}
+
+
 @pytest.mark.slots
 @pytest.mark.parametrize("level", ["full", "userns", "confined"])
 def test_git_starts_no_program_of_the_agent(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
-        pytest.skip(f"{level} is not available here")
     monkeypatch.chdir(tmp_path)
-    Path("repository_env.py").write_text(REPOSITORY)
-    argv = ["run", "repository_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
-    assert main(argv) == 0
-    rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
-    assert len(rows) == 22
-    assert [row["task_id"] for row in rows if row["scores"] == [1.0]] == ["honest", "named", "declared"]
-    assert [row["scores"] for row in rows].count([0.0]) == 19
+    scores = _scores(REPOSITORY, level)
+    assert len(scores) == 22
+    assert [name for name, score in scores.items() if score == [1.0]] == ["honest", "named", "declared"]
+    assert [*scores.values()].count([0.0]) == 19
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("level", ["full", "userns"])
+def test_a_repository_that_the_check_or_the_task_makes_starts_none(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scores = _scores(PREPARED, level)
+    honest = ["update", "partial", "ignored", "settings-of-others"]
+    assert [name for name, score in scores.items() if score == [1.0]] == honest
+    assert [*scores.values()].count([0.0]) == 12
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -139,6 +210,14 @@ def test_a_setting_that_a_task_names_is_left() -> None:
         ("/srv/r/hooks/pre-push.sample", "file", None),
         ("/srv/r/hooks/a/b", "file", None),
         ("/srv/r/config", "deleted", None),
+        ("/srv/r/.husky/pre-push", "file", "/srv/r"),
+        ("/srv/r/update", "file", None),
+        ("/srv/r/.gitconfig", "file", "/srv/r"),
+        ("/srv/r/.config/git/config", "file", "/srv/r/.config/git"),
+        ("/srv/r/.git", "symlink", "/srv/r/.git"),
+        ("/srv/r/.git", "file", None),
+        ("/srv/r.git/commondir", "file", "/srv/r.git/commondir"),
+        ("/srv/r/.git/worktrees/a/commondir", "file", None),
         ("/srv/r/config/app.yaml", "file", None),
     ],
 )

@@ -6,10 +6,13 @@ hooks that the agent changed are removed. A setting or hook stays if the task's 
 `post-receive`, or just "hook"), if it is one of the task's `programs`, or if the task declares the path of the file.
 
 A directory counts as a repository if it has an entry `HEAD` or `objects`, whatever the directory's own name, because a
-`.git` file may lead to any directory.
+`.git` file may lead to any directory. A directory whose name ends in `.git` counts too, because the check may run
+`git init` there. A file with the name of a hook is removed from any directory, because a prepared `core.hooksPath` may
+name that directory.
 
-Not covered: settings that programs of the work write while the check runs. Source:
-https://git-scm.com/docs/gitrepository-layout, https://git-scm.com/docs/git-config
+Not covered: settings that programs of the work write while the check runs, files that a prepared setting includes or
+starts, and the commands of an unfinished rebase if the check continues that rebase. Sources:
+https://git-scm.com/docs/gitrepository-layout, https://git-scm.com/docs/git-config, https://git-scm.com/docs/githooks
 """
 
 from __future__ import annotations
@@ -22,7 +25,20 @@ from palaestra.rollouts.grading.tampering import is_below
 from palaestra.sandbox.slot import Change, Slot
 
 _SETTINGS_FILES = frozenset({"config", "config.worktree"})
+_USER_SETTINGS = ("/.gitconfig", "/.config/git/config")
+_REPOSITORY = ".git"
+_OTHER_HALF = "commondir"
+"""A file for linked worktrees, whose repositories have other names."""
 _HOOKS = "hooks"
+_HOOK_NAMES = frozenset(
+    {
+        *("applypatch-msg", "commit-msg", "fsmonitor-watchman", "post-applypatch", "post-checkout", "post-commit"),
+        *("post-index-change", "post-merge", "post-receive", "post-rewrite", "post-update", "pre-applypatch"),
+        *("pre-auto-gc", "pre-commit", "pre-merge-commit", "pre-push", "pre-rebase", "pre-receive"),
+        *("prepare-commit-msg", "proc-receive", "push-to-checkout", "reference-transaction", "sendemail-validate"),
+    }
+)
+"""The names of git's hooks. The hook `update` is missing, because other files and ordinary sentences have this word."""
 _SAMPLE = ".sample"
 """The ending of the examples that `git init` writes; git never starts a hook with this name."""
 
@@ -32,24 +48,30 @@ _MOST_BYTES = 1 << 16
 _HARMLESS: Mapping[str, frozenset[str]] = {
     "core": frozenset(
         {
-            *("abbrev", "autocrlf", "bare", "commentchar", "compression", "eol", "filemode", "ignorecase"),
-            *("logallrefupdates", "precomposeunicode", "quotepath", "repositoryformatversion", "safecrlf"),
-            *("sharedrepository", "sparsecheckout", "sparsecheckoutcone", "symlinks", "whitespace"),
+            *("abbrev", "attributesfile", "autocrlf", "bare", "commentchar", "compression", "eol", "excludesfile"),
+            *("filemode", "ignorecase", "logallrefupdates", "precomposeunicode", "quotepath"),
+            *("repositoryformatversion", "safecrlf", "sharedrepository", "sparsecheckout", "sparsecheckoutcone"),
+            *("symlinks", "whitespace"),
         }
     ),
     "branch": frozenset({"description", "merge", "rebase", "remote"}),
     "color": frozenset({"ui"}),
     "diff": frozenset({"algorithm", "renames"}),
-    "extensions": frozenset({"objectformat", "refstorage", "worktreeconfig"}),
+    "extensions": frozenset({"objectformat", "partialclone", "refstorage", "worktreeconfig"}),
     "fetch": frozenset({"prune"}),
     "init": frozenset({"defaultbranch"}),
     "merge": frozenset({"conflictstyle", "ff"}),
     "pull": frozenset({"ff", "rebase"}),
     "push": frozenset({"autosetupremote", "default", "followtags"}),
     "receive": frozenset({"denycurrentbranch", "denydeletes", "denynonfastforwards"}),
-    "remote": frozenset({"fetch", "mirror", "prune", "push", "pushurl", "tagopt", "url"}),
+    "remote": frozenset(
+        {"fetch", "mirror", "partialclonefilter", "promisor", "prune", "push", "pushurl", "tagopt", "url"}
+    ),
     "rerere": frozenset({"autoupdate", "enabled"}),
+    "safe": frozenset({"directory"}),
+    "status": frozenset({"showuntrackedfiles"}),
     "submodule": frozenset({"active", "branch", "path", "url"}),
+    "uploadpack": frozenset({"allowanysha1inwant", "allowfilter"}),
     "user": frozenset({"email", "name"}),
 }
 """Settings, by section, with which git starts no program, in lower case. All of the section `alias` are harmless too,
@@ -62,7 +84,8 @@ _COMMENT = re.compile(r"\s*(?:[#;].*)?")
 
 _IN_REPOSITORY = """\
 for each; do
-  if [ -e "$each/HEAD" ] || [ -h "$each/HEAD" ] || [ -e "$each/objects" ] || [ -h "$each/objects" ]; then echo yes
+  if [ -h "$each" ] && [ -e "$each/commondir" ]; then echo no
+  elif [ -e "$each/HEAD" ] || [ -h "$each/HEAD" ] || [ -e "$each/objects" ] || [ -h "$each/objects" ]; then echo yes
   else echo no; fi
 done
 """
@@ -75,14 +98,20 @@ _MOST_READ = 1000
 
 def repository_of(change: Change) -> str | None:
     """Return the directory that would be the repository of a settings file or hook; None if the path of the change
-    belongs to neither."""
+    belongs to neither.
+
+    A link that is named like a repository, and a file that names the repository's other half, are returned themselves:
+    `git init` would make the directory to which they lead a repository.
+    """
     if change.kind not in ("file", "symlink"):
         return None
     folder, _, name = change.path.rpartition("/")
-    if name in _SETTINGS_FILES or (name == _HOOKS and change.kind == "symlink"):
+    if (folder if name == _OTHER_HALF else name if change.kind == "symlink" else "").endswith(_REPOSITORY):
+        return change.path
+    if name in _SETTINGS_FILES or change.path.endswith(_USER_SETTINGS) or (name, change.kind) == (_HOOKS, "symlink"):
         return folder
     above, _, last = folder.rpartition("/")
-    return above if last == _HOOKS and not name.endswith(_SAMPLE) else None
+    return above if name in _HOOK_NAMES or (last == _HOOKS and not name.endswith(_SAMPLE)) else None
 
 
 async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change]) -> tuple[str, ...]:
@@ -95,11 +124,17 @@ async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change])
     words = frozenset(word.lower() for word in (*_words(task), *task.programs))
     gone, read, rewritten = [], 0, []
     for path, place in places.items():
-        if place not in repositories or is_below(path, [each for each in task.paths if each.startswith(f"{place}/")]):
+        name, of_user = path.rpartition("/")[2], path.endswith(_USER_SETTINGS)
+        if path == place:
+            if place not in repositories:
+                gone.append(path)
             continue
-        name = path.rpartition("/")[2].lower()
-        if name not in _SETTINGS_FILES:
-            if words.isdisjoint({name, "hook", _HOOKS}):
+        if not (place in repositories or place.endswith(_REPOSITORY) or of_user or name in _HOOK_NAMES):
+            continue
+        if is_below(path, [each for each in task.paths if each.startswith(f"{place}/")]):
+            continue
+        if name not in _SETTINGS_FILES and not of_user:
+            if words.isdisjoint({"hook", _HOOKS, *_HOOK_NAMES.intersection({name})}):
                 gone.append(path)
             continue
         read += 1

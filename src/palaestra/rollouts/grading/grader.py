@@ -34,7 +34,8 @@ GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
 MOST_LEFT_OUT = 20
 """The maximum number of left-out paths that the report names."""
 _COPY_S = 300.0
-_GIT_SETTINGS = re.compile(r"/(?:config(?:\.worktree)?|hooks(?:/[^/]+)?)$")
+_MAYBE_GIT = re.compile(r"/(?:config(?:\.worktree)?|\.gitconfig|[^/]*\.git|hooks(?:/[^/]+)?|[a-z]+(?:-[a-z]+)+)$")
+"""Paths that may be those of git settings and hooks (`git_settings.py`)."""
 
 
 class Grading:
@@ -312,16 +313,17 @@ async def disarm(slot: Slot, task: Task, changes: Sequence[Change]) -> tuple[str
 
     `changes` are the changes that the slot shows. Returns the paths of the files with such settings.
     """
+    gone: tuple[str, ...] = ()
     # most work has neither, and then the modules are not imported
+    if any(_MAYBE_GIT.search(each.path) for each in changes):
+        from palaestra.rollouts.grading.git_settings import remove_git_settings
+
+        gone = await remove_git_settings(slot, task, changes)  # before the links, whose copies are not in `changes`
     if any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1:
         from palaestra.rollouts.grading.links import detach_links
 
         await detach_links(slot, task, changes)
-    if any(_GIT_SETTINGS.search(each.path) for each in changes):
-        from palaestra.rollouts.grading.git_settings import remove_git_settings
-
-        return await remove_git_settings(slot, task, changes)
-    return ()
+    return gone
 
 
 async def _start_somewhere(slot: Slot) -> None:
