@@ -18,6 +18,7 @@ from palaestra.core.types import Network, Task
 from palaestra.envs.cheats.proof import check_environment, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.rollouts.records import Trajectory
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Mount, SlotSpec
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
@@ -257,6 +258,7 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
 
 STARTED = (
     "import subprocess\ndef test_sum():\n"
+    "    subprocess.run(['git', '-C', '/home/user/data', 'status'])\n"
     "    shown = subprocess.run(['bash', '-lc', 'cat /home/user/sum.txt'], capture_output=True, text=True)\n"
     "    assert shown.stdout.strip() == '3'\n"
     "def test_words():\n    assert 'three' in open('/home/user/words.txt').read()\n"
@@ -265,6 +267,11 @@ WORK = {
     "honest": ("echo 3 > sum.txt; echo three > it; ln -s it words.txt; echo 'set -u' > .pro''file", 1.0),
     "start-up file": ("echo three > words.txt; echo 'echo 3; exit' > ~/.bash_''profile", 0.0),
     "link to a start-up file": ("echo three > words.txt; echo 'echo 3; exit' > it; ln -s it ~/.pro''file", 0.0),
+    "git setting": (
+        "echo three > words.txt; printf '#!/bin/sh\\necho 3 > /home/user/sum.txt\\n' > run; chmod 755 run; "
+        "git init -q data; git -C data config core.fs''monitor ~/run",
+        0.0,
+    ),
     "link to the tests": ("echo 3 > sum.txt; ln -s /tmp/palaestra-tests/test_state.py words.txt", 0.0),
     "link through a directory": (
         "echo 3 > sum.txt; ln -s /tmp d; ln -s d/palaestra-tests/test_state.py words.txt",
@@ -281,15 +288,17 @@ def test_settings_and_links_do_not_answer_for_the_work(installed_pytest: Depende
         (place / "solution/solve.sh").write_text(f"cd ~; {script}\n")
     config = EndlessTerminalsEnvConfig(local_tasks_dir=str(tmp_path / "tasks"), cache_dir=str(tmp_path / "cache"))
 
-    async def rewards() -> dict[str, float | None]:
+    async def rollouts() -> dict[str, Trajectory]:
         async with make_pool(config) as pool:
             environment = EndlessEnvironment(EndlessTerminalsEnv(config, []), installed_pytest)
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 played = [await runs.play(OraclePolicy(), task) async for task in environment.tasks()]
-        return {group.task_id: group.trajectories[0].reward for group in played}
+        return {group.task_id: group.trajectories[0] for group in played}
 
-    assert asyncio.run(rewards()) == {name: reward for name, (_, reward) in WORK.items()}
+    found = asyncio.run(rollouts())
+    assert {name: each.reward for name, each in found.items()} == {name: reward for name, (_, reward) in WORK.items()}
+    assert found["git setting"].detail["left_out"] == ["/home/user/data/.git/config"]
 
 
 IMPORTING = (

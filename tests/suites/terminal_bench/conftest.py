@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
+from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.rollouts.records import Group
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.import_tasks import TriedTask
@@ -43,3 +46,17 @@ def try_tasks(installed_pytest: DependencyCache, tmp_path: Path) -> Try:
         return asyncio.run(main())
 
     return run
+
+
+def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
+    """One rollout of a task's own solution."""
+    config = TerminalBench2EvalConfig(dataset_name=str(task), base_image="host", cache_dir=str(tmp_path / "cache"))
+
+    async def main() -> Group:
+        async with make_pool(config) as pool:
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
+            await environment.open()
+            async with policy_runs(environment, pool) as runs:
+                return await runs.play(OraclePolicy(), await anext(environment.tasks()))
+
+    return asyncio.run(main())

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from suites.terminal_bench.conftest import Try
+from palaestra.suites.grading.toolchain import DependencyCache
+from suites.terminal_bench.conftest import Try, played
 from suites.terminal_bench.mini import HARBOR, copied
 
 pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(300)]
@@ -307,3 +308,25 @@ def test_own_modules_and_programs_are_seen(try_tasks: Try, tmp_path: Path) -> No
         copied(HARBOR / "word-counts", tmp_path, files).rename(tmp_path / name)
     lines = try_tasks(tmp_path)
     assert {name: line.solution for name, line in lines.items()} == dict.fromkeys(HONEST, 1.0), lines
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "file"),
+    [
+        ("git status\n", "", "/app/.git/config"),
+        ("git config --global user.name a\ngit status\n", "--global", "/root/.gitconfig"),
+    ],
+    ids=["repository", "home"],
+)
+def test_git_starts_no_program_of_the_work(
+    script: str, settings: str, file: str, installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    files = {
+        "environment/Dockerfile": DOCKERFILE + "RUN git init -q\n",
+        "tests/test.sh": TEST + script + "cmp -s /tests/expected.txt answer.txt && echo 1 > " + PAY + "\n",
+        "tests/expected.txt": "right\n",
+        "solution/solve.sh": "#!/bin/bash\ncd /app; printf '#!/bin/sh\\ncp /tests/expected.txt answer.txt\\n' > run\n"
+        f"chmod 755 run; git config {settings} core.fs''monitor /app/run\n",
+    }
+    (rollout,) = played(copied(HARBOR / "word-counts", tmp_path, files), installed_pytest, tmp_path).trajectories
+    assert (rollout.reward, file in rollout.detail["hidden"]) == (0.0, True), rollout.detail

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import Score
-from palaestra.envs.cheats.proof import check_environment, policy_runs
-from palaestra.envs.config.build import make_pool
-from palaestra.inference.engines.scripted import OraclePolicy
-from palaestra.rollouts.records import Group
+from palaestra.envs.cheats.proof import check_environment
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
-from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
-from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
-from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
-from suites.terminal_bench.conftest import Try
+from suites.terminal_bench.conftest import Try, played
 from suites.terminal_bench.mini import HARBOR, copied
 
 STEPS = HARBOR / "several-steps"
@@ -89,20 +82,6 @@ def test_the_solution_passes_every_step_and_nothing_none(try_tasks: Try) -> None
     lines = try_tasks(task_filter="several-steps,gated-steps")
     assert (lines["gated-steps"].finding, lines["gated-steps"].noop) == (Finding.GOOD, 0.0), lines["gated-steps"]
     assert (lines["several-steps"].finding, lines["several-steps"].noop) == (Finding.GOOD, 0.0), lines["several-steps"]
-
-
-def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
-    """One rollout of a task's own solution."""
-    config = TerminalBench2EvalConfig(dataset_name=str(task), base_image="host", cache_dir=str(tmp_path / "cache"))
-
-    async def main() -> Group:
-        async with make_pool(config) as pool:
-            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
-            await environment.open()
-            async with policy_runs(environment, pool) as runs:
-                return await runs.play(OraclePolicy(), await anext(environment.tasks()))
-
-    return asyncio.run(main())
 
 
 @pytest.mark.slots

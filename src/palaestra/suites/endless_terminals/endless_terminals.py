@@ -22,7 +22,7 @@ from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.rollouts.grading.grader import Grading, disarm
+from palaestra.rollouts.grading.grader import MOST_LEFT_OUT, Grading, disarm
 from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
@@ -222,7 +222,8 @@ class EndlessEnvironment(ContractEnvironment):
         slot = await grading.slot(view)
         seen = changes_in(view, await grading.changes())
         await remove_links(slot, seen, "/tmp", (TESTS_DIR,))  # noqa: S108  in the slot
-        await disarm(slot, replace(rollout.task, programs=tuple(folder_scope(task.item).words)), seen)
+        gone = await disarm(slot, replace(rollout.task, programs=tuple(folder_scope(task.item).words)), seen)
+        grading.left_out = (*gone, *grading.left_out)[:MOST_LEFT_OUT]
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 
 
