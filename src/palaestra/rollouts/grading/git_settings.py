@@ -89,6 +89,9 @@ for each; do
   else echo no; fi
 done
 """
+_REMOVE = """\
+rm -rf -- "$@" || for each; do chmod u+rwx -- "${each%/*}"; rm -rf -- "$each"; done
+"""
 _COMMAND_S = 300.0
 _AT_ONCE = 200
 """The maximum number of paths per command, because the kernel limits a command's arguments."""
@@ -145,7 +148,7 @@ async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change])
             rewritten.append(path)
     for start in range(0, len(gone), _AT_ONCE):
         some = gone[start : start + _AT_ONCE]
-        await slot.execute(["/bin/sh", "-c", 'rm -rf -- "$@"', "sh", *some], cwd="/", timeout_s=_COMMAND_S, spill=False)
+        await slot.execute(["/bin/sh", "-c", _REMOVE, "sh", *some], cwd="/", timeout_s=_COMMAND_S, spill=False)
     return (*rewritten, *gone)
 
 
