@@ -120,6 +120,7 @@ HONEST = {
                 "git -C p checkout -q HEAD && mv p/a.txt started"),
     "ignored": (BASE, "echo a.log > i; touch a.log; git config core.excludesFile i",
                 "git status --porcelain -uall | grep -q log || touch started"),
+    "other-hooks": ("mkdir -p src/objects", "mkdir src/hooks; echo a > src/hooks/a.js", "mv src/hooks/a.js started"),
     "settings-of-others": ("true", "mkdir .aws; printf '[default]\\nregion = a\\n' > .aws/config",
                            "grep -q region .aws/config && touch started"),
 }
@@ -165,7 +166,7 @@ def test_a_repository_that_the_check_or_the_task_makes_starts_none(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     scores = _scores(PREPARED, level)
-    honest = ["update", "partial", "ignored", "settings-of-others"]
+    honest = ["update", "partial", "ignored", "other-hooks", "settings-of-others"]
     assert [name for name, score in scores.items() if score == [1.0]] == honest
     assert [*scores.values()].count([0.0]) == 13
 
@@ -213,12 +214,13 @@ def test_a_setting_that_a_task_names_is_left() -> None:
         ("/srv/r/hooks/pre-push.sample", "file", None),
         ("/srv/r/hooks/a/b", "file", None),
         ("/srv/r/config", "deleted", None),
-        ("/srv/r/.husky/pre-push", "file", "/srv/r"),
+        ("/srv/r/.husky/pre-push", "file", "/srv/r/.husky"),
         ("/srv/r/update", "file", None),
         ("/srv/r/.gitconfig", "file", "/srv/r"),
         ("/srv/r/.config/git/config", "file", "/srv/r/.config/git"),
         ("/srv/r/.git", "symlink", "/srv/r/.git"),
         ("/srv/r/.git", "file", None),
+        ("/srv/r/.config/git", "symlink", "/srv/r/.config/git"),
         ("/srv/r.git/commondir", "file", "/srv/r.git/commondir"),
         ("/srv/r/.git/worktrees/a/commondir", "file", None),
         ("/srv/r/config/app.yaml", "file", None),

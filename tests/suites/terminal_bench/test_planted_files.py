@@ -313,10 +313,11 @@ def test_own_modules_and_programs_are_seen(try_tasks: Try, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("script", "settings", "file"),
     [
-        ("git status\n", "", "/app/.git/config"),
-        ("git config --global user.name a\ngit status\n", "--global", "/root/.gitconfig"),
+        ("git status\n", ".git/config", "/app/.git/config"),
+        ("git config --global user.name a\ngit status\n", "/root/.git''config", "/root/.gitconfig"),
+        ("git config --global user.name a\ngit status\n", "s/config", "/root/.config/git"),
     ],
-    ids=["repository", "home"],
+    ids=["repository", "home", "link-in-home"],
 )
 def test_git_starts_no_program_of_the_work(
     script: str, settings: str, file: str, installed_pytest: DependencyCache, tmp_path: Path
@@ -326,7 +327,8 @@ def test_git_starts_no_program_of_the_work(
         "tests/test.sh": TEST + script + "cmp -s /tests/expected.txt answer.txt && echo 1 > " + PAY + "\n",
         "tests/expected.txt": "right\n",
         "solution/solve.sh": "#!/bin/bash\ncd /app; printf '#!/bin/sh\\ncp /tests/expected.txt answer.txt\\n' > run\n"
-        f"chmod 755 run; git config {settings} core.fs''monitor /app/run\n",
+        "chmod 755 run; mkdir s /root/.config; ln -s /app/s /root/.config/g''it\n"
+        f"git config -f {settings} core.fs''monitor /app/run\n",
     }
     (rollout,) = played(copied(HARBOR / "word-counts", tmp_path, files), installed_pytest, tmp_path).trajectories
     assert (rollout.reward, file in rollout.detail["hidden"]) == (0.0, True), rollout.detail

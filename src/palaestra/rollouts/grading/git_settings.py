@@ -5,10 +5,10 @@ diffs, hooks. So before a check, each settings file that the agent changed keeps
 hooks that the agent changed are removed. A setting or hook stays if the task's messages name it (`core.hooksPath`,
 `post-receive`, or just "hook"), if it is one of the task's `programs`, or if the task declares the path of the file.
 
-A directory counts as a repository if it has an entry `HEAD` or `objects`, whatever the directory's own name, because a
-`.git` file may lead to any directory. A directory whose name ends in `.git` counts too, because the check may run
-`git init` there. A file with the name of a hook is removed from any directory, because a prepared `core.hooksPath` may
-name that directory.
+A directory counts as a repository if it has an entry `HEAD`, or `objects` and `refs`, whatever the directory's own
+name, because a `.git` file may lead to any directory. A directory whose name ends in `.git` counts too, because the
+check may run `git init` there. A file with the name of a hook is removed from any directory, because a prepared
+`core.hooksPath` may name that directory.
 
 Not covered: settings that programs of the work write while the check runs, files that a prepared setting includes or
 starts, and the commands of an unfinished rebase if the check continues that rebase. Sources:
@@ -26,9 +26,8 @@ from palaestra.sandbox.slot import Change, Slot
 
 _SETTINGS_FILES = frozenset({"config", "config.worktree"})
 _USER_SETTINGS = ("/.gitconfig", "/.config/git/config")
+_ABOVE_USER_SETTINGS = ("/.config", "/.config/git")
 _REPOSITORY = ".git"
-_OTHER_HALF = "commondir"
-"""A file for linked worktrees, whose repositories have other names."""
 _HOOKS = "hooks"
 _HOOK_NAMES = frozenset(
     {
@@ -83,9 +82,10 @@ _SETTING = re.compile(r"\s*([A-Za-z][A-Za-z0-9-]*)\s*(?:=(?:[^\\]|\\[\\\"nt])*)?
 _COMMENT = re.compile(r"\s*(?:[#;].*)?")
 
 _IN_REPOSITORY = """\
+is() { [ -e "$1" ] || [ -h "$1" ]; }
 for each; do
   if [ -h "$each" ] && [ -e "$each/commondir" ]; then echo no
-  elif [ -e "$each/HEAD" ] || [ -h "$each/HEAD" ] || [ -e "$each/objects" ] || [ -h "$each/objects" ]; then echo yes
+  elif is "$each/HEAD" || { is "$each/objects" && is "$each/refs"; }; then echo yes
   else echo no; fi
 done
 """
@@ -103,18 +103,21 @@ def repository_of(change: Change) -> str | None:
     """Return the directory that would be the repository of a settings file or hook; None if the path of the change
     belongs to neither.
 
-    A link that is named like a repository, and a file that names the repository's other half, are returned themselves:
-    `git init` would make the directory to which they lead a repository.
+    A link to a directory with settings, and a file that names the repository's other half, are returned themselves,
+    because git uses or makes a repository or settings where they lead.
     """
     if change.kind not in ("file", "symlink"):
         return None
-    folder, _, name = change.path.rpartition("/")
-    if (folder if name == _OTHER_HALF else name if change.kind == "symlink" else "").endswith(_REPOSITORY):
-        return change.path
-    if name in _SETTINGS_FILES or change.path.endswith(_USER_SETTINGS) or (name, change.kind) == (_HOOKS, "symlink"):
+    path, link = change.path, change.kind == "symlink"
+    folder, _, name = path.rpartition("/")
+    if (link and path.endswith((_REPOSITORY, *_ABOVE_USER_SETTINGS))) or path.endswith(f"{_REPOSITORY}/commondir"):
+        return path
+    if name in _SETTINGS_FILES or path.endswith(_USER_SETTINGS) or (link and name == _HOOKS):
         return folder
     above, _, last = folder.rpartition("/")
-    return above if name in _HOOK_NAMES or (last == _HOOKS and not name.endswith(_SAMPLE)) else None
+    if last == _HOOKS and not name.endswith(_SAMPLE):
+        return above
+    return folder if name in _HOOK_NAMES else None
 
 
 async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change]) -> tuple[str, ...]:

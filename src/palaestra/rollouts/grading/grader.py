@@ -34,7 +34,9 @@ GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
 MOST_LEFT_OUT = 20
 """The maximum number of left-out paths that the report names."""
 _COPY_S = 300.0
-_MAYBE_GIT = re.compile(r"/(?:config(?:\.worktree)?|\.gitconfig|[^/]*\.git|hooks(?:/[^/]+)?|[a-z]+(?:-[a-z]+)+)$")
+_MAYBE_GIT = re.compile(
+    r"/(?:\.?config(?:\.worktree|/git)?|\.gitconfig|commondir|[^/]*\.git|hooks(?:/[^/]+)?|[a-z]+(?:-[a-z]+)+)$"
+)
 """Paths that may be those of git settings and hooks (`git_settings.py`)."""
 
 
