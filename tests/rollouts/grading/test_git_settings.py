@@ -92,6 +92,9 @@ COMMIT = "git -c user.name=a -c user.email=a@b commit --allow-empty -qm start; "
 PUSH = "git init -q; " + COMMIT + "git push -q s.git HEAD:refs/heads/b"
 BASE = "git init -q; echo a > a.txt; git add a.txt; " + COMMIT
 CHANGED = "; sleep 1; touch a.txt"
+LONG = "d=$(printf 'abcdefghijklmnop/%.0s' $(seq 180)); mkdir -p $d; ln -s $d s; cd s; mkdir -p $d; ln -s $d s; "
+MANY = "python3 -c 'import os; [(os.mkdir(\\"a\\" * 60), os.chdir(\\"a\\" * 60)) for _ in range(300)]; " \\
+    "[(os.mkdir(str(n)), open(str(n) + \\"/config\\", \\"w\\")) for n in range(190)]'; "
 ATTACKS = {  # the preparation, the work, and the first command of the check
     "init": ("true", "mkdir .git; " + SETTINGS + ".git/config", "git init -q"),
     "init-hook": ("true", "mkdir -p .git/hooks; cp run.sh .git/hooks/post-index-change", "git init -q"),
@@ -111,6 +114,10 @@ ATTACKS = {  # the preparation, the work, and the first command of the check
     "prepared-include": (BASE + "git config include.path ../.gitconfig",
                          "git config -f .gitconfig core.fsmonitor $PWD/run.sh", "true"),
     "word": ("git init -q --bare s.git", "cp run.sh s.git/hooks/update", PUSH),
+    "too-deep": (BASE, "d=$(printf 'a/%.0s' $(seq 410)); mkdir -p $d; mv .git ${d}g; echo gitdir: ${d}g > .git; "
+                 "git " + SET + "rm -f started", "true"),
+    "too-long": (BASE, LONG + "cd /workspace; mv .git s/s/g; ln -s s/s/g .git; git " + SET + "rm -f started", "true"),
+    "too-many-bytes": (BASE, MANY + "mv .git b; echo gitdir: b > .git; git " + SET + "rm -f started", "true"),
     "copied-link": ("true", "git init -q /var/tmp/x; git -C /var/tmp/x " + SET + "ln -s /var/tmp/x work", "cd work"),
 }
 HONEST = {
@@ -168,7 +175,7 @@ def test_a_repository_that_the_check_or_the_task_makes_starts_none(
     scores = _scores(PREPARED, level)
     honest = ["update", "partial", "ignored", "other-hooks", "settings-of-others"]
     assert [name for name, score in scores.items() if score == [1.0]] == honest
-    assert [*scores.values()].count([0.0]) == 13
+    assert [*scores.values()].count([0.0]) == 16
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

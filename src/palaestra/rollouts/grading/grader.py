@@ -39,6 +39,11 @@ _MAYBE_GIT = re.compile(
 )
 """Paths that may be those of git settings and hooks (`git_settings.py`)."""
 
+_DEEPEST, _LONGEST_BYTES = 400, 4000
+"""Beyond these limits, a list of changes lacks the entries of a directory, or a program cannot open a path."""
+_AT_ONCE = 200
+"""The maximum number of paths per command, because the kernel limits a command's arguments."""
+
 
 class Grading:
     """Leases the grading slot when the check first needs it. The rollout closes this object when the rollout ends.
@@ -311,21 +316,33 @@ def _is_seen(change: Change, only: Sequence[str]) -> bool:
 
 
 async def disarm(slot: Slot, task: Task, changes: Sequence[Change]) -> tuple[str, ...]:
-    """Replace links between the work and files of the check, and remove git settings that start programs.
+    """Replace links between the work and files of the check, and remove git settings that start programs. Also remove
+    directories that are too deep to be examined.
 
-    `changes` are the changes that the slot shows. Returns the paths of the files with such settings.
+    `changes` are the changes that the slot shows. Returns the paths of those directories and of the files with such
+    settings.
     """
-    gone: tuple[str, ...] = ()
+    gone = tuple(sorted({each.path[: 2 * _DEEPEST].rpartition("/")[0] for each in changes if _is_too_deep(each.path)}))
+    if gone:
+        for start in range(0, len(gone), _AT_ONCE):
+            argv = ["rm", "-rf", "--", *gone[start : start + _AT_ONCE]]
+            await slot.execute(argv, cwd="/", timeout_s=_COPY_S, spill=False)
+        changes = [each for each in changes if not is_below(each.path, gone)]
     # most work has neither, and then the modules are not imported
     if any(_MAYBE_GIT.search(each.path) for each in changes):
         from palaestra.rollouts.grading.git_settings import remove_git_settings
 
-        gone = await remove_git_settings(slot, task, changes)  # before the links, whose copies are not in `changes`
+        # before the links, whose copies are not in `changes`
+        gone += await remove_git_settings(slot, task, changes)
     if any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1:
         from palaestra.rollouts.grading.links import detach_links
 
         await detach_links(slot, task, changes)
     return gone
+
+
+def _is_too_deep(path: str) -> bool:
+    return path.count("/") >= _DEEPEST or len(path.encode("utf-8", "surrogateescape")) > _LONGEST_BYTES
 
 
 async def _start_somewhere(slot: Slot) -> None:
