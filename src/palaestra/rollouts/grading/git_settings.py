@@ -3,7 +3,8 @@
 Git starts programs that the settings of a repository name, even for `git status`: `core.fsmonitor`, filters, external
 diffs, hooks. So before a check, each settings file that the agent changed keeps only settings from `_HARMLESS`, and
 hooks that the agent changed are removed. A setting or hook stays if the task's messages name it (`core.hooksPath`,
-`post-receive`, or just "hook"), if it is one of the task's `programs`, or if the task declares the path of the file.
+`post-receive`, or just "hook"), if it is one of the task's `programs`, or if the task declares the path of the file. A
+`.gitconfig` stays if the messages name it.
 
 A directory counts as a repository if it has an entry `HEAD`, or `objects` and `refs`, whatever the directory's own
 name, because a `.git` file may lead to any directory. A directory whose name ends in `.git` counts too, because the
@@ -25,7 +26,8 @@ from palaestra.rollouts.grading.tampering import is_below
 from palaestra.sandbox.slot import Change, Slot
 
 _SETTINGS_FILES = frozenset({"config", "config.worktree"})
-_USER_SETTINGS = ("/.gitconfig", "/.config/git/config")
+_USER_FILE = ".gitconfig"
+_USER_SETTINGS = (f"/{_USER_FILE}", "/.config/git/config")
 _ABOVE_USER_SETTINGS = ("/.config", "/.config/git")
 _REPOSITORY = ".git"
 _HOOKS = "hooks"
@@ -127,7 +129,8 @@ async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change])
     """
     places = {change.path: place for change in changes if (place := repository_of(change)) is not None}
     repositories = await _repositories(slot, sorted({*places.values()}))
-    words = frozenset(word.lower() for word in (*_words(task), *task.programs))
+    named = frozenset(word.lower() for word in _words(task))
+    words = named.union(word.lower() for word in task.programs)
     gone, read, rewritten = [], 0, []
     for path, place in places.items():
         name, of_user = path.rpartition("/")[2], path.endswith(_USER_SETTINGS)
@@ -136,6 +139,8 @@ async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change])
                 gone.append(path)
             continue
         if not (place in repositories or place.endswith(_REPOSITORY) or of_user or name in _HOOK_NAMES):
+            continue
+        if name == _USER_FILE and name in named:
             continue
         if is_below(path, [each for each in task.paths if each.startswith(f"{place}/")]):
             continue
