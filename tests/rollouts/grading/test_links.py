@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,13 @@ from palaestra.sandbox.isolation.isolation_probe import probe
 LINKED = """
 from palaestra import Task, environment
 
+LONG = '''python3 -c "
+import os
+for _ in range(20):
+    os.mkdir('a' * 250)
+    os.chdir('a' * 250)
+open('answer.txt', 'w')"
+'''
 WORK = {
     "expected-to-answer": "echo a > answer.txt; ln -s answer.txt expected.txt",
     "expected-to-missing-answer": "ln -s answer.txt expected.txt",
@@ -29,6 +37,9 @@ WORK = {
     "met-elsewhere": "for f in answer.txt expected.txt; do ln -s /var/tmp/both $f; done",
     "hard": "echo a > /tmp/answer.txt; ln /tmp/answer.txt /tmp/expected.txt; echo a > answer.txt; "
             "ln answer.txt expected.txt",
+    "lines": "ln -s 'x\\vfile /workspace/z' aaa; echo a > answer.txt; ln -s answer.txt expected.txt",
+    "long": LONG + "echo a > answer.txt; ln -s answer.txt expected.txt",
+    "empty": "for d in /tmp /dev/shm; do ln -s $PWD $d/reference; done; mkdir out; ln -s out ref",
     "named-like-the-copy": "echo a > answer.txt; ln -s answer.txt .palaestra-copy; ln -s answer.txt expected.txt",
     "honest-file": "echo right > answer.txt",
     "honest-link": "mkdir -p made; echo right > made/result; ln -s made/result answer.txt; ln -s made current",
@@ -66,7 +77,7 @@ def test_a_link_does_not_make_an_answer_right(level: str, tmp_path: Path, monkey
     rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
     honest = ["honest-file", "honest-link", *(["honest-scratch"] if level != "confined" else ())]
     assert [row["task_id"] for row in rows if row["scores"] == [1.0]] == honest
-    assert [row["scores"] for row in rows].count([0.0]) == 14 - len(honest)
+    assert [row["scores"] for row in rows].count([0.0]) == 17 - len(honest)
 
 
 @pytest.mark.parametrize(
@@ -79,19 +90,37 @@ def test_a_link_does_not_make_an_answer_right(level: str, tmp_path: Path, monkey
         ("/tmp/reference", "dir", "/workspace", True),
         ("/workspace/node_modules/.bin/tool", "file", "/workspace/node_modules/tool/cli.js", False),
         ("/workspace/venv/lib64", "dir", "/workspace/venv/lib", False),
-        ("/workspace/answer.txt", "links", "2", True),
-        ("/workspace/answer.txt", "links", "1", False),
+        ("/workspace/reference", "dir", "/workspace/made", False),
+        ("/workspace/reference", "dir", "/", True),
         ("/workspace/input.csv", "file", "/workspace/answer.txt", False),
     ],
 )
 def test_only_links_between_named_files_and_others_are_replaced(link: str, kind: str, end: str, equated: bool) -> None:
     named = NamedFiles.of(Task(id="a", prompt="Read input.csv and write the word to answer.txt."))
-    assert named.equates(link, kind, end, ["/workspace/answer.txt"]) is equated
+    assert named.equates(link, kind, end, named.directories(["/workspace/answer.txt"])) is equated
+
+
+@pytest.mark.parametrize(
+    ("prompt", "end"),
+    [
+        ("Write it to `the answer`.", "/workspace/the answer"),
+        ("Write it to build/out/answer.", "/workspace/build/out/answer"),
+        ("Write it to ~/answer.", "/root/answer"),
+        ([{"role": "user", "content": [{"type": "text", "text": "Write it to\nanswer.txt"}]}], "/workspace/answer.txt"),
+        ([{"role": "user", "content": [{"type": "text", "text": "answer.txt"}, "is it"]}], "/workspace/answer.txt"),
+    ],
+)
+def test_a_name_counts_wherever_the_messages_have_it(prompt: Any, end: str) -> None:
+    named = NamedFiles.of(Task(id="a", prompt=prompt))
+    assert named.equates("/workspace/expected", "file", end, named.directories([]))
+    assert named.equates("/workspace/expected", "dir", end, named.directories([]))
 
 
 @pytest.mark.parametrize("link", ["/workspace/node_modules/.bin/eslint", "/workspace/.venv/bin/python"])
 def test_links_of_installed_packages_stay(link: str) -> None:
-    named = NamedFiles.of(Task(id="a", prompt="Make `eslint` pass, then call it from python."))
+    named = NamedFiles.of(
+        Task(id="a", prompt="Make `node_modules/.bin/eslint` pass, then call it from .venv/bin/python.")
+    )
     assert not named.equates(link, "file", "/workspace/node_modules/eslint/bin/eslint.js", [])
 
 

@@ -3,8 +3,8 @@
 A check often writes the expected result to a file of its own and compares the work with that file. If one of the two is
 a link to the other, the work equals whatever the check wrote. So before a check, this module examines the agent's links
 between a file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of
-its target. A link is removed if its target is missing or is neither a file nor a directory. A named file with hard
-links becomes a copy. A symbolic link that the messages name stays if the messages mention links.
+its target. A link is removed if its target is missing, is neither a file nor a directory, or contains the link. A named
+file with hard links becomes a copy. A symbolic link that the messages name stays if the messages mention links.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.
@@ -13,9 +13,12 @@ files.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
+from palaestra.agent.replies import text_of
+from palaestra.core.errors import GraderError
 from palaestra.core.types import Task
 from palaestra.rollouts.grading.tampering import SCRATCH
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot
@@ -23,95 +26,124 @@ from palaestra.sandbox.slot import WORKSPACE, Change, Slot
 _NAME = re.compile(r"[\w.+@%-]+")
 _ABOUT_LINKS = re.compile(r"\b(?:sym|hard)?links?\b|\blinked\b|\bln\b|\bsymbolic", re.IGNORECASE)
 
+_OF_PROGRAMS = frozenset({"bin", ".bin"})
+"""Folders in which packages put links to programs."""
+
 _LOOK = """\
+exec 2> /dev/null
 for each; do
-  if [ ! -h "$each" ]; then
-    ls -ldn -- "$each" | { read -r mode links rest; echo "links $links"; }
-    continue
-  fi
   if [ -f "$each" ]; then kind=file; elif [ -d "$each" ]; then kind=dir; else kind=none; fi
   if [ $kind = none ]; then end=$(readlink -- "$each"); else end=$(readlink -f -- "$each"); fi
-  printf '%s %s\\n' $kind "$(printf %s "$end" | tr '\\n' '?')"
+  case $end in *"
+"*) end=$(printf %s "$end" | tr '\\n' '?') ;; esac
+  printf '%s %s\\n' $kind "$end"
 done
 """
+"""Prints one line per link. It prints no error messages, because each would be a further line."""
 
 _DETACH = """\
 for each; do
   copy="${each%/*}/.palaestra-copy"
   rm -rf -- "$copy"
+  if [ -d "$each" ]; then
+    end=$(readlink -f -- "$each")
+    case $each in "${end%/}"/*) rm -f -- "$each" ;; esac
+  fi
   if [ -f "$each" ] || [ -d "$each" ]; then cp -aH -- "$each" "$copy"; fi
   rm -f -- "$each"
   if [ -e "$copy" ]; then mv -- "$copy" "$each"; fi
 done
 """
+_DETACHING = ("/bin/sh", "-c", _DETACH, "sh")
 _DETACH_S = 300.0
 _AT_ONCE = 200
-"""The maximum number of links per command, because the kernel limits a command's arguments."""
+"""The maximum number of files per command, because the kernel limits a command's arguments."""
+_MOST_LINKS = 2000
+"""The maximum number of links that are examined, because each takes a process. Further ones are removed."""
+_LONGEST_PATH = 4095
+"""The maximum number of bytes of a path in a call of the kernel. A check cannot open a file with a longer path."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedFiles:
-    """The names in the messages of a task, and whether the messages mention links."""
+    """The text of a task's messages, the names in it, and whether it mentions links."""
 
+    text: str
     names: frozenset[str]
     about_links: bool
 
     @classmethod
     def of(cls, task: Task) -> NamedFiles:
         """Return the names in the task's messages, and whether the messages mention links."""
-        text = "\n".join(str(message.get("content")) for message in task.messages())
+        contents = [message.get("content") for message in task.messages()]
+        pieces = [piece for each in contents for piece in (each if isinstance(each, list) else [each])]
+        text = "\n".join(text_of([piece]) for piece in pieces)
         names = frozenset(name.rstrip(".") for name in _NAME.findall(text))
-        return cls(names, _ABOUT_LINKS.search(text) is not None)
+        return cls(text, names, _ABOUT_LINKS.search(text) is not None)
 
-    def equates(self, link: str, kind: str, end: str, changed: Collection[str]) -> bool:
-        """Return whether a link must be replaced: because it makes a named file and an unnamed file one file, because
-        its target is missing, or because it is a named file with further hard links. `changed` are the paths of the
-        agent's files.
+    def equates(self, link: str, kind: str, end: str, with_answers: Collection[str]) -> bool:
+        """Return whether a symbolic link must be replaced: because it makes a named file and an unnamed file one file,
+        or because its target is missing. `with_answers` are the directories that count as named.
 
-        For a symbolic link, `kind` is the kind of its target `end`. For a named file, `kind` is `links` and `end` is
-        the file's number of hard links.
+        `kind` is the kind of the link's target `end`.
         """
-        link_named, end_named = self._has(link), self._has(end)
-        if kind == "links":
-            return end != "1"
-        if kind == "dir":
-            below = f"{end.rstrip('/')}/"
-            end_named = end_named or any(path.startswith(below) and self._has(path) for path in changed)
+        link_named, end_named = self.has(link), self.has(end)
+        end_named = end_named or (kind == "dir" and end in with_answers)
         if link_named and (self.about_links or end_named):
             return False
         return kind == "none" or link_named != end_named
 
-    def _has(self, path: str) -> bool:
-        """Return whether the messages name a file. A name without a dot counts only for files directly in a folder
-        where an answer belongs, because installed packages have links with the same names as their programs."""
+    def has(self, path: str) -> bool:
+        """Return whether the messages name a file.
+
+        Installed packages have links with the same names as their programs. So a name without a dot counts only for
+        files directly in a folder for answers, or if the messages contain it together with the name of its folder.
+        """
         folder, _, base = path.rstrip("/").rpartition("/")
-        return base in self.names and ("." in base or folder in ("", WORKSPACE, *SCRATCH))
+        if base not in self.names and (_NAME.fullmatch(base) or base not in self.text):
+            return False
+        if "." in base or folder in ("", WORKSPACE, *SCRATCH):
+            return True
+        parent = folder.rpartition("/")[2]
+        return parent not in _OF_PROGRAMS and any(f"{each}/{base}" in self.text for each in (parent, "~"))
 
-
-def _base(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
+    def directories(self, paths: Iterable[str]) -> set[str]:
+        """Return the directories that contain a named file of `paths` or a folder where an answer belongs."""
+        found = {WORKSPACE, *SCRATCH}
+        for path in [*found, *filter(self.has, paths)]:
+            found.update(map(str, PurePosixPath(path).parents))
+        return found
 
 
 async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> None:
     """Replace each link of the agent that would make a file of the work and a file of the check one file.
 
-    `changes` are the changes that the grading slot shows.
+    `changes` are the changes that the grading slot shows. Raises `GraderError` if the links cannot be examined.
     """
     named = NamedFiles.of(task)
-    links = [
-        change.path
-        for change in changes
-        if change.kind == "symlink" or (change.kind == "file" and _base(change.path) in named.names)
-    ]
-    changed = [change.path for change in changes if change.kind in ("file", "symlink")]
-    for start in range(0, len(links), _AT_ONCE):
-        some = links[start : start + _AT_ONCE]
+    reached = [each for each in changes if len(each.path.encode("utf-8", "surrogateescape")) <= _LONGEST_PATH]
+    hard = ("-prune", "-type", "f", "-links", "+1", "-exec", *_DETACHING, "{}", ";")
+    for some in _batches([each.path for each in reached if each.kind == "file" and named.has(each.path)]):
+        await slot.execute(["find", *some, *hard], cwd="/", timeout_s=_DETACH_S, spill=False)
+    links = sorted((each.path for each in reached if each.kind == "symlink"), key=lambda path: not named.has(path))
+    with_answers = named.directories(each.path for each in reached if each.kind in ("file", "symlink"))
+    for some in _batches(links[:_MOST_LINKS]):
         looked = await slot.execute(
             ["/bin/sh", "-c", _LOOK, "sh", *some], cwd="/", timeout_s=_DETACH_S, max_output_bytes=1 << 21, spill=False
         )
-        found = [line.partition(" ") for line in looked.output.splitlines()]
+        found = [line.partition(" ") for line in looked.output.split("\n")[:-1]]
+        if len(found) != len(some):
+            raise GraderError(f"the links of the work could not be examined: {looked.error or looked.output[-500:]!r}")
         wrong = [
-            link for link, (kind, _, end) in zip(some, found, strict=False) if named.equates(link, kind, end, changed)
+            link
+            for link, (kind, _, end) in zip(some, found, strict=True)
+            if named.equates(link, kind, end, with_answers)
         ]
         if wrong:
-            await slot.execute(["/bin/sh", "-c", _DETACH, "sh", *wrong], cwd="/", timeout_s=_DETACH_S, spill=False)
+            await slot.execute([*_DETACHING, *wrong], cwd="/", timeout_s=_DETACH_S, spill=False)
+    for some in _batches(links[_MOST_LINKS:]):
+        await slot.execute(["rm", "-f", "--", *some], cwd="/", timeout_s=_DETACH_S, spill=False)
+
+
+def _batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (paths[start : start + _AT_ONCE] for start in range(0, len(paths), _AT_ONCE))
