@@ -18,7 +18,7 @@ from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import run_hook
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.records import Group
-from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.rollout import Rollout, checked_score
 from palaestra.rollouts.spec import AgentSettings, Kit, Phase, Projection, RecordedTools, network_of
 from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.tools.tool import States
@@ -192,7 +192,8 @@ class Environment(ABC):
 
 
 async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
-    found = await run_hook(GraderError, score(grading), f"scoring {rollout.rollout_id}")
+    doing = f"scoring {rollout.rollout_id}"
+    found = checked_score(await run_hook(GraderError, score(grading), doing), doing)
     await grading.check_sound()
     if not grading.left_out:
         return found

@@ -180,7 +180,7 @@ class Rollout:
         self.result = result
         if result.outcome.scored:
             with self.stage("grade"):
-                self.score = _checked(await hooks.grade(self), f"scoring {self.rollout_id}")
+                self.score = checked_score(await hooks.grade(self), f"scoring {self.rollout_id}")
                 self.run_context.events.announce(Graded(self.rollout_id, self.score.reward))
         self._take_outcome(result)
         self.projection = call_hook(
@@ -196,7 +196,7 @@ class Rollout:
                 await run_hook(PrepareError, self._hooks.begin(self), f"setting up {self.rollout_id}")
                 await self.aclose()
                 self.result, self._restored = result, sealed
-                return _checked(await self._hooks.grade(self), f"scoring {self.rollout_id}")
+                return checked_score(await self._hooks.grade(self), f"scoring {self.rollout_id}")
         finally:
             await self._give_back()
 
@@ -629,7 +629,7 @@ def _first_user_text(messages: list[Message]) -> str:
     return ""
 
 
-def _checked(score: object, doing: str) -> Score:
+def checked_score(score: object, doing: str) -> Score:
     """Return the score with plain numbers. Metrics that are not finite numbers are moved into the detail, because they
     cannot be averaged.
 
@@ -645,7 +645,7 @@ def _checked(score: object, doing: str) -> Score:
         )
     found = {str(name): number(value) for name, value in score.metrics.items()}
     metrics = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
-    left_out = {str(name): str(value) for name, value in score.metrics.items() if str(name) not in metrics}
+    left_out = {str(name): f"{value!s:.100}" for name, value in score.metrics.items() if str(name) not in metrics}
     if not left_out:
         return Score(reward, metrics, score.detail)
     logger.warning("%s returned metrics that are not finite numbers, which are left out: %s", doing, left_out)

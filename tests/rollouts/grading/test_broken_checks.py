@@ -19,6 +19,8 @@ ATTACKS = {
     "fifo": "rm -f answer.txt; mkfifo answer.txt",
     "directory": "rm -f answer.txt; mkdir answer.txt",
     "garbage": "echo many > answer.txt",
+    "not-a-number": "echo nan > answer.txt",
+    "endless": "echo 1e999 > answer.txt",
     "removed": "cd /; rm -rf /workspace; ln -s /nowhere /workspace",
     "honest": "echo 4 > answer.txt",
 }
@@ -31,7 +33,7 @@ def breaking():
 @breaking.score
 async def right(task, sandbox):
     text = await sandbox.read_text("answer.txt")
-    return float(int(text) == 4)
+    return 1 - abs(float(text) - 4)
 """
 
 FAULTY = """
@@ -57,6 +59,8 @@ def test_work_that_breaks_its_check_scores_nothing(tmp_path: Path, monkeypatch: 
         "fifo": [0.0],
         "directory": [0.0],
         "garbage": [0.0],
+        "not-a-number": [0.0],
+        "endless": [0.0],
         "removed": [0.0],
         "honest": [1.0],
     }
@@ -108,7 +112,8 @@ def test_work_that_breaks_a_live_check_scores_nothing(tmp_path: Path, monkeypatc
     assert main(["run", "breaking_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
     lines = [json.loads(line) for line in groups_file().read_text().splitlines()]
     scores = {line["task_id"]: line["scores"] for line in lines if line["task_id"] != "honest"}
-    assert scores == {"fifo": [0.0], "directory": [0.0], "garbage": [0.0], "removed": [0.0]}
+    assert len(scores) == 6
+    assert set(map(tuple, scores.values())) == {(0.0,)}
 
 
 EXHAUSTING = """
