@@ -209,12 +209,13 @@ class Grading:
         workspace: str = WORKSPACE,
         programs: Collection[str] = (),
         new_programs: Collection[str] = (),
+        homes: Collection[str] = (),
     ) -> View:
         """Return a view of the changes that a check sees: those in the workspace, in `GRADED`, and below `paths`,
         without those that would decide the result of any check.
 
         `programs` names programs and settings that the agent may add or replace; `new_programs` names programs that it
-        may only add.
+        may only add. `homes` are the home directories of users other than the slot's own.
         """
         only = tuple(dict.fromkeys([*GRADED, workspace, *paths]))
         changes = await self.changes()
@@ -223,7 +224,8 @@ class Grading:
             changes = [change for change in changes if is_below(change.path, only)]
         # A declared path may contain a symbolic link of the root (/bin to /usr/bin), and a change to a directory above
         # may remove the declared path, so the rule judges every change, whatever its own path.
-        without = await self._planted(changes, only, workspace, programs, new_programs)
+        planted = await self._planted(changes, only, workspace, programs, new_programs, homes)
+        without = (*planted, *self._options(changes))
         self.left_out = (*self._lost, *without, *outside)[:MOST_LEFT_OUT]
         return View(only if outside else ("/",), without)  # a view that shows everything costs nothing
 
@@ -234,6 +236,7 @@ class Grading:
         workspace: str,
         programs: Collection[str],
         new_programs: Collection[str],
+        homes: Collection[str],
     ) -> tuple[str, ...]:
         """Return the paths of the changes that would decide the result of any check."""
         environment = dict(self.spec.env)
@@ -243,7 +246,7 @@ class Grading:
             new_programs=frozenset(new_programs),
             declared=tuple(path for path in only if path != "/"),
             directories=frozenset(filter(None, environment.get("PATH", "").split(":"))),
-            home=environment.get("HOME", "/root"),
+            homes=frozenset({environment.get("HOME", "/root"), *homes}),
         )
         if not any(map(rule.is_suspect, changes)):
             return ()
@@ -256,6 +259,15 @@ class Grading:
         finally:
             await self.pool.release(before)
         return found
+
+    def _options(self, changes: Sequence[Change]) -> Iterator[str]:
+        """Yield the files that a program takes for options if the check calls it with `*`, unless the task's messages
+        name them."""
+        found = [
+            (path, name) for path in (each.path for each in changes) if (name := path.rpartition("/")[2])[:1] == "-"
+        ]
+        text = "\n".join(str(message.get("content")) for message in self.rollout.task.messages()) if found else ""
+        yield from (path for path, name in found if name not in text)
 
     async def _base(self, view: View | None) -> Snapshot | None:
         sealed = await self.seal()

@@ -8,6 +8,7 @@ see changes to:
 - files of the root below `/usr` and `/opt`, except in packages and below paths that the task declares
 - Python's standard library and start-up files, and an installed pytest
 - settings in a home or for the whole system, unless the task names or declares them
+- files whose names begin with `-`, unless the task's messages name them (`grader.py`)
 
 Other new files are shown, because a task may ask to install them. The exception is a file that the loader, a compiler
 or an interpreter would prefer to a file of the root.
@@ -205,7 +206,7 @@ class Rule:
 
     `workspace` is the agent's working directory. `programs` may be added and replaced, `new_programs` only added.
     `declared` are the paths whose changes a check sees, except `/`. `directories` are those of the slot's PATH, and
-    `home` is the slot's HOME.
+    `homes` are the home directories of its users.
     """
 
     workspace: str
@@ -213,7 +214,7 @@ class Rule:
     new_programs: frozenset[str] = frozenset()
     declared: Sequence[str] = ()
     directories: frozenset[str] = frozenset()
-    home: str = "/root"
+    homes: frozenset[str] = frozenset({"/root"})
     _names: Names = _no_names
 
     def is_suspect(self, change: Change) -> bool:
@@ -274,7 +275,7 @@ class Rule:
 
     def _is_place(self, path: str) -> bool:
         """Return whether programs look for other programs, modules or settings in this directory or below it."""
-        if path in _SYSTEM or path == self.home or self._has_programs(path):
+        if path in _SYSTEM or path in self.homes or self._has_programs(path):
             return True
         return _SEARCH_PATHS.fullmatch(path) is not None
 
@@ -283,12 +284,12 @@ class Rule:
         directory above them."""
         if change.kind == "dir" and not change.opaque:
             return ()
-        places = sorted({*filter(self._has_programs, self.directories), self.home})
+        places = sorted({*filter(self._has_programs, self.directories), *self.homes})
         return tuple(place for place in places if place.startswith(f"{change.path}/"))
 
     def _in_home(self, path: str) -> bool:
         """Return whether a path holds settings or modules in a home, and the task does not declare that path."""
-        for home in [self.home, *_HOMES.findall(path)]:
+        for home in [*self.homes, *_HOMES.findall(path)]:
             if home == "/" or not path.startswith(f"{home}/"):
                 continue
             inside = path[len(home) + 1 :]

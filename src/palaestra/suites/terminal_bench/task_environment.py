@@ -315,12 +315,14 @@ class TerminalBenchEnvironment(ContractEnvironment):
             workspace=work.workdir,
             programs=self._programs,
             new_programs=scope.words,
+            homes=(self._prepared[rollout.task.id].home,),
         )
         script = "\n".join([part.script.text, *part.script.others.values()])
         code = "\n".join(test_files(part.task).values())
         env = {**work.env, **part.task.verifier.env}
         loading = with_settings(env, script, code, work.workdir)
-        without = hidden_paths(changes, view.without, script=script, declared=scope.paths, env=loading)
+        files = [name for name, path in part.task.verifier.files().items() if path.is_file()]
+        without = hidden_paths(changes, view.without, script=script, declared=scope.paths, env=loading, files=files)
         view = View(view.only, without)
         slot = await grading.slot(view)
         seen = changes_in(view, changes)

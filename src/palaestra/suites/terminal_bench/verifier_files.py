@@ -218,32 +218,39 @@ async def _leads_away(slot: Slot, path: str, carried: str, hidden: Sequence[str]
     """Return whether a link leads to or through one of the paths `hidden`. A chain of too many links counts as such a
     link."""
     path = f"/tmp{path.removeprefix(carried)}" if is_below(path, (carried,)) else path  # noqa: S108  in the slot
+    steps = await _followed(slot, path, carried)
+    return steps is None or any(is_below(step, hidden) for step in steps)
+
+
+async def _followed(slot: Slot, path: str, carried: str) -> list[str] | None:
+    """Return the paths through which a path leads, the real one last, or None if there are too many links. Links are
+    resolved as if the files in `carried` were still in `/tmp`."""
     parts = [part for part in path.split("/") if part]
-    at, followed = "", 0
+    steps, at, followed = ["/"], "", 0
     while parts:
         part = parts.pop(0)
         if part == "..":
             at = dirname(at).rstrip("/")
+            steps.append(at or "/")
             continue
         step = f"{at}/{part}"
-        if is_below(step, hidden):
-            return True
+        steps.append(step)
         now = f"{carried}{step.removeprefix('/tmp')}" if is_below(step, ("/tmp",)) else step  # noqa: S108
         try:
             entry = await slot.stat(now)
         except InfraError:
             raise
         except OSError:
-            return False
+            break
         if entry is None or entry.kind != "symlink":
             at = step
             continue
         followed += 1
         if followed > _MOST_LINKS:
-            return True
+            return None
         target = [each for each in entry.target.split("/") if each not in ("", ".")]
         parts, at = [*target, *parts], "" if entry.target.startswith("/") else at
-    return False
+    return steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,12 +313,12 @@ async def find_shadows(
     image_path = _entries(env, "PATH", scope.workdir) | PROGRAM_DIRECTORIES
     env = with_settings(env, script, code, scope.workdir)
     python = python_folders(script, scope.workdir, {change.path for change in changes}, code)
-    modules = await _real(slot, python | _entries(env, "PYTHONPATH", scope.workdir), changes, scope) & changed
-    work = await _real(slot, {scope.workdir}, changes, scope)
+    modules = await _real(slot, python | _entries(env, "PYTHONPATH", scope.workdir), scope) & changed
+    work = await _real(slot, {scope.workdir}, scope)
     path = _entries(env, "PATH", scope.workdir)
     own_path = {each for each in path if is_below(each, work) or each not in image_path}
-    inside = await _real(slot, own_path, changes, scope)
-    libraries = await _real(slot, _entries(env, "LD_LIBRARY_PATH", scope.workdir), changes, scope) & changed
+    inside = await _real(slot, own_path, scope)
+    libraries = await _real(slot, _entries(env, "LD_LIBRARY_PATH", scope.workdir), scope) & changed
     listed = names_in(slot)
     own: set[str] = set()
     for each in (PROGRAM_DIRECTORIES | path) - inside if inside & changed else ():
@@ -331,7 +338,7 @@ async def find_shadows(
     searched = {normpath(join(scope.workdir, each)) for value in others.values() for each in _entries_of(value)}
     searched = {each for each in searched if any(is_below(folder, (each,)) for folder in changed)} - {"/"}
     if searched:
-        found |= await _shadowing(changes, await _real(slot, searched, changes, scope), scope, prepared)
+        found |= await _shadowing(changes, await _real(slot, searched, scope), scope, prepared)
     return tuple(change.path for change in changes if change.path in found)
 
 
@@ -435,27 +442,10 @@ async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str
         return found
 
 
-async def _real(slot: Slot, folders: set[str], changes: Sequence[Change], scope: ShadowScope) -> set[str]:
-    """Return the directories, and the directories to which links lead from them. Links to files of `/tmp`, which are
-    now in another place, are followed too."""
-    if not folders:
-        return folders
-    each = 'for each; do readlink -f -- "$each" || echo; done'
-    shown = await slot.execute(["/bin/sh", "-c", each, "sh", *sorted(folders)], cwd="/", timeout_s=30)
-    found = folders | {line for line in shown.output.splitlines() if line.startswith("/")}
-    links = [change.path for change in changes if change.kind == "symlink" and _leads_to(change.path, found)]
-    for path in links:
-        entry = await slot.stat(path)
-        if entry is not None and entry.kind == "symlink":
-            at = "/".join(scope.place(path))
-            target = normpath(join(dirname(at), entry.target))
-            found |= {f"{target}{folder[len(at) :]}" for folder in found if is_below(folder, (at,))}
-    return found
-
-
-def _leads_to(link: str, folders: Collection[str]) -> bool:
-    """Return whether one of the directories is the path `link` or is below it."""
-    return any(is_below(folder, (link,)) for folder in folders)
+async def _real(slot: Slot, folders: set[str], scope: ShadowScope) -> set[str]:
+    """Return the directories, and the directories to which links lead from them."""
+    ends = [steps[-1] for each in sorted(folders) if (steps := await _followed(slot, each, scope.carried))]
+    return folders.union(ends)
 
 
 def shadows(change: Change, folders: SearchedFolders, scope: ShadowScope) -> bool:
@@ -558,13 +548,16 @@ def hidden_paths(
     script: str,
     declared: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
+    files: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Return the paths that the grading slot must not have: `planted`, and the paths that could influence this
     `script`, which runs with the variables `env`.
 
-    A start-up file that the task is about (`declared`) is not hidden.
+    A start-up file that the task is about (`declared`) is not hidden. A directory named like one of the verifier's
+    `files` is hidden, because `cp` would copy the file into it instead of replacing it.
     """
     loaded = {path for name, value in (env or {}).items() if name in _LOADING for path in _ABSOLUTE.findall(value)}
+    names = {name for name in map(basename, files) if "." in name}
     starts_shell = STARTUP_FILES.search(script) is not None
     found = {
         change.path
@@ -572,6 +565,7 @@ def hidden_paths(
         if (dirname(change.path) == "/" and basename(change.path) in CONFIG_NAMES)
         or (change.path in _PARENTS and change.kind != "dir")
         or (change.path not in declared and is_below(change.path, loaded))
+        or (change.kind == "dir" and basename(change.path) in names)
         or (starts_shell and change.path not in declared and _STARTUP.fullmatch(change.path))
     }
     return (*ALWAYS_HIDDEN, *sorted(found.union(planted)))
