@@ -129,3 +129,30 @@ def test_a_scratch_directory_that_could_not_be_carried_is_named(
     assert main(["run", "losing_env.py", "--policy", "oracle", "--env.isolation", level]) == 0
     named = {each.task_id: "/tmp" in each.detail.get("left_out", ()) for each in open_run().trajectories}
     assert named == {"kept": False, "lost": level == "full"}  # only there it may remove a program
+
+
+MODULES = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def modules():
+    for place in ("/tmp", "/dev/shm", "/var/tmp"):
+        plant = f"echo 'print(4)' > {place}/json.py; mkdir {place}/pip; cp {place}/json.py {place}/pip/__init__.py"
+        yield Task(id=place, prompt="?", solution=plant, paths=["/tmp", "/dev/shm"])
+
+@modules.score
+async def right(task, sandbox):
+    await sandbox.write_text(f"{task.id}/check.py", "import json, pip")
+    return (await sandbox.execute(["python3", f"{task.id}/check.py"])).output != ""
+"""
+
+
+@pytest.mark.slots
+def test_a_script_in_a_temporary_directory_imports_no_module_of_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("modules_env.py").write_text(MODULES)
+    assert main(["run", "modules_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
+    rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
+    assert [row["scores"] for row in rows] == [[0.0]] * 3

@@ -365,3 +365,13 @@ def test_installed_files_below_a_declared_path_are_shown() -> None:
 
 def test_a_workspace_that_is_the_whole_root_hides_no_start_up_file() -> None:
     assert left_out(Rule("/"), "/app/sitecustomize.py") == ("/app/sitecustomize.py",)
+
+
+def test_names_like_options_and_modules_beside_a_script_are_left_out() -> None:
+    started = "/.palaestra-carried/tmp/usercustomize.py"
+    hidden = ("/.palaestra-carried/tmp/json.py", "/var/tmp/requests/__init__.py", "/workspace/--x", "/workspace/a/-rf")
+    shown = ("/.palaestra-carried/tmp/mine.py", "/workspace/json.py", "/tmp/a/json.py", "/tmp/json", "/workspace/a-b")
+    assert left_out(Rule("/workspace"), started, *hidden, *shown) == tuple(sorted([started, *hidden]))
+    assert left_out(Rule("/workspace", text="-rf, --x, /tmp/json.py, requests.py"), *hidden) == ()
+    changes = [Change("/tmp/json", "symlink"), Change("/workspace/-d", "dir")]
+    assert asyncio.run(Rule("/workspace").planted(changes, Had().names)) == ("/tmp/json", "/workspace/-d")

@@ -224,8 +224,7 @@ class Grading:
             changes = [change for change in changes if is_below(change.path, only)]
         # A declared path may contain a symbolic link of the root (/bin to /usr/bin), and a change to a directory above
         # may remove the declared path, so the rule judges every change, whatever its own path.
-        planted = await self._planted(changes, only, workspace, programs, new_programs, homes)
-        without = (*planted, *self._options(changes))
+        without = await self._planted(changes, only, workspace, programs, new_programs, homes)
         self.left_out = (*self._lost, *without, *outside)[:MOST_LEFT_OUT]
         return View(only if outside else ("/",), without)  # a view that shows everything costs nothing
 
@@ -247,6 +246,7 @@ class Grading:
             declared=tuple(path for path in only if path != "/"),
             directories=frozenset(filter(None, environment.get("PATH", "").split(":"))),
             homes=frozenset({environment.get("HOME", "/root"), *homes}),
+            text="\n".join(str(message.get("content")) for message in self.rollout.task.messages()),
         )
         if not any(map(rule.is_suspect, changes)):
             return ()
@@ -259,15 +259,6 @@ class Grading:
         finally:
             await self.pool.release(before)
         return found
-
-    def _options(self, changes: Sequence[Change]) -> Iterator[str]:
-        """Yield the files that a program takes for options if the check calls it with `*`, unless the task's messages
-        name them."""
-        found = [
-            (path, name) for path in (each.path for each in changes) if (name := path.rpartition("/")[2])[:1] == "-"
-        ]
-        text = "\n".join(str(message.get("content")) for message in self.rollout.task.messages()) if found else ""
-        yield from (path for path, name in found if name not in text)
 
     async def _base(self, view: View | None) -> Snapshot | None:
         sealed = await self.seal()

@@ -8,7 +8,8 @@ see changes to:
 - files of the root below `/usr` and `/opt`, except in packages and below paths that the task declares
 - Python's standard library and start-up files, and an installed pytest
 - settings in a home or for the whole system, unless the task names or declares them
-- files whose names begin with `-`, unless the task's messages name them (`grader.py`)
+- files whose names begin with `-`, unless the task's messages name them
+- modules in temporary directories with the names of installed ones, unless the task's messages name them
 
 Other new files are shown, because a task may ask to install them. The exception is a file that the loader, a compiler
 or an interpreter would prefer to a file of the root.
@@ -24,6 +25,7 @@ code from the check (`suites/grading/run_tests.py` does). Sources: ld.so(8), ldc
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -38,6 +40,12 @@ CACHE = "/etc/ld.so.cache"
 
 SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
 """Writable directories that are not in a slot's layers."""
+
+_SCRATCH_MODULE = re.compile(
+    r"(?:/\.palaestra-carried)?(?:/tmp|/dev/shm|/var/tmp)/(\w+)"
+    r"((?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so))?"
+)
+"""A module in a temporary directory. Python imports it before all others in a script that a check writes there."""
 
 LOADER = re.compile(
     r"/etc/(?:ld\.so\.(?:preload|cache|conf|conf\.d(?:/.*)?)|ld-musl-[^/]*\.path|nsswitch\.conf|ssl/openssl\.cnf"
@@ -206,7 +214,7 @@ class Rule:
 
     `workspace` is the agent's working directory. `programs` may be added and replaced, `new_programs` only added.
     `declared` are the paths whose changes a check sees, except `/`. `directories` are those of the slot's PATH, and
-    `homes` are the home directories of its users.
+    `homes` are the home directories of its users. `text` is that of the task's messages.
     """
 
     workspace: str
@@ -215,15 +223,18 @@ class Rule:
     declared: Sequence[str] = ()
     directories: frozenset[str] = frozenset()
     homes: frozenset[str] = frozenset({"/root"})
+    text: str = ""
     _names: Names = _no_names
 
     def is_suspect(self, change: Change) -> bool:
         """Return whether the change may have to be left out of the graded view. If no change is suspect, the original
         root need not be read."""
         path = str(PurePosixPath("/", change.path))
+        if self._is_option(path):
+            return True
         if change.kind == "dir" and not change.opaque:
             return False  # its entries are separate changes
-        if self._is_place(path) or self._hidden_by(change):
+        if self._is_place(path) or self._hidden_by(change) or self._scratch_module(path, change.kind):
             return True
         if self._is_program(path) or path.rpartition("/")[0] == _LINKS or self._in_home(path):
             return True
@@ -242,6 +253,11 @@ class Rule:
     async def _leaves_out(self, change: Change) -> bool:
         path = str(PurePosixPath("/", change.path))
         folder, _, name = path.rpartition("/")
+        if self._is_option(path):
+            return True
+        module = self._scratch_module(path, change.kind)
+        if module in sys.stdlib_module_names or (module and module.lower() in await self._packages()):
+            return True
         if self._is_place(path):
             return change.kind not in ("dir", "deleted") or await self._has(path)
         if self._is_program(path) or folder == _LINKS:
@@ -262,6 +278,20 @@ class Rule:
         if (kept and await self._has(path)) or await self._shadows_script(path):
             return True
         return _SHARED.fullmatch(name) is not None and await self._shadows_library(path, name)
+
+    def _is_option(self, path: str) -> bool:
+        """Return whether programs that are called with `*` take the file's name for an option, and the task's messages
+        do not name the file."""
+        name = path.rpartition("/")[2]
+        return name.startswith("-") and name not in self.text
+
+    def _scratch_module(self, path: str, kind: str) -> str:
+        """Return the name of the Python module that a change adds to a temporary directory. Return an empty string if
+        there is none or the task's messages name its file."""
+        match = _SCRATCH_MODULE.fullmatch(path)
+        if match is None or not (match[2] or kind == "symlink"):
+            return ""
+        return "" if (f"{match[1]}.py" if match[2] else f"/{match[1]}") in self.text else match[1]
 
     def _is_program(self, path: str) -> bool:
         """Return whether the path is in a directory where shells look for programs."""
@@ -366,15 +396,19 @@ class Rule:
         package on start-up or has pytest."""
         match = _SITE.fullmatch(path)
         assert match is not None
-        found = set(await self._names(match[1]))
+        had = {*map(_distribution, await self._names(match[1])), *await self._packages()}
+        package = _distribution(match[2])
+        return package in had and (package in _HOOKS or "_pytest" in had)
+
+    async def _packages(self) -> set[str]:
+        """Return the packages in the site directories of the root."""
+        found: set[str] = set()
         for at in ("/usr/lib", "/usr/local/lib"):
             for python in await self._names(at):
                 if python.startswith("python3"):
                     found |= await self._names(f"{at}/{python}/site-packages")
                     found |= await self._names(f"{at}/{python}/dist-packages")
-        had = {_distribution(name) for name in found}
-        package = _distribution(match[2])
-        return package in had and (package in _HOOKS or "_pytest" in had)
+        return set(map(_distribution, found))
 
 
 async def library_directories(names: Names) -> list[str]:
