@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main
+from palaestra.sandbox.isolation.isolation_probe import probe
 
 ENV = """
 from palaestra import Task, environment
@@ -41,7 +43,7 @@ from palaestra import Task, environment
 
 @environment(toolsets=["terminal"])
 def faulty():
-    yield Task(id="one", prompt="?", solution="echo 4 > answer.txt")
+    yield Task(id="one", prompt="?", files={"answer.txt": "0"}, solution="echo 4 > answer.txt")
 
 @faulty.score
 async def right(sandbox):
@@ -64,6 +66,16 @@ def test_work_that_breaks_its_check_scores_nothing(tmp_path: Path, monkeypatch: 
         "removed": [0.0],
         "honest": [1.0],
     }
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("level", ["full", "userns", "confined"])
+def test_a_closed_root_directory_gets_a_score(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
+        pytest.skip(f"{level} is not available here")
+    monkeypatch.chdir(tmp_path)
+    Path("closed_env.py").write_text(FAULTY.replace("echo 4 > answer.txt", "chmod 000 /").replace("nowhere", "answer"))
+    assert main(["run", "closed_env.py", "--policy", "oracle", "--env.isolation", level]) == 0
 
 
 @pytest.mark.slots

@@ -319,11 +319,16 @@ class NamespaceInit:
 
 
 def _single_user_namespace() -> Iterator[BuildStep]:
-    """Yield the steps that enter a new user namespace, in which the process is root and no other user exists."""
+    """Yield the steps that enter a new user namespace, in which the process is root and no other user exists.
+
+    The paths are relative, because the process may not pass through a closed root directory until it is root again.
+    """
+    yield BuildStep(Do.CHANGE_DIRECTORY, ("/proc",))
     yield BuildStep(Do.UNSHARE, (), syscalls.CLONE_NEWUSER)
-    yield BuildStep(Do.WRITE, ("/proc/self/setgroups", "deny"), 1)  # the outer namespace may deny it already
-    yield BuildStep(Do.WRITE, ("/proc/self/uid_map", "0 0 1"))
-    yield BuildStep(Do.WRITE, ("/proc/self/gid_map", "0 0 1"))
+    yield BuildStep(Do.WRITE, ("self/setgroups", "deny"), 1)  # the outer namespace may deny it already
+    yield BuildStep(Do.WRITE, ("self/uid_map", "0 0 1"))
+    yield BuildStep(Do.WRITE, ("self/gid_map", "0 0 1"))
+    yield BuildStep(Do.CHANGE_DIRECTORY, ("/",))
 
 
 def _places(tree: Tree, trees: tuple[Tree, ...], binds: tuple[Bind, ...]) -> list[str]:
