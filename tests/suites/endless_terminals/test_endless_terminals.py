@@ -263,7 +263,15 @@ STARTED = (
     "    assert shown.stdout.strip() == '3'\n"
     "def test_words():\n    assert 'three' in open('/home/user/words.txt').read()\n"
 )
+PYTHON = (
+    "import subprocess, sys\ndef test_sum():\n"
+    "    command = [sys.executable, '-c', 'import colorsys; print(open(\"sum.txt\").read())']\n"
+    "    shown = subprocess.run(command, cwd='/home/user', capture_output=True, text=True)\n"
+    "    assert shown.stdout.strip() == '3'\n"
+)
 WORK = {
+    "module of python": ("echo 'print(3); raise SystemExit' > color''sys.py", 0.0),
+    "own module of python": ("echo 3 > sum.txt; echo 'print(4)' > mine.py", 1.0),
     "honest": ("echo 3 > sum.txt; echo three > it; ln -s it words.txt; echo 'set -u' > .pro''file", 1.0),
     "start-up file": ("echo three > words.txt; echo 'echo 3; exit' > ~/.bash_''profile", 0.0),
     "link to a start-up file": ("echo three > words.txt; echo 'echo 3; exit' > it; ln -s it ~/.pro''file", 0.0),
@@ -283,7 +291,7 @@ WORK = {
 @pytest.mark.slots
 def test_settings_and_links_do_not_answer_for_the_work(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     for name, (script, _) in WORK.items():
-        place = folder_task(tmp_path / "tasks" / name, test_final_state__py=STARTED)
+        place = folder_task(tmp_path / "tasks" / name, test_final_state__py=PYTHON if "python" in name else STARTED)
         (place / "solution").mkdir()
         (place / "solution/solve.sh").write_text(f"cd ~; {script}\n")
     config = EndlessTerminalsEnvConfig(local_tasks_dir=str(tmp_path / "tasks"), cache_dir=str(tmp_path / "cache"))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError
@@ -250,15 +250,20 @@ class Grading:
         )
         if not any(map(rule.is_suspect, changes)):
             return ()
-        prepared = self.rollout.spec.snapshot
-        before = await self.rollout.lease(f"{self.rollout.rollout_id}:before", self.spec, prepared)
-        try:
+        async with self.prepared() as before:
             names = names_in(before)
             found = await rule.planted(changes, names)
             self._libraries = await library_directories(names) if CACHE in found else None
-        finally:
-            await self.pool.release(before)
         return found
+
+    @asynccontextmanager
+    async def prepared(self) -> AsyncIterator[Slot]:
+        """Yield a slot with the prepared workspace."""
+        slot = await self.rollout.lease(f"{self.rollout.rollout_id}:prepared", self.spec, self.rollout.spec.snapshot)
+        try:
+            yield slot
+        finally:
+            await self.pool.release(slot)
 
     async def _base(self, view: View | None) -> Snapshot | None:
         sealed = await self.seal()

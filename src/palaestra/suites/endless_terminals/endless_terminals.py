@@ -27,7 +27,7 @@ from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Slot, SlotSpec, View
+from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.endless_terminals.checks.all_checks import faults, first_fault, live_faults
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
@@ -51,7 +51,7 @@ from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import HOST, TaskRoot, TaskRoots
-from palaestra.suites.terminal_bench.verifier_files import remove_links
+from palaestra.suites.terminal_bench.verifier_files import ShadowScope, find_shadows, remove_links
 
 
 class EndlessTerminalsEnvConfig(ListedEnvConfig):
@@ -221,8 +221,16 @@ class EndlessEnvironment(ContractEnvironment):
         view = View(named.only, (*named.without, *rule.without))
         slot = await grading.slot(view)
         seen = changes_in(view, await grading.changes())
+        scope = folder_scope(task.item)
+        about = ShadowScope(WORKSPACE, scope.paths, scope.words, (), "/tmp")  # noqa: S108  in the slot
+        code = task.item.final_tests
+        if shadows := await find_shadows(slot, seen, "", dict(grading.spec.env), about, grading.prepared, code):
+            await grading.restart()
+            view = View(view.only, (*view.without, *shadows))
+            slot = await grading.slot(view)
+            seen = changes_in(view, seen)
         await remove_links(slot, seen, "/tmp", (TESTS_DIR,))  # noqa: S108  in the slot
-        gone = await disarm(slot, replace(rollout.task, programs=tuple(folder_scope(task.item).words)), seen)
+        gone = await disarm(slot, replace(rollout.task, programs=tuple(scope.words)), seen)
         grading.left_out = (*gone, *grading.left_out)[:MOST_LEFT_OUT]
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 

@@ -24,7 +24,6 @@ import shlex
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
@@ -327,14 +326,13 @@ class TerminalBenchEnvironment(ContractEnvironment):
         slot = await grading.slot(view)
         seen = changes_in(view, changes)
         about = ShadowScope(work.workdir, scope.paths, scope.words, self._programs, CARRIED)
-        prepared = partial(_prepared, rollout, grading)
-        if shadows := await find_shadows(slot, seen, script, env, about, prepared, code):
+        if shadows := await find_shadows(slot, seen, script, env, about, grading.prepared, code):
             await grading.restart()
             view = View(view.only, (*without, *shadows))
             slot = await grading.slot(view)
             seen = changes_in(view, changes)
         if old := [change.path for change in changes if change.path in view.without and change.path not in new]:
-            await restore_prepared(slot, old, prepared)  # the view hides only `new`
+            await restore_prepared(slot, old, grading.prepared)  # the view hides only `new`
         gone = await remove_links(slot, seen, CARRIED)
         hidden = [change.path for change in changes if change.path in (*view.without, *gone)]
         return slot, hidden, [change for change in seen if change.path not in hidden]
@@ -374,16 +372,6 @@ def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
         yield part.script.text
         if task.solution is not None:
             yield read_text(task.solution.folder / task.solution.script, "replace")
-
-
-@asynccontextmanager
-async def _prepared(rollout: Rollout, grading: Grading) -> AsyncIterator[Slot]:
-    """Yield a slot with the prepared workspace."""
-    slot = await rollout.lease(f"{rollout.rollout_id}:prepared", grading.spec, rollout.spec.snapshot)
-    try:
-        yield slot
-    finally:
-        await grading.pool.release(slot)
 
 
 async def _restore_workdir(slot: Slot, workdir: str) -> None:
@@ -468,7 +456,7 @@ class _Steps:
         try:
             await self._begin(step)
         except PrepareError as error:
-            async with _prepared(self._rollout, self._gradings[-1]) as slot:
+            async with self._gradings[-1].prepared() as slot:
                 await self._set_up(step, slot)
             return str(error)[:2000]
         return ""
