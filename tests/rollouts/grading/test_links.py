@@ -40,6 +40,7 @@ WORK = {
     "lines": "ln -s 'x\\vfile /workspace/z' aaa; echo a > answer.txt; ln -s answer.txt expected.txt",
     "long": LONG + "echo a > answer.txt; ln -s answer.txt expected.txt",
     "empty": "for d in /tmp /dev/shm; do ln -s $PWD $d/reference; done; mkdir out; ln -s out ref",
+    "kernel": "ln -s /proc out.txt; ln -s /proc/kmsg answer.txt; ln -s /sys expected.txt",
     "named-like-the-copy": "echo a > answer.txt; ln -s answer.txt .palaestra-copy; ln -s answer.txt expected.txt",
     "honest-file": "echo right > answer.txt",
     "honest-link": "mkdir -p made; echo right > made/result; ln -s made/result answer.txt; ln -s made current",
@@ -77,7 +78,7 @@ def test_a_link_does_not_make_an_answer_right(level: str, tmp_path: Path, monkey
     rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
     honest = ["honest-file", "honest-link", *(["honest-scratch"] if level != "confined" else ())]
     assert [row["task_id"] for row in rows if row["scores"] == [1.0]] == honest
-    assert [row["scores"] for row in rows].count([0.0]) == 17 - len(honest)
+    assert [row["scores"] for row in rows].count([0.0]) == 18 - len(honest)
 
 
 @pytest.mark.parametrize(
@@ -129,3 +130,6 @@ def test_a_link_that_a_task_asks_for_stays() -> None:
     assert not named.equates("/workspace/latest", "file", "/workspace/log.7", [])
     assert not named.equates("/workspace/latest", "none", "/opt/log.7", [])
     assert named.equates("/workspace/expected", "file", "/workspace/latest", [])
+    assert not named.equates("/workspace/latest", "none", "/dev/shm/log.7", [])
+    assert named.equates("/workspace/latest", "none", "../dev/fd/3", [])
+    assert named.equates("/workspace/other", "dir", "/proc/7", [])

@@ -4,7 +4,8 @@ A check often writes the expected result to a file of its own and compares the w
 a link to the other, the work equals whatever the check wrote. So before a check, this module examines the agent's links
 between a file that the task's messages name and a file that they do not name. Each such link is replaced by a copy of
 its target. A link is removed if its target is missing, is neither a file nor a directory, or contains the link. A named
-file with hard links becomes a copy. A symbolic link that the messages name stays if the messages mention links.
+file with hard links becomes a copy. A symbolic link that the messages name stays if the messages mention links, unless
+it leads to `/proc`, `/sys` or `/dev`.
 
 Not covered: messages that name both files or neither, and a check that runs programs of the work, which can copy its
 files.
@@ -16,11 +17,12 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from posixpath import dirname, join, normpath
 
 from palaestra.agent.replies import text_of
 from palaestra.core.errors import GraderError
 from palaestra.core.types import Task
-from palaestra.rollouts.grading.tampering import SCRATCH
+from palaestra.rollouts.grading.tampering import SCRATCH, is_below
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot
 
 _NAME = re.compile(r"[\w.+@%-]+")
@@ -45,15 +47,20 @@ _DETACH = """\
 for each; do
   copy="${each%/*}/.palaestra-copy"
   rm -rf -- "$copy"
-  if [ -d "$each" ]; then
-    end=$(readlink -f -- "$each")
-    case $each in "${end%/}"/*) rm -f -- "$each" ;; esac
-  fi
+  end=$(readlink -f -- "$each")
+  case $end in
+    /dev/shm | /dev/shm/*) ;;
+    /proc | /proc/* | /sys | /sys/* | /dev | /dev/*) rm -f -- "$each" ;;
+  esac
+  if [ -d "$each" ]; then case $each in "${end%/}"/*) rm -f -- "$each" ;; esac; fi
   if [ -f "$each" ] || [ -d "$each" ]; then cp -aH -- "$each" "$copy"; fi
   rm -f -- "$each"
   if [ -e "$copy" ]; then mv -- "$copy" "$each"; fi
 done
 """
+_OF_KERNEL = ("/proc", "/sys", "/dev")
+"""Directories without files of the work, except for `/dev/shm`. Some of their files differ between processes."""
+
 _DETACHING = ("/bin/sh", "-c", _DETACH, "sh")
 _DETACH_S = 300.0
 _AT_ONCE = 200
@@ -83,10 +90,14 @@ class NamedFiles:
 
     def equates(self, link: str, kind: str, end: str, with_answers: Collection[str]) -> bool:
         """Return whether a symbolic link must be replaced: because it makes a named file and an unnamed file one file,
-        or because its target is missing. `with_answers` are the directories that count as named.
+        because its target is missing, or because it leads to a different file in each process. `with_answers` are the
+        directories that count as named.
 
         `kind` is the kind of the link's target `end`.
         """
+        target = normpath(join(dirname(link), end))
+        if is_below(target, _OF_KERNEL) and not is_below(target, SCRATCH):
+            return True
         link_named, end_named = self.has(link), self.has(end)
         end_named = end_named or (kind == "dir" and end in with_answers)
         if link_named and (self.about_links or end_named):
