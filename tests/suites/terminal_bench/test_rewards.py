@@ -40,6 +40,7 @@ def test_rewards(json_file: bytes | None, text_file: bytes | None, reward: float
         (b"", b"1", "reward.json is empty"),
         (None, b"nan", "holds nan"),
         (None, b"1e309", "holds inf"),
+        (b'{"reward": 1' + b"0" * 400 + b"}", None, "holds inf"),
         (None, b"yes", "reward.txt .*'yes'"),
         (b"[1]", None, "must be an object of numbers"),
         (b"{}", None, "must be an object of numbers"),

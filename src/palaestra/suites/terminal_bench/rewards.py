@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from palaestra.core.errors import GraderError
-from palaestra.core.types import JSON, Score, numbers
+from palaestra.core.types import JSON, Score, number, numbers
 from palaestra.suites.terminal_bench.terminal_task import FINAL, TaskStep, TerminalTask
 
 REWARD = "reward"
@@ -95,10 +95,12 @@ def _from_json(text: str) -> Mapping[str, float]:
         raise GraderError(f"the verifier's reward.json is not JSON: {error}") from None
     if not isinstance(values, dict) or not values:
         raise GraderError("the verifier's reward.json must be an object of numbers")
+    rewards = {}
     for name, value in values.items():
-        if not isinstance(value, int | float):
-            raise GraderError(f"the verifier's reward.json: {name} is not a number: {value!r}")
-    return {name: _finite(float(value), "reward.json") for name, value in values.items()}
+        if (found := number(value)) is None:
+            raise GraderError(f"the verifier's reward.json: {name} is not a number: {value!r:.100}")
+        rewards[name] = _finite(found, "reward.json")
+    return rewards
 
 
 def _finite(value: float, name: str) -> float:
