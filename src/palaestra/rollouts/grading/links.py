@@ -65,7 +65,7 @@ _DETACHING = ("/bin/sh", "-c", _DETACH, "sh")
 _DETACH_S = 300.0
 _AT_ONCE = 200
 """The maximum number of files per command, because the kernel limits a command's arguments."""
-_MOST_LINKS = 2000
+_MOST_LINKS = 20_000
 """The maximum number of links that are examined, because each takes a process. Further ones are removed."""
 _LONGEST_PATH = 4095
 """The maximum number of bytes of a path in a call of the kernel. A check cannot open a file with a longer path."""
