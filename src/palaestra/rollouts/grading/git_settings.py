@@ -19,10 +19,10 @@ https://git-scm.com/docs/gitrepository-layout, https://git-scm.com/docs/git-conf
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from palaestra.core.types import Task
-from palaestra.rollouts.grading.tampering import is_below
+from palaestra.rollouts.grading.tampering import is_below, text_of_task
 from palaestra.sandbox.slot import Change, Slot
 
 _SETTINGS_FILES = frozenset({"config", "config.worktree"})
@@ -129,7 +129,7 @@ async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change])
     """
     places = {change.path: place for change in changes if (place := repository_of(change)) is not None}
     repositories = await _repositories(slot, sorted({*places.values()}))
-    named = frozenset(word.lower() for word in _words(task))
+    named = frozenset(word.rstrip(".").lower() for word in _WORD.findall(text_of_task(task)))
     words = named.union(word.lower() for word in task.programs)
     gone, read, rewritten = [], 0, []
     for path, place in places.items():
@@ -158,11 +158,6 @@ async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change])
         some = gone[start : start + _AT_ONCE]
         await slot.execute(["/bin/sh", "-c", _REMOVE, "sh", *some], cwd="/", timeout_s=_COMMAND_S, spill=False)
     return (*rewritten, *gone)
-
-
-def _words(task: Task) -> Iterator[str]:
-    for message in task.messages():
-        yield from (word.rstrip(".") for word in _WORD.findall(str(message.get("content"))))
 
 
 async def _repositories(slot: Slot, places: Sequence[str]) -> set[str]:

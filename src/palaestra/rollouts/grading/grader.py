@@ -17,7 +17,16 @@ from dataclasses import replace
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError
 from palaestra.core.types import Task
-from palaestra.rollouts.grading.tampering import CACHE, SCRATCH, Rule, is_below, library_directories, link, names_in
+from palaestra.rollouts.grading.tampering import (
+    CACHE,
+    SCRATCH,
+    Rule,
+    is_below,
+    library_directories,
+    link,
+    names_in,
+    text_of_task,
+)
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.registry.build import unrestricted
@@ -246,7 +255,7 @@ class Grading:
             declared=tuple(path for path in only if path != "/"),
             directories=frozenset(filter(None, environment.get("PATH", "").split(":"))),
             homes=frozenset({environment.get("HOME", "/root"), *homes}),
-            text="\n".join(str(message.get("content")) for message in self.rollout.task.messages()),
+            text=text_of_task(self.rollout.task),
         )
         if not any(map(rule.is_suspect, changes)):
             return ()

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from posixpath import dirname, join, normpath
 
-from palaestra.agent.replies import text_of
 from palaestra.core.errors import GraderError
 from palaestra.core.types import Task
-from palaestra.rollouts.grading.tampering import SCRATCH, is_below
+from palaestra.rollouts.grading.tampering import SCRATCH, is_below, text_of_task
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot
 
 _NAME = re.compile(r"[\w.+@%-]+")
@@ -82,9 +81,7 @@ class NamedFiles:
     @classmethod
     def of(cls, task: Task) -> NamedFiles:
         """Return the names in the task's messages, and whether the messages mention links."""
-        contents = [message.get("content") for message in task.messages()]
-        pieces = [piece for each in contents for piece in (each if isinstance(each, list) else [each])]
-        text = "\n".join(text_of([piece]) for piece in pieces)
+        text = text_of_task(task)
         names = frozenset(name.rstrip(".") for name in _NAME.findall(text))
         return cls(text, names, _ABOUT_LINKS.search(text) is not None)
 

@@ -33,6 +33,7 @@ from pathlib import PurePosixPath
 from typing import TypeAlias
 
 from palaestra.core.errors import InfraError
+from palaestra.core.types import Task
 from palaestra.sandbox.slot import Change, Slot, View
 
 CACHE = "/etc/ld.so.cache"
@@ -173,6 +174,14 @@ def names_in(slot: Slot) -> Names:
         return known[directory]
 
     return names
+
+
+def text_of_task(task: Task) -> str:
+    """Return the text of a task's messages, with each part of a message on a line of its own."""
+    contents = [message.get("content") for message in task.messages()]
+    parts = [part for each in contents for part in (each if isinstance(each, list) else [each])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def is_below(path: str, tops: Iterable[str]) -> bool:
