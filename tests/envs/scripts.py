@@ -1,6 +1,11 @@
 """Environments as users write them, as files for the tests that run them from a command line."""
 
+import asyncio
 from pathlib import Path
+
+import pytest
+
+from palaestra.sandbox.isolation.isolation_probe import probe
 
 CLASS_ENV = '''
 """A class environment in the contract's shape: write a word to a file."""
@@ -149,3 +154,9 @@ async def there(task, rollout, sandbox):
 def groups_file(folder: Path | str = "", env: str = "*") -> Path:
     """The groups of the latest run below the folder."""
     return max(Path(folder).glob(f"runs/{env}--*/*/groups.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def need_level(level: str) -> None:
+    """Skip the test if this isolation level is not available here."""
+    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
+        pytest.skip(f"{level} is not available here")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from envs.scripts import groups_file
+from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
-from palaestra.sandbox.isolation.isolation_probe import probe
 
 ENV = """
 from palaestra import Task, environment
@@ -71,8 +69,7 @@ def test_work_that_breaks_its_check_scores_nothing(tmp_path: Path, monkeypatch: 
 @pytest.mark.slots
 @pytest.mark.parametrize("level", ["full", "userns", "confined"])
 def test_a_closed_root_directory_gets_a_score(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
-        pytest.skip(f"{level} is not available here")
+    need_level(level)
     monkeypatch.chdir(tmp_path)
     Path("closed_env.py").write_text(FAULTY.replace("echo 4 > answer.txt", "chmod 000 /").replace("nowhere", "answer"))
     assert main(["run", "closed_env.py", "--policy", "oracle", "--env.isolation", level]) == 0

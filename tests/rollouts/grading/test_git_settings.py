@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from envs.scripts import groups_file
+from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
 from palaestra.rollouts.grading.git_settings import harmless_settings, repository_of
-from palaestra.sandbox.isolation.isolation_probe import probe
 from palaestra.sandbox.slot import Change
 
 REPOSITORY = """
@@ -150,8 +148,7 @@ async def started(task, sandbox):
 
 def _scores(text: str, level: str) -> dict[str, list[float]]:
     """Play the tasks of an environment once, and return their scores."""
-    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
-        pytest.skip(f"{level} is not available here")
+    need_level(level)
     Path("own_env.py").write_text(text)
     argv = ["run", "own_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
     assert main(argv) == 0

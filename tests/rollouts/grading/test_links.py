@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from envs.scripts import groups_file
+from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
 from palaestra.core.types import Task
 from palaestra.rollouts.grading.links import NamedFiles
-from palaestra.sandbox.isolation.isolation_probe import probe
 
 LINKED = """
 from palaestra import Task, environment
@@ -69,8 +67,7 @@ async def right(task, sandbox):
 @pytest.mark.slots
 @pytest.mark.parametrize("level", ["full", "userns", "confined"])
 def test_a_link_does_not_make_an_answer_right(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
-        pytest.skip(f"{level} is not available here")
+    need_level(level)
     monkeypatch.chdir(tmp_path)
     Path("linked_env.py").write_text(LINKED)
     argv = ["run", "linked_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from envs.scripts import groups_file
+from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
 from palaestra.rollouts.finished_run import open_run
-from palaestra.sandbox.isolation.isolation_probe import probe
 
 SCRIPT = """
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
@@ -122,8 +120,7 @@ async def seen(sandbox):
 def test_a_scratch_directory_that_could_not_be_carried_is_named(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
-        pytest.skip(f"{level} is not available here")
+    need_level(level)
     monkeypatch.chdir(tmp_path)
     Path("losing_env.py").write_text(LOSING)
     assert main(["run", "losing_env.py", "--policy", "oracle", "--env.isolation", level]) == 0

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from envs.scripts import groups_file
+from envs.scripts import groups_file, need_level
 from palaestra.cli.main import main
 from palaestra.rollouts.grading.tampering import Rule
-from palaestra.sandbox.isolation.isolation_probe import probe
 from palaestra.sandbox.slot import Change
 
 ENV = """
@@ -124,8 +123,7 @@ def test_no_link_leads_a_declared_path_to_a_program(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path of the root that leads through links, a directory that was removed or replaced by a link."""
-    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
-        pytest.skip(f"{level} is not available here")
+    need_level(level)
     monkeypatch.chdir(tmp_path)
     Path("leading_env.py").write_text(LEADING)
     argv = ["run", "leading_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]
@@ -164,8 +162,7 @@ async def seen(task, sandbox):
 @pytest.mark.slots
 @pytest.mark.parametrize("level", ["full", "userns", "confined"])
 def test_a_check_sees_only_what_its_task_declares(level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not any(status.available for status in asyncio.run(probe()) if status.rung.label == level):
-        pytest.skip(f"{level} is not available here")
+    need_level(level)
     monkeypatch.chdir(tmp_path)
     Path("undeclared_env.py").write_text(UNDECLARED)
     argv = ["run", "undeclared_env.py", "--policy", "oracle", "--env.group_size", "1", "--env.isolation", level]

@@ -22,7 +22,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from palaestra.core.types import Task
-from palaestra.rollouts.grading.tampering import is_below, text_of_task
+from palaestra.rollouts.grading.tampering import batches, is_below, text_of_task
 from palaestra.sandbox.slot import Change, Slot
 
 _SETTINGS_FILES = frozenset({"config", "config.worktree"})
@@ -95,8 +95,6 @@ _REMOVE = """\
 rm -rf -- "$@" || for each; do chmod u+rwx -- "${each%/*}"; rm -rf -- "$each"; done
 """
 _COMMAND_S = 300.0
-_AT_ONCE = 200
-"""The maximum number of paths per command, because the kernel limits a command's arguments."""
 _MOST_READ = 1000
 """The maximum number of settings files that are read. Further ones are removed."""
 
@@ -154,8 +152,7 @@ async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change])
             gone.append(path)
         elif await _rewrite(slot, path, words):
             rewritten.append(path)
-    for start in range(0, len(gone), _AT_ONCE):
-        some = gone[start : start + _AT_ONCE]
+    for some in batches(gone):
         await slot.execute(["/bin/sh", "-c", _REMOVE, "sh", *some], cwd="/", timeout_s=_COMMAND_S, spill=False)
     return (*rewritten, *gone)
 
@@ -163,8 +160,7 @@ async def remove_git_settings(slot: Slot, task: Task, changes: Sequence[Change])
 async def _repositories(slot: Slot, places: Sequence[str]) -> set[str]:
     """Return those of the directories that git may take for a repository."""
     found: set[str] = set()
-    for start in range(0, len(places), _AT_ONCE):
-        some = places[start : start + _AT_ONCE]
+    for some in batches(places):
         argv = ["/bin/sh", "-c", _IN_REPOSITORY, "sh", *some]
         looked = await slot.execute(argv, cwd="/", timeout_s=_COMMAND_S, spill=False)
         lines = looked.output.split() if looked.success else ["yes"] * len(some)

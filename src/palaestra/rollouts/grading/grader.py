@@ -21,6 +21,7 @@ from palaestra.rollouts.grading.tampering import (
     CACHE,
     SCRATCH,
     Rule,
+    batches,
     is_below,
     library_directories,
     link,
@@ -50,8 +51,6 @@ _MAYBE_GIT = re.compile(
 
 _DEEPEST, _LONGEST_BYTES = 400, 4000
 """Beyond these limits, a list of changes lacks the entries of a directory, or a program cannot open a path."""
-_AT_ONCE = 200
-"""The maximum number of paths per command, because the kernel limits a command's arguments."""
 
 
 class Grading:
@@ -340,10 +339,9 @@ async def disarm(slot: Slot, task: Task, changes: Sequence[Change]) -> tuple[str
     settings.
     """
     gone = tuple(sorted({each.path[: 2 * _DEEPEST].rpartition("/")[0] for each in changes if _is_too_deep(each.path)}))
+    for some in batches(gone):
+        await slot.execute(["rm", "-rf", "--", *some], cwd="/", timeout_s=_COPY_S, spill=False)
     if gone:
-        for start in range(0, len(gone), _AT_ONCE):
-            argv = ["rm", "-rf", "--", *gone[start : start + _AT_ONCE]]
-            await slot.execute(argv, cwd="/", timeout_s=_COPY_S, spill=False)
         changes = [each for each in changes if not is_below(each.path, gone)]
     # most work has neither, and then the modules are not imported
     if any(_MAYBE_GIT.search(each.path) for each in changes):

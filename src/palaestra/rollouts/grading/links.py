@@ -14,14 +14,14 @@ files.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from posixpath import dirname, join, normpath
 
 from palaestra.core.errors import GraderError
 from palaestra.core.types import Task
-from palaestra.rollouts.grading.tampering import SCRATCH, is_below, text_of_task
+from palaestra.rollouts.grading.tampering import SCRATCH, batches, is_below, text_of_task
 from palaestra.sandbox.slot import WORKSPACE, Change, Slot
 
 _NAME = re.compile(r"[\w.+@%-]+")
@@ -62,12 +62,8 @@ _OF_KERNEL = ("/proc", "/sys", "/dev")
 
 _DETACHING = ("/bin/sh", "-c", _DETACH, "sh")
 _DETACH_S = 300.0
-_AT_ONCE = 200
-"""The maximum number of files per command, because the kernel limits a command's arguments."""
 _MOST_LINKS = 20_000
 """The maximum number of links that are examined, because each takes a process. Further ones are removed."""
-_LONGEST_PATH = 4095
-"""The maximum number of bytes of a path in a call of the kernel. A check cannot open a file with a longer path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +122,16 @@ class NamedFiles:
 async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> None:
     """Replace each link of the agent that would make a file of the work and a file of the check one file.
 
-    `changes` are the changes that the grading slot shows. Raises `GraderError` if the links cannot be examined.
+    `changes` are the changes that the grading slot shows, without paths that are too long to open. Raises `GraderError`
+    if the links cannot be examined.
     """
     named = NamedFiles.of(task)
-    reached = [each for each in changes if len(each.path.encode("utf-8", "surrogateescape")) <= _LONGEST_PATH]
     hard = ("-prune", "-type", "f", "-links", "+1", "-exec", *_DETACHING, "{}", ";")
-    for some in _batches([each.path for each in reached if each.kind == "file" and named.has(each.path)]):
+    for some in batches([each.path for each in changes if each.kind == "file" and named.has(each.path)]):
         await slot.execute(["find", *some, *hard], cwd="/", timeout_s=_DETACH_S, spill=False)
-    links = sorted((each.path for each in reached if each.kind == "symlink"), key=lambda path: not named.has(path))
-    with_answers = named.directories(each.path for each in reached if each.kind in ("file", "symlink"))
-    for some in _batches(links[:_MOST_LINKS]):
+    links = sorted((each.path for each in changes if each.kind == "symlink"), key=lambda path: not named.has(path))
+    with_answers = named.directories(each.path for each in changes if each.kind in ("file", "symlink"))
+    for some in batches(links[:_MOST_LINKS]):
         looked = await slot.execute(
             ["/bin/sh", "-c", _LOOK, "sh", *some], cwd="/", timeout_s=_DETACH_S, max_output_bytes=1 << 21, spill=False
         )
@@ -149,9 +145,5 @@ async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> Non
         ]
         if wrong:
             await slot.execute([*_DETACHING, *wrong], cwd="/", timeout_s=_DETACH_S, spill=False)
-    for some in _batches(links[_MOST_LINKS:]):
+    for some in batches(links[_MOST_LINKS:]):
         await slot.execute(["rm", "-f", "--", *some], cwd="/", timeout_s=_DETACH_S, spill=False)
-
-
-def _batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (paths[start : start + _AT_ONCE] for start in range(0, len(paths), _AT_ONCE))

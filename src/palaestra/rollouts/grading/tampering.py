@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
@@ -150,6 +150,9 @@ _TESTING = frozenset(
 """pytest and the packages that it imports before the tests."""
 
 
+_AT_ONCE = 200
+"""The maximum number of paths per command."""
+
 Names: TypeAlias = Callable[[str], Awaitable[frozenset[str]]]
 """Returns the names in a directory of the root as it was before the agent started; empty for a missing directory."""
 
@@ -182,6 +185,11 @@ def text_of_task(task: Task) -> str:
     parts = [part for each in contents for part in (each if isinstance(each, list) else [each])]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
     return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield the paths in parts that fit into one command, because the kernel limits a command's arguments."""
+    return (paths[start : start + _AT_ONCE] for start in range(0, len(paths), _AT_ONCE))
 
 
 def is_below(path: str, tops: Iterable[str]) -> bool:
