@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.sandbox.isolation.isolation_probe import probe
+from programs import nap
 
 CLASS_ENV = '''
 """A class environment in the contract's shape: write a word to a file."""
@@ -124,13 +125,14 @@ async def there(sandbox):
     return await sandbox.stat("done") is not None
 """
 
-SLEEPER = """
+PAUSE = nap()
+SLEEPER = f"""
 from palaestra import Task, environment
 
 @environment(toolsets=["terminal"])
 def sleeper():
     yield Task(id="quick", prompt="?", solution="true")
-    yield Task(id="slow", prompt="?", solution="sleep 3611")
+    yield Task(id="slow", prompt="?", solution="{PAUSE}")
 
 @sleeper.score
 async def fine(task):

@@ -4,14 +4,13 @@ somebody's feet. What `setup` makes here differs every time it runs, which shows
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from palaestra.sandbox.snapshots.folder import SnapshotStore, StoredSnapshot
 from palaestra.suites.grading.toolchain import Install, Toolchain
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 from palaestra.suites.swe.swe_smith_oracle import ResolvedRow, SweSmithOracleEnv, SweSmithOracleEnvConfig
+from programs import killed_after, until
 
 pytestmark = pytest.mark.slots
 
@@ -274,21 +274,9 @@ def test_a_class_shares_what_its_group_recipe_declares() -> None:
     assert run(*share) == (made, [True, True])
 
 
-@contextlib.contextmanager
-def started() -> Iterator[subprocess.Popen[bytes]]:
+def started() -> AbstractContextManager[subprocess.Popen[bytes]]:
     """A run in a process of its own, which ends with the block."""
-    with subprocess.Popen([sys.executable, "-m", "palaestra", *RUN], stderr=subprocess.DEVNULL) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.01)
+    return killed_after([sys.executable, "-m", "palaestra", *RUN], stderr=subprocess.DEVNULL)
 
 
 def at_stage(process: subprocess.Popen[bytes], stage: str) -> bool:

@@ -34,10 +34,11 @@ from palaestra.rollouts.records import Group
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.trainers.atropos.groups import fitting, scored_data
 from palaestra.trainers.batch import UNSCORED, Batch
+from programs import nap
 
 pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
-SLEEP = "sleep 31417.25"
+SLEEP = nap()
 AGENT = """
 import json, os, subprocess, sys, time, urllib.request
 def ask(messages):

@@ -141,7 +141,7 @@ def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path
     with running, running.stderr:
         try:
             next(line for line in running.stderr if "quick" in line)
-            wait_for_command("sleep 3611")
+            wait_for_command(scripts.PAUSE)
             started = descendants(running.pid)
             assert len(started) > 2
             os.killpg(running.pid, signal.SIGINT)
@@ -154,7 +154,7 @@ def test_ctrl_c_keeps_what_was_finished_and_leaves_nothing_behind(tmp_path: Path
     assert "the run is not finished; continue with palaestra resume runs/sleeper--oracle/" in rest
     assert [group["task_id"] for group in lines(scripts.groups_file(tmp_path))] == ["quick"]
     assert not started & everybody(), "processes of the run outlived it"
-    assert not commands("sleep 3611")
+    assert not commands(scripts.PAUSE)
 
 
 def wait_for_command(part: str) -> None:
@@ -253,11 +253,11 @@ def test_a_slot_that_dies_mid_rollout_is_no_score(tmp_path: Path) -> None:
     with running, running.stderr:
         try:
             for _ in range(2):
-                wait_for_command("sleep 3611")
-                (sleeper,) = commands("sleep 3611")
+                wait_for_command(scripts.PAUSE)
+                (sleeper,) = commands(scripts.PAUSE)
                 init = int(Path(f"/proc/{sleeper.split()[0]}/stat").read_text().rpartition(")")[2].split()[1])
                 os.kill(init, signal.SIGKILL)
-                while sleeper in commands("sleep 3611"):
+                while sleeper in commands(scripts.PAUSE):
                     time.sleep(0.02)
             rest = running.stderr.read()
             assert running.wait(timeout=30) == 3, rest

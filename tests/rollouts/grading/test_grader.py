@@ -23,12 +23,12 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import build_tool_registry
+from programs import nap
 from rollouts.toy import changed, services
 
 pytestmark = pytest.mark.slots
 
-PAUSE = "sleep 3471.83"
-"""A command that nobody else runs."""
+PAUSE = nap()
 
 
 class Checked(Environment):

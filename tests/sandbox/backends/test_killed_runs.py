@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from programs import killed_after, nap, until
 from sandbox.backends.test_conformance import python_image, sshd
 from sandbox.containers import docker
 from sandbox.python_image import make_python_root
 
 pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(300), pytest.mark.xdist_group("backends")]
 
-MOMENTS, MARK = 6, "86417.25"
+MOMENTS, NAP = 6, nap()
 PROGRAM = """
 import asyncio
 from palaestra.sandbox.backends.{module} import {backend}
@@ -26,7 +27,7 @@ from palaestra.sandbox.slot import SlotSpec
 async def main():
     async with {backend}({arguments}) as backend:
         slot = await backend.create(SlotSpec(), "killed")
-        process = await slot.spawn("sleep {mark}")
+        process = await slot.spawn("{nap}")
         print("running", flush=True)
         await asyncio.sleep(600)
 
@@ -44,7 +45,7 @@ def marked() -> list[str]:
             words = process.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if words[:2] == ["sleep", MARK]:
+        if words[:2] == NAP.split():
             found.append(str(process))
     return found
 
@@ -72,23 +73,18 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def filled(module: str, backend: str, arguments: str) -> str:
-    return PROGRAM.format(module=module, backend=backend, arguments=arguments, mark=MARK)
+    return PROGRAM.format(module=module, backend=backend, arguments=arguments, nap=NAP)
 
 
 def test_a_process_that_is_killed_at_any_moment_leaves_nothing(case: tuple[str, Left]) -> None:
     program, left = case
+    command = [sys.executable, "-c", program]
     begun = time.monotonic()
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as whole:
-        assert whole.stdout is not None
+    with killed_after(command, stdout=subprocess.PIPE, text=True) as whole:
         assert whole.stdout.readline() == "running\n"
         usual_s = time.monotonic() - begun
-        assert left()
-        whole.kill()
+        until(lambda: bool(left()), "the command runs")  # first there is a shell
     for number in range(MOMENTS):
-        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as run:
+        with killed_after(command, stdout=subprocess.DEVNULL):
             time.sleep(usual_s * (0.2 + number / MOMENTS))
-            run.kill()
-    ends_at = time.monotonic() + 30
-    while left() and time.monotonic() < ends_at:
-        time.sleep(0.1)
-    assert not left()
+    until(lambda: not left(), "nothing of the slots is left")

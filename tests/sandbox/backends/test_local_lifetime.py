@@ -17,6 +17,7 @@ from palaestra.core.errors import SandboxError, SlotLost
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import SlotSpec
 from palaestra.sandbox.slotd.namespaced import cgroups
+from programs import killed_after
 from sandbox.processes import descendants, table
 
 pytestmark = pytest.mark.slots
@@ -69,11 +70,9 @@ def assert_gone(pids: set[int]) -> None:
 @pytest.fixture
 def client() -> subprocess.Popen[str]:
     """A process of ours with three slots, one of them sealed and one busy."""
-    with subprocess.Popen([sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with killed_after([sys.executable, "-c", CLIENT], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         yield process
-        process.kill()
 
 
 def test_a_killed_client_leaves_nothing(client: subprocess.Popen[str]) -> None:
@@ -86,9 +85,7 @@ def test_a_killed_client_leaves_nothing(client: subprocess.Popen[str]) -> None:
 
 def test_a_child_that_a_killed_client_had_forked_keeps_nothing() -> None:
     program = [sys.executable, "-c", CLIENT, "fork"]
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdin is not None
-        assert client.stdout is not None
+    with killed_after(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
         child = int(client.stdout.readline())
         assert client.stdout.readline() == "ready\n"
         ours = {process.pid for process in descendants(client.pid)} - {child}

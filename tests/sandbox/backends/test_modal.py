@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from palaestra.sandbox.modal_tool_backend import ModalToolBackend
 from palaestra.sandbox.slot import Backend, Mount, Rung, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
 from palaestra.testing.fake_modal import FakeModal, Fault
+from programs import killed_after
 from sandbox.backends.test_conformance import ENVIRONMENT
 from sandbox.python_image import make_python_root
 
@@ -418,13 +418,9 @@ asyncio.run(main())
 
 def kill_a_run(fake: FakeModal, idle_s: int) -> None:
     """Start a process that has a sandbox, and kill it."""
-    run = subprocess.Popen(
-        [sys.executable, "-c", KILLED.replace("IDLE", str(idle_s))], stdout=subprocess.PIPE, text=True
-    )
-    assert run.stdout is not None
-    with run:
+    command = [sys.executable, "-c", KILLED.replace("IDLE", str(idle_s))]
+    with killed_after(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout.readline() == "running\n"
-        run.send_signal(signal.SIGKILL)
     assert len(fake.running) == 1
 
 
@@ -452,18 +448,15 @@ def test_a_sandbox_ends_by_itself_after_the_process_that_made_it(fake: FakeModal
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_at_any_moment_leaves_nothing_that_the_next_start_does_not_end(fake: FakeModal) -> None:
-    program = KILLED.replace("IDLE", "600")
+    command = [sys.executable, "-c", KILLED.replace("IDLE", "600")]
     begun = time.monotonic()
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as whole:
-        assert whole.stdout is not None
+    with killed_after(command, stdout=subprocess.PIPE, text=True) as whole:
         assert whole.stdout.readline() == "running\n"
         usual_s = time.monotonic() - begun
-        whole.kill()
     left = 0
     for number in range(16):
-        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL) as run:
+        with killed_after(command, stdout=subprocess.DEVNULL):
             time.sleep(usual_s * (0.4 + 0.7 * number / 15))
-            run.kill()
         left += len(fake.running) > 0
 
         async def main() -> None:

@@ -23,6 +23,7 @@ from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime
+from programs import killed_after
 from tools.mcp.serving import command, http_server, living
 
 pytest.importorskip("mcp", reason="needs the extra 'mcp'")
@@ -206,8 +207,7 @@ def test_the_leash_ends_a_server_when_we_are_killed() -> None:
         f"subprocess.Popen(supervised(sys.executable, '-S', '-c', {parent!r})); "
         "time.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", ours], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with killed_after([sys.executable, "-c", ours], stdout=subprocess.PIPE, text=True) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         descriptors = [os.pidfd_open(pid) for pid in pids]
         process.kill()

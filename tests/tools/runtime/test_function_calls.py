@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, StaleLease
 from palaestra.core.types import JSON
 from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, use_session
+from programs import nap
 
 pytestmark = pytest.mark.slots
 
@@ -32,11 +32,6 @@ def session() -> Iterator[ToolSession]:
             pytest.skip(str(error))
         opened.release("probe")
         yield opened
-
-
-def nap() -> str:
-    """A command that runs for long and is told from all others."""
-    return f"sleep 999.{uuid.uuid4().int}"
 
 
 def call(session: ToolSession, name: str, task_id: str | None = None, **arguments: JSON) -> JSON:

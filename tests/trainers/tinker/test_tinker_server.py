@@ -18,6 +18,7 @@ import pytest
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.threads import LoopThread
 from palaestra.testing.tiny_model import make_tiny
+from programs import killed_after
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 tinker = pytest.importorskip("tinker")
@@ -519,8 +520,7 @@ def test_the_model_of_a_client_that_was_killed_makes_way(tiny: Path, tmp_path: P
     server = Server(tiny, tmp_path / "ck", most_models=1)
     try:
         program = [sys.executable, "-c", CLIENT, server.url, server.name]
-        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as owner, server.client() as service:
-            assert owner.stdout is not None
+        with killed_after(program, stdout=subprocess.PIPE, text=True) as owner, server.client() as service:
             model = owner.stdout.readline().strip()
             raises_soon(lambda: lora(service, server), "--max-models")
             owner.kill()
@@ -602,11 +602,9 @@ def test_a_killed_server_leaves_whole_checkpoints(tiny: Path, tmp_path: Path) ->
 
     rng = random.Random(0)
     for _ in range(4):
-        with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
+        with killed_after(program, stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"saving\n"
             time.sleep(rng.uniform(0.05, 0.6))
-            process.kill()
         folder = CheckpointFolder(tmp_path / "ck")
         folder.sweep()
         base = BaseModel(str(tiny), device="cpu")
