@@ -224,6 +224,32 @@ def test_an_answer_that_can_be_guessed_is_found_out(tmp_path: Path) -> None:
     }
 
 
+MEASURED = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def measured():
+    for name in ("near", "not far", "more"):
+        yield Task(id=name, prompt="Measure the tank. Write the litres to `litres.txt`.", files={"litres.txt": "0"})
+
+@measured.score
+async def right(task, sandbox):
+    litres = float(await sandbox.read_text("litres.txt"))
+    return {"near": abs(litres - 12.5) <= 0.1, "not far": not abs(litres - 12.5) > 0.1, "more": litres > 12}[task.id]
+"""
+
+
+def test_a_comparison_that_passes_nan_or_infinity_is_found_out(tmp_path: Path) -> None:
+    path = tmp_path / "measured_env.py"
+    path.write_text(MEASURED)
+    proof = check_environment(str(path), [], tasks=3, only=["named-nans", "named-infinities"], quiet=True)
+    assert {line.policy: line.rewards for line in proof.lines} == {
+        "noop": (0.0, 0.0, 0.0),
+        "named-nans": (0.0, 1.0, 0.0),
+        "named-infinities": (0.0, 0.0, 1.0),
+    }
+
+
 IMPORTING = """
 from palaestra import Task, environment
 
