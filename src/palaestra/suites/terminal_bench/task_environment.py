@@ -20,10 +20,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import re
 import shlex
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from posixpath import basename
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
@@ -68,8 +70,10 @@ from palaestra.suites.terminal_bench.verifier import SYSTEM_PATH, VerifierSetup,
 from palaestra.suites.terminal_bench.verifier_files import (
     HARNESS_DIR,
     ShadowScope,
+    changed_conftests,
     find_shadows,
     hidden_paths,
+    ignored_settings,
     remove_links,
     restore_prepared,
     script_name,
@@ -261,7 +265,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         made = [change.path for change in shown if change.kind == "file"]
         programs = (*rollout.task.data.scope.words, *self._programs)
         about = replace(rollout.task, prompt=part.task.instruction, paths=self.settings.graded_paths, programs=programs)
-        setup = self._setup(rollout.task, part)
+        words = rollout.task.data.scope.words
+        setup = self._setup(rollout.task, part, await ignored_settings(slot, shown, words, grading.prepared))
         git_settings: set[str] = set()
 
         @asynccontextmanager
@@ -325,8 +330,11 @@ class TerminalBenchEnvironment(ContractEnvironment):
         view = View(view.only, without)
         slot = await grading.slot(view)
         seen = changes_in(view, changes)
-        about = ShadowScope(work.workdir, scope.paths, scope.words, self._programs, CARRIED)
-        if shadows := await find_shadows(slot, seen, script, env, about, grading.prepared, code):
+        own = {basename(name).removesuffix(".py") for name in files if name.endswith(".py")}
+        own = {name for name in own if not re.search(rf"\b{re.escape(name)}\b", part.task.instruction)}
+        about = ShadowScope(work.workdir, scope.paths, scope.words, self._programs, CARRIED, own)
+        shadows = await find_shadows(slot, seen, script, env, about, grading.prepared, code)
+        if shadows := (*shadows, *await changed_conftests(seen, scope.words, grading.prepared)):
             await grading.restart()
             view = View(view.only, (*without, *shadows))
             slot = await grading.slot(view)
@@ -342,7 +350,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         copy = f"if [ -d {CARRIED} ] && [ ! -h {CARRIED} ]; then cp -a {CARRIED}/. /tmp/; rm -rf {CARRIED}; fi"
         await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
 
-    def _setup(self, task: Task, part: GradedPart) -> VerifierSetup:
+    def _setup(self, task: Task, part: GradedPart, ignored: Collection[str]) -> VerifierSetup:
         work: ResolvedTask = task.data
         prepared = self._prepared[task.id]
         verifier = part.task.verifier
@@ -358,6 +366,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             workdir=work.workdir,
             user=user,
             timeout_s=verifier.timeout_s or self.settings.test_timeout,
+            ignored=ignored,
         )
 
 

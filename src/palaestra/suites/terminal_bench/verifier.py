@@ -70,8 +70,9 @@ class _PaysWithoutTests(GraderError):
 
 @dataclass(frozen=True, slots=True)
 class VerifierSetup:
-    """The settings of a verifier's run. `command` and `dependencies` are for pytest. `out_of_reach` are modules that
-    the image has for its own interpreter, and that `command` cannot import."""
+    """The settings of a verifier's run. `command` and `dependencies` are for pytest, and `ignored` are the agent's
+    files that pytest must not load. `out_of_reach` are modules that the image has for its own interpreter, and that
+    `command` cannot import."""
 
     command: tuple[str, ...]
     dependencies: tuple[str, ...]
@@ -80,6 +81,7 @@ class VerifierSetup:
     workdir: str
     user: str | None
     timeout_s: float
+    ignored: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ async def verify(
 
     `made` are the paths that the agent created or changed. Raises `GraderError`.
     """
-    await install(slot, setup.command, setup.dependencies, setup.env.get("LD_LIBRARY_PATH"))
+    library_path = setup.env.get("LD_LIBRARY_PATH")
+    await install(slot, setup.command, setup.dependencies, library_path, ignored=setup.ignored)
     return await _once(slot, task, script, setup, alone=alone, made=made)
 
 
@@ -173,7 +176,13 @@ class _Again:
         library_path = setup.env.get("LD_LIBRARY_PATH")
         async with self.views() as fork:
             await install(
-                fork, setup.command, setup.dependencies, library_path, ends_well=ends_well, all_tests=all_tests
+                fork,
+                setup.command,
+                setup.dependencies,
+                library_path,
+                ignored=setup.ignored,
+                ends_well=ends_well,
+                all_tests=all_tests,
             )
             try:
                 yield fork

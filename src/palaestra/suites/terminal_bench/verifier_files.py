@@ -22,6 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from posixpath import basename, dirname, join, normpath
 
+from palaestra.core.config import read_toml
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.rollouts.grading.tampering import (
     PROGRAM_DIRECTORIES,
@@ -112,6 +113,11 @@ _CHANGED_DIRECTORY = re.compile(r"(?:^|[;&|(])\s*(?:cd|pushd)\s+['\"]?([^\s;&|'\
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|readonly\s+)?([A-Za-z_]\w*)=['\"]?([\w./-]+)['\"]?\s*(?:;|$)", re.M)
 _PYTHON_FILE = re.compile(r"(?<![\w./$}~-])([\w./-]+\.py)\b")
 _VENV_PROGRAM = re.compile(r"(?:python|pip)[\d.]*")
+_COMPILED = "__pycache__"
+_ENTRY_POINTS = "entry_points.txt"
+_SHARED_SETTINGS = frozenset({"pyproject.toml", "setup.cfg", "setup.py", "tox.ini"})
+"""Settings files that other programs than test runners read too."""
+_MOST_SETTINGS_BYTES = 1 << 18
 _MODULE = re.compile(r"(\w+)(?:\.[\w-]+)*\.(?:py|pyc|so)")
 
 _NEEDS = """\
@@ -142,14 +148,15 @@ async def install(
     dependencies: Sequence[str],
     library_path: str | None,
     *,
+    ignored: Collection[str] = (),
     ends_well: bool = False,
     all_tests: bool = False,
 ) -> None:
     """Copy the commands that replace `pytest`, `uv` and `uvx` into a folder of the slot that comes first in PATH.
 
-    `command` starts Python, and is empty if Python is not needed. `library_path` is the image's LD_LIBRARY_PATH. With
-    `ends_well`, pytest exits with status 0, so that the script starts it as often as for passing work. With
-    `all_tests`, a selection of tests by name is ignored.
+    `command` starts Python, and is empty if Python is not needed. `library_path` is the image's LD_LIBRARY_PATH.
+    `ignored` are files that pytest does not load. With `ends_well`, pytest exits with status 0, so that the script
+    starts it as often as for passing work. With `all_tests`, a selection of tests by name is ignored.
     """
     await slot.remove(HARNESS_DIR)
     await send_scripts(
@@ -159,6 +166,7 @@ async def install(
         "dependencies": list(dependencies),
         "tests": TESTS_DIR,
         "library_path": library_path,
+        "ignored": sorted(ignored),
         "ends_well": ends_well,
         "all_tests": all_tests,
     }
@@ -257,13 +265,14 @@ async def _followed(slot: Slot, path: str, carried: str) -> list[str] | None:
 class ShadowScope:
     """The scope of a task: the directory in which the script starts, the paths and words that the task's texts name,
     and the programs that the agent may replace. `carried` is the directory in which the slot has the files of
-    `/tmp`."""
+    `/tmp`. `own_modules` are the modules of the verifier, which the agent may not replace."""
 
     workdir: str
     paths: Collection[str]
     words: Collection[str]
     programs: Collection[str]
     carried: str
+    own_modules: Collection[str] = ()
 
     @property
     def about_venv(self) -> bool:
@@ -281,7 +290,7 @@ class ShadowScope:
 class SearchedFolders:
     """Directories of the work that are searched first for Python modules, programs and libraries. The mappings list the
     names of programs and libraries that the image has. `new_modules` are the agent's new files named like modules of
-    the image's packages."""
+    the image's packages or of the verifier."""
 
     modules: Collection[str] = ()
     new_modules: Collection[str] = ()
@@ -329,7 +338,7 @@ async def find_shadows(
     candidates = [change for change in changes if _module(change, modules, scope)]
     folders = SearchedFolders(
         modules,
-        await _new_modules(candidates, prepared) if candidates else (),
+        await _new_modules(candidates, scope.own_modules, prepared) if candidates else (),
         dict.fromkeys(inside & changed, own),
         dict.fromkeys(libraries, loaded),
     )
@@ -428,11 +437,12 @@ def _is_module(inside: str, had: Collection[str]) -> bool:
     return False
 
 
-async def _new_modules(changes: Sequence[Change], prepared: Prepared) -> set[str]:
-    """Return the paths of the new files among the changes that are named like a module of the image's packages."""
+async def _new_modules(changes: Sequence[Change], own: Collection[str], prepared: Prepared) -> set[str]:
+    """Return the paths of the new files among the changes that are named like a module of the image's packages, or like
+    one of the modules `own`."""
     async with prepared() as before:
         names = names_in(before)
-        modules = await image_modules(before)
+        modules = {*await image_modules(before), *own}
         found = set()
         for change in changes:
             folder, name = dirname(change.path), basename(change.path)
@@ -471,7 +481,8 @@ def _module(change: Change, folders: Collection[str], scope: ShadowScope) -> str
         folder, name = dirname(folder), f"{basename(folder)}.py"
     match = _MODULE.fullmatch(name)
     module = match[1] if match is not None else name if change.kind == "symlink" else ""
-    return module if folder in folders and f"{module}.py" not in scope.words else ""
+    named = f"{module}.py" in scope.words and module not in scope.own_modules
+    return module if folder in folders and not named else ""
 
 
 def _entries(env: Mapping[str, str], name: str, workdir: str) -> set[str]:
@@ -541,6 +552,59 @@ def python_folders(script: str, workdir: str, made: Collection[str], code: str =
     return own
 
 
+async def changed_conftests(changes: Sequence[Change], words: Collection[str], prepared: Prepared) -> tuple[str, ...]:
+    """Return the agent's changes to prepared files that only tests use, unless the task's `words` name the file."""
+    names = (CONFIG_NAMES - _SHARED_SETTINGS).difference(words)
+    found = [change.path for change in changes if basename(change.path) in names]
+    if not found:
+        return ()
+    async with prepared() as before:
+        return tuple([path for path in found if await before.stat(path) is not None])
+
+
+async def ignored_settings(
+    slot: Slot, changes: Sequence[Change], words: Collection[str], prepared: Prepared
+) -> tuple[str, ...]:
+    """Return the agent's files that pytest must not load for a verifier: settings, `conftest.py` and the entry points
+    of packages, unless the task's `words` name the file or the plugin.
+
+    Other programs, and the agent's own tests, may use these files, so they are not hidden.
+    """
+    plugins = {word.replace("-", "_") for word in words if "pytest" in word}
+    ignored, shared = [], []
+    for change in changes:
+        name = basename(change.path)
+        if name == _ENTRY_POINTS and re.split("[-.]", basename(dirname(change.path)))[0] not in plugins:
+            ignored.append(change.path)
+        elif name in _SHARED_SETTINGS and change.kind == "file" and name not in words:
+            shared.append(change.path)
+        elif name in CONFIG_NAMES and name not in words:
+            ignored.append(change.path)
+    if shared:
+        async with prepared() as before:
+            ignored += [path for path in shared if await _of_pytest(slot, path) != await _of_pytest(before, path)]
+    return tuple(ignored)
+
+
+async def _of_pytest(slot: Slot, path: str) -> object:
+    """Return the part of a settings file that pytest reads: tables of a TOML file, or lines of an INI file."""
+    try:
+        text = (await slot.read_bytes(path, max_bytes=_MOST_SETTINGS_BYTES)).decode("utf-8", "replace")
+        if path.endswith(".toml"):
+            return read_toml(text).get("tool", {}).get("pytest")
+    except InfraError:
+        raise
+    except FileNotFoundError:
+        text = ""
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return path  # pytest may read the file in another way
+    found, within = [], False
+    for line in text.splitlines():
+        within = "pytest" in line if line.startswith("[") else within
+        found += [line] if within else []
+    return found or None
+
+
 def hidden_paths(
     changes: Sequence[Change],
     planted: Sequence[str],
@@ -554,7 +618,8 @@ def hidden_paths(
     `script`, which runs with the variables `env`.
 
     A start-up file that the task is about (`declared`) is not hidden. A directory named like one of the verifier's
-    `files` is hidden, because `cp` would copy the file into it instead of replacing it.
+    `files` is hidden, because `cp` would copy the file into it instead of replacing it. Compiled files that Python
+    would load in place of a source are hidden, and settings of pytest that the verifier has too.
     """
     loaded = {path for name, value in (env or {}).items() if name in _LOADING for path in _ABSOLUTE.findall(value)}
     names = {name for name in map(basename, files) if "." in name}
@@ -566,6 +631,8 @@ def hidden_paths(
         or (change.path in _PARENTS and change.kind != "dir")
         or (change.path not in declared and is_below(change.path, loaded))
         or (change.kind == "dir" and basename(change.path) in names)
+        or (change.path not in declared and f"/{_COMPILED}/" in change.path)
+        or basename(change.path) in names & CONFIG_NAMES
         or (starts_shell and change.path not in declared and _STARTUP.fullmatch(change.path))
     }
     return (*ALWAYS_HIDDEN, *sorted(found.union(planted)))

@@ -14,6 +14,8 @@ import importlib
 import json
 import os
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     if os.environ.pop("PALAESTRA_VERDICT", ""):
         channel = VerdictChannel()
         channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
+        plugins.append(_Settings(plan["ignored"]))
         trusted = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *plan["dependencies"], plan["tests"]]
         audit_hook.install(channel, "/", trusted)
         plugins.append(reporter.Reporter(channel))
@@ -74,6 +77,44 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     wanted = _unselected(arguments) if plan["all_tests"] else arguments
     status = int(pytest.main([*_pinned(plan["tests"], wanted), *wanted], plugins=plugins))
     return 0 if plan["ends_well"] else status
+
+
+class _Settings:
+    """Let pytest ignore these settings, these `conftest.py`, and the plugins of these `entry_points.txt`, as if the
+    files were missing."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self._paths = frozenset(paths)
+        self._is_file: Any = Path.is_file
+        Path.is_file = lambda path, **options: not self._ignores(path) and self._is_file(path, **options)  # type: ignore[method-assign]
+        manager: Any = importlib.import_module("_pytest.config").PytestPluginManager
+        load_conftest, load_plugins = manager._importconftest, manager.load_setuptools_entrypoints
+
+        def import_conftest(own: Any, path: Any, *arguments: Any, **options: Any) -> object:
+            ignored = self._ignores(path)
+            return ModuleType("conftest") if ignored else load_conftest(own, path, *arguments, **options)
+
+        def load_entry_points(own: Any, *arguments: Any, **options: Any) -> object:
+            metadata: Any = importlib.import_module("importlib.metadata")
+            found = metadata.distributions
+            metadata.distributions = lambda: [each for each in found() if not self._ignores_plugins(each)]
+            try:
+                return load_plugins(own, *arguments, **options)
+            finally:
+                metadata.distributions = found
+
+        manager._importconftest, manager.load_setuptools_entrypoints = import_conftest, load_entry_points
+
+    def pytest_load_initial_conftests(self) -> None:
+        """Pytest has read its settings; show the files to the tests."""
+        Path.is_file = self._is_file  # type: ignore[method-assign]
+
+    def _ignores(self, path: Any) -> bool:
+        folder, name = os.path.split(path)
+        return os.path.join(os.path.realpath(folder), name) in self._paths or os.path.realpath(path) in self._paths
+
+    def _ignores_plugins(self, distribution: Any) -> bool:
+        return self._ignores(os.path.join(getattr(distribution, "_path", "/"), "entry_points.txt"))
 
 
 def _unselected(arguments: list[str]) -> list[str]:
