@@ -398,6 +398,11 @@ HONEST = {
         "printf '@pytest.fixture\\ndef one(): return 1\\n' >> conf''test.py; printf '[metadata]\\n' > setup''.cfg\n"
         "mkdir a.egg''-info; printf '[console_scripts]\\na = shapes:area\\n' > a.egg''-info/entry_points.txt\n",
     },
+    "removed-compiled-files": {
+        "environment/Dockerfile": DOCKERFILE + "RUN mkdir __pycache__ && touch __pycache__/a.cpython-312.pyc\n",
+        "tests/test.sh": TEST + '[ -z "$(find . -type f)" ] && echo 1 > ' + PAY + "\n",
+        "solution/solve.sh": "#!/bin/bash\nfind /app -type f -delete\n",
+    },
     "own-tests-with-own-fixtures": {
         "tests/test.sh": PYTEST,
         "tests/test_outputs.py": "import subprocess\n\ndef test_suite():\n"

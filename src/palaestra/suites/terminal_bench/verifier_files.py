@@ -631,7 +631,7 @@ def hidden_paths(
         or (change.path in _PARENTS and change.kind != "dir")
         or (change.path not in declared and is_below(change.path, loaded))
         or (change.kind == "dir" and basename(change.path) in names)
-        or (change.path not in declared and f"/{_COMPILED}/" in change.path)
+        or (f"/{_COMPILED}/" in change.path and change.kind != "deleted" and change.path not in declared)
         or basename(change.path) in names & CONFIG_NAMES
         or (starts_shell and change.path not in declared and _STARTUP.fullmatch(change.path))
     }
