@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -200,10 +201,16 @@ def test_a_file_has_its_name_when_it_is_whole(folder: Path, tmp_path: Path, monk
     assert [each.name for each in Looking.place.parent.iterdir()] == ["x.jsonl"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_disk_that_is_full_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / f".x.jsonl.{os.getpid()}.tmp").symlink_to("/dev/full")
-    assert run(folder, "--to", "openai", "--out", tmp_path / "x.jsonl") == 2
+class OnAFullDisk(Looking):
+    def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_is_full_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    assert run(folder, "--to", f"{__name__}:OnAFullDisk", "--out", tmp_path / "x.jsonl") == 2
     assert "x.jsonl: No space left on device; choose a different file with --out" in capsys.readouterr().err
     assert not (tmp_path / "x.jsonl").exists()
 

@@ -15,7 +15,7 @@ from palaestra.rollouts.finished_run import open_run
 SCRIPT = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
 """Text that a page must not read as markup."""
 
-READING = (["status"], ["report"], ["export", "--to", "jsonl"], ["compare"], ["grade"], ["replay"], ["verify"])
+READING = (["status"], ["report"], ["export", "--to", "openai"], ["compare"], ["grade"], ["replay"], ["verify"])
 
 
 @pytest.fixture
@@ -197,6 +197,28 @@ def test_a_link_that_waits_for_a_name_is_not_written_through(folder: Path) -> No
     (run / "workspaces/000001-task-1").symlink_to(outside)
     keep = ("--tasks", "2", "--env.save_workspaces", "true", "--policy", "oracle")
     assert palaestra("resume", run, *keep) == 2
+    assert os.listdir(outside) == []
+
+
+@pytest.mark.slots
+def test_an_export_stays_in_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link, a FIFO or a device waits in the place where the export is written."""
+    run = record(folder, NOISY, "process", "--env.total_steps", "1")
+    victim, outside = folder / "victim", folder / "outside"
+    victim.write_text("kept")
+    outside.mkdir()
+    (run / "exports").mkdir()
+    (run / f"exports/.openai.jsonl.{os.getpid()}.tmp").symlink_to(victim)
+    (run / "exports/openai.jsonl").symlink_to("/dev/full")
+    os.mkfifo(run / "exports/openai_1.jsonl")
+    assert palaestra("export", run, "--to", "openai") == 0
+    assert victim.read_text() == "kept"
+    assert (run / "exports/openai_2.jsonl").is_file()
+    (run / "exports").rename(folder / "away")
+    (run / "exports").symlink_to(outside)
+    capsys.readouterr()
+    assert palaestra("export", run, "--to", "openai") == 2
+    assert "is a link" in capsys.readouterr().err
     assert os.listdir(outside) == []
 
 

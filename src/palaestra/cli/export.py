@@ -131,6 +131,8 @@ def command(
     everything = exporter.everything if scored_only is None else not scored_only
     meta = replace(recording.meta, everything=everything, placeholders=placeholders)
     folder = recording.path.parent / "exports"
+    if out is None and folder.is_symlink():  # somebody else may have made the run, and chosen where the link leads
+        raise ConfigError(f"{folder} is a link: remove it, or choose a file with --out")
     path = out or folder
     if out is None or path.is_dir():
         path = path / f"{exporter.name}{exporter.ending}"
@@ -141,7 +143,7 @@ def command(
         report.left_out += wanted.left_out
         return report
 
-    target, report = _written(path, write)
+    target, report = _written(path, write, named=out is not None)
     _say(exporter, report, target, recording.unfinished, as_json)
 
 
@@ -201,9 +203,12 @@ class Filter:
         return ""
 
 
-def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path | None, ExportReport]:
+def _written(
+    path: Path, write: Callable[[IO[bytes]], ExportReport], *, named: bool = True
+) -> tuple[Path | None, ExportReport]:
     """Write the export. Returns the path, or None for stdout, and the report. A file is written next to its final path
-    and renamed when complete; if the path is a pipe or a device, the export is written into it."""
+    and renamed when complete; if the user `named` the path and it is a pipe or a device, the export is written into
+    it."""
     from palaestra.core.errors import ConfigError
 
     try:
@@ -211,7 +216,7 @@ def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Pa
             report = write(sys.stdout.buffer)
             sys.stdout.buffer.flush()
             return None, report
-        if path.exists() and not path.is_file():
+        if named and path.exists() and not path.is_file():
             with path.open("wb") as stream:
                 return path, write(stream)
         return _filled(path, write)
@@ -223,13 +228,13 @@ def _written(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Pa
 
 
 def _filled(path: Path, write: Callable[[IO[bytes]], ExportReport]) -> tuple[Path, ExportReport]:
-    from palaestra.core.io.durable_files import private
+    from palaestra.core.io.durable_files import private, unfinished_name
     from palaestra.rollouts.export.atropos import claim_path
 
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = unfinished_name(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(unfinished, "wb", opener=private) as file:
+        with open(unfinished, "xb", opener=private) as file:
             report = write(file)
             file.flush()
             os.fsync(file.fileno())
