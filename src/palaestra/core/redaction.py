@@ -30,7 +30,7 @@ position are not secrets."""
 
 _USER = re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/\"'<>]+@", re.IGNORECASE)
 _USER_OF_NPM = re.compile(r"(?P<kept>(?<![:/])//)[^\s/@:\"'<>]+:[^\s/\"'<>]+@")
-_USER_ENCODED = re.compile(r"(?P<kept>%3A(?:%2F|/){2})[^\s/\"'<>&]+?(?=%40)", re.IGNORECASE)
+_USER_ENCODED = re.compile(r"(?P<kept>%3A(?:%2F|/){2})(?:(?!%3A(?:%2F|/){2})[^\s/\"'<>&])+?(?=%40)", re.IGNORECASE)
 _QUERY = re.compile(rf"(?P<kept>[?&;](?:{_NAMES})=)[^\s&#\"'<>]+", re.IGNORECASE)
 _QUERY_ENCODED = re.compile(
     rf"(?P<kept>%(?:3F|26|23|3B)(?:{_NAMES})%3D)(?:(?!%(?:26|23|3B))[^\s&#\"'<>])+", re.IGNORECASE
@@ -50,12 +50,13 @@ _FOLLOWING = re.compile(
 )
 """The value after a flag, or after a keyword such as `password` in a netrc file."""
 _QUOTED = re.compile(
-    rf"(?P<kept>(?P<quote>\\*[\"'])(?:{_STRONG})(?P=quote)\s*:\s*b?\\*[\"']|\(b?(?P<quoted>[\"'])(?:{_STRONG})(?P=quoted)"
-    rf",\s*b?[\"']|(?P<other>\\*[\"'])(?:{_NAMES})(?P=other)\s*:\s*b?\\*[\"'](?=[^\"']{{6}}))[^\"'\\]+"
+    rf"(?P<kept>(?P<quote>\\{{0,31}}[\"'])(?:{_STRONG})(?P=quote)\s*:\s*b?\\*[\"']|\(b?(?P<quoted>[\"'])(?:{_STRONG})(?P=quoted)"
+    rf",\s*b?[\"']|(?P<other>\\{{0,31}}[\"'])(?:{_NAMES})(?P=other)\s*:\s*b?\\*[\"'](?=[^\"']{{6}}))[^\"'\\]+"
     r"(?:\\+[^\"'\\]+)*",
     re.IGNORECASE,
 )
-"""A member of a JSON object (even inside a JSON string) or of a Python dict, or a header as a tuple."""
+"""A member of a JSON object (even inside five JSON strings) or of a Python dict, or a header as a tuple. The number of
+backslashes is limited so that the time grows linearly with the text."""
 _ELEMENT = re.compile(rf"(?P<kept><(?:{_STRONG})>)[^<]+", re.IGNORECASE)
 _BEARER = re.compile(r"(?P<kept>\b(?:Bearer|Basic)\s+)[\w.~+/=-]{6,}", re.IGNORECASE)
 _LOGIN = re.compile(r"(?P<kept>(?<![\w/-])-u\s+[^\s:]+:)[^\s\"']+")
