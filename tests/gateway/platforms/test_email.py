@@ -273,3 +273,29 @@ def test_what_senders_write_does_not_make_them_somebody_else(sender, results, ta
     content = f"Authentication-Results: {results}\nFrom: {sender}\nMessage-ID: <1@x>\n\nhello".encode()
     message = platform._incoming(content, "1")
     assert (message is not None and message.user_id == ANNA) is taken
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Content-Type: text/html\n\n" + "<script " * 100_000,
+        "Content-Type: text/html\n\n" + "<" * 500_000,
+        "\nx\nAm " + "schrieb " * 100_000 + "\n> a",
+        "Content-Type: text/plain" + "; a=b" * 20_000 + "\n\nhi",
+        "Content-Type: multipart/mixed; boundary=x\n\n" + f"--x\nContent-Type: text/plain{';' * 2900}\n\nhi\n" * 500,
+    ],
+    ids=["scripts", "brackets", "quotes", "parameters", "parts"],
+)
+def test_no_stranger_keeps_the_gateway_busy_with_an_email(content: str) -> None:
+    platform = Email(
+        "email", PlatformConfig(token="secret", extra={"address": BOT, "imap_host": "x", "smtp_host": "x"})
+    )
+    raw = f"From: {ANNA}\nMessage-ID: <1@x>\n{content}".encode()
+    try:
+        message = platform._incoming(raw, "1")
+    except ValueError as error:
+        assert str(error).startswith("it")  # noqa: PT017 - either is right
+    else:
+        assert message is not None
+        assert message.user_id == ANNA

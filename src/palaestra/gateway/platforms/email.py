@@ -24,11 +24,14 @@ from email import message_from_bytes, policy
 from email.errors import InvalidHeaderDefect
 from email.message import EmailMessage, Message
 from email.utils import formatdate
+from functools import partial
+from typing import cast
 
 import aioimaplib
 import aiosmtplib
 
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra.core.io.threads import in_own_thread
 from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
 
@@ -39,7 +42,25 @@ _MOST_BYTES = 40 << 20
 _SUBJECTS = 1000
 _QUOTE_HEAD = re.compile(r"^(On\b.*\bwrote:|Am\b.*\bschrieb\b.*:|-{2,}\s*Original Message\s*-{2,})\s*$")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|\((?:[^()\\]|\\.)*\)')
-_TAG = re.compile(r"<(script|style)\b.*?</\1>|<[^>]+>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<(script|style)\b.*?(?:</\1>|\Z)|<[^<>]+>", re.DOTALL | re.IGNORECASE)
+_LONGEST_HEAD = 1000
+"""The maximum length, in characters, of a line that introduces a quoted message."""
+_READ_S = 20.0
+"""The time limit, in seconds, for reading one e-mail."""
+_MOST_PART_HEADERS = 100
+_PART_HEADER = re.compile(rb"^content-(?:type|disposition)\b", re.MULTILINE | re.IGNORECASE)
+
+
+class _Policy(policy.EmailPolicy):
+    """Refuses headers for which the parser would take very long, because anybody can send an e-mail. A header cut off
+    could name another sender."""
+
+    def header_source_parse(self, sourcelines: list[str]) -> tuple[str, str]:
+        name, value = super().header_source_parse(sourcelines)
+        most = 3000 if name.lower().startswith(("from", "content-", "message-id")) else 50_000
+        if len(value) > most:
+            raise ValueError(f"its header {name[:100]} is longer than {most} characters")
+        return name, value
 
 
 class Email:
@@ -146,8 +167,9 @@ class Email:
             if content is None:
                 continue  # deleted in the meantime
             try:
-                message = self._incoming(content, number)
-            except Exception:  # an e-mail that breaks the parser must not block other e-mails
+                async with asyncio.timeout(_READ_S):
+                    message = await in_own_thread(partial(self._incoming, content, number))
+            except Exception:  # an e-mail that breaks the parser must not block other e-mails, nor the gateway
                 logger.exception("%s: the e-mail with the uid %s cannot be read and is skipped", self.name, number)
                 message = None
             if message is not None:
@@ -159,7 +181,9 @@ class Email:
     def _incoming(self, content: bytes, uid: str) -> Incoming | None:
         """Return the message in an e-mail. Returns None for an e-mail that is automatic, bulk mail or from this
         mailbox, and for a sender that has not been verified although `authserv_id` is set."""
-        mail = message_from_bytes(content, policy=policy.default)
+        if len(_PART_HEADER.findall(content)) > _MOST_PART_HEADERS:
+            raise ValueError("it has too many parts")
+        mail = cast("EmailMessage", message_from_bytes(content, policy=_Policy()))
         name, user_id = _sender(mail)
         automatic = str(mail.get("Auto-Submitted", "no")).lower() != "no" or mail.get("List-Id") is not None
         bulk = str(mail.get("Precedence", "")).lower() in ("bulk", "junk", "list")
@@ -303,7 +327,7 @@ def _text(mail: EmailMessage) -> str:
     end = len(lines)
     while end and (lines[end - 1].startswith(">") or not lines[end - 1].strip()):
         end -= 1
-    if end < len(lines) and end and _QUOTE_HEAD.match(lines[end - 1].strip()):
+    if end < len(lines) and end and _QUOTE_HEAD.match(lines[end - 1].strip()[:_LONGEST_HEAD]):
         return "\n".join(lines[: end - 1]).strip()
     return "\n".join(lines).strip()
 
