@@ -81,6 +81,7 @@ def test_a_command_solves_the_task_and_every_token_is_recorded(tmp_path: Path) -
     assert trajectory.ledger is not None
     assert [len(trajectory.ledger.segments), len(trajectory.ledger.turns)] == [1, 2]
     auxiliary = json.loads(next((run.path / "agents").glob("*.auxiliary.json")).read_bytes())
+    assert {each.stat().st_mode & 0o777 for each in (run.path / "agents").iterdir()} == {0o600}
     trained = sum(mask != -100 for mask in trajectory.rows[0].masks)
     left_out = sum(turn["sampled_tokens"] for turn in auxiliary["ledger"]["turns"])
     assert trained + left_out == engine.sampled

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from palaestra.chat.folders import state_folder
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.exits import DONE, plural
+from palaestra.core.io.durable_files import private
 
 try:
     from prompt_toolkit import PromptSession
@@ -578,7 +579,8 @@ class ChatTerminal:
         talk = self._conversation
         content = {"id": talk.id, "title": talk.title, "model": talk.model, "messages": talk.messages}
         try:
-            path.write_text(json.dumps(content, indent=1, ensure_ascii=False))
+            with open(path, "w", opener=private) as file:  # noqa: ASYNC230 - a small file
+                file.write(json.dumps(content, indent=1, ensure_ascii=False))
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
         self._screen.line(f"wrote {path}")

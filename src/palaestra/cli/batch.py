@@ -156,13 +156,14 @@ def _dashed(written: str) -> str:
 def _kept_stdin(folder: Path) -> str:
     """Store the rows of stdin in `folder`, so that the batch can be resumed, and return the path. Raises
     `DiskError`."""
-    from palaestra.core.io.durable_files import writing
+    from palaestra.core.io.durable_files import replaced, writing
 
     rows = sys.stdin.buffer.read()
     path = folder / f"stdin-{hashlib.sha256(rows).hexdigest()[:12]}.jsonl"
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(rows)
+        with replaced(path) as file:
+            file.write(rows)
     return str(path)
 
 

@@ -42,6 +42,7 @@ from palaestra.core.errors import (
     TaskError,
     ToolUnavailable,
 )
+from palaestra.core.io.durable_files import private
 from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.engines.openai import PROBE
@@ -136,8 +137,9 @@ class ProgramAgent:
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.log").write_bytes(log)
-            (folder / f"{name}.auxiliary.json").write_bytes(auxiliary)
+            for ending, data in (("log", log), ("auxiliary.json", auxiliary)):
+                with open(folder / f"{name}.{ending}", "wb", opener=private) as file:
+                    file.write(data)
 
         try:
             await asyncio.to_thread(write)
