@@ -97,6 +97,19 @@ def test_text_and_a_tool_call_stream_into_the_scrollback(tmp_path: Path) -> None
         assert "\x1b[?1049h" not in child.before  # never the alternate screen
 
 
+def test_an_approval_shows_all_of_the_command(tmp_path: Path) -> None:
+    """Also what a terminal would take for a title, and not show."""
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        command = "true #\x1b]; rm -rf nothing\x07\nrm -rf more"
+        child.send(f"{terminal_call(command)}\r")
+        seen(child, r"  \| true #\\x1b\]; rm -rf nothing\\x07\r\n  \| rm -rf more\r\n")
+        seen(child, "Run it")
+        time.sleep(0.3)
+        child.send("n\r")
+        seen(child, "did not allow")
+
+
 def test_approval_no_then_yes(tmp_path: Path) -> None:
     with echo_server() as server, terminal(tmp_path, server.url) as child:
         seen(child, PROMPT)

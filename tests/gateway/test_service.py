@@ -114,6 +114,10 @@ def test_a_dangerous_command_waits_for_the_approval_of_its_chat(tmp_path):
             assert "more characters of it are not shown" in question
             await scene.ask("/deny")
             await scene.platform.receive()
+            question = await scene.ask("run rm -rf a #\u202e\x07\n```\n||rm -rf b||")
+            assert "```\nrm -rf a #\\u202e\\x07\n\\x60\\x60\\x60\n||rm -rf b||\n```\n" in question
+            await scene.ask("/deny")
+            await scene.platform.receive()
             await scene.ask(command)
             assert await scene.ask("/stop") == "Stopping."
             assert (await scene.platform.receive()).text == "Stopped."

@@ -35,6 +35,7 @@ from palaestra.chat.service import ChatService
 from palaestra.chat.workdir import WorkFolder
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.exits import plural
+from palaestra.core.printable import escaped
 from palaestra.core.types import JSON, Message
 from palaestra.tools.builtin.session_search import message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
@@ -304,8 +305,9 @@ class ChatAgent:
         async def approve(request: ApprovalRequest) -> ApprovalAnswer:
             self._calls += 1
             call = schema.ToolCallUpdate(
-                tool_call_id=f"{self._calls}-approval", title=f"{request.command} ({', '.join(request.dangers)})",
-                kind="execute", status="pending", raw_input={"command": request.command},
+                tool_call_id=f"{self._calls}-approval", kind="execute", status="pending",
+                title=f"{escaped(request.command)} ({', '.join(request.dangers)})",
+                raw_input={"command": request.command},
             )  # fmt: skip
             options = [
                 schema.PermissionOption(option_id=key, name=label, kind=kind)  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ from palaestra.chat.folders import state_folder
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.exits import DONE, plural
 from palaestra.core.io.durable_files import private
+from palaestra.core.printable import escaped, printable, quoted
 
 try:
     from prompt_toolkit import PromptSession
@@ -152,7 +153,7 @@ class ChatTerminal:
             elif (error := self._handling.exception()) is not None:
                 if not isinstance(error, PalaestraError) or self._talk is None:  # a fault, or loading failed
                     raise error
-                self._screen.line(f"{RED}{_clean(str(error))}{PLAIN}")
+                self._screen.line(f"{RED}{printable(str(error))}{PLAIN}")
         self._screen.line(f"{DIM}{self._farewell()}{PLAIN}")
 
     def _on_interrupt(self) -> None:
@@ -182,7 +183,7 @@ class ChatTerminal:
         self._service, self._folder = await self._stack.enter_async_context(chat_service(self._options, self._store))
         self._talk = self._which(self._own).opened(self._service, self._people())
         for notice in self._options.notices:
-            self._above(f"{YELLOW}note: {_clean(notice)}{PLAIN}")
+            self._above(f"{YELLOW}note: {printable(notice)}{PLAIN}")
 
     def _loaded(self, task: asyncio.Task[None]) -> None:
         """End the prompt if loading failed."""
@@ -206,9 +207,9 @@ class ChatTerminal:
         for turn in turns[-2:]:
             from palaestra.tools.builtin.session_search import message_text
 
-            self._screen.line(f"{BOLD}{_PROMPT}{_clean(message_text(turn.content))}{PLAIN}")
+            self._screen.line(f"{BOLD}{_PROMPT}{printable(message_text(turn.content))}{PLAIN}")
             if turn.answer:
-                self._screen.line(_clean(turn.answer))
+                self._screen.line(printable(turn.answer))
         if talk.unfinished:
             self._screen.line(f"{YELLOW}note: this turn was cut off and is continued; Ctrl-C stops it{PLAIN}")
         self._show_notices(talk)
@@ -284,7 +285,7 @@ class ChatTerminal:
             parts.append(f"{running} background process{'es' if running > 1 else ''} (/background)")
         if talk.title:
             parts.append(talk.title)
-        return ANSI(_clean(" · ".join(parts)))
+        return ANSI(printable(" · ".join(parts)))
 
     # Messages
 
@@ -302,7 +303,7 @@ class ChatTerminal:
         from palaestra.chat.attachments import missing_files, with_files
 
         for path in missing_files(text):
-            self._screen.line(f"{YELLOW}note: there is no file {_clean(str(path))}; its name is sent as text{PLAIN}")
+            self._screen.line(f"{YELLOW}note: there is no file {printable(str(path))}; its name is sent as text{PLAIN}")
         await self._show_turn(self._conversation.send(with_files(text)))
 
     async def _do(self, name: str, rest: str) -> None:
@@ -363,12 +364,12 @@ class ChatTerminal:
         for change in changes:
             if (change.path, change.problem) not in self._left_out:
                 self._left_out.add((change.path, change.problem))
-                self._screen.line(f"{YELLOW}left out {_clean(change.path)}: {_clean(change.problem)}{PLAIN}")
+                self._screen.line(f"{YELLOW}left out {printable(change.path)}: {printable(change.problem)}{PLAIN}")
 
     # People
 
     def _notice(self, notice: Notice) -> None:
-        self._above(f"{YELLOW}note: {_clean(notice.text)}{PLAIN}")
+        self._above(f"{YELLOW}note: {printable(notice.text)}{PLAIN}")
 
     def _show_notices(self, talk: Conversation) -> None:
         for notice in talk.take_notices():
@@ -385,9 +386,8 @@ class ChatTerminal:
     async def _approve(self, request: ApprovalRequest) -> ApprovalAnswer:
         from palaestra.tools.human.approval import ApprovalAnswer
 
-        self._screen.line(f"{YELLOW}This command {_clean(', '.join(request.dangers))}:{PLAIN}")
-        for line in request.command.split("\n"):
-            self._screen.line(f"  | {_clean(line)}")
+        self._screen.line(f"{YELLOW}This command {printable(', '.join(request.dangers))}:{PLAIN}")
+        self._screen.line(quoted(request.command))
         answers = {
             "y": ApprovalAnswer.ONCE, "yes": ApprovalAnswer.ONCE, "s": ApprovalAnswer.SESSION,
             "a": ApprovalAnswer.ALWAYS, "n": ApprovalAnswer.DENY, "no": ApprovalAnswer.DENY, "": ApprovalAnswer.DENY,
@@ -398,9 +398,9 @@ class ChatTerminal:
                 return answers[line.lower()]
 
     async def _answer(self, question: str, choices: Sequence[str]) -> str | None:
-        self._screen.line(f"{YELLOW}{_clean(question)}{PLAIN}")
+        self._screen.line(f"{YELLOW}{printable(question)}{PLAIN}")
         for number, choice in enumerate(choices, 1):
-            self._screen.line(f"  {number}: {_clean(choice)}")
+            self._screen.line(f"  {number}: {printable(choice)}")
         line = await self._line("Your answer: ")
         if line.isascii() and line.isdigit() and 1 <= int(line) <= len(choices):
             return choices[int(line) - 1]
@@ -414,7 +414,7 @@ class ChatTerminal:
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
             session: PromptSession[str] = PromptSession(output=create_output(self._raw))
             try:
-                return (await session.prompt_async(_clean(prompt), handle_sigint=False)).strip()
+                return (await session.prompt_async(printable(prompt), handle_sigint=False)).strip()
             except KeyboardInterrupt:
                 if self._turn_runs:
                     self._conversation.interrupt()
@@ -444,7 +444,7 @@ class ChatTerminal:
         from palaestra.chat.one_shot import list_conversations
 
         if not rest:
-            self._screen.line(_clean(list_conversations(self._store, as_json=False)))
+            self._screen.line(printable(list_conversations(self._store, as_json=False)))
             return
         record = self._store.find(rest)
         if record.id == self._conversation.id:
@@ -486,16 +486,16 @@ class ChatTerminal:
     async def _do_model(self, rest: str) -> None:
         if rest and not await self._conversation.use_model(rest):
             self._screen.line(f"{YELLOW}note: the server lists no models, so this name is not checked{PLAIN}")
-        self._screen.line(_clean(self._conversation.model))
+        self._screen.line(printable(self._conversation.model))
 
     async def _do_tools(self, rest: str) -> None:
         registry = self._service.registry(self._conversation.toolsets)
         for name in registry.list_tools():
             tool = registry.get(name)
             about = "" if tool is None else tool.schema.description.partition(". ")[0]
-            self._screen.line(f"{CYAN}{name:<18}{PLAIN} {_clean(about)}")
+            self._screen.line(f"{CYAN}{name:<18}{PLAIN} {printable(about)}")
         for name, reason in registry.missing.items():
-            self._screen.line(f"{DIM}{name:<18} left out: {_clean(reason)}{PLAIN}")
+            self._screen.line(f"{DIM}{name:<18} left out: {printable(reason)}{PLAIN}")
 
     async def _do_toolset(self, rest: str) -> None:
         if rest:
@@ -539,7 +539,7 @@ class ChatTerminal:
             if not sessions:
                 self._screen.line("no background processes")
             for each in sessions:
-                self._screen.line(_clean(f"{each['session_id']}  {each['status']}  {each['command']}"))
+                self._screen.line(printable(f"{each['session_id']}  {each['status']}  {each['command']}"))
             return
         if action == "kill":
             reply = await processes.kill_process(more.strip(), task_id=task)
@@ -550,7 +550,7 @@ class ChatTerminal:
             raise ConfigError(f"unknown command /background {rest}; use /background ID, write ID TEXT or kill ID")
         else:
             reply = await processes.read_log(action, task_id=task)
-        self._screen.line(_clean(str(reply.get("output") or reply.get("error") or reply.get("status"))))
+        self._screen.line(printable(str(reply.get("output") or reply.get("error") or reply.get("status"))))
 
     async def _do_cost(self, rest: str) -> None:
         turns = self._conversation.turns()
@@ -566,13 +566,13 @@ class ChatTerminal:
         )
 
     async def _do_compact(self, rest: str) -> None:
-        self._screen.line(_clean(await self._conversation.compact()))
+        self._screen.line(printable(await self._conversation.compact()))
 
     async def _do_save(self, rest: str) -> None:
         if not rest:
             raise ConfigError("/save needs a title")
         self._conversation.rename(rest)
-        self._screen.line(f"{DIM}named; continue with: palaestra chat --resume {_clean(rest)!r}{PLAIN}")
+        self._screen.line(f"{DIM}named; continue with: palaestra chat --resume {printable(rest)!r}{PLAIN}")
 
     async def _do_export(self, rest: str) -> None:
         path = Path(rest or f"{self._conversation.id}.json").expanduser()
@@ -588,7 +588,7 @@ class ChatTerminal:
     async def _do_search(self, rest: str) -> None:
         from palaestra.chat.one_shot import list_conversations
 
-        self._screen.line(_clean(list_conversations(self._store, as_json=False, query=rest)))
+        self._screen.line(printable(list_conversations(self._store, as_json=False, query=rest)))
 
 
 class Screen:
@@ -626,7 +626,7 @@ class Screen:
         lines = text.splitlines()
         for line in lines[:MOST_DIFF_LINES]:
             colour = BOLD if line.startswith(("+++", "---")) else {"+": GREEN, "-": RED, "@": CYAN}.get(line[:1], "")
-            self.write(f"{colour}{_clean(line)}{PLAIN}\n")
+            self.write(f"{colour}{escaped(line)}{PLAIN}\n")
         if (hidden := len(lines) - MOST_DIFF_LINES) > 0:
             self.write(f"{YELLOW}{hidden} more lines of this change are not shown{PLAIN}\n")
 
@@ -636,14 +636,14 @@ class Screen:
 
         if isinstance(event, events.TextDelta):
             self._enter("text")
-            self.write(self._markdown.feed(_clean(event.text)))
+            self.write(self._markdown.feed(printable(event.text)))
         elif isinstance(event, events.ReasoningDelta):
             self._enter("reasoning")
-            self.write(f"{DIM}{_clean(event.text)}{PLAIN}")
+            self.write(f"{DIM}{printable(event.text)}{PLAIN}")
         elif isinstance(event, events.ReplyRestarted):
             self.line(f"{DIM}(the connection broke; the answer begins again){PLAIN}")
         elif isinstance(event, events.ToolBegun):
-            self.line(f"{CYAN}● {_clean(event.name)}{PLAIN} {_clean(event.preview)}")
+            self.line(f"{CYAN}● {escaped(event.name)}{PLAIN} {escaped(event.preview)}")
         elif isinstance(event, events.ToolOutput):
             self._enter("output")
             self._shown.add(event.call_id)
@@ -675,7 +675,7 @@ class Screen:
         for line in lines:
             self._lines += 1
             if self._lines <= SHOWN_LINES:
-                self.write(f"{DIM}  │ {_clean(line)[:300]}{PLAIN}\n")
+                self.write(f"{DIM}  │ {printable(line)[:300]}{PLAIN}\n")
         if last:
             if self._lines > SHOWN_LINES:
                 self.write(f"{DIM}  │ … {self._lines - SHOWN_LINES} more lines{PLAIN}\n")
@@ -688,7 +688,7 @@ class Screen:
         self._leave()
         reply = _object(event.text)
         if event.error:
-            self.write(f"{RED}  ✗ {_clean(_first_line(event.error))}{PLAIN}\n")
+            self.write(f"{RED}  ✗ {printable(_first_line(event.error))}{PLAIN}\n")
         elif isinstance(reply.get("diff"), str):
             self.diff(str(reply["diff"]))
         elif event.call_id not in self._shown:
@@ -696,7 +696,7 @@ class Screen:
             if reply.get("output") == "":
                 shown = "(no output)"
             for line in shown.splitlines()[:3]:
-                self.write(f"{DIM}  │ {_clean(line)[:300]}{PLAIN}\n")
+                self.write(f"{DIM}  │ {printable(line)[:300]}{PLAIN}\n")
         code = reply.get("exit_code")
         if isinstance(code, int) and code and not event.error:
             self.write(f"{YELLOW}  exit code {code}{PLAIN}\n")
@@ -708,7 +708,7 @@ class Screen:
         if event.outcome == INTERRUPTED:
             self.write(f"{YELLOW}interrupted{PLAIN}\n")
         elif event.outcome != NATURAL:
-            self.write(f"{RED}{_clean(event.outcome)}: {_clean(event.error)}{PLAIN}\n")
+            self.write(f"{RED}{printable(event.outcome)}: {printable(event.error)}{PLAIN}\n")
 
 
 class MarkdownStream:
@@ -840,12 +840,6 @@ def _read_options(words: Sequence[str]) -> ChatOptions:
     from palaestra.chat.config import read_options
 
     return read_options(words, "palaestra chat")
-
-
-def _clean(text: str) -> str:
-    from palaestra.core.printable import printable
-
-    return printable(text)
 
 
 def _first_line(text: str) -> str:

@@ -76,6 +76,19 @@ def printable(text: str) -> str:
     return _visible(_ESCAPE.sub("", text))
 
 
+def escaped(text: str) -> str:
+    """Return the text with each unprintable character except tabs as a Python escape, a newline as `\\n`. Unlike
+    `printable`, this drops nothing of a text that a person reads before agreeing to it."""
+    return "".join(
+        each if each.isprintable() or each == "\t" else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def quoted(text: str) -> str:
+    """Return the `escaped` lines of a text, each with a mark in front, so that none can imitate a question."""
+    return "\n".join(f"  | {escaped(line)}" for line in text.split("\n"))
+
+
 class TerminalText:
     """Wraps a terminal's stream and makes every text `printable`. `raw` is the wrapped stream, to which Palaestra
     writes its own colours."""

@@ -29,6 +29,7 @@ from palaestra.chat.events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBe
 from palaestra.chat.service import ChatService
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, PalaestraError, PlatformRefused, PlatformUnavailable
+from palaestra.core.printable import escaped
 from palaestra.core.types import JSON
 from palaestra.gateway import commands, files
 from palaestra.gateway.commands import ChatCommand
@@ -635,6 +636,7 @@ class Gateway:
         """Ask the chat whether a command may run. If no answer arrives in time, the command is denied. The answer names
         the question by a code, so that a late answer does not count for the next question."""
         shown, hidden = request.command[:MOST_SHOWN], len(request.command) - MOST_SHOWN
+        shown = "\n".join(map(escaped, shown.split("\n"))).replace("```", r"\x60" * 3)  # nothing leaves the code block
         more = f"({hidden} more characters of it are not shown.)\n" if hidden > 0 else ""
         code = session.approval_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
         text = (

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.printable import escaped, quoted
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
 T = TypeVar("T")
@@ -53,21 +54,21 @@ class TerminalPerson:
 
     async def approve(self, request: ApprovalRequest) -> ApprovalAnswer:
         """Ask whether a command may run, and return the answer. This method is the `ask` of `Approvals`."""
-        what = f"A command of task {_plain(request.task_id)} {', '.join(request.dangers)}:\n{_quoted(request.command)}"
+        what = f"A command of task {escaped(request.task_id)} {', '.join(request.dangers)}:\n{quoted(request.command)}"
         prompt = "Run it? y: once, s: this kind for the whole session, n: no [n] "
         return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:
         """Ask a question and return the answer, or None if there is none. The answer need not be one of the choices.
         This method is the `ask` of a `User`."""
-        offered = "".join(f"\n  {number}: {_plain(choice)}" for number, choice in enumerate(choices, 1))
+        offered = "".join(f"\n  {number}: {escaped(choice)}" for number, choice in enumerate(choices, 1))
 
         def understood(line: str) -> str | None:
             number = int(line) if line.isascii() and line.isdigit() else 0
             return choices[number - 1] if 1 <= number <= len(choices) else line or None
 
         prompt = "A number, or your answer (Ctrl-C: none): " if choices else "Your answer (Ctrl-C: none): "
-        return await self._ask(f"A question:\n{_quoted(question)}{offered}", prompt, understood, None)
+        return await self._ask(f"A question:\n{quoted(question)}{offered}", prompt, understood, None)
 
     async def _ask(self, what: str, prompt: str, understood: Callable[[str], T | None], refused: T) -> T:
         """Return the value of the first line that `understood` accepts; `refused` if there is none."""
@@ -153,13 +154,3 @@ async def _ready(terminal: int, *, writing: bool = False) -> None:
         await ready.wait()
     finally:
         remove(terminal)
-
-
-def _quoted(text: str) -> str:
-    return "\n".join(f"  | {_plain(line)}" for line in text.split("\n"))
-
-
-def _plain(text: str) -> str:
-    """Return the text with every unprintable character escaped, because it could move the cursor or reorder the
-    text."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
