@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from palaestra.chat.folders import state_folder
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.exits import DONE, plural
-from palaestra.core.io.durable_files import private
 from palaestra.core.printable import escaped, printable, quoted
 
 try:
@@ -575,6 +574,8 @@ class ChatTerminal:
         self._screen.line(f"{DIM}named; continue with: palaestra chat --resume {printable(rest)!r}{PLAIN}")
 
     async def _do_export(self, rest: str) -> None:
+        from palaestra.core.io.durable_files import private
+
         path = Path(rest or f"{self._conversation.id}.json").expanduser()
         talk = self._conversation
         content = {"id": talk.id, "title": talk.title, "model": talk.model, "messages": talk.messages}
