@@ -499,9 +499,19 @@ def unpack_files(data: bytes, directory: str, name: str, max_bytes: int) -> None
 
     Raises `ImageError`. Links in the archive are created and may lead anywhere; do not follow them.
     """
+    _unpack_plain(io.BytesIO(data), directory, name, max_bytes)
+
+
+def unpack_file(path: str, directory: str, name: str, max_bytes: int) -> None:
+    """Unpack the archive at `path` as `unpack_files` does."""
+    with open(path, "rb") as file:
+        _unpack_plain(file, directory, name, max_bytes)
+
+
+def _unpack_plain(file: IO[bytes], directory: str, name: str, max_bytes: int) -> None:
     unpacking = Unpacking(directory, name, max_bytes, threading.Event(), as_image=False)
     try:
-        with Archive.open(fileobj=io.BytesIO(data)) as archive:
+        with Archive.open(fileobj=file) as archive:
             unpacking.add(archive)
         unpacking.finish()
     except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:

@@ -1,29 +1,30 @@
 """Install the toolchain of tests: an interpreter, pytest, and the packages that tests import in addition to the
 repository.
 
-`DependencyCache` installs pinned requirements once on the host, into a folder named by its content. Slots mount it
-read-only, so no rollout can change it. `install_editable` makes a virtual environment with the repository in it, inside
-the preparation slot and outside the repository, for rows of the public data sets.
+`DependencyCache` installs pinned requirements once, in a slot (`wheel_install.py`), and keeps the files on the host, in
+a folder named by its content. Slots mount it read-only, so no rollout can change it. `install_editable` makes a virtual
+environment with the repository in it, inside the preparation slot and outside the repository, for rows of the public
+data sets.
 
-Invariant: no code of a repository is executed on the host. Installs on the host use wheels only.
+Invariant: no installer and no code of a repository is executed on the host, and every requirement has passed
+`check_requirements`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.errors import PrepareError, TaskError
-from palaestra.core.io.host_process import check_process
+from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Mount, Slot
 from palaestra.suites.build_once import build_once
+from palaestra.suites.grading.requirements import check_requirements
+from palaestra.suites.grading.wheel_install import install_wheels
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import RowFields
 
@@ -61,12 +62,10 @@ class Install:
                 "install must be an object whose keys are among requirements, python_path, pytest_args and editable"
             )
         fields = RowFields(raw)
-        return cls(
-            fields.texts("requirements"),
-            fields.texts("python_path"),
-            fields.texts("pytest_args"),
-            editable=bool(raw.get("editable", False)),
-        )
+        editable = bool(raw.get("editable", False))
+        requirements = fields.texts("requirements")
+        check_requirements(requirements, in_repository=editable)
+        return cls(requirements, fields.texts("python_path"), fields.texts("pytest_args"), editable=editable)
 
     def to_json(self) -> dict[str, JSON]:
         """Return the column that `parse` reads."""
@@ -125,10 +124,11 @@ class DependencyCache:
         """Return the toolchain for an installation. The requirements are installed only once. If `closed` is true,
         packages that the requirements depend on are not installed.
 
-        Raises `PrepareError` with the end of the installer's output.
+        Raises `TaskError` for a text that is not a requirement, and `PrepareError` with the end of the installer's
+        output.
         """
         python, mounts = interpreter()
-        place = await self._ensure(install.requirements, python, closed)
+        place = await self._ensure(install.requirements, python, mounts, closed)
         return Toolchain(
             command=(python, "-s", "-S", "-B"),
             mounts=(*mounts, Mount(str(place), DEPENDENCIES_DIR)),
@@ -138,28 +138,18 @@ class DependencyCache:
             bin_dir=f"{DEPENDENCIES_DIR}/bin",
         )
 
-    async def _ensure(self, requirements: Sequence[str], python: str, closed: bool) -> Path:
+    async def _ensure(self, requirements: Sequence[str], python: str, mounts: Sequence[Mount], closed: bool) -> Path:
         facts = [python, sys.version, *sorted(requirements), *([] if closed else ["and what they depend on"])]
         key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
 
         async def install(fresh: Path) -> None:
-            command = [*_installer(closed), "--target", str(fresh / "site"), *requirements]
-            (fresh / "site").mkdir()
-            problem = f"cannot install {', '.join(requirements)}"
-            await check_process(command, problem, timeout_s=self._timeout_s, shown=2000)
+            site = fresh / "site"
+            site.mkdir()
+            if requirements:
+                await install_wheels(requirements, site, python, mounts, closed=closed, timeout_s=self._timeout_s)
             _write_commands(fresh / "bin", python)
 
         return await build_once(self.root / key, install, timeout_s=self._timeout_s)
-
-
-def _installer(closed: bool) -> list[str]:
-    """Return `pip install` or `uv pip install`, whichever is available; wheels only."""
-    flags = [*(["--no-deps"] if closed else []), "--only-binary", ":all:", "--quiet"]
-    if importlib.util.find_spec("pip"):
-        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *flags]
-    if uv := shutil.which("uv"):
-        return [uv, "pip", "install", "--python", sys.executable, "--compile-bytecode", *flags]
-    raise PrepareError("installing test requirements needs pip or uv; run `python -m ensurepip`")
 
 
 def _write_commands(bin_dir: Path, python: str) -> None:
@@ -176,9 +166,10 @@ async def install_editable(
 ) -> Toolchain:
     """Make a virtual environment with the repository and pytest, inside a preparation slot (network on).
 
-    `env` are environment variables for the installer, such as PIP_INDEX_URL. Raises `PrepareError` with the end of the
-    installer's output.
+    `env` are environment variables for the installer, such as PIP_INDEX_URL. Raises `TaskError` for a text that is not
+    a requirement, and `PrepareError` with the end of the installer's output.
     """
+    check_requirements(install.requirements, in_repository=True)
     python, mounts = interpreter()
     # Use the host's certificates if the slot has them, so that pip trusts an index with a privately signed certificate.
     trust = {"PIP_CERT": CERTIFICATES} if await slot.stat(CERTIFICATES) else {}
@@ -187,8 +178,9 @@ async def install_editable(
     pip = [f"{VENV_DIR}/bin/python", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
     extras = [name[2:-1] for name in install.requirements if name.startswith(".[")]
     repository = f"{repo_dir}[{','.join(extras)}]" if extras else repo_dir
-    requirements = [*PUBLIC_TEST_REQUIREMENTS, *(name for name in install.requirements if name[0] != ".")]
-    await _in_slot(slot, [*pip, "-e", repository, *requirements], repo_dir, timeout_s, variables)
+    files = [name for name in install.requirements if name.startswith("-r")]
+    requirements = [*PUBLIC_TEST_REQUIREMENTS, *(name for name in install.requirements if name[0] not in ".-")]
+    await _in_slot(slot, [*pip, "-e", repository, *files, "--", *requirements], repo_dir, timeout_s, variables)
     return venv_toolchain(install, mounts)
 
 

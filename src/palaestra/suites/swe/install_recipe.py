@@ -17,13 +17,11 @@ from collections.abc import Iterable, Mapping
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
+from palaestra.suites.grading.requirements import is_requirement
 from palaestra.suites.grading.toolchain import Install
 from palaestra.suites.task_files import RowFields
 
 _PIP = re.compile(r"(?:^|[;&|]\s*)(?:python3?\s+-m\s+)?pip3?\s+install\s+([^;&|\n]*)", re.MULTILINE)
-_REPOSITORY = re.compile(r"\.(?:\[[\w,. -]+\])?")
-_REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[\w,. -]+\])?\s*(?:[=<>!~]=?[^;@]*)?(?:;.*)?")
-_FILE = re.compile(r"[A-Za-z0-9_][\w./-]*\.(?:txt|in|pip)")
 
 
 def install_of(row: RowFields) -> Install:
@@ -51,24 +49,17 @@ def pip_requirements(script: str) -> list[str]:
         words = iter(_words(match[1]))
         for word in words:
             if word in ("-r", "--requirement"):
-                file = next(words, "")
-                found += [f"-r{file}"] if is_requirement(f"-r{file}") else []
-            elif word != "." and is_requirement(word):
+                word = f"-r{next(words, '')}"
+            if is_requirement(word, in_repository=True):
                 found.append(word)
     return found
 
 
-def is_requirement(text: str) -> bool:
-    """Return whether this word may be passed to pip: a requirement, the repository with extras (`.[test]`), or `-rFILE`
-    with a file of the repository."""
-    if text.startswith("-r"):
-        return _FILE.fullmatch(text[2:]) is not None and ".." not in text.split("/")
-    return (_REPOSITORY.fullmatch(text) or _REQUIREMENT.fullmatch(text)) is not None
-
-
 def _of_recipe(recipe: Mapping[str, JSON]) -> list[str]:
     found = [name for line in _lines(recipe.get("pip_packages")) if (name := _requirement(line))]
-    found += [f"-r{path}" for path in _lines(recipe.get("reqs_path")) if is_requirement(f"-r{path}")]
+    found += [
+        f"-r{path}" for path in _lines(recipe.get("reqs_path")) if is_requirement(f"-r{path}", in_repository=True)
+    ]
     for part in ("install", "pre_install"):
         found += pip_requirements("\n".join(_lines(recipe.get(part))))
     return found
@@ -77,7 +68,7 @@ def _of_recipe(recipe: Mapping[str, JSON]) -> list[str]:
 def _requirement(line: str) -> str:
     """Return the requirement in a line of a requirements file, or an empty string for a comment, an option or a URL."""
     text = line.partition("#")[0].strip()
-    return text if text and is_requirement(text) else ""
+    return text if is_requirement(text, in_repository=True) else ""
 
 
 def _lines(value: JSON) -> list[str]:

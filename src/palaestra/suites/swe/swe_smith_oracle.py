@@ -35,12 +35,12 @@ from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.controls import ControlResult, Controls, Places, TaskControls, hard_alarm
 from palaestra.suites.grading.django_tests import run_django
+from palaestra.suites.grading.requirements import is_requirement
 from palaestra.suites.grading.rewritten_tests import RewrittenTests, named_tests, parse, without_tests
 from palaestra.suites.grading.run_tests import TestRun, run_files
 from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.suites.swe.apply_diff import solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
-from palaestra.suites.swe.install_recipe import is_requirement
 from palaestra.suites.swe.protected import hidden_files, protected_paths, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
@@ -152,7 +152,7 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     @classmethod
     def _pip_takes_them(cls, given: list[str] | dict[str, list[str]]) -> list[str] | dict[str, list[str]]:
         for text in [name for names in given.values() for name in names] if isinstance(given, dict) else given:
-            if not is_requirement(text):
+            if not is_requirement(text, in_repository=True):
                 raise ConfigError(f"{text!r} is not a requirement, an extra such as .[test], or -rFILE")
         return given
 

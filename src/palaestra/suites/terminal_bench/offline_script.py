@@ -17,6 +17,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from palaestra.suites.grading.requirements import check_requirements
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.terminal_task import TaskStep, TerminalTask
 
@@ -90,6 +91,7 @@ def _read_script(task: TerminalTask) -> OfflineScript:
     text = read_text(files.pop(name, task.verifier.folder / name))  # Terminal-Bench 1 has the script next to the folder
     others = {each: read_text(found) for each, found in files.items() if each.endswith(".sh")}
     script = with_others(offline(text), others)
+    check_requirements(script.requirements)
     # In Terminal-Bench 1, the only verdict is pytest's.
     return replace(script, pytest=script.pytest or task.format is task.format.TERMINAL_BENCH_1)
 

@@ -35,6 +35,7 @@ from palaestra.core.io.durable_files import replaced
 from palaestra.core.io.host_process import check_process, run_process
 from palaestra.core.redaction import redacted
 from palaestra.sandbox.images.unpack import Archive
+from palaestra.suites.grading.wheel_install import pip_settings
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _LINK = re.compile(r"""<a\s[^>]*?href=["']([^"']+)["'][^>]*>([^<]+)</a>""", re.IGNORECASE)
@@ -118,7 +119,7 @@ def cached_bytes(cache: Path, sha256: str) -> bytes | None:
 async def open_index(cache: Path, *, url: str | None = None) -> AsyncIterator[PackageIndex]:
     """Connect to the package index at `url`. If `url` is None, connect to the index that pip uses."""
     address = url or await configured_url()
-    context = ssl.create_default_context(cafile=await _setting("cert") or None)
+    context = ssl.create_default_context(cafile=(await pip_settings()).get("cert"))
     timeout = aiohttp.ClientTimeout(total=120, connect=30)
     async with aiohttp.ClientSession(
         trust_env=True, timeout=timeout, connector=aiohttp.TCPConnector(ssl=context)
@@ -128,7 +129,7 @@ async def open_index(cache: Path, *, url: str | None = None) -> AsyncIterator[Pa
 
 async def configured_url() -> str:
     """Return the address that pip uses. Raises `ConfigError` if it cannot be determined."""
-    if address := await _setting("index-url"):
+    if address := (await pip_settings()).get("index-url"):
         return address
     if importlib.util.find_spec("pip"):
         argv = [sys.executable, "-m", "pip", "download", "--help"]
@@ -142,16 +143,6 @@ async def configured_url() -> str:
     if not found:
         raise ConfigError("the default package index is unknown; name one with --index-url")
     return found[0]
-
-
-async def _setting(name: str) -> str:
-    """Return a setting of pip from its environment variables, or else from its configuration files. If it is set
-    nowhere, return an empty string."""
-    if not importlib.util.find_spec("pip"):
-        return ""
-    result = await run_process([sys.executable, "-m", "pip", "config", "list"], timeout_s=_SETTINGS_TIMEOUT_S)
-    found = dict(re.findall(rf"^(:env:|global|install|download)\.{re.escape(name)}='(.*)'$", result.text, re.MULTILINE))
-    return found.get(":env:") or found.get("download") or found.get("global") or ""
 
 
 def _json_files(body: bytes, page: str) -> list[Sdist]:
