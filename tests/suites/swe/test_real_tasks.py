@@ -80,6 +80,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def rolled_out(built: Built, folder: Path, tasks: Path, policy: str, *flags: str) -> list[Group]:
     """Run the environment over a file of rows, one rollout each."""
     settings = {"dataset_name": tasks, "group_size": 1, "cache_dir": built.cache, "max_failures": 100}
+    settings["repo_root"] = built.cache
     common = [f"--env.{name}={value}" for name, value in settings.items()]
     line = CommandLine("test", SweSmithOracleEnvConfig, APIServerConfig)
     groups = f"--env.data_path_to_save_groups={folder / 'g.jsonl'}"

@@ -118,6 +118,20 @@ def test_repositories_lie_beside_the_file_that_names_them(tmp_path: Path) -> Non
     assert row.repo_path == str(tmp_path / "r" / "x.git")
 
 
+def test_an_absolute_path_of_a_repository_needs_a_folder_that_the_user_names(tmp_path: Path) -> None:
+    private, data = tmp_path / "private", tmp_path / "data"
+    private.mkdir()
+    data.mkdir()
+    (data / "link").symlink_to(private)
+    rows = [{**SMITH, "repo_path": str(private)}, {**SMITH, "repo_path": "../private"}, {**SMITH, "repo_path": "link"}]
+    (data / "rows.json").write_text(json.dumps(rows))
+    for found in load_rows(data / "rows.json"):
+        assert isinstance(found, TaskError)
+        assert "setting repo_root" in str(found)
+    allowed = list(load_rows(data / "rows.json", repo_root=private))
+    assert [row.repo_path for row in allowed if isinstance(row, SweRow)] == [str(private)] * 3
+
+
 def test_parquet_rows_are_the_same_rows(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -151,31 +151,33 @@ def _without(names: tuple[str, ...], bad: Mapping[str, Status]) -> int:
 
 
 def load_rows(
-    source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None
+    source: str | Path, *, split: str = "train", fields: Mapping[str, str] | None = None, repo_root: Path | None = None
 ) -> Iterator[SweRow | TaskError]:
     """Yield the rows of a dataset, with an error in place of each bad one; see `datasets.read_rows`.
 
-    A relative `repo_path` is relative to the folder of the source, and must be in this folder.
+    A `repo_path` is relative to the folder of the source, and must be in this folder or, if the user names one, in
+    `repo_root`.
     """
     for number, raw in read_rows(source, split=split, fields=fields):
         try:
             if isinstance(raw, TaskError):
                 yield TaskError(f"row {number}: {raw}")
             else:
-                yield _locate(parse_row(raw, number), Path(source))
+                yield _locate(parse_row(raw, number), Path(source), repo_root)
         except TaskError as error:
             yield error
 
 
-def _locate(row: SweRow, source: Path) -> SweRow:
-    if row.repo_path is None or Path(row.repo_path).is_absolute():  # rows that a build wrote name absolute paths
+def _locate(row: SweRow, source: Path, root: Path | None) -> SweRow:
+    if row.repo_path is None:
         return row
     folder = (source if source.is_dir() else source.parent).resolve()
-    place = (folder / row.repo_path).resolve()
-    if not source.exists() or not place.is_relative_to(folder):
+    place = (folder / row.repo_path).resolve()  # an absolute path stays as it is
+    allowed = [*([folder] if source.exists() else []), *([] if root is None else [root.resolve()])]
+    if not any(place.is_relative_to(each) for each in allowed):
         raise TaskError(
-            f"{row.instance_id}: its repository {row.repo_path} is not in the folder of the data set. Copy it there: "
-            "rows cannot name other folders of this machine"
+            f"{row.instance_id}: its repository {row.repo_path} is not in the folder of the data set. Copy it there, "
+            "or name the folder of the repositories with the setting repo_root: rows cannot name other folders"
         )
     return replace(row, repo_path=str(place))
 

@@ -105,6 +105,10 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     repo_base_url: str = Field(
         default="https://github.com", description="The base address of repositories, for rows without a repo_path."
     )
+    repo_root: str | None = Field(
+        default=None,
+        description="A folder in which rows may name repositories (repo_path), besides the folder of the data set.",
+    )
     install_timeout_s: float = Field(default=600, gt=0, description="Seconds that installing a repository may take.")
     requirements: list[str] = Field(
         default=[],
@@ -518,7 +522,9 @@ class SweSmithOracleEnv(ListedEnv):
         return sorted(rows, key=lambda row: ids.index(row.instance_id.rpartition(".")[2]))
 
     def _read(self, source: str) -> Iterable[SweRow | TaskError]:
-        rows = load_rows(source, split=self.config.dataset_split, fields=self.config.dataset_fields)
+        config = self.config
+        root = None if config.repo_root is None else local_path(config.repo_root)
+        rows = load_rows(source, split=config.dataset_split, fields=config.dataset_fields, repo_root=root)
         return (self._with_requirements(row) if isinstance(row, SweRow) else row for row in rows)
 
     def _with_requirements(self, row: SweRow) -> SweRow:

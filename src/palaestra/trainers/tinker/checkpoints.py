@@ -3,7 +3,8 @@ file names.
 
 The folder can be loaded by peft (LoRA) or transformers (full weights); AdamW's state is a file next to the weights.
 Invariants: a checkpoint exists once its JSON file has its final name, which happens after all its content is on the
-disk, so a crash leaves either the former checkpoint or the new one. No file is pickled.
+disk, so a crash leaves either the former checkpoint or the new one. No file is pickled. The content of a JSON file and
+links never lead out of the checkpoint's own folder, because checkpoints may come from others.
 """
 
 from __future__ import annotations
@@ -204,8 +205,12 @@ class CheckpointFolder:
             else:
                 kept.add(file.parent / found.folder)
         for folder in self.folder.glob("*/*/*/"):
-            if folder not in kept and re.fullmatch(r".+\.[0-9a-f]{8}", folder.name):
+            if folder not in kept and re.fullmatch(r".+\.[0-9a-f]{8}", folder.name) and not self._leaves(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _leaves(self, path: Path) -> bool:
+        """Return whether a link leads a path of this folder to another place."""
+        return path.resolve() != self.folder.resolve() / path.relative_to(self.folder)
 
     def _file(self, place: CheckpointPath) -> Path:
         return self.folder / place.run / place.kind / f"{checked_name(place.name)}.json"
@@ -219,6 +224,13 @@ class CheckpointFolder:
             raise UserError(f"The checkpoint file {file.name} cannot be read: {error}") from None
         if found.schema != SCHEMA:
             raise UserError(f"The checkpoint file {file.name} has schema {found.schema}; this version reads {SCHEMA}.")
+        named = (found.run, found.kind, f"{found.name}.json")
+        place = (file.parent.parent.name, file.parent.name, file.name)
+        tensors = file.parent / found.folder
+        if named != place or not re.fullmatch(rf"{re.escape(found.name)}\.[0-9a-f]{{8}}", found.folder):
+            raise UserError(f"The checkpoint file {file.name} names the folder {found.folder!r}, which is not its own.")
+        if self._leaves(file) or self._leaves(tensors) or any(map(self._leaves, tensors.glob("*"))):
+            raise UserError(f"The checkpoint {found.path} has links to other folders; copy the files themselves.")
         past = found.expires_s is not None and found.expires_s < time.time()
         return found if expired or not past else None
 
