@@ -54,7 +54,7 @@ FOREIGN = [
     "git+file://{folder}",
     "http://127.0.0.1:9/evil-1.0.tar.gz",
     "--no-binary=:all:",
-    "--index-url=file://{folder}",
+    "-ifile://{folder}",
     "-e{folder}",
     "-r{folder}/requirements.txt",
     "-rrequirements.txt",

@@ -183,7 +183,7 @@ def test_a_forger_that_knows_the_tests_is_no_fix(built: Built, tmp_path: Path, n
     tasks = tmp_path / "tasks.jsonl"
     rows = [built.pair(pair)[0] for pair in PAIRS]
     tasks.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    settings = [f"--env.cache_dir={built.cache}"]
+    settings = [f"--env.cache_dir={built.cache}", f"--env.repo_root={built.cache}"]
     played = asyncio.run(play_forgers(tasks, [name], settings, tasks=len(rows), workers=2))
     assert len(played) == len(rows)
     assert [each for each in played if each.reward != 0.0] == []
