@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,10 @@ class Editor:
 Scene = Callable[[acp.Agent, Editor, EchoChatServer], Coroutine[None, None, None]]
 
 
-def play(folder: Path, scene: Scene) -> None:
+def play(folder: Path, scene: Scene, *more: str, served: EchoChatServer | None = None) -> None:
     async def go() -> None:
-        async with asyncio.timeout(90), EchoChatServer() as server:
-            words = ("acp", "--base-url", server.url, "--model", "echo")
+        async with asyncio.timeout(90), served or EchoChatServer() as server:
+            words = ("acp", "--base-url", server.url, "--model", "echo", *more)
             editor = Editor()
             async with acp.spawn_agent_process(
                 editor, "palaestra", *words, env=environment(folder), use_unstable_protocol=True
@@ -120,3 +121,25 @@ def test_a_turn_is_cancelled_and_a_session_is_listed_loaded_and_forked(tmp_path:
             await agent.prompt(session_id="nothing", prompt=[acp.text_block("hi")])
 
     play(tmp_path, scene)
+
+
+def test_an_editor_decides_on_calls_that_change_the_host(tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[1] / "tools" / "mcp" / "host_writer.py")
+    settings = tmp_path / "mcp.json"
+    settings.write_text(json.dumps({"mcpServers": {"fs": {"command": sys.executable, "args": [script]}}}))
+    file = tmp_path / "written"
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id
+        arguments = {"path": str(file), "content": "new"}
+        for answer in ("no", "once"):
+            editor.answers = [answer]
+            prompt = [acp.text_block(f"call mcp_fs_write {json.dumps(arguments)}")]
+            await agent.prompt(session_id=session, prompt=prompt)
+            assert file.exists() == (answer == "once")
+        question = editor.questions[0]
+        assert (question.kind, question.raw_input) == ("other", arguments)
+        assert "the tool 'write' of the MCP server 'fs'" in question.title
+        assert str(file) in question.content[0].content.text
+
+    play(tmp_path, scene, "--mcp", str(settings))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from palaestra.testing.echo_chat_server import EchoChatServer
 
 pytestmark = pytest.mark.long
 
+HOST_WRITER = str(Path(__file__).parents[1] / "tools" / "mcp" / "host_writer.py")
+"""A real MCP server whose tools write files on the host."""
 CTRL_C, CTRL_D, PROMPT = "\x03", "\x04", "›"
 
 
@@ -108,6 +111,29 @@ def test_an_approval_shows_all_of_the_command(tmp_path: Path) -> None:
         time.sleep(0.3)
         child.send("n\r")
         seen(child, "did not allow")
+
+
+def test_a_call_that_changes_the_host_shows_server_tool_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mcp.json").write_text(
+        json.dumps({"mcpServers": {"fs": {"command": sys.executable, "args": [HOST_WRITER]}}})
+    )
+    file = tmp_path / "written"
+    call = f"call mcp_fs_write {json.dumps({'path': str(file), 'content': 'a' + chr(27) + '[8m' + chr(0x202E)})}"
+    with echo_server() as server, terminal(tmp_path, server.url, "--mcp", "mcp.json") as child:
+        for answer, result in (("n", "did not allow"), ("s", "written"), ("", "written")):
+            seen(child, PROMPT)
+            child.send(f"{call}\r")
+            if answer:
+                seen(
+                    child, r"calls the tool 'write' of the MCP server 'fs', which may change things outside the sandbox"
+                )
+                seen(child, r'\|  "path": "[^"]*written",\r\n  \|  "content": "a\\u001b\[8m\\u202e"')
+                seen(child, "Run it")
+                time.sleep(0.3)
+                child.send(f"{answer}\r")
+            seen(child, result)
+            assert file.exists() == (answer != "n")
+        finish(child)
 
 
 def test_approval_no_then_yes(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from palaestra.chat.service import ChatService
 from palaestra.chat.workdir import WorkFolder
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.exits import plural
-from palaestra.core.printable import escaped
+from palaestra.core.printable import escaped, quoted
 from palaestra.core.types import JSON, Message
 from palaestra.tools.builtin.session_search import message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
@@ -304,10 +304,13 @@ class ChatAgent:
 
         async def approve(request: ApprovalRequest) -> ApprovalAnswer:
             self._calls += 1
+            text = escaped(request.command)
+            title = f"{escaped(request.question)}: {text}" if request.tool else f"{text} ({', '.join(request.dangers)})"
             call = schema.ToolCallUpdate(
-                tool_call_id=f"{self._calls}-approval", kind="execute", status="pending",
-                title=f"{escaped(request.command)} ({', '.join(request.dangers)})",
-                raw_input={"command": request.command},
+                tool_call_id=f"{self._calls}-approval", kind="other" if request.tool else "execute", status="pending",
+                title=title,
+                raw_input={"command": request.command} if request.arguments is None else dict(request.arguments),
+                content=[acp.tool_content(acp.text_block(quoted(request.command)))],
             )  # fmt: skip
             options = [
                 schema.PermissionOption(option_id=key, name=label, kind=kind)  # type: ignore[arg-type]

@@ -103,7 +103,8 @@ _current_call: ContextVar[str] = ContextVar("current_call", default="")
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """Callbacks to the person. `approve` decides on dangerous commands (if it is None, they run), `answer` answers
+    """Callbacks to the person. `approve` decides on dangerous commands and on calls that act outside the sandbox (if it
+    is None, they run), `answer` answers
     questions of the `clarify` tool, and `notice` receives notices at any time, also between turns."""
 
     approve: Approve | None = None
@@ -649,7 +650,7 @@ class Conversation:
         assert self.people.approve is not None
         answer = await self.people.approve(request)
         if answer is ApprovalAnswer.ALWAYS:
-            self._store.allow(self.record.user, request.dangers)
+            self._store.allow(self.record.user, request.covers)
         return answer
 
     async def _end_tools(self) -> None:

@@ -58,12 +58,13 @@ async def answer_once(
     options: ChatOptions, which: Which, text: str, *, piped: str = "", as_json: bool, allow: bool
 ) -> int:
     """Send `text`, followed by `piped`, print the events, and return the exit code. With `allow`, dangerous commands
-    run; otherwise they are refused."""
+    and calls that act outside the sandbox run; otherwise they are refused."""
     write = _json_line if as_json else _Plain().show
 
     async def approve(request: ApprovalRequest) -> ApprovalAnswer:
         if not allow:
-            write(Notice(text=f"Not allowed without --yes: {request.command}", kind="approval"))
+            what = f"{request.tool} with {request.command}" if request.tool else request.command
+            write(Notice(text=f"Not allowed without --yes: {what}", kind="approval"))
         return ApprovalAnswer.ONCE if allow else ApprovalAnswer.DENY
 
     with open_store(options.config) as store:

@@ -423,12 +423,13 @@ class ConversationStore:
         ).fetchall()
 
     def allow(self, user: str, dangers: Collection[str]) -> None:
-        """From now on, allow a user's commands that have only these kinds of danger."""
+        """From now on, allow a user's commands that have only these kinds of danger. The key of a tool
+        (`Permit.key`) allows that tool."""
         with self._writing():
             self._db.executemany("INSERT OR IGNORE INTO allowed VALUES (?, ?)", [(user, each) for each in dangers])
 
     def allowed(self, user: str) -> set[str]:
-        """Return the kinds of danger that a user always allows."""
+        """Return the kinds of danger, and the keys of tools, that a user always allows."""
         return {danger for (danger,) in self._db.execute("SELECT danger FROM allowed WHERE user = ?", (user,))}
 
     def set_consent(self, user: str, consent: bool) -> None:

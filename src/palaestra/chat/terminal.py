@@ -385,7 +385,7 @@ class ChatTerminal:
     async def _approve(self, request: ApprovalRequest) -> ApprovalAnswer:
         from palaestra.tools.human.approval import ApprovalAnswer
 
-        self._screen.line(f"{YELLOW}This command {printable(', '.join(request.dangers))}:{PLAIN}")
+        self._screen.line(f"{YELLOW}{escaped(request.question)}:{PLAIN}")
         self._screen.line(quoted(request.command))
         answers = {
             "y": ApprovalAnswer.ONCE, "yes": ApprovalAnswer.ONCE, "s": ApprovalAnswer.SESSION,

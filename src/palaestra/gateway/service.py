@@ -54,8 +54,9 @@ LONGEST_RECONNECT_S = 60.0
 MOST_UNSENT = 500
 """The maximum number of unsent messages of one chat. While a chat has as many, its next turn does not begin."""
 STOP_PATIENCE_S = 10.0
-MOST_SHOWN = 2000
-"""The maximum number of characters of a command that the chat shows when it asks for approval."""
+MOST_SHOWN = 20_000
+"""The maximum number of characters of a command or call that waits for approval. Longer ones are denied, because nobody
+would see what they approve."""
 
 _CODE_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
@@ -633,14 +634,20 @@ class Gateway:
     # Questions to a person
 
     async def _ask_approval(self, session: _Session, request: ApprovalRequest) -> ApprovalAnswer:
-        """Ask the chat whether a command may run. If no answer arrives in time, the command is denied. The answer names
+        """Ask the chat whether a command or call may run. If no answer arrives in time, it is denied. The answer names
         the question by a code, so that a late answer does not count for the next question."""
-        shown, hidden = request.command[:MOST_SHOWN], len(request.command) - MOST_SHOWN
-        shown = "\n".join(map(escaped, shown.split("\n"))).replace("```", r"\x60" * 3)  # nothing leaves the code block
-        more = f"({hidden} more characters of it are not shown.)\n" if hidden > 0 else ""
+        shown = "\n".join(map(escaped, request.command.split("\n")))
+        shown = shown.replace("```", r"\x60" * 3)  # nothing leaves the code block
+        asked = escaped(request.question)
+        if len(shown) > MOST_SHOWN:
+            await self.notify(
+                f"Denied: {asked}. It has {len(shown)} characters, but at most {MOST_SHOWN} are shown for approval.",
+                session.address,
+            )
+            return ApprovalAnswer.DENY
         code = session.approval_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
         text = (
-            f"May this command run? It {', '.join(request.dangers)}:\n```\n{shown}\n```\n{more}"
+            f"May this run? {asked}:\n```\n{shown}\n```\n"
             f"/approve {code}, /approve {code} session, /approve {code} always or /deny; without an answer in "
             f"{self.config.approval_timeout_s / 60:g} min it does not run."
         )
