@@ -163,7 +163,7 @@ class ChatAgent:
             where = str(record.settings.get("cwd") or "")
             if cwd in (None, where):
                 updated = datetime.fromtimestamp(record.updated_at, UTC).isoformat()
-                title = record.title or self._first_words(record.id)
+                title = record.title or self._service.store.first_words(record.id)
                 found.append(schema.SessionInfo(session_id=record.id, cwd=where, title=title, updated_at=updated))
         return schema.ListSessionsResponse(sessions=found)
 
@@ -360,10 +360,6 @@ class ChatAgent:
         if not isinstance(found, Conversation):
             raise acp.RequestError.invalid_params({"session_id": session_id, "details": "no open session has this id"})
         return found
-
-    def _first_words(self, conversation: str) -> str:
-        turns = self._service.store.turns(conversation)
-        return message_text(turns[0].content)[:60] if turns else ""
 
 
 def _content(blocks: Sequence[Any]) -> JSON:

@@ -28,7 +28,14 @@ from palaestra.chat.conversation import Conversation, People
 from palaestra.chat.events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
 from palaestra.chat.service import ChatService
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, PalaestraError, PlatformRefused, PlatformUnavailable
+from palaestra.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    PalaestraError,
+    PlatformRefused,
+    PlatformUnavailable,
+    SandboxError,
+)
 from palaestra.core.printable import escaped
 from palaestra.core.types import JSON
 from palaestra.gateway import commands, files
@@ -59,6 +66,7 @@ MOST_SHOWN = 20_000
 would see what they approve."""
 
 _CODE_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+_FULL = "/undo forgets this message, /compact replaces the history with a summary, /new begins a new session."
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 
 
@@ -464,7 +472,10 @@ class Gateway:
         conversation, session.conversation = session.conversation, None
         if conversation is not None:
             if self.chat.lasting and conversation.record.settings.get("sandbox"):
-                await conversation.slot()  # takes over an earlier gateway's sandbox, which `close` ends
+                try:
+                    await conversation.slot()  # takes over an earlier gateway's sandbox, which `close` ends
+                except SandboxError as error:  # a new session must not depend on a sandbox that is broken
+                    logger.warning("%s: the earlier sandbox was not taken over: %s", session.key, error)
             await conversation.close()
 
     async def _sweep(self) -> None:
@@ -541,7 +552,8 @@ class Gateway:
         if ended.outcome == INTERRUPTED:
             texts.append("Stopped." if session.stopped else _CUT_OFF)
         elif ended.outcome != NATURAL:
-            texts.append(f"(The turn ended early, {ended.outcome}: {ended.error}. /retry runs it again.)")
+            advice = _FULL if isinstance(conversation.failure, ContextExceeded) else "/retry runs it again."
+            texts.append(f"(The turn ended early, {ended.outcome}: {ended.error.rstrip('.')}. {advice})")
         return _Answer(texts, sent, 0.0 if ended.replayed else ended.cost or 0.0)
 
     @asynccontextmanager
@@ -624,6 +636,11 @@ class Gateway:
         if command.name == "undo":
             taken = await conversation.undo()
             return _Answer(["There is nothing to undo." if taken is None else "The last message was undone."])
+        if command.name == "compact":
+            async with self._typing(message.address):
+                summary = await conversation.compact()
+            cost = float(conversation.turns()[0].report.get("cost") or 0.0)
+            return _Answer([f"The history was replaced with this summary:\n\n{summary}"], cost=cost)
         if self.chat.store.turn_of(conversation.id, message.message_id) is not None:
             return await self._turn(session, message, again="")  # the gateway was killed during this turn
         content = await conversation.undo()
