@@ -7,13 +7,13 @@ needs the whole history to fit: a summary is made in pieces if it must be.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from palaestra.agent.budget import BYTES_PER_TOKEN, estimated_tokens
 from palaestra.chat.store import HistoryEntry, StoredTurn, shortened
 from palaestra.core.errors import ContextExceeded
-from palaestra.core.types import JSON, Message
+from palaestra.core.types import Message
 from palaestra.tools.builtin.session_search import message_text
 
 FULL_SHARE = 0.8
@@ -46,11 +46,11 @@ class TokenCount:
 
     scale: float = 1.0
 
-    def of(self, messages: Sequence[Mapping[str, JSON]]) -> int:
+    def of(self, messages: Sequence[Message]) -> int:
         """Return the estimated tokens of messages, or of tool definitions."""
         return int(self.scale * estimated_tokens(messages))
 
-    def learn(self, messages: Sequence[Mapping[str, JSON]], tokens: int) -> None:
+    def learn(self, messages: Sequence[Message], tokens: int) -> None:
         """Adjust the estimate to the server's count of these messages. A short conversation proves little, because most
         of its tokens are those of the template."""
         estimate = estimated_tokens(messages)

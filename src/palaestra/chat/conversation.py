@@ -601,7 +601,9 @@ class Conversation:
         rows = [entry.row for entry in made.kept]
         cut = {row: chars for row, chars in made.cut.items() if row in rows}
         running = self._turn if self._running is not None else None
-        self.context_tokens = self._count.of([*self._fixed(), *(messages if summary else ()), *made.messages(made.kept)])
+        self.context_tokens = self._count.of(
+            [*self._fixed(), *(messages if summary else ()), *made.messages(made.kept)]
+        )
         self._store.compact(
             self.id, summary, messages=messages if summary else (), kept=rows, cut=cut, during=running,
             report={"context_tokens": self.context_tokens, **({} if running else self._spent(usage))},

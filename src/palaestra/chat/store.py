@@ -364,7 +364,9 @@ class ConversationStore:
     def first_words(self, conversation: str) -> str:
         """Return the beginning of the conversation's first message, also after a compaction."""
         turn = next(
-            self._turns("WHERE conversation = ? AND kind = 'message' AND state != 'undone' ORDER BY number", conversation),
+            self._turns(
+                "WHERE conversation = ? AND kind = 'message' AND state != 'undone' ORDER BY number", conversation
+            ),
             None,
         )
         return "" if turn is None else " ".join(message_text(turn.content).split())[:60]
