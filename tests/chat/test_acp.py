@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import pytest
 from acp import schema
 
 from chat.chat_process import environment
-from palaestra.testing.echo_chat_server import EchoChatServer
+from palaestra.core.types import JSON, Message
+from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
 pytestmark = pytest.mark.long
 
@@ -143,3 +144,30 @@ def test_an_editor_decides_on_calls_that_change_the_host(tmp_path: Path) -> None
         assert str(file) in question.content[0].content.text
 
     play(tmp_path, scene, "--mcp", str(settings))
+
+
+def test_a_full_session_goes_on_and_its_commands_work(tmp_path: Path) -> None:
+    def reply(messages: Sequence[Message]) -> dict[str, JSON]:
+        asked = "Summarize this conversation" in str(messages[-1].get("content"))
+        return {"content": "SUMMARY"} if asked else reply_to(messages)
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id
+
+        async def said(text: str) -> str:
+            editor.updates.clear()
+            await agent.prompt(session_id=session, prompt=[acp.text_block(text)])
+            return editor.text()
+
+        for number in range(8):
+            assert await said(f"say answer {number}\n{'x' * 8000}") == f"answer {number}"
+        with pytest.raises(acp.RequestError) as refused:
+            await said(f"say never {'z' * 100_000}")
+        assert "/undo removes the message" in str(refused.value.data)
+        assert await said("/undo") == "The last message was undone."
+        assert await said("/compact") == "SUMMARY"
+        assert await said("say on") == "on"
+        listed = await agent.list_sessions(cwd=str(tmp_path))
+        assert [each.title.startswith("say answer 0") for each in listed.sessions] == [True]
+
+    play(tmp_path, scene, served=EchoChatServer(window=10_000, reply=reply))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -275,5 +276,38 @@ def test_an_overflow_whose_compaction_fails_ends_the_turn_and_keeps_the_history(
             assert all(words(each) in [message["content"] for message in history] for each in range(number + 1))
             assert await conversation.undo() == words(number)
             assert (await said(conversation, "say short")).text == "short"
+
+    asyncio.run(main())
+
+
+@pytest.mark.slots
+def test_a_turn_that_was_compacted_and_then_killed_is_resumed(tmp_path: Path) -> None:
+    call = f"call terminal {json.dumps({'command': COMMAND})}"
+    (tmp_path / "killed").mkdir()
+
+    async def main() -> None:
+        server = EchoChatServer(window=WINDOW, lists_window=True, reply=summarizing)
+        async with server, chat(tmp_path, server, toolsets=("terminal",)) as service:
+
+            def copied(notice: Notice) -> None:
+                """Copy the store as a process that is killed now would leave it."""
+                with (
+                    closing(sqlite3.connect(tmp_path / "c.sqlite")) as now,
+                    closing(sqlite3.connect(tmp_path / "killed" / "c.sqlite")) as copy,
+                ):
+                    now.backup(copy)
+
+            conversation = Conversation.begin(service, People(notice=copied))
+            await said(conversation, "say before")
+            end = await said(conversation, f"{call}\n{call}\nsay done")
+            assert end.text == "done"
+        server = EchoChatServer(window=WINDOW, lists_window=True, reply=summarizing)
+        async with server, chat(tmp_path / "killed", server, toolsets=("terminal",)) as service:
+            killed = Conversation.open(service, conversation.id)
+            assert killed.unfinished
+            assert whole(killed.messages)
+            events = [event async for event in killed.resume()]
+            assert isinstance(events[-1], TurnEnded)
+            assert events[-1].text == "done"
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from chat.chat_process import environment
 from palaestra.chat.store import ConversationStore
 from palaestra.chat.terminal import Screen
 from palaestra.core.io.threads import LoopThread
-from palaestra.core.types import JSON
-from palaestra.testing.echo_chat_server import EchoChatServer
+from palaestra.core.types import JSON, Message
+from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
 pytestmark = pytest.mark.long
 
@@ -29,10 +29,10 @@ CTRL_C, CTRL_D, PROMPT = "\x03", "\x04", "›"
 
 
 @contextmanager
-def echo_server(delay_s: float = 0.0) -> Iterator[EchoChatServer]:
+def echo_server(delay_s: float = 0.0, server: EchoChatServer | None = None) -> Iterator[EchoChatServer]:
     """The server, on a thread of its own, because a terminal is read by blocking calls."""
     loop = LoopThread("echo")
-    server = EchoChatServer(delay_s=delay_s)
+    server = server or EchoChatServer(delay_s=delay_s)
     try:
         loop.wait(server.__aenter__())
         yield server
@@ -323,3 +323,33 @@ def test_a_killed_chat_is_resumed_without_a_lost_or_doubled_turn(tmp_path: Path)
             assert roles == ["user", "assistant", "tool", "assistant"]
             assert turn.answer == str(turn.content).rpartition("say ")[2]
         assert len(turns) > sent // 2  # a message that was killed before it was sent is in no turn
+
+
+def test_a_full_conversation_is_compacted_and_its_advice_works(tmp_path: Path) -> None:
+    def reply(sent: Sequence[Message]) -> dict[str, JSON]:
+        asked = "Summarize this conversation" in str(sent[-1].get("content"))
+        return {"content": "the summary"} if asked else reply_to(sent)
+
+    window = EchoChatServer(window=3000, reply=reply)
+    with echo_server(server=window) as server, terminal(tmp_path, server.url, "--toolsets", "todo") as child:
+        child.logfile_read = shown = io.StringIO()
+        for number in range(6):
+            seen(child, PROMPT)
+            child.send(f"\x1b[200~say answer {number} {'x' * 1800}\x1b[201~\r")
+            seen(child, f"answer {number}")
+            asked(server, number + 1)
+        seen(child, PROMPT)
+        child.send(f"\x1b[200~say never {'z' * 16_000}\x1b[201~\r")
+        seen(child, "Send the message in parts")
+        seen(child, "/undo removes the last message, /compact replaces")
+        seen(child, PROMPT)
+        child.send("/undo\r")
+        seen(child, "undone; files stay")
+        seen(child, PROMPT)
+        child.send("/compact\r")
+        seen(child, "the summary")
+        seen(child, PROMPT)
+        child.send("say on we go\r")
+        seen(child, "on we go")
+        finish(child)
+        assert "replaced with a summary" in shown.getvalue()

@@ -33,7 +33,7 @@ from palaestra.chat.events import (
 )
 from palaestra.chat.service import ChatService
 from palaestra.chat.workdir import WorkFolder
-from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.errors import ConfigError, ContextExceeded, PalaestraError
 from palaestra.core.exits import plural
 from palaestra.core.printable import escaped, quoted
 from palaestra.core.types import JSON, Message
@@ -72,6 +72,12 @@ _ANSWERS = {
     "always": (ApprovalAnswer.ALWAYS, "Always allow", "allow_always"),
     "no": (ApprovalAnswer.DENY, "Do not run it", "reject_once"),
 }
+
+_COMMANDS = {
+    "compact": "Replace the history with a summary",
+    "undo": "Remove the last message and its answer; files stay as they are",
+}
+"""The commands that the editor offers, which are sent as prompts such as `/undo`."""
 
 
 async def serve_acp(options: ChatOptions) -> None:
@@ -184,15 +190,22 @@ class ChatAgent:
         """Answer a message, then write the agent's changes back if the settings allow it. If a killed process left a
         turn open, that turn is finished first."""
         conversation = self._conversation(session_id)
+        content = _content(prompt)
         try:
+            if content in [f"/{name}" for name in _COMMANDS]:
+                text = await (self._undo(conversation) if content == "/undo" else conversation.compact())
+                await self._client.session_update(session_id, acp.update_agent_message_text(text))
+                return schema.PromptResponse(stop_reason="end_turn")
             if conversation.unfinished:
                 await self._play(conversation, conversation.resume())
-            ended = await self._play(conversation, conversation.send(_content(prompt)))
+            ended = await self._play(conversation, conversation.send(content))
             await self._write_back(conversation)
         except PalaestraError as error:
             raise acp.RequestError.internal_error({"details": str(error)}) from None
         if ended.outcome not in _STOPS:
-            raise acp.RequestError.internal_error({"details": ended.error or ended.outcome})
+            full = isinstance(conversation.failure, ContextExceeded)
+            advice = ". /undo removes the message, /compact replaces the history with a summary" if full else ""
+            raise acp.RequestError.internal_error({"details": f"{ended.error or ended.outcome}{advice}"})
         return schema.PromptResponse(stop_reason=_STOPS[ended.outcome])  # type: ignore[arg-type]
 
     async def ext_method(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -203,6 +216,10 @@ class ChatAgent:
         """Ignore notifications: there are no extensions."""
 
     # Internal
+
+    async def _undo(self, conversation: Conversation) -> str:
+        undone = await conversation.undo()
+        return "There is nothing to undo." if undone is None else "The last message was undone."
 
     async def _play(self, conversation: Conversation, events: AsyncGenerator[Event, None]) -> TurnEnded:
         ended = None
@@ -323,9 +340,11 @@ class ChatAgent:
 
     def _tell(self, session_id: str, text: str) -> None:
         """Show the person a notice as a thought of the agent, because the protocol has no notices."""
-        task = asyncio.ensure_future(
-            self._client.session_update(session_id, acp.update_agent_thought_text(f"[{text}]\n"))
-        )
+        self._update_later(session_id, acp.update_agent_thought_text(f"[{text}]\n"))
+
+    def _update_later(self, session_id: str, update: Any) -> None:
+        """Send an update without waiting for it."""
+        task = asyncio.ensure_future(self._client.session_update(session_id, update))
         self._told.add(task)
         task.add_done_callback(self._told.discard)
 
@@ -351,6 +370,9 @@ class ChatAgent:
 
     def _join(self, conversation: Conversation, folder: WorkFolder | None, people: list[str]) -> None:
         people.append(conversation.id)
+        commands = [schema.AvailableCommand(name=name, description=about) for name, about in _COMMANDS.items()]
+        update = schema.AvailableCommandsUpdate(session_update="available_commands_update", available_commands=commands)
+        self._update_later(conversation.id, update)
         if folder is not None:
             self._folders[conversation.id] = folder
             conversation.prepare = folder.fill
