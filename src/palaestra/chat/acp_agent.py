@@ -139,6 +139,7 @@ class ChatAgent:
             settings={"cwd": cwd},
         )
         self._join(conversation, folder, people)
+        self._offer_commands(conversation.id)
         return schema.NewSessionResponse(session_id=conversation.id)
 
     async def load_session(self, cwd: str, session_id: str, **_: Any) -> schema.LoadSessionResponse:
@@ -146,11 +147,13 @@ class ChatAgent:
         conversation = self._opened(session_id, cwd)
         for message in conversation.messages:
             await self._replay(conversation.id, message)
+        self._offer_commands(session_id)
         return schema.LoadSessionResponse()
 
     async def resume_session(self, session_id: str, cwd: str, **_: Any) -> schema.ResumeSessionResponse:
         """Open a stored conversation without sending its history, which the editor already has."""
         self._opened(session_id, cwd)
+        self._offer_commands(session_id)
         return schema.ResumeSessionResponse()
 
     async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
@@ -158,6 +161,7 @@ class ChatAgent:
         people: list[str] = []
         other = await self._conversation(session_id).fork(people=self._people(people))
         self._join(other, self._folder(cwd), people)
+        self._offer_commands(other.id)
         return schema.ForkSessionResponse(session_id=other.id)
 
     async def list_sessions(
@@ -216,6 +220,11 @@ class ChatAgent:
         """Ignore notifications: there are no extensions."""
 
     # Internal
+
+    def _offer_commands(self, session_id: str) -> None:
+        commands = [schema.AvailableCommand(name=name, description=about) for name, about in _COMMANDS.items()]
+        update = schema.AvailableCommandsUpdate(session_update="available_commands_update", available_commands=commands)
+        self._update_later(session_id, update)
 
     async def _undo(self, conversation: Conversation) -> str:
         undone = await conversation.undo()
@@ -370,9 +379,6 @@ class ChatAgent:
 
     def _join(self, conversation: Conversation, folder: WorkFolder | None, people: list[str]) -> None:
         people.append(conversation.id)
-        commands = [schema.AvailableCommand(name=name, description=about) for name, about in _COMMANDS.items()]
-        update = schema.AvailableCommandsUpdate(session_update="available_commands_update", available_commands=commands)
-        self._update_later(conversation.id, update)
         if folder is not None:
             self._folders[conversation.id] = folder
             conversation.prepare = folder.fill
