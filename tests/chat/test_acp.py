@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+import sys
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from acp import schema
 
 from chat.chat_process import environment
-from palaestra.testing.echo_chat_server import EchoChatServer
+from palaestra.core.types import JSON, Message
+from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
 pytestmark = pytest.mark.long
 
@@ -49,10 +51,10 @@ class Editor:
 Scene = Callable[[acp.Agent, Editor, EchoChatServer], Coroutine[None, None, None]]
 
 
-def play(folder: Path, scene: Scene) -> None:
+def play(folder: Path, scene: Scene, *more: str, served: EchoChatServer | None = None) -> None:
     async def go() -> None:
-        async with asyncio.timeout(90), EchoChatServer() as server:
-            words = ("acp", "--base-url", server.url, "--model", "echo")
+        async with asyncio.timeout(90), served or EchoChatServer() as server:
+            words = ("acp", "--base-url", server.url, "--model", "echo", *more)
             editor = Editor()
             async with acp.spawn_agent_process(
                 editor, "palaestra", *words, env=environment(folder), use_unstable_protocol=True
@@ -120,3 +122,52 @@ def test_a_turn_is_cancelled_and_a_session_is_listed_loaded_and_forked(tmp_path:
             await agent.prompt(session_id="nothing", prompt=[acp.text_block("hi")])
 
     play(tmp_path, scene)
+
+
+def test_an_editor_decides_on_calls_that_change_the_host(tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[1] / "tools" / "mcp" / "host_writer.py")
+    settings = tmp_path / "mcp.json"
+    settings.write_text(json.dumps({"mcpServers": {"fs": {"command": sys.executable, "args": [script]}}}))
+    file = tmp_path / "written"
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id
+        arguments = {"path": str(file), "content": "new"}
+        for answer in ("no", "once"):
+            editor.answers = [answer]
+            prompt = [acp.text_block(f"call mcp_fs_write {json.dumps(arguments)}")]
+            await agent.prompt(session_id=session, prompt=prompt)
+            assert file.exists() == (answer == "once")
+        question = editor.questions[0]
+        assert (question.kind, question.raw_input) == ("other", arguments)
+        assert "the tool 'write' of the MCP server 'fs'" in question.title
+        assert str(file) in question.content[0].content.text
+
+    play(tmp_path, scene, "--mcp", str(settings))
+
+
+def test_a_full_session_goes_on_and_its_commands_work(tmp_path: Path) -> None:
+    def reply(messages: Sequence[Message]) -> dict[str, JSON]:
+        asked = "Summarize this conversation" in str(messages[-1].get("content"))
+        return {"content": "SUMMARY"} if asked else reply_to(messages)
+
+    async def scene(agent: Any, editor: Editor, server: EchoChatServer) -> None:
+        session = (await agent.new_session(cwd=str(tmp_path), mcp_servers=[])).session_id
+
+        async def said(text: str) -> str:
+            editor.updates.clear()
+            await agent.prompt(session_id=session, prompt=[acp.text_block(text)])
+            return editor.text()
+
+        for number in range(8):
+            assert await said(f"say answer {number}\n{'x' * 8000}") == f"answer {number}"
+        with pytest.raises(acp.RequestError) as refused:
+            await said(f"say never {'z' * 100_000}")
+        assert "/undo removes the message" in str(refused.value.data)
+        assert await said("/undo") == "The last message was undone."
+        assert await said("/compact") == "SUMMARY"
+        assert await said("say on") == "on"
+        listed = await agent.list_sessions(cwd=str(tmp_path))
+        assert [each.title.startswith("say answer 0") for each in listed.sessions] == [True]
+
+    play(tmp_path, scene, served=EchoChatServer(window=10_000, reply=reply))

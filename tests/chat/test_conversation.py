@@ -367,3 +367,26 @@ def test_a_token_exact_server_streams_and_leaves_a_ledger_as_a_rollout_does(
                 assert tokenizer.decode(sampled).count("<|im_end|>") == len(ledger.turns) == 3
 
     asyncio.run(go())
+
+
+def test_a_compaction_opens_a_declared_segment(tmp_path: Path) -> None:
+    tokenizer = toy_tokenizer([])
+
+    async def go() -> None:
+        engine = ToyEngine(tokenizer, iter(["one", "two", "the summary", "three"]))
+        async with TokenLoopback(engine, tokenizer, kind="sglang") as server:
+            config = APIServerConfig(base_url=server.url, model_name="toy", server_type="sglang")
+            with ConversationStore(tmp_path / "c.sqlite") as store:
+                async with ChatService(SGLangEngine(config, tokenizer=tokenizer), store, SETTINGS) as chat:
+                    conversation = Conversation.begin(chat)
+                    await said(conversation, "first")
+                    await said(conversation, "second")
+                    assert await conversation.compact() == "the summary"
+                    assert ended(await said(conversation, "third")).text == "three"
+                [(_, first, last, record)] = store.ledgers(conversation.id)
+                assert (first, last) == (1, 4)
+                ledger = msgspec.msgpack.decode(record, type=LedgerRecord)
+                assert [segment.reason for segment in ledger.segments][1:] == ["compaction", "compaction"]
+                assert len(ledger.turns) == 4
+
+    asyncio.run(go())

@@ -206,9 +206,13 @@ def test_mcp_servers_of_the_settings_are_tools(tmp_path: Path) -> None:
 
     async def scene(server: EchoChatServer) -> None:
         words = ("--base-url", server.url, "--model", "echo", "--mcp", "mcp.json", "--json")
-        ran = await chat(tmp_path, "-p", 'call mcp_boats_knots {"speed": 4}', *words)
-        assert ran.code == 0
-        results = [event["text"] for event in ran.events if event["type"] == "tool_result"]
-        assert "8" in results[0]
+        for yes, said in (((), "did not allow this call"), (("--yes",), "8")):
+            ran = await chat(tmp_path, "-p", 'call mcp_boats_knots {"speed": 4}', *words, *yes)
+            assert ran.code == 0
+            results = [event["text"] for event in ran.events if event["type"] == "tool_result"]
+            assert said in results[0]
+            notices = [event["text"] for event in ran.events if event.get("kind") == "approval"]
+            assert bool(notices) != bool(yes)
+            assert all("'knots' of the MCP server 'boats'" in each and '"speed": 4' in each for each in notices)
 
     play(scene)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import random
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,19 +18,21 @@ from chat.chat_process import environment
 from palaestra.chat.store import ConversationStore
 from palaestra.chat.terminal import Screen
 from palaestra.core.io.threads import LoopThread
-from palaestra.core.types import JSON
-from palaestra.testing.echo_chat_server import EchoChatServer
+from palaestra.core.types import JSON, Message
+from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
 pytestmark = pytest.mark.long
 
+HOST_WRITER = str(Path(__file__).parents[1] / "tools" / "mcp" / "host_writer.py")
+"""A real MCP server whose tools write files on the host."""
 CTRL_C, CTRL_D, PROMPT = "\x03", "\x04", "›"
 
 
 @contextmanager
-def echo_server(delay_s: float = 0.0) -> Iterator[EchoChatServer]:
+def echo_server(delay_s: float = 0.0, server: EchoChatServer | None = None) -> Iterator[EchoChatServer]:
     """The server, on a thread of its own, because a terminal is read by blocking calls."""
     loop = LoopThread("echo")
-    server = EchoChatServer(delay_s=delay_s)
+    server = server or EchoChatServer(delay_s=delay_s)
     try:
         loop.wait(server.__aenter__())
         yield server
@@ -108,6 +111,29 @@ def test_an_approval_shows_all_of_the_command(tmp_path: Path) -> None:
         time.sleep(0.3)
         child.send("n\r")
         seen(child, "did not allow")
+
+
+def test_a_call_that_changes_the_host_shows_server_tool_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mcp.json").write_text(
+        json.dumps({"mcpServers": {"fs": {"command": sys.executable, "args": [HOST_WRITER]}}})
+    )
+    file = tmp_path / "written"
+    call = f"call mcp_fs_write {json.dumps({'path': str(file), 'content': 'a' + chr(27) + '[8m' + chr(0x202E)})}"
+    with echo_server() as server, terminal(tmp_path, server.url, "--mcp", "mcp.json") as child:
+        for answer, result in (("n", "did not allow"), ("s", "written"), ("", "written")):
+            seen(child, PROMPT)
+            child.send(f"{call}\r")
+            if answer:
+                seen(
+                    child, r"calls the tool 'write' of the MCP server 'fs', which may change things outside the sandbox"
+                )
+                seen(child, r'\|  "path": "[^"]*written",\r\n  \|  "content": "a\\u001b\[8m\\u202e"')
+                seen(child, "Run it")
+                time.sleep(0.3)
+                child.send(f"{answer}\r")
+            seen(child, result)
+            assert file.exists() == (answer != "n")
+        finish(child)
 
 
 def test_approval_no_then_yes(tmp_path: Path) -> None:
@@ -297,3 +323,33 @@ def test_a_killed_chat_is_resumed_without_a_lost_or_doubled_turn(tmp_path: Path)
             assert roles == ["user", "assistant", "tool", "assistant"]
             assert turn.answer == str(turn.content).rpartition("say ")[2]
         assert len(turns) > sent // 2  # a message that was killed before it was sent is in no turn
+
+
+def test_a_full_conversation_is_compacted_and_its_advice_works(tmp_path: Path) -> None:
+    def reply(sent: Sequence[Message]) -> dict[str, JSON]:
+        asked = "Summarize this conversation" in str(sent[-1].get("content"))
+        return {"content": "the summary"} if asked else reply_to(sent)
+
+    window = EchoChatServer(window=3000, reply=reply)
+    with echo_server(server=window) as server, terminal(tmp_path, server.url, "--toolsets", "todo") as child:
+        child.logfile_read = shown = io.StringIO()
+        for number in range(6):
+            seen(child, PROMPT)
+            child.send(f"\x1b[200~say answer {number} {'x' * 1800}\x1b[201~\r")
+            seen(child, f"answer {number}")
+            asked(server, number + 1)
+        seen(child, PROMPT)
+        child.send(f"\x1b[200~say never {'z' * 16_000}\x1b[201~\r")
+        seen(child, "Send the message in parts")
+        seen(child, "/undo removes the last message, /compact replaces")
+        seen(child, PROMPT)
+        child.send("/undo\r")
+        seen(child, "undone; files stay")
+        seen(child, PROMPT)
+        child.send("/compact\r")
+        seen(child, "the summary")
+        seen(child, PROMPT)
+        child.send("say on we go\r")
+        seen(child, "on we go")
+        finish(child)
+        assert "replaced with a summary" in shown.getvalue()

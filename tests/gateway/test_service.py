@@ -1,5 +1,8 @@
 import asyncio
+import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,12 @@ from palaestra.gateway.mailbox import CODES_PER_MINUTE
 from palaestra.gateway.platform import Attachment, ChatAddress, PlatformLimits
 from palaestra.gateway.platforms.loopback import Loopback
 from palaestra.gateway.service import Gateway
+from palaestra.tools.mcp.mcp_config import MCPServerConfig
+from palaestra.tools.mcp.run_servers import MCPServers
+from palaestra.tools.registry.build import build_tool_registry
 
+HOST_WRITER = str(Path(__file__).parents[1] / "tools" / "mcp" / "host_writer.py")
+"""A real MCP server whose tools write files on the host."""
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 
 
@@ -109,11 +117,13 @@ def test_a_dangerous_command_waits_for_the_approval_of_its_chat(tmp_path):
             await scene.ask(command)
             assert await scene.ask("/deny") == "Not allowed."
             assert "did not allow" in (await scene.platform.receive()).text
-            assert "not shown" not in question
-            question = await scene.ask(f"run echo {'x' * 3000}; rm -rf a")
-            assert "more characters of it are not shown" in question
+            question = await scene.ask(f"run echo {'x' * 3000}; rm -rf b")
+            assert "rm -rf b" in question
             await scene.ask("/deny")
             await scene.platform.receive()
+            denied = await scene.ask(f"run rm -rf a; echo {'x' * 30_000}")
+            assert "at most 20000 are shown" in denied
+            assert "did not allow" in (await scene.platform.receive()).text
             question = await scene.ask("run rm -rf a #\u202e\x07\n```\n||rm -rf b||")
             assert "```\nrm -rf a #\\u202e\\x07\n\\x60\\x60\\x60\n||rm -rf b||\n```\n" in question
             await scene.ask("/deny")
@@ -121,6 +131,29 @@ def test_a_dangerous_command_waits_for_the_approval_of_its_chat(tmp_path):
             await scene.ask(command)
             assert await scene.ask("/stop") == "Stopping."
             assert (await scene.platform.receive()).text == "Stopped."
+
+    asyncio.run(main())
+
+
+def test_a_call_that_changes_the_host_waits_for_the_approval_of_its_chat(tmp_path):
+    file = tmp_path / "written"
+    arguments = json.dumps({"path": str(file), "content": "```\u202e"}, ensure_ascii=False)
+
+    async def main():
+        async with MCPServers({"fs": MCPServerConfig(command=sys.executable, args=[HOST_WRITER])}) as servers:
+            settings = ChatSettings(
+                toolsets=servers.toolsets(),
+                build_tools=lambda names: build_tool_registry(list(names), installed=servers.installed()),
+            )
+            async with a_gateway(tmp_path, settings=settings) as scene:
+                for word, allowed in (("/deny", False), ("", True)):
+                    question = await scene.ask(f"call mcp_fs_write {arguments}")
+                    assert "The agent calls the tool 'write' of the MCP server 'fs'" in question
+                    assert f'"path": "{file}"' in question
+                    assert r'"content": "\x60\x60\x60\u202e"' in question
+                    await scene.ask(word or approval(question))
+                    assert ("written" in (await scene.platform.receive()).text) == allowed
+                    assert file.exists() == allowed
 
     asyncio.run(main())
 

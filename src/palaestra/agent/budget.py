@@ -20,6 +20,9 @@ from palaestra.core.types import JSON, Message, Prices
 BYTES_PER_TOKEN = 4
 """The estimate used until a server has counted the tokens: English and code have three to five bytes per token."""
 
+IMAGE_TOKENS = 1000
+"""The estimate for one image, whose data is not read as text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Used:
@@ -189,7 +192,8 @@ def estimated_tokens(messages: Iterable[Message]) -> int:
 
 def _text_bytes(value: JSON) -> int:
     if isinstance(value, str):
-        return len(value.encode(errors="replace"))
+        image = value.startswith("data:image/")
+        return IMAGE_TOKENS * BYTES_PER_TOKEN if image else len(value.encode(errors="replace"))
     if isinstance(value, dict):
         return sum(_text_bytes(part) for part in value.values())
     if isinstance(value, list):

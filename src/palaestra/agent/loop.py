@@ -144,6 +144,11 @@ class HermesAgentLoop:
                 ended.append(result)
         return result
 
+    @property
+    def context_full(self) -> bool:
+        """Whether the conversation has reached `max_context_tokens`."""
+        return self.max_context_tokens is not None and self._context_tokens >= self.max_context_tokens
+
     def used(self) -> Used:
         """Return the amounts that count towards the budget so far, including those of sub-agents that have ended."""
         return Used(
@@ -194,7 +199,7 @@ class HermesAgentLoop:
             return _End(Outcome.MAX_TURNS)
         if used_up := self.budget.used_up(self.used()):
             return _End(Outcome.BUDGET, used_up)
-        if self.max_context_tokens is not None and self._context_tokens >= self.max_context_tokens:
+        if self.context_full:
             full = f"context of {self.max_context_tokens} tokens is full ({self._context_tokens})"
             return _End(Outcome.LENGTH, full)
         return None

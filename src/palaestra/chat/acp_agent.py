@@ -33,9 +33,9 @@ from palaestra.chat.events import (
 )
 from palaestra.chat.service import ChatService
 from palaestra.chat.workdir import WorkFolder
-from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.errors import ConfigError, ContextExceeded, PalaestraError
 from palaestra.core.exits import plural
-from palaestra.core.printable import escaped
+from palaestra.core.printable import escaped, quoted
 from palaestra.core.types import JSON, Message
 from palaestra.tools.builtin.session_search import message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
@@ -72,6 +72,12 @@ _ANSWERS = {
     "always": (ApprovalAnswer.ALWAYS, "Always allow", "allow_always"),
     "no": (ApprovalAnswer.DENY, "Do not run it", "reject_once"),
 }
+
+_COMMANDS = {
+    "compact": "Replace the history with a summary",
+    "undo": "Remove the last message and its answer; files stay as they are",
+}
+"""The commands that the editor offers, which are sent as prompts such as `/undo`."""
 
 
 async def serve_acp(options: ChatOptions) -> None:
@@ -133,6 +139,7 @@ class ChatAgent:
             settings={"cwd": cwd},
         )
         self._join(conversation, folder, people)
+        self._offer_commands(conversation.id)
         return schema.NewSessionResponse(session_id=conversation.id)
 
     async def load_session(self, cwd: str, session_id: str, **_: Any) -> schema.LoadSessionResponse:
@@ -140,11 +147,13 @@ class ChatAgent:
         conversation = self._opened(session_id, cwd)
         for message in conversation.messages:
             await self._replay(conversation.id, message)
+        self._offer_commands(session_id)
         return schema.LoadSessionResponse()
 
     async def resume_session(self, session_id: str, cwd: str, **_: Any) -> schema.ResumeSessionResponse:
         """Open a stored conversation without sending its history, which the editor already has."""
         self._opened(session_id, cwd)
+        self._offer_commands(session_id)
         return schema.ResumeSessionResponse()
 
     async def fork_session(self, session_id: str, cwd: str, **_: Any) -> schema.ForkSessionResponse:
@@ -152,6 +161,7 @@ class ChatAgent:
         people: list[str] = []
         other = await self._conversation(session_id).fork(people=self._people(people))
         self._join(other, self._folder(cwd), people)
+        self._offer_commands(other.id)
         return schema.ForkSessionResponse(session_id=other.id)
 
     async def list_sessions(
@@ -163,7 +173,7 @@ class ChatAgent:
             where = str(record.settings.get("cwd") or "")
             if cwd in (None, where):
                 updated = datetime.fromtimestamp(record.updated_at, UTC).isoformat()
-                title = record.title or self._first_words(record.id)
+                title = record.title or self._service.store.first_words(record.id)
                 found.append(schema.SessionInfo(session_id=record.id, cwd=where, title=title, updated_at=updated))
         return schema.ListSessionsResponse(sessions=found)
 
@@ -184,15 +194,22 @@ class ChatAgent:
         """Answer a message, then write the agent's changes back if the settings allow it. If a killed process left a
         turn open, that turn is finished first."""
         conversation = self._conversation(session_id)
+        content = _content(prompt)
         try:
+            if content in [f"/{name}" for name in _COMMANDS]:
+                text = await (self._undo(conversation) if content == "/undo" else conversation.compact())
+                await self._client.session_update(session_id, acp.update_agent_message_text(text))
+                return schema.PromptResponse(stop_reason="end_turn")
             if conversation.unfinished:
                 await self._play(conversation, conversation.resume())
-            ended = await self._play(conversation, conversation.send(_content(prompt)))
+            ended = await self._play(conversation, conversation.send(content))
             await self._write_back(conversation)
         except PalaestraError as error:
             raise acp.RequestError.internal_error({"details": str(error)}) from None
         if ended.outcome not in _STOPS:
-            raise acp.RequestError.internal_error({"details": ended.error or ended.outcome})
+            full = isinstance(conversation.failure, ContextExceeded)
+            advice = ". /undo removes the message, /compact replaces the history with a summary" if full else ""
+            raise acp.RequestError.internal_error({"details": f"{ended.error or ended.outcome}{advice}"})
         return schema.PromptResponse(stop_reason=_STOPS[ended.outcome])  # type: ignore[arg-type]
 
     async def ext_method(self, method: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -203,6 +220,15 @@ class ChatAgent:
         """Ignore notifications: there are no extensions."""
 
     # Internal
+
+    def _offer_commands(self, session_id: str) -> None:
+        commands = [schema.AvailableCommand(name=name, description=about) for name, about in _COMMANDS.items()]
+        update = schema.AvailableCommandsUpdate(session_update="available_commands_update", available_commands=commands)
+        self._update_later(session_id, update)
+
+    async def _undo(self, conversation: Conversation) -> str:
+        undone = await conversation.undo()
+        return "There is nothing to undo." if undone is None else "The last message was undone."
 
     async def _play(self, conversation: Conversation, events: AsyncGenerator[Event, None]) -> TurnEnded:
         ended = None
@@ -304,10 +330,13 @@ class ChatAgent:
 
         async def approve(request: ApprovalRequest) -> ApprovalAnswer:
             self._calls += 1
+            text = escaped(request.command)
+            title = f"{escaped(request.question)}: {text}" if request.tool else f"{text} ({', '.join(request.dangers)})"
             call = schema.ToolCallUpdate(
-                tool_call_id=f"{self._calls}-approval", kind="execute", status="pending",
-                title=f"{escaped(request.command)} ({', '.join(request.dangers)})",
-                raw_input={"command": request.command},
+                tool_call_id=f"{self._calls}-approval", kind="other" if request.tool else "execute", status="pending",
+                title=title,
+                raw_input={"command": request.command} if request.arguments is None else dict(request.arguments),
+                content=[acp.tool_content(acp.text_block(quoted(request.command)))],
             )  # fmt: skip
             options = [
                 schema.PermissionOption(option_id=key, name=label, kind=kind)  # type: ignore[arg-type]
@@ -320,9 +349,11 @@ class ChatAgent:
 
     def _tell(self, session_id: str, text: str) -> None:
         """Show the person a notice as a thought of the agent, because the protocol has no notices."""
-        task = asyncio.ensure_future(
-            self._client.session_update(session_id, acp.update_agent_thought_text(f"[{text}]\n"))
-        )
+        self._update_later(session_id, acp.update_agent_thought_text(f"[{text}]\n"))
+
+    def _update_later(self, session_id: str, update: Any) -> None:
+        """Send an update without waiting for it."""
+        task = asyncio.ensure_future(self._client.session_update(session_id, update))
         self._told.add(task)
         task.add_done_callback(self._told.discard)
 
@@ -357,10 +388,6 @@ class ChatAgent:
         if not isinstance(found, Conversation):
             raise acp.RequestError.invalid_params({"session_id": session_id, "details": "no open session has this id"})
         return found
-
-    def _first_words(self, conversation: str) -> str:
-        turns = self._service.store.turns(conversation)
-        return message_text(turns[0].content)[:60] if turns else ""
 
 
 def _content(blocks: Sequence[Any]) -> JSON:

@@ -49,7 +49,7 @@ class ChatConfig(HermesAgentEnvConfig):
     )
     store: str | None = setting(None, "The file that stores conversations. Default: one in your state folder.")
     context_tokens: int | None = setting(
-        None, "The size of the model's context window in tokens. Default: unknown.", gt=0
+        None, "The size of the model's context window in tokens. Default: what the server reports.", gt=0
     )
 
 

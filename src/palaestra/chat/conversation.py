@@ -15,6 +15,8 @@
 - A message with the `message_id` of an answered message gets the stored answer, without a model call.
 - When a turn has ended, the history ends with an assistant message, and every tool call in the history has a result.
 - With a token-exact server, the tokens of the conversation are recorded as in a rollout (`store.ledgers`).
+- A conversation that fills the model's window is compacted before the next model call, and after an overflow. Whether
+  or not that succeeds, `undo` and a new conversation need no model, and `compact` needs no request that fits whole.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import codecs
 import fcntl
 import itertools
 import json
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -40,6 +43,7 @@ from palaestra.agent.replies import read_reply
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Subagents
 from palaestra.agent.tool_calls import NOT_FINISHED
+from palaestra.chat.compaction import FULL_SHARE, SUMMARIZE, TARGET_SHARE, Plan, TokenCount, plan, summary_in_pieces
 from palaestra.chat.events import (
     INTERRUPTED,
     NATURAL,
@@ -56,14 +60,22 @@ from palaestra.chat.events import (
 from palaestra.chat.service import ChatService
 from palaestra.chat.store import ConversationRecord, Effect, StoredTurn
 from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, EngineError, InfraError, PalaestraError, SandboxError
+from palaestra.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    EngineError,
+    EngineReplyError,
+    InfraError,
+    PalaestraError,
+    SandboxError,
+)
 from palaestra.core.exits import plural
-from palaestra.core.types import JSON, Message, Outcome
+from palaestra.core.types import JSON, Message, Outcome, Usage
 from palaestra.inference.chat_server import ChatServer, SessionContext
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.http.sse import Delta
 from palaestra.inference.ledger import SegmentReason
-from palaestra.inference.server_group import Server
+from palaestra.inference.server_group import Server, ServerGroup
 from palaestra.processes.session import ProcessSession
 from palaestra.rollouts.middleware import Ask, ChatCall, MiddlewareServer
 from palaestra.sandbox.slot import ExecutionResult, Slot, Snapshot
@@ -93,17 +105,20 @@ _BEYOND = frozenset({"memory", "session_search"})
 _WITH_OUTPUT = frozenset({"terminal", "terminal_stateful", "execute_code"})
 _PREVIEW_CHARS = 120
 _CLOSE_S = 5.0
-_SUMMARIZE = (
-    "Summarize this conversation for yourself, so that you can continue it without its messages: what the user wants "
-    "and has decided, what was done and found, which files and commands matter, what is left to do. Only the summary."
-)
+_TRIES = 3
+"""The maximum number of compactions in a row that do not lead to a reply."""
+_SHORT_TOKENS = 1000
+"""The size below which a single turn is too short to compact."""
+
+logger = logging.getLogger(__name__)
 
 _current_call: ContextVar[str] = ContextVar("current_call", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class People:
-    """Callbacks to the person. `approve` decides on dangerous commands (if it is None, they run), `answer` answers
+    """Callbacks to the person. `approve` decides on dangerous commands and on calls that act outside the sandbox (if it
+    is None, they run), `answer` answers
     questions of the `clarify` tool, and `notice` receives notices at any time, also between turns."""
 
     approve: Approve | None = None
@@ -131,6 +146,7 @@ class Conversation:
         self._events: asyncio.Queue[Event | None] | None = None
         self._interrupted = False
         self._session: ChatServer | None = None
+        self._engine: ServerGroup | None = None
         self._branches = itertools.count(1)
         self._part = 0
         self._part_from = 0
@@ -152,7 +168,10 @@ class Conversation:
         self.messages = self._store.history(self.id)
         """The history as the model sees it, the system prompt first."""
         self._written = len(self.messages)
-        self.context_tokens = int(turns[-1].report.get("context_tokens", 0)) if (turns := self.turns()) else 0
+        self._count = TokenCount()
+        self._counted = (0, 0)
+        self.context_tokens = self._stored_tokens()
+        """The size of the history in tokens: the server's latest count, or an estimate after a compaction."""
 
     @classmethod
     def begin(
@@ -204,19 +223,24 @@ class Conversation:
     @property
     def title(self) -> str:
         """The title, or the beginning of the first message."""
-        if self.record.title:
-            return self.record.title
-        first = next((turn for turn in self.turns() if turn.kind == "message"), None)
-        return "" if first is None else " ".join(message_text(first.content).split())[:60]
+        return self.record.title or self._store.first_words(self.id)
 
     @property
     def model(self) -> str:
         """The name of the model."""
         return self._service.model_name(self._server)
 
-    def turns(self) -> list[StoredTurn]:
-        """Return the conversation's turns, oldest first."""
-        return self._store.turns(self.id)
+    @property
+    def window_tokens(self) -> int | None:
+        """The size of the model's context window, from the settings or the server, or None if it is unknown."""
+        reported = None if self._engine is None else self._engine.window_tokens
+        known = [each for each in (self._service.settings.context_tokens, reported) if each is not None]
+        return min(known, default=None)
+
+    def turns(self, *, every: bool = False) -> list[StoredTurn]:
+        """Return the turns of the history: the latest compaction, if there is one, and the turns that it did not
+        summarize. With `every`, return all turns that are not undone."""
+        return self._store.turns(self.id, every=every)
 
     async def send(self, content: JSON, *, message_id: str | None = None) -> AsyncGenerator[Event, None]:
         """Send the user's message (a string, or content parts of the chat completions API) and yield the turn's events.
@@ -262,12 +286,12 @@ class Conversation:
     async def undo(self) -> JSON:
         """Remove the last turn from the history; returns its message, or None. Files are not changed."""
         async with self._busy:
-            turns = [turn for turn in self.turns() if turn.kind == "message"]
-            if not turns:
+            turn = self._store.undo_last(self.id)
+            if turn is None:
                 return None
-            self._store.undo_turn(turns[-1])
             self._reload()
-            return turns[-1].content
+            self.context_tokens = self._stored_tokens()
+            return turn.content
 
     async def retry(self) -> AsyncGenerator[Event, None]:
         """Undo the last turn and send its message again. Raises `ConfigError` if there is no turn."""
@@ -301,33 +325,24 @@ class Conversation:
         return taken
 
     async def compact(self) -> str:
-        """Replace the history with a summary that the model writes. Returns the summary. Raises `EngineError`, and
-        `ConfigError` if the conversation has fewer than two turns."""
+        """Replace the history with a summary that the model writes, in pieces if the history does not fit the window.
+        Returns the summary. Raises `EngineError`, and `ConfigError` if the conversation is too short; then the history
+        is as before."""
         async with self._busy:
-            if len(self.turns()) < 2:
+            turns = self.turns()
+            if not turns or (len(turns) < 2 and self._prompt_tokens() < _SHORT_TOKENS):
                 raise ConfigError("the conversation is too short to compact")
-            session = await self._server_session()
-            request: Message = {"role": "user", "content": _SUMMARIZE}
-            completion = await session.child(next(self._branches)).chat_completion(
-                messages=[*self.messages, request], temperature=self._service.settings.temperature
-            )
-            summary = read_reply(completion, 1).content.strip()
-            turn = self._store.begin_turn(
-                self.id, summary, kind="compaction",
-                messages=[
-                    {"role": "user", "content": f"Our conversation so far, as you summarized it:\n\n{summary}"},
-                    {"role": "assistant", "content": "I continue from this summary."},
-                ],
-            )  # fmt: skip
-            self._store.end_turn(turn, answer=summary, outcome=NATURAL)
-            session.declare(SegmentReason.COMPACTION)
-            self._reload()
-            self.context_tokens = 0
+            if (cut := self._open_turn()) is not None:
+                self._finish(cut, "interrupted", "the program ended during the turn")
+            usage = Usage()
+            summary = await self._compacted(Plan([], self._store.entries(self.id)), usage)
+            if not summary:
+                raise EngineReplyError("the model wrote an empty summary; the conversation was not changed")
             return summary
 
     def use_server(self, server: Server) -> None:
         """Use `server`, another model server or another model, from the next message on."""
-        self._server, self._session = server, None
+        self._server, self._session, self._engine = server, None, None
 
     async def use_model(self, model: str) -> bool:
         """Switch to another model of the service's server; a resumed conversation keeps that model. Returns True if the
@@ -461,7 +476,6 @@ class Conversation:
             max_tokens=settings.max_tokens,
             extra_body=settings.extra_body,
             tool_handler=tools,
-            max_context_tokens=settings.context_tokens,
             parallel_safe=tools.parallel_safe,
             on_turn=self._on_turn,
             budget=settings.budget,
@@ -470,10 +484,216 @@ class Conversation:
         tools.share(Delegation(Subagents(loop, tools, numbers=self._branches).work))
         asked = sum(message.get("role") == "assistant" for message in self.messages)
         try:
-            return await loop.run(self.messages, after=AgentResult(messages=[], turns_used=asked))
+            return await self._run_in_window(loop, AgentResult(messages=[], turns_used=asked))
         finally:
             tools.share(Delegation())  # breaks a reference cycle of delegation, loop and tools
             self._save_ledger(turn, service)
+
+    # The context window
+
+    async def _run_in_window(self, loop: HermesAgentLoop, before: AgentResult) -> AgentResult:
+        """Run the loop. Compact the history when the window is nearly full, before the loop and between its turns, and
+        after an overflow. Raises `EngineError` if a conversation that overflowed cannot be compacted."""
+        loop.result = result = before
+        tries, most_calls = 0, loop.max_turns
+        compacts = True
+        limit = self._limit_tokens()
+        if limit is not None and self._prompt_tokens() > limit:
+            compacts = await self._make_room(loop, None)
+        while True:
+            loop.max_turns = most_calls - (result.turns_used - before.turns_used)
+            loop.max_context_tokens = self._limit_tokens() if compacts else None
+            known = result.turns_used
+            result = await loop.run(self.messages, after=result)
+            overflow = loop.failure if isinstance(loop.failure, ContextExceeded) else None
+            if overflow is None and not (result.outcome is Outcome.LENGTH and loop.context_full):
+                return result
+            tries = tries + 1 if result.turns_used == known else 1
+            if overflow is not None and tries > _TRIES:
+                raise overflow
+            compacts = await self._make_room(loop, overflow)
+
+    async def _make_room(self, loop: HermesAgentLoop, overflow: ContextExceeded | None) -> bool:
+        """Compact the history, in a running turn. Return False if it became no smaller although it must not.
+
+        After an `overflow`, raises `ContextExceeded` if nothing can be compacted, and `EngineError` if the model does
+        not write a summary. Without one, the next model call may still succeed, so failures are only logged.
+        """
+        assert self._turn is not None
+        self._write()
+        if overflow is not None and self._engine is not None:
+            self._engine.learn_window(overflow)
+        entries = self._store.entries(self.id)
+        made = plan(entries, self._turn, self._room(overflow), self._count)
+        window = self.window_tokens
+        fits = window is None or self._count.of(self._fixed()) + made.tokens(self._count) < window
+        if made.empty or not fits:  # a summary would lose details and help nobody
+            if overflow is not None:
+                raise self._hopeless(overflow)
+            return False
+        before = self._prompt_tokens()
+        try:
+            await self._compacted(made, loop.result.usage, even_empty=True)
+        except EngineError as error:
+            if overflow is not None:
+                raise
+            logger.warning("conversation %s was not compacted: %s", self.id, error)
+            return False
+        self._report_compaction(made, before)
+        return True
+
+    def _limit_tokens(self) -> int | None:
+        """Return the number of tokens at which the conversation is compacted, or None if the window is unknown."""
+        window = self.window_tokens
+        if window is None:
+            return None
+        reply = self._service.settings.max_tokens or 0
+        return min(int(window * FULL_SHARE), window - reply) if reply < window else int(window * FULL_SHARE)
+
+    def _room(self, overflow: ContextExceeded | None) -> int:
+        """Return the number of tokens that the messages may have after a compaction, without the system prompt."""
+        window, fixed = self.window_tokens, self._count.of(self._fixed())
+        messages = self._prompt_tokens() - fixed
+        if overflow is not None:  # whatever was estimated, it was too much
+            if window is not None:
+                self._count.scale *= max(1.0, 1.1 * window / max(1, fixed + messages))
+                fixed = self._count.of(self._fixed())
+            messages = self._count.of(self.messages) - fixed
+        if window is None:
+            return messages // 2
+        room = max(int(window * TARGET_SHARE) - fixed, (window - fixed) // 4)
+        return room if overflow is None else min(room, messages // 2)
+
+    def _hopeless(self, overflow: ContextExceeded) -> ContextExceeded:
+        """Return the error for a conversation that cannot be compacted: its system prompt and tools, or its last
+        message, are too long."""
+        window, fixed = self.window_tokens, self._count.of(self._fixed())
+        if window is None:
+            return overflow
+        if fixed > window // 2:
+            names = plural(len(self._definitions()), "tool")
+            text = (
+                f"The system prompt and the definitions of {names} have about {fixed} tokens, and the window of model "
+                f"{self.model} has {window}. Use fewer toolsets, a shorter system prompt or AGENTS.md, or another model"
+            )
+        else:
+            message = self._count.of(self.messages) - fixed
+            text = (
+                f"The message has about {message} tokens. The window of model {self.model} has {window}, of which "
+                f"{fixed} are the system prompt and the tools. Send the message in parts, or as a file"
+            )
+        error = ContextExceeded(text)
+        error.window_tokens = window
+        return error
+
+    async def _compacted(self, made: Plan, usage: Usage, *, even_empty: bool = False) -> str:
+        """Carry out a plan: let the model write the summary, then change the history. Returns the summary. If it is
+        empty, changes nothing, unless `even_empty`. Raises `EngineError`."""
+        summary = await self._summary(made, usage) if made.summarized else ""
+        if made.summarized and not summary:
+            if not even_empty:
+                return ""
+            summary = f"(There is no summary. {plural(len(made.summarized), 'earlier message')} were left out.)"
+        messages: list[Message] = [
+            {"role": "user", "content": f"Our conversation so far, as you summarized it:\n\n{summary}"},
+            {"role": "assistant", "content": "I continue from this summary."},
+        ]
+        rows = [entry.row for entry in made.kept]
+        cut = {row: chars for row, chars in made.cut.items() if row in rows}
+        running = self._turn if self._running is not None else None
+        self.context_tokens = self._count.of(
+            [*self._fixed(), *(messages if summary else ()), *made.messages(made.kept)]
+        )
+        self._store.compact(
+            self.id, summary, messages=messages if summary else (), kept=rows, cut=cut, during=running,
+            report={"context_tokens": self.context_tokens, **({} if running else self._spent(usage))},
+        )  # fmt: skip
+        if self._session is not None:
+            self._session.declare(SegmentReason.COMPACTION)
+        self._reload()
+        return summary
+
+    async def _summary(self, made: Plan, usage: Usage) -> str:
+        """Let the model summarize messages: in one request that continues the conversation if it fits, otherwise in
+        pieces."""
+        session = await self._server_session()
+        assert self._engine is not None
+        engine = self._engine
+
+        async def ask(messages: Sequence[Message]) -> str:
+            branch = session.child(next(self._branches))
+            branch.declare(SegmentReason.COMPACTION)
+            try:
+                completion = await branch.chat_completion(
+                    messages=messages, temperature=self._service.settings.temperature
+                )
+            except ContextExceeded as error:
+                engine.learn_window(error)
+                raise
+            reply = read_reply(completion, 1)
+            usage.add(reply.prompt_tokens, reply.completion_tokens)
+            return reply.content.strip()
+
+        messages = made.messages(made.summarized)
+        window = self.window_tokens
+        whole = [*self._fixed()[:1], *messages, {"role": "user", "content": SUMMARIZE}]
+        if made.whole and (window is None or self._count.of(whole) < window * FULL_SHARE):
+            with suppress(ContextExceeded):
+                return await ask(whole)
+        return await summary_in_pieces(messages, ask, lambda: self.window_tokens, self._count)
+
+    def _report_compaction(self, made: Plan, before: int) -> None:
+        """Say what was summarized and shortened."""
+        done = []
+        if made.summarized:
+            done.append(f"{plural(len(made.summarized), 'message')} were replaced with a summary")
+        if made.newly_cut:
+            done.append(f"{plural(made.newly_cut, 'long tool result')} were shortened")
+        window = "" if self.window_tokens is None else f" of {self.window_tokens}"
+        text = (
+            f"The model's context window was nearly full (about {before}{window} tokens), so {' and '.join(done)}. "
+            f"The history now has about {self.context_tokens} tokens; the store keeps all of it."
+        )
+        notice = Notice(text=text, kind="compaction")
+        self._notice(notice)
+        self._emit(notice)
+
+    def _definitions(self) -> list[dict[str, JSON]]:
+        """Return the definitions of the tools, which are a part of every request."""
+        stored: list[dict[str, JSON]] = list(self.record.settings.get("tools") or ())
+        return stored if self._tools is None else self._tools.registry.definitions()
+
+    def _fixed(self) -> list[Message]:
+        """Return what every request has apart from the conversation: the system prompt, if any, and the tools."""
+        system = self.messages[:1] if self.messages and self.messages[0].get("role") == "system" else []
+        return [*system, *self._definitions()]
+
+    def _prompt_tokens(self) -> int:
+        """Return the tokens of the next request: the server's count of the messages that it has seen, and an estimate
+        of the others."""
+        known, tokens = self._counted
+        if known:
+            return tokens + self._count.of(self.messages[known:])
+        return self._count.of([*self.messages, *self._definitions()])
+
+    def _stored_tokens(self) -> int:
+        reports = [turn.report["context_tokens"] for turn in self.turns() if turn.report.get("context_tokens")]
+        return int(reports[-1]) if reports else 0
+
+    def _spent(self, usage: Usage) -> dict[str, JSON]:
+        """Return the figures of a report on model calls."""
+        report: dict[str, JSON] = {
+            "model_calls": usage.calls,
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "model": self.model,
+        }
+        prices = self._service.settings.prices
+        if prices is not None:
+            report["cost"] = prices.cost(usage.prompt_tokens, usage.completion_tokens)
+        return report
+
+    # Parts of a turn that the loop calls
 
     async def _streamed(self, call: ChatCall, ask: Ask) -> ChatCompletion:
         """Pass on the reply in pieces, and store it before any of its tool calls begins. This is chat middleware."""
@@ -493,6 +713,8 @@ class Conversation:
         self._partial = []
         if reply.prompt_tokens:
             self.context_tokens = reply.prompt_tokens + reply.completion_tokens
+            self._counted = len(call.messages) + 1, self.context_tokens
+            self._count.learn([*call.messages, *self._definitions()], reply.prompt_tokens)
         return completion
 
     def _on_delta(self, delta: Delta) -> None:
@@ -581,18 +803,9 @@ class Conversation:
                 text = (STOPPED if begun else NOT_REACHED) if outcome == INTERRUPTED else f"Not finished: {problem}"
                 message["content"] = json.dumps({"error": text})
         self._write()
-        used = result.usage
-        report: dict[str, JSON] = {
-            "model_calls": used.calls,
-            "prompt_tokens": used.prompt_tokens,
-            "completion_tokens": used.completion_tokens,
-            "context_tokens": self.context_tokens,
-            "seconds": round(seconds, 3),
-            "model": self.model,
-        }
-        prices = self._service.settings.prices
-        if prices is not None:
-            report["cost"] = prices.cost(used.prompt_tokens, used.completion_tokens)
+        report = {
+            **self._spent(result.usage), "context_tokens": self.context_tokens, "seconds": round(seconds, 3)
+        }  # fmt: skip
         return self._finish(turn, outcome, problem, report)
 
     def _finish(
@@ -620,6 +833,7 @@ class Conversation:
     async def _server_session(self) -> ChatServer:
         if self._session is None:
             engine = await self._service.engine(self._server)
+            self._engine = engine
             self._session = engine.session(SessionContext(rollout_id=self.id))
             self._part = len(self._store.ledgers(self.id)) + 1
             self._part_from = 0
@@ -649,7 +863,7 @@ class Conversation:
         assert self.people.approve is not None
         answer = await self.people.approve(request)
         if answer is ApprovalAnswer.ALWAYS:
-            self._store.allow(self.record.user, request.dangers)
+            self._store.allow(self.record.user, request.covers)
         return answer
 
     async def _end_tools(self) -> None:
@@ -681,7 +895,7 @@ class Conversation:
     # Recovery
 
     def _open_turn(self) -> StoredTurn | None:
-        turns = self.turns()
+        turns = [turn for turn in self.turns() if turn.kind == "message"]
         return turns[-1] if turns and turns[-1].state == "open" else None
 
     def _recovered(self) -> list[Notice]:
@@ -739,7 +953,7 @@ class Conversation:
 
     def _reload(self) -> None:
         self.messages = self._store.history(self.id)
-        self._written = len(self.messages)
+        self._written, self._counted = len(self.messages), (0, 0)
 
     # Events
 

@@ -59,8 +59,8 @@ class ToolEnded(_Event, tag="tool_result"):
 
 
 class Notice(_Event, tag="notice"):
-    """A notice for the person. `kind` is process, recovery, sandbox, workdir or approval; `source` is the id of the
-    background process, if the notice is about one."""
+    """A notice for the person. `kind` is process, recovery, sandbox, workdir, approval or compaction; `source` is the
+    id of the background process, if the notice is about one."""
 
     text: str
     kind: str

@@ -58,12 +58,13 @@ async def answer_once(
     options: ChatOptions, which: Which, text: str, *, piped: str = "", as_json: bool, allow: bool
 ) -> int:
     """Send `text`, followed by `piped`, print the events, and return the exit code. With `allow`, dangerous commands
-    run; otherwise they are refused."""
+    and calls that act outside the sandbox run; otherwise they are refused."""
     write = _json_line if as_json else _Plain().show
 
     async def approve(request: ApprovalRequest) -> ApprovalAnswer:
         if not allow:
-            write(Notice(text=f"Not allowed without --yes: {request.command}", kind="approval"))
+            what = f"{request.tool} with {request.command}" if request.tool else request.command
+            write(Notice(text=f"Not allowed without --yes: {what}", kind="approval"))
         return ApprovalAnswer.ONCE if allow else ApprovalAnswer.DENY
 
     with open_store(options.config) as store:
@@ -180,9 +181,9 @@ def list_conversations(store: ConversationStore, *, as_json: bool, query: str = 
         return "\n".join(lines) or "nothing found"
     rows = []
     for record in store.conversations():
-        turns = store.turns(record.id)
-        title = record.title or (str(turns[0].content)[:60] if turns else "")
-        rows.append({"id": record.id, "title": title, "turns": len(turns), "updated_at": record.updated_at})
+        turns = sum(turn.kind == "message" for turn in store.turns(record.id, every=True))
+        title = record.title or store.first_words(record.id)
+        rows.append({"id": record.id, "title": title, "turns": turns, "updated_at": record.updated_at})
     if as_json:
         return json.dumps(rows)
     lines = [

@@ -61,10 +61,10 @@ class ChatSettings:
     """The settings of the conversations of a service.
 
     `max_turns` is the maximum number of model calls for one message, and `budget` limits tokens and cost for one
-    message. `context_tokens` is the size of the model's context window, or None if it is unknown. `spec` describes the
-    slots, and `prepare` puts files into each new slot. `tools` are added to the tools of every toolset; `provided`
-    replace built-in tools of the same name; `build_tools` replaces `build_tool_registry`. `memory` is the folder of the
-    `memory` tool's notes. `shared` are objects that tools find by type (`ToolRun.state`).
+    message. `context_tokens` is the size of the model's context window, or None for what the server reports. `spec`
+    describes the slots, and `prepare` puts files into each new slot. `tools` are added to the tools of every toolset;
+    `provided` replace built-in tools of the same name; `build_tools` replaces `build_tool_registry`. `memory` is the
+    folder of the `memory` tool's notes. `shared` are objects that tools find by type (`ToolRun.state`).
     """
 
     system_prompt: str | None = SYSTEM_PROMPT

@@ -18,7 +18,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +124,17 @@ class Effect:
     payload: JSON
     state: str
     result: str
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryEntry:
+    """One message of the history, and its turn and row. `cut` is the number of characters to which it was shortened, or
+    None."""
+
+    turn: StoredTurn
+    row: int
+    message: Message
+    cut: int | None = None
 
 
 class ConversationStore:
@@ -290,23 +301,75 @@ class ConversationStore:
             )
             self._touch(turn.conversation, now)
 
-    def undo_turn(self, turn: StoredTurn) -> None:
-        """Remove a turn from the history. Its message may be sent again."""
+    def compact(
+        self,
+        conversation: str,
+        summary: str,
+        *,
+        messages: Sequence[Message] = (),
+        kept: Sequence[int] = (),
+        cut: Mapping[int, int] | None = None,
+        during: StoredTurn | None = None,
+        report: Mapping[str, JSON] | None = None,
+    ) -> StoredTurn:
+        """Let the history begin with `messages`, followed by the messages in the rows `kept` and by later messages.
+        `cut` maps rows of kept messages to the number of characters that the history has of them. `during` is the open
+        turn in which this happens. Nothing is deleted."""
         with self._writing():
-            self._db.execute("UPDATE turns SET state = 'undone', message_id = NULL WHERE id = ?", (turn.row,))
+            (covers,) = self._db.execute(
+                "SELECT coalesce(max(m.id), 0) FROM messages m JOIN turns t ON t.id = m.turn WHERE t.conversation = ?",
+                (conversation,),
+            ).fetchone()
+            turn = self.begin_turn(conversation, summary, kind="compaction", messages=messages)
+            layout: dict[str, JSON] = {
+                "covers": covers,
+                "kept": list(kept),
+                "cut": {str(row): chars for row, chars in (cut or {}).items()},
+                "during": turn.number if during is None else during.number,
+            }
+            self.end_turn(turn, answer=summary, outcome="natural", report={**(report or {}), **layout})
+        return turn
+
+    def undo_last(self, conversation: str) -> StoredTurn | None:
+        """Remove the last message's turn from the history, together with the compactions that summarized a part of it,
+        so that the history before the message is as it was. Its message may be sent again. Returns the turn, or None if
+        there is none."""
+        found = self.turns(conversation, every=True)
+        last = next((turn for turn in reversed(found) if turn.kind == "message"), None)
+        if last is None:
+            return None
+        rows = {row for row, _ in self.messages_of(last)}
+        with self._writing():
+            for turn in found:
+                if turn is last or (turn.kind == "compaction" and turn.number > last.number and _covers(turn, rows)):
+                    self._db.execute("UPDATE turns SET state = 'undone', message_id = NULL WHERE id = ?", (turn.row,))
+        return last
 
     def turn_of(self, conversation: str, message_id: str) -> StoredTurn | None:
         """Return the turn of a message, or None if there is none."""
         return next(self._turns("WHERE conversation = ? AND message_id = ?", conversation, message_id), None)
 
-    def turns(self, conversation: str) -> list[StoredTurn]:
-        """Return the turns of the history, in order. Undone turns, and turns before the latest compaction, are left
-        out."""
+    def turns(self, conversation: str, *, every: bool = False) -> list[StoredTurn]:
+        """Return the turns of the history. The latest compaction comes first, and turns that it summarized are left
+        out. With `every`, return all turns that are not undone, in order."""
         found = list(self._turns("WHERE conversation = ? AND state != 'undone' ORDER BY number", conversation))
-        begin = max(
-            (n for n, turn in enumerate(found) if turn.kind == "compaction" and turn.state == "done"), default=0
+        first = None if every else _latest_compaction(found)
+        if first is None:
+            return found
+        shown = {entry.turn.row for entry in self.entries(conversation)}
+        return [first] + [
+            turn for turn in found if turn is not first and (turn.number > first.number or turn.row in shown)
+        ]
+
+    def first_words(self, conversation: str) -> str:
+        """Return the beginning of the conversation's first message, also after a compaction."""
+        turn = next(
+            self._turns(
+                "WHERE conversation = ? AND kind = 'message' AND state != 'undone' ORDER BY number", conversation
+            ),
+            None,
         )
-        return found[begin:]
+        return "" if turn is None else " ".join(message_text(turn.content).split())[:60]
 
     def add_message(self, turn: StoredTurn, message: Message) -> int:
         """Append a message to a turn; returns its row."""
@@ -330,10 +393,36 @@ class ConversationStore:
         messages: list[Message] = []
         if record is not None and record.system is not None:
             messages.append({"role": "system", "content": record.system})
-        for turn in self.turns(conversation):
-            if until is None or turn.number <= until:
-                messages += (message for _, message in self.messages_of(turn))
-        return messages
+        return messages + [entry.message for entry in self.entries(conversation, until=until)]
+
+    def entries(self, conversation: str, *, until: int | None = None) -> list[HistoryEntry]:
+        """Return the messages of `history`, without the system prompt, and where each of them is stored."""
+        found = {
+            turn.row: turn
+            for turn in self.turns(conversation, every=True)
+            if until is None or turn.report.get("during", turn.number) <= until
+        }
+        first = _latest_compaction(found.values())
+        stored = [(turn, row, body) for turn, row, body in self._bodies(conversation) if turn in found]
+        if first is None:
+            return [HistoryEntry(found[turn], row, msgspec.json.decode(body)) for turn, row, body in stored]
+        own = [each for each in stored if each[0] == first.row]
+        covers = first.report.get("covers") or max((row for _, row, _ in own), default=0)
+        kept = set(first.report.get("kept") or ())
+        cut = {int(row): chars for row, chars in (first.report.get("cut") or {}).items()}
+        others = [each for each in stored if each[0] != first.row and (each[1] > covers or each[1] in kept)]
+        return [
+            HistoryEntry(found[turn], row, shortened(msgspec.json.decode(body), cut.get(row)), cut.get(row))
+            for turn, row, body in own + others
+        ]
+
+    def _bodies(self, conversation: str) -> list[tuple[int, int, str]]:
+        """Return the turn, row and content of each message that is not undone, in order."""
+        return self._db.execute(
+            "SELECT m.turn, m.id, m.body FROM messages m JOIN turns t ON t.id = m.turn"
+            " WHERE t.conversation = ? AND t.state != 'undone' ORDER BY m.id",
+            (conversation,),
+        ).fetchall()
 
     def said(self, conversation: str) -> list[Message]:
         """Return all stored messages, including those that `history` leaves out: messages of undone turns and messages
@@ -351,11 +440,15 @@ class ConversationStore:
         if record is None:
             raise ConfigError(f"there is no conversation {conversation!r}")
         kept = [each for each in self.turns(conversation) if each.state == "done"]
+        summarized = any(each.kind == "compaction" for each in kept)
         if turn is not None:
             if turn and turn not in [each.number for each in kept]:
                 raise ConfigError(f"{conversation} has no turn {turn}; its turns are {[each.number for each in kept]}")
-            kept = [each for each in kept if each.number <= turn]
+            kept = [each for each in kept if turn and (each.number <= turn or each.kind == "compaction")]
         last = kept[-1].number if kept else 0
+        entries = self.entries(conversation)
+        if summarized and not title:
+            title = record.title or self.first_words(conversation)
         with self._writing():
             new = self.create(
                 system=record.system, title=title, key=record.key, user=record.user, settings=record.settings,
@@ -363,9 +456,11 @@ class ConversationStore:
             )  # fmt: skip
             for each in kept:
                 copy = self.begin_turn(new.id, each.content, kind=each.kind)
-                for _, message in self.messages_of(each):
-                    self.add_message(copy, message)
-                self.end_turn(copy, answer=each.answer, outcome=each.outcome, error=each.error, report=each.report)
+                for entry in entries:
+                    if entry.turn.row == each.row:
+                        self.add_message(copy, entry.message)
+                report = {name: value for name, value in each.report.items() if name not in _LAYOUT}
+                self.end_turn(copy, answer=each.answer, outcome=each.outcome, error=each.error, report=report)
         return new
 
     # The journal of side effects
@@ -423,12 +518,13 @@ class ConversationStore:
         ).fetchall()
 
     def allow(self, user: str, dangers: Collection[str]) -> None:
-        """From now on, allow a user's commands that have only these kinds of danger."""
+        """From now on, allow a user's commands that have only these kinds of danger. The key of a tool
+        (`Permit.key`) allows that tool."""
         with self._writing():
             self._db.executemany("INSERT OR IGNORE INTO allowed VALUES (?, ?)", [(user, each) for each in dangers])
 
     def allowed(self, user: str) -> set[str]:
-        """Return the kinds of danger that a user always allows."""
+        """Return the kinds of danger, and the keys of tools, that a user always allows."""
         return {danger for (danger,) in self._db.execute("SELECT danger FROM allowed WHERE user = ?", (user,))}
 
     def set_consent(self, user: str, consent: bool) -> None:
@@ -502,6 +598,47 @@ class ConversationStore:
             named = dict(zip(_TURN.split(", "), row, strict=True))
             decoded = {name: msgspec.json.decode(named[name]) for name in ("content", "report")}
             yield StoredTurn(named.pop("id"), **{**named, **decoded})
+
+
+_LAYOUT = ("covers", "kept", "cut", "during")
+"""The fields of a compaction's report that describe the history after it (see `compact`)."""
+
+
+def _latest_compaction(turns: Iterable[StoredTurn]) -> StoredTurn | None:
+    done = [turn for turn in turns if turn.kind == "compaction" and turn.state == "done"]
+    return max(done, key=lambda turn: turn.number, default=None)
+
+
+def _covers(compaction: StoredTurn, rows: Collection[int]) -> bool:
+    """Return whether a compaction left one of these rows out of the history."""
+    covers = compaction.report.get("covers")
+    return covers is None or any(row <= covers and row not in compaction.report["kept"] for row in rows)
+
+
+def shortened(message: Message, chars: int | None) -> Message:
+    """Return the message with at most about `chars` characters of text: the beginning and the end, with a note between
+    them."""
+    content = message.get("content")
+    if chars is None:
+        return message
+    if isinstance(content, str):
+        return {**message, "content": _without_middle(content, chars)}
+    if not isinstance(content, list):
+        return message
+    parts = [
+        {**part, "text": _without_middle(part["text"], chars)}
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
+def _without_middle(text: str, chars: int) -> str:
+    missing = len(text) - chars
+    if missing <= 0:
+        return text
+    return f"{text[: chars // 2]}\n[… {missing} characters left out to fit the context window …]\n{text[-chars // 2 :]}"
 
 
 def _opened(path: Path) -> sqlite3.Connection:

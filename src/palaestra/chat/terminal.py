@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from palaestra.chat.folders import state_folder
-from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.errors import ConfigError, ContextExceeded, PalaestraError
 from palaestra.core.exits import DONE, plural
 from palaestra.core.printable import escaped, printable, quoted
 
@@ -64,7 +64,7 @@ COMMANDS = {
     "/sandbox": "[diff|write|new]  show the sandbox or its changes, write the changes back, or get a new sandbox",
     "/background": "[ID | write ID TEXT | kill ID]  list, read, write to or end background processes",
     "/cost": "tokens and cost of this conversation",
-    "/compact": "replace the history with a summary",
+    "/compact": "replace the history with a summary (also automatic, before the context window is full)",
     "/save": "TITLE  name the conversation",
     "/export": "[FILE]  write the conversation as JSON",
     "/search": "WORDS  find earlier conversations",
@@ -72,6 +72,10 @@ COMMANDS = {
 }
 SHOWN_LINES, MOST_DIFF_LINES = 8, 200
 """The maximum numbers of lines shown for a command's output and for a change of the shared folder."""
+
+CONTEXT_ADVICE = (
+    "/undo removes the last message, /compact replaces the history with a summary, /new begins a new conversation"
+)
 
 BOLD, DIM, RED, GREEN, YELLOW, CYAN, PLAIN = (f"\x1b[{code}m" for code in ("1", "2", "31", "32", "33", "36", "0"))
 _PROMPT = "› "
@@ -279,7 +283,8 @@ class ChatTerminal:
             return ANSI("starting …")
         talk = self._talk
         running = sum(session.running for session in self._service.processes.sessions(talk.id))
-        parts = [talk.model, f"{talk.context_tokens} tokens"]
+        window = "" if talk.window_tokens is None else f" of {talk.window_tokens}"
+        parts = [talk.model, f"{talk.context_tokens}{window} tokens"]
         if running:
             parts.append(f"{running} background process{'es' if running > 1 else ''} (/background)")
         if talk.title:
@@ -324,6 +329,8 @@ class ChatTerminal:
                         self._stop_soon = not self._conversation.interrupt()
         finally:
             self._turn_runs = self._stop_soon = False
+        if isinstance(self._conversation.failure, ContextExceeded):
+            self._screen.line(f"{YELLOW}{CONTEXT_ADVICE}{PLAIN}")
         await self._offer_changes()
 
     async def _offer_changes(self) -> None:
@@ -385,7 +392,7 @@ class ChatTerminal:
     async def _approve(self, request: ApprovalRequest) -> ApprovalAnswer:
         from palaestra.tools.human.approval import ApprovalAnswer
 
-        self._screen.line(f"{YELLOW}This command {printable(', '.join(request.dangers))}:{PLAIN}")
+        self._screen.line(f"{YELLOW}{escaped(request.question)}:{PLAIN}")
         self._screen.line(quoted(request.command))
         answers = {
             "y": ApprovalAnswer.ONCE, "yes": ApprovalAnswer.ONCE, "s": ApprovalAnswer.SESSION,
@@ -552,7 +559,7 @@ class ChatTerminal:
         self._screen.line(printable(str(reply.get("output") or reply.get("error") or reply.get("status"))))
 
     async def _do_cost(self, rest: str) -> None:
-        turns = self._conversation.turns()
+        turns = self._conversation.turns(every=True)
         totals = {
             name: sum(int(turn.report.get(name) or 0) for turn in turns)
             for name in ("model_calls", "prompt_tokens", "completion_tokens")

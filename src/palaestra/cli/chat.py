@@ -24,7 +24,7 @@ _HELP = """Talk to an agent that works in a sandbox.
 
 \b
   -p TEXT              send one message and print the answer; stdin is added to the message
-  --json               with -p: every event as a line of JSON        --yes  with -p: allow dangerous commands
+  --json               with -p: every event as a line of JSON        --yes  with -p: allow what asks
   -c, --resume NAME    continue the last conversation, or the one with this id (or its beginning) or title
   --fork NAME[:TURN]   start a new conversation as a copy of NAME, up to TURN
   --name TITLE         set the title   --list   list conversations   --search WORDS  list those with these words

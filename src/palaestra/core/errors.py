@@ -66,7 +66,10 @@ class EngineRefused(EngineError, PermissionError):
 
 
 class ContextExceeded(EngineRefused):
-    """The conversation does not fit the model's window. During a rollout, this counts as the agent's failure."""
+    """The conversation does not fit the model's window. During a rollout, this counts as the agent's failure.
+    `window_tokens` is the size of the window, if the server reported it."""
+
+    window_tokens: int | None = None
 
 
 class EngineReplyError(EngineError, ValueError):

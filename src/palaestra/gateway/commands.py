@@ -11,6 +11,7 @@ COMMANDS = {  # each entry: arguments, two spaces, description
     "new": "begin a new session (also /reset)",
     "retry": "answer the last message again",
     "undo": "forget the last message and its answer",
+    "compact": "replace this session's history with a summary (also automatic, before the context window is full)",
     "status": "show the running turn, waiting messages, background processes and jobs of this chat",
     "approve": "CODE [session, always]  allow the command that the question with that code shows, or all of its kind",
     "deny": "reject the command that waits for approval",

@@ -91,7 +91,9 @@ class GatewayConfig(Settings):
     )
     system_prompt: str | None = setting(None, "The system prompt. Default: a short built-in prompt.")
     max_turns: int = setting(60, "Maximum model calls for one message.", ge=1)
-    context_tokens: int | None = setting(None, "The size of the model's window in tokens. Default: unknown.", ge=1)
+    context_tokens: int | None = setting(
+        None, "The size of the model's window in tokens. Default: what the server reports.", ge=1
+    )
     prices: ModelPrices | None = setting(None, "The prices of the model; needed for limits.cost_per_day.")
     isolation: str = setting("best", "The isolation level of sandboxes: best, full, userns, confined or none.")
     network: Literal["on", "off"] = setting("off", "Whether sandboxes have a network.")

@@ -28,7 +28,14 @@ from palaestra.chat.conversation import Conversation, People
 from palaestra.chat.events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
 from palaestra.chat.service import ChatService
 from palaestra.core.clock import Clock, SystemClock
-from palaestra.core.errors import ConfigError, PalaestraError, PlatformRefused, PlatformUnavailable
+from palaestra.core.errors import (
+    ConfigError,
+    ContextExceeded,
+    PalaestraError,
+    PlatformRefused,
+    PlatformUnavailable,
+    SandboxError,
+)
 from palaestra.core.printable import escaped
 from palaestra.core.types import JSON
 from palaestra.gateway import commands, files
@@ -54,10 +61,12 @@ LONGEST_RECONNECT_S = 60.0
 MOST_UNSENT = 500
 """The maximum number of unsent messages of one chat. While a chat has as many, its next turn does not begin."""
 STOP_PATIENCE_S = 10.0
-MOST_SHOWN = 2000
-"""The maximum number of characters of a command that the chat shows when it asks for approval."""
+MOST_SHOWN = 20_000
+"""The maximum number of characters of a command or call that waits for approval. Longer ones are denied, because nobody
+would see what they approve."""
 
 _CODE_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"
+_FULL = "/undo forgets this message, /compact replaces the history with a summary, /new begins a new session."
 _CUT_OFF = "(The gateway was stopped during this turn. /retry runs it again.)"
 
 
@@ -463,7 +472,10 @@ class Gateway:
         conversation, session.conversation = session.conversation, None
         if conversation is not None:
             if self.chat.lasting and conversation.record.settings.get("sandbox"):
-                await conversation.slot()  # takes over an earlier gateway's sandbox, which `close` ends
+                try:
+                    await conversation.slot()  # takes over an earlier gateway's sandbox, which `close` ends
+                except SandboxError as error:  # a new session must not depend on a sandbox that is broken
+                    logger.warning("%s: the earlier sandbox was not taken over: %s", session.key, error)
             await conversation.close()
 
     async def _sweep(self) -> None:
@@ -540,7 +552,8 @@ class Gateway:
         if ended.outcome == INTERRUPTED:
             texts.append("Stopped." if session.stopped else _CUT_OFF)
         elif ended.outcome != NATURAL:
-            texts.append(f"(The turn ended early, {ended.outcome}: {ended.error}. /retry runs it again.)")
+            advice = _FULL if isinstance(conversation.failure, ContextExceeded) else "/retry runs it again."
+            texts.append(f"(The turn ended early, {ended.outcome}: {ended.error.rstrip('.')}. {advice})")
         return _Answer(texts, sent, 0.0 if ended.replayed else ended.cost or 0.0)
 
     @asynccontextmanager
@@ -623,6 +636,11 @@ class Gateway:
         if command.name == "undo":
             taken = await conversation.undo()
             return _Answer(["There is nothing to undo." if taken is None else "The last message was undone."])
+        if command.name == "compact":
+            async with self._typing(message.address):
+                summary = await conversation.compact()
+            cost = float(conversation.turns()[0].report.get("cost") or 0.0)
+            return _Answer([f"The history was replaced with this summary:\n\n{summary}"], cost=cost)
         if self.chat.store.turn_of(conversation.id, message.message_id) is not None:
             return await self._turn(session, message, again="")  # the gateway was killed during this turn
         content = await conversation.undo()
@@ -633,14 +651,20 @@ class Gateway:
     # Questions to a person
 
     async def _ask_approval(self, session: _Session, request: ApprovalRequest) -> ApprovalAnswer:
-        """Ask the chat whether a command may run. If no answer arrives in time, the command is denied. The answer names
+        """Ask the chat whether a command or call may run. If no answer arrives in time, it is denied. The answer names
         the question by a code, so that a late answer does not count for the next question."""
-        shown, hidden = request.command[:MOST_SHOWN], len(request.command) - MOST_SHOWN
-        shown = "\n".join(map(escaped, shown.split("\n"))).replace("```", r"\x60" * 3)  # nothing leaves the code block
-        more = f"({hidden} more characters of it are not shown.)\n" if hidden > 0 else ""
+        shown = "\n".join(map(escaped, request.command.split("\n")))
+        shown = shown.replace("```", r"\x60" * 3)  # nothing leaves the code block
+        asked = escaped(request.question)
+        if len(shown) > MOST_SHOWN:
+            await self.notify(
+                f"Denied: {asked}. It has {len(shown)} characters, but at most {MOST_SHOWN} are shown for approval.",
+                session.address,
+            )
+            return ApprovalAnswer.DENY
         code = session.approval_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
         text = (
-            f"May this command run? It {', '.join(request.dangers)}:\n```\n{shown}\n```\n{more}"
+            f"May this run? {asked}:\n```\n{shown}\n```\n"
             f"/approve {code}, /approve {code} session, /approve {code} always or /deny; without an answer in "
             f"{self.config.approval_timeout_s / 60:g} min it does not run."
         )

@@ -132,6 +132,8 @@ class ServerEngine(ChatServer):
 
     config: APIServerConfig
     token_exact = False
+    window_tokens: int | None = None
+    """The size of the model's window, if the server has reported it."""
 
     @property
     def name(self) -> str:

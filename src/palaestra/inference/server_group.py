@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
-from palaestra.core.errors import ConfigError, EngineUnavailable
+from palaestra.core.errors import ConfigError, ContextExceeded, EngineUnavailable
 from palaestra.core.types import JSON, Message
 from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig, ServerBaseline
@@ -63,10 +63,21 @@ class ServerGroup(ChatServer):
         ]
         self._under_way = [0] * len(self.servers)
         self._sessions = 0
+        self._learned_window: int | None = None
 
     @property
     def name(self) -> str:
         return ", ".join(dict.fromkeys(server.name for server in self.servers))
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The size of the smallest window of the servers' models, or None if no server has reported one."""
+        known = [server.window_tokens for server in self.servers if server.window_tokens is not None]
+        return self._learned_window or min(known, default=None)
+
+    def learn_window(self, error: ContextExceeded) -> None:
+        """Keep the window that a server reports in an error, which is more reliable than its list of models."""
+        self._learned_window = error.window_tokens or self._learned_window
 
     async def start(self) -> None:
         """Start all servers. If one fails, close all of them and raise its error."""

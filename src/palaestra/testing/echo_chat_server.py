@@ -12,9 +12,12 @@ The message is a list of lines:
     say some words                        the answer; without such a line, it is the last tool result or the message
     think some words                      thinking before the answer
 
-`reply`, if given, replaces these rules: it returns the assistant message for a conversation. `delay_s` is the pause
-before each piece of a streamed reply. While `gate` is an event that is not set, a streamed reply waits after its first
-piece. `asked` lists the requests.
+`reply`, if given, replaces these rules: it returns the assistant message for a conversation. `window` is the size of
+the context window: a longer request is refused with HTTP 400, in the words of `refuses` (openai, vllm, or silent, which
+does not name the size). A token is four characters of the messages and tools, and `max_tokens` counts, too. The list of
+models has the window if `lists_window` is true. `delay_s` is the pause before each piece of a streamed reply. While
+`gate` is an event that is not set, a streamed reply waits after its first piece. `asked` lists the requests, and
+`refused` counts those that were too long.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Self
+from typing import Literal, Self
 
 from aiohttp import web
 
@@ -41,8 +44,20 @@ Reply = Callable[[Sequence[Message]], dict[str, JSON]]
 class EchoChatServer:
     """An async context manager; `url` is its address."""
 
-    def __init__(self, *, delay_s: float = 0.0, reply: Reply | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        delay_s: float = 0.0,
+        reply: Reply | None = None,
+        port: int = 0,
+        window: int | None = None,
+        refuses: Literal["openai", "vllm", "silent"] = "openai",
+        lists_window: bool = False,
+    ) -> None:
         self.delay_s = delay_s
+        self.window, self.lists_window = window, lists_window
+        self._refuses = refuses
+        self.refused = 0
         self._reply = reply or reply_to
         self._port = port
         self.gate: asyncio.Event | None = None
@@ -60,14 +75,19 @@ class EchoChatServer:
         await self._listening.__aexit__(None, None, None)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        listed = {"max_model_len": self.window} if self.lists_window else {}
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", **listed}]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.asked.append(body)
+        tokens, reply_tokens = _tokens(body), int(body.get("max_tokens") or 0)
+        if self.window is not None and tokens + max(1, reply_tokens) > self.window:
+            self.refused += 1
+            return web.json_response(_too_long(self.window, tokens, reply_tokens, self._refuses), status=400)
         message = self._reply(body["messages"])
         finish = "tool_calls" if message.get("tool_calls") else "stop"
-        usage = _usage(body["messages"], message)
+        usage = _usage(tokens, message)
         if not body.get("stream"):
             choice = {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
             return web.json_response({"id": "e", "object": "chat.completion", "choices": [choice], "usage": usage})
@@ -122,8 +142,31 @@ def _pieces(message: Mapping[str, JSON]) -> Iterator[dict[str, JSON]]:
         yield {"tool_calls": [call]}
 
 
-def _usage(messages: Sequence[Message], reply: Mapping[str, JSON]) -> dict[str, JSON]:
-    prompt, completion = sum(len(str(each)) for each in messages) // 4, 1 + len(str(reply)) // 4
+def _tokens(body: Mapping[str, JSON]) -> int:
+    return sum(len(str(each)) for each in (*body["messages"], *(body.get("tools") or ()))) // 4
+
+
+def _too_long(window: int, tokens: int, reply_tokens: int, words: str) -> dict[str, JSON]:
+    """Return the body with which OpenAI or vLLM refuses a request that is too long."""
+    if words == "vllm":
+        text = (
+            f"This model's maximum context length is {window} tokens. However, you requested {tokens + reply_tokens} "
+            f"tokens ({tokens} in the messages, {reply_tokens} in the completion). Please reduce the length of the "
+            "messages or completion."
+        )
+        return {"object": "error", "message": text, "type": "BadRequestError", "param": None, "code": 400}
+    if words == "silent":
+        return {"error": {"message": "Please reduce the length of the messages.", "code": "context_length_exceeded"}}
+    text = (
+        f"This model's maximum context length is {window} tokens. However, your messages resulted in {tokens} tokens. "
+        "Please reduce the length of the messages."
+    )
+    error = {"message": text, "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}
+    return {"error": error}
+
+
+def _usage(prompt: int, reply: Mapping[str, JSON]) -> dict[str, JSON]:
+    completion = 1 + len(str(reply)) // 4
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
@@ -137,9 +180,9 @@ def _event(data: JSON) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-async def _serve(port: int, delay_s: float) -> None:
+async def _serve(port: int, delay_s: float, window: int | None) -> None:
     stop = told_to_stop()
-    async with EchoChatServer(delay_s=delay_s, port=port) as server:
+    async with EchoChatServer(delay_s=delay_s, port=port, window=window, lists_window=True) as server:
         print(f"{server.url}/v1", flush=True)  # noqa: T201  the address is the output of this program
         await stop.wait()
 
@@ -148,8 +191,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Serve a fake model on 127.0.0.1. Your message determines its answer.")
     parser.add_argument("--port", type=int, default=8000, help="the port; 0 selects a free one [8000]")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds before each piece of an answer [0]")
+    parser.add_argument("--window", type=int, help="the size of the context window in tokens [unlimited]")
     given = parser.parse_args()
     try:
-        asyncio.run(_serve(given.port, given.delay))
+        asyncio.run(_serve(given.port, given.delay, given.window))
     except ConfigError as error:
         parser.error(str(error))

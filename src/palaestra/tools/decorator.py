@@ -42,6 +42,7 @@ from palaestra.core.user_code import settled
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.call_text import plain, reply_of, result_of
+from palaestra.tools.human.approval import Permit
 from palaestra.tools.tool import Tool, ToolReply, ToolResult, ToolRun, ToolSchema
 
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
@@ -111,6 +112,7 @@ class TypedTool(Tool):
     task: Task | None = None
     touches_world: bool = False
     world_session: str = ""
+    asks: Permit | None = None
 
     def __call__(self, *args: JSON, **kwargs: JSON) -> JSON:
         return self.function(*args, **kwargs)
@@ -162,7 +164,7 @@ class ToolOptions(TypedDict, total=False):
 def tool(function: UserFunction, /) -> TypedTool: ...
 @overload
 def tool(
-    *, name: str | None = None, external: bool = False, **options: Unpack[ToolOptions]
+    *, name: str | None = None, external: bool = False, asks: bool = False, **options: Unpack[ToolOptions]
 ) -> Callable[[UserFunction], TypedTool]: ...
 def tool(
     function: UserFunction | None = None,
@@ -170,17 +172,21 @@ def tool(
     *,
     name: str | None = None,
     external: bool = False,
+    asks: bool = False,
     **options: Unpack[ToolOptions],
 ) -> TypedTool | Callable[[UserFunction], TypedTool]:
     """Make a tool from a typed function; `name` replaces the function's name.
 
-    An `external` tool needs no slot, and runs on a tool server if there is one. Raises `ConfigError` if the function
-    cannot be described to a model, for example without a docstring or an annotation. Also raises it for an `external`
-    function with a sandbox parameter, and for any function with a task parameter.
+    An `external` tool needs no slot, and runs on a tool server if there is one. A tool that `asks` acts outside the
+    sandbox: a conversation with a person asks before each call.
+
+    Raises `ConfigError` if the function cannot be described to a model, for example without a docstring or an
+    annotation. Also raises it for an `external` function with a sandbox parameter, and for any function with a task
+    parameter.
     """
 
     def make(given: UserFunction) -> TypedTool:
-        made = declare(given, name=name, external=external, **options)
+        made = declare(given, name=name, external=external, asks=asks, **options)
         if "task" in made.context.values():
             raise ConfigError(f"tool {made.name} has a task parameter, which only an environment's own tools can have")
         return made
@@ -189,7 +195,12 @@ def tool(
 
 
 def declare(
-    function: UserFunction, *, name: str | None = None, external: bool = False, **options: Unpack[ToolOptions]
+    function: UserFunction,
+    *,
+    name: str | None = None,
+    external: bool = False,
+    asks: bool = False,
+    **options: Unpack[ToolOptions],
 ) -> TypedTool:
     """Make a tool as `tool` does, from a function that may also have the task as a parameter."""
     called = name or str(getattr(function, "__name__", "tool"))
@@ -207,6 +218,7 @@ def declare(
         schema=replace(_schema(called, summary, arguments), external=external),
         arguments=arguments,
         context=context,
+        asks=Permit(f"the tool {called}", f"tool:{called}") if asks else None,
         **options,
     )
 

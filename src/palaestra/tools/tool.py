@@ -23,6 +23,7 @@ from palaestra.sandbox.slot import Slot
 from palaestra.tools.call_text import ToolCall as ToolCall
 from palaestra.tools.call_text import ToolResult as ToolResult
 from palaestra.tools.call_text import reply_of, result_of
+from palaestra.tools.human.approval import Approvals, Permit
 
 logger = logging.getLogger(__name__)
 
@@ -252,12 +253,14 @@ class Tool(ABC):
     `parallel_safe` calls of one turn may run concurrently. `touches_world` marks a tool whose reply comes from outside
     the slot (a search engine, a web page, another model, a folder of notes): its calls can be recorded and replayed.
     Tools whose replies depend on each other's earlier calls, such as a browser's, have the same `world_session`.
+    `asks` marks a tool that acts outside the slot: a conversation with a person asks before each call (`Approvals`).
     """
 
     toolset: str = "custom"
     parallel_safe: bool = False
     touches_world: bool = False
     world_session: str = ""
+    asks: Permit | None = None
 
     @property
     @abstractmethod
@@ -324,6 +327,7 @@ class FunctionTool(Tool):
     missing: Callable[[], str | None] = lambda: None
     touches_world: bool = False
     world_session: str = ""
+    asks: Permit | None = None
     world_key: Callable[[Mapping[str, JSON], ToolRun], Awaitable[JSON]] = given_arguments
 
     def is_available(self) -> tuple[bool, str | None]:
@@ -349,9 +353,19 @@ async def _outcome(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> T
     try:
         if (reason := tool.missing_in(replayed=run.replayed)) is not None:
             return ToolOutcome.refused(f"{tool.name} cannot be used here: {reason}")
+        if (refusal := await _refusal(tool, arguments, run)) is not None:
+            return ToolOutcome.refused(refusal, status="blocked")
         return ToolOutcome.of(await tool.run(arguments, run))
     except ToolMistake as mistake:
         return ToolOutcome.refused(str(mistake), **mistake.details)
+
+
+async def _refusal(tool: Tool, arguments: Mapping[str, JSON], run: ToolRun) -> str | None:
+    """Ask the person of the conversation, if there is one and the tool `asks`. Return why the call must not run."""
+    approvals = None if tool.asks is None else run.found_state(Approvals)
+    if tool.asks is None or approvals is None:
+        return None
+    return await approvals.refusal_of_call(tool.asks, arguments, run.task_id)
 
 
 def encodable(text: str) -> str:

@@ -114,29 +114,33 @@ def test_a_redirect_is_not_followed_since_it_would_turn_the_post_into_a_get() ->
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "window"),
     [
-        "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens",
-        "the request exceeds the available context size (4096 tokens)",
-        "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
-        "prompt is too long: 210000 tokens > 200000 maximum",
-        {"message": "no room", "code": "context_length_exceeded"},
-        "Input length (70001 tokens) exceeds the maximum allowed length (53682 tokens). Use a shorter input",
-        "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000 `inputs` tokens",
-        "Input validation error: `inputs` must have less than 1024 tokens. Given: 2000",
-        "The input token count (1196265) exceeds the maximum number of tokens allowed (1048575)",
-        "This model's maximum prompt length is 131072 but the request contains 537812 tokens.",
-        "Invalid request: Your request exceeded model token limit: 262144 (requested: 262300)",
-        "The number of tokens to keep from the initial prompt is greater than the context length.",
-        "the model is loaded with context length of only 4096 tokens, which is not enough",
-        "Please reduce the length of the messages or completion.",
-        "Prompt exceeds max length",
-        "Range of input length should be [1, 30720]",
+        ("This model's maximum context length is 8192 tokens. However, you requested 9000 tokens", 8192),
+        ("the request exceeds the available context size (4096 tokens)", 4096),
+        ("The input (5000 tokens) is longer than the model's context length (4096 tokens).", 4096),
+        ("prompt is too long: 210000 tokens > 200000 maximum", 200000),
+        ({"message": "no room", "code": "context_length_exceeded"}, None),
+        ("Input length (70001 tokens) exceeds the maximum allowed length (53682 tokens). Use a shorter input", 53682),
+        (
+            "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000 `inputs` tokens",
+            4096,
+        ),
+        ("Input validation error: `inputs` must have less than 1024 tokens. Given: 2000", 1024),
+        ("The input token count (1196265) exceeds the maximum number of tokens allowed (1048575)", 1048575),
+        ("This model's maximum prompt length is 131072 but the request contains 537812 tokens.", 131072),
+        ("Invalid request: Your request exceeded model token limit: 262144 (requested: 262300)", 262144),
+        ("The number of tokens to keep from the initial prompt is greater than the context length.", None),
+        ("the model is loaded with context length of only 4096 tokens, which is not enough", 4096),
+        ("Please reduce the length of the messages or completion.", None),
+        ("Prompt exceeds max length", None),
+        ("Range of input length should be [1, 30720]", 30720),
     ],
 )
-def test_a_conversation_that_does_not_fit_is_told_apart(message: JSON) -> None:
-    with pytest.raises(ContextExceeded):
+def test_a_conversation_that_does_not_fit_is_told_apart(message: JSON, window: int | None) -> None:
+    with pytest.raises(ContextExceeded) as caught:
         outcome(LoopbackServer(FakeAnswer({"error": message}, 400)), transport(ManualClock()))
+    assert caught.value.window_tokens == window
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from palaestra.inference.http.chat_completions import (
     listed_models,
     plainer_history,
     server_kind,
+    window_of,
 )
 from palaestra.inference.http.sse import Delta, DeltaHook, EventStreamReader
 from palaestra.inference.http.transport import Transport, encode_json, server_says, shown
@@ -79,6 +80,7 @@ class OpenAIEngine(ServerEngine):
         names = [model.id for model in models]
         if len(names) == 1 and "model_name" not in self.config.model_fields_set:
             self._use_model(names[0])
+        self.window_tokens = window_of(models, self.name)
         if names and self.name not in names:
             logger.warning("%s does not list model '%s'; it lists %s", shown(url), self.name, ", ".join(names[:10]))
         if (kind := server_kind(models)) != "other":

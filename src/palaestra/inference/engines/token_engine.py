@@ -24,6 +24,7 @@ from palaestra.inference.chat_server import ServerEngine, SessionContext
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engine import ChatCompletion, CompletionUsage, Sampled, TextChoice, TextCompletion, TokenEngine
 from palaestra.inference.engines.openai import parse_base_url
+from palaestra.inference.http.chat_completions import listed_models, window_of
 from palaestra.inference.http.transport import NOT_JSON, Reader, Response, Transport, encode_json, shown
 from palaestra.inference.ledger import Ledger, ids_json
 from palaestra.inference.parsers import ToolCallParser, list_parsers
@@ -177,7 +178,8 @@ class TokenServer(TokenChat):
         await super().start()
         if not self.config.health_check:
             return
-        await self.transport.list_models(self.base_url / "models")
+        response = await self.transport.list_models(self.base_url / "models")
+        self.window_tokens = window_of(listed_models(response.body) if response.status == 200 else [], self.name)
         await self._compare_tokenizers()
 
     async def aclose(self) -> None:

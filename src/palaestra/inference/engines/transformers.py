@@ -98,9 +98,11 @@ class TransformersEngine(TokenChat):
         window = int(getattr(config, "max_position_embeddings", 0) or DEFAULT_WINDOW_TOKENS)
         room = window - len(input_ids)
         if room < 1:
-            raise ContextExceeded(
+            error = ContextExceeded(
                 f"Model '{self.name}' has a window of {window} tokens; the prompt has {len(input_ids)}."
             )
+            error.window_tokens = window
+            raise error
         known = all(isinstance(number, int) and 0 <= number < config.vocab_size for number in input_ids)
         if not input_ids or not known:  # one invalid row would fail the whole batch
             raise EngineRefused(

@@ -191,11 +191,21 @@ ServerKind: TypeAlias = Literal["vllm", "sglang", "other"]
 
 
 class ListedModel(msgspec.Struct):
-    """One model. `owned_by` is the software that serves it, and `max_model_len` is its window in tokens."""
+    """One model. `owned_by` is the software that serves it. vLLM and SGLang call the window in tokens `max_model_len`,
+    other servers use one of the other names."""
 
     id: str
     owned_by: str | None = None
-    max_model_len: int | None = None
+    max_model_len: JSON = None
+    context_length: JSON = None
+    context_window: JSON = None
+    max_context_length: JSON = None
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The window in tokens, if the server lists it."""
+        listed = (self.max_model_len, self.context_length, self.context_window, self.max_context_length)
+        return next((each for each in listed if isinstance(each, int) and each > 0), None)
 
 
 class _ModelList(msgspec.Struct):
@@ -209,6 +219,12 @@ def listed_models(body: bytes) -> list[ListedModel]:
         return msgspec.json.decode(body, type=_ModelList).data
     except NOT_JSON:
         return []
+
+
+def window_of(models: Sequence[ListedModel], name: str) -> int | None:
+    """Return the listed window of the model `name`, or of the only model, or None."""
+    found = [model for model in models if model.id == name] or (models if len(models) == 1 else ())
+    return found[0].window_tokens if found else None
 
 
 def server_kind(models: Sequence[ListedModel]) -> ServerKind:

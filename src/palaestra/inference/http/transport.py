@@ -293,6 +293,26 @@ _TOO_LONG = re.compile(
 """The words with which OpenAI, vLLM, SGLang, llama.cpp, TGI, LM Studio and the providers behind OpenRouter (Gemini,
 Grok, Groq, Kimi, GLM, Qwen) report that a conversation does not fit the context window."""
 
+_WINDOW = re.compile(
+    r"(?:(?:context|model)[ _]?(?:length|window|size|len)\b|maximum number of tokens|maximum prompt length|token limit"
+    r"|maximum allowed (?:input )?length)[^0-9.]{0,40}?(?P<after>\d[\d,]*)"
+    r"|> *(?P<above>\d[\d,]*) maximum|input length should be \[\d+, *(?P<upto>\d[\d,]*)"
+    r"|(?:<=|less than) *(?P<below>\d[\d,]*)",
+    re.IGNORECASE,
+)
+"""The window in the messages of `_TOO_LONG`."""
+_SMALLEST_WINDOW = 256
+
+
+def window_tokens(said: str) -> int | None:
+    """Return the size of the context window in a server's message, or None if the message does not contain it."""
+    for match in _WINDOW.finditer(said):
+        found = int(next(each for each in match.groups() if each).replace(",", ""))
+        if found >= _SMALLEST_WINDOW:
+            return found
+    return None
+
+
 _WAYS_OUT = {
     401: "Set the variable OPENAI_API_KEY (or PALAESTRA_OPENAI_API_KEY) or --openai.api_key to the key.",
     402: "The account is out of credit.",
@@ -361,7 +381,11 @@ def _message(value: JSON) -> str | None:
 def refused(url: URL, status: int, body: bytes, model: str) -> EngineRefused:
     said = server_says(body)
     if status in (400, 413, 422) and _TOO_LONG.search(said):
-        return ContextExceeded(f"The conversation does not fit model '{model}' at {shown(url)} (HTTP {status}): {said}")
+        error = ContextExceeded(
+            f"The conversation does not fit model '{model}' at {shown(url)} (HTTP {status}): {said}"
+        )
+        error.window_tokens = window_tokens(said)
+        return error
     way_out = _WAYS_OUT.get(status, "")
     if 300 <= status < 400:
         way_out = "The address redirects; set --openai.base_url to the target (https instead of http?)."

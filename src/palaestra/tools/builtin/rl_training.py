@@ -25,6 +25,7 @@ from palaestra.core.errors import ToolUnavailable
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
+from palaestra.tools.human.approval import Permit
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import FunctionTool, Tool, ToolMistake, ToolReply, ToolRun, ToolSchema
 from palaestra.tools.training.training_process import (
@@ -82,6 +83,9 @@ _SCHEMAS = {schema.name: schema for schema in (
 )}
 # fmt: on
 
+_ASKS = ("rl_start_training", "rl_stop_training", "rl_test_inference")
+"""The tools that start or stop processes on this machine, outside every sandbox."""
+
 _SELECTION = "rl_selection"
 """The session of the tools that make or show the agent's choices. In a resumed rollout, these tools run again."""
 
@@ -129,6 +133,7 @@ def rl_tools(settings: ToolSettings, command: Sequence[str] = TRAIN) -> tuple[To
             missing=partial(_lack, settings),
             touches_world=True,
             world_session=_SELECTION if name in of_selection else "",
+            asks=Permit(f"the tool {name}", f"tool:{name}") if name in _ASKS else None,
         )
         for name, run in functions.items()
     )

@@ -1,21 +1,27 @@
-"""Asks a person before a dangerous command, for interactive use.
+"""Asks a person before a dangerous command, and before a call of a tool that acts outside the sandbox, for interactive
+use.
 
-This is not a security boundary; slots are. The patterns match the usual forms of destructive commands. They miss
-commands assembled at run time, scripts, an interpreter's own calls, keys sent to `tmux`, and input of background
-processes. If you do not trust an agent, give it a slot with nothing to lose.
+For commands, this is not a security boundary; slots are. The patterns match the usual forms of destructive commands.
+They miss commands assembled at run time, scripts, an interpreter's own calls, keys sent to `tmux`, and input of
+background processes. If you do not trust an agent, give it a slot with nothing to lose.
 
-If there is no `ask` function, as in rollouts, every command runs. Invariant: a denied command is not run, and an
-approval covers only this command, or its kinds of danger for the session.
+A tool asks if it has a `Permit` (`Tool.asks`). `run_tool` enforces it, so that programs and sub-agents ask as well.
+
+If there is no `ask` function, as in rollouts, every command and call runs. Invariant: a denied command or call is not
+run. An approval covers only this command or call, or for the session its kinds of danger or this tool.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
+
+from palaestra.core.types import JSON
 
 
 class ApprovalAnswer(StrEnum):
@@ -29,12 +35,41 @@ class ApprovalAnswer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Permit:
+    """What a person is asked before each call of a tool. `what` names the tool and its server, and `key` identifies the
+    tool in approvals that last."""
+
+    what: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class ApprovalRequest:
-    """A command to approve. `dangers` lists the command's kinds of danger, for a person to read."""
+    """A command or a call to approve. `dangers` lists its kinds of danger, for a person to read.
+
+    For a call, `tool` names the tool and its server, `arguments` are the call's arguments, and `command` is their full
+    text. All texts may contain control characters. `key` identifies the tool of a call.
+    """
 
     command: str
     dangers: Sequence[str]
     task_id: str
+    tool: str = ""
+    arguments: Mapping[str, JSON] | None = None
+    key: str = ""
+
+    @property
+    def covers(self) -> Sequence[str]:
+        """What an answer for the session, or for always, allows: the kinds of danger of a command, or the tool of a
+        call."""
+        return [self.key] if self.key else self.dangers
+
+    @property
+    def question(self) -> str:
+        """What the person decides on, without the text of the command or the arguments."""
+        if self.tool:
+            return f"The agent calls {self.tool}, which {', '.join(self.dangers)}"
+        return f"This command {', '.join(self.dangers)}"
 
 
 Ask: TypeAlias = Callable[[ApprovalRequest], Awaitable[ApprovalAnswer]]
@@ -78,10 +113,22 @@ def dangers(command: str) -> list[str]:
     return list(dict.fromkeys(danger for danger, pattern in _COMPILED if pattern.search(text)))
 
 
+ACTS_OUTSIDE = "may change things outside the sandbox"
+
+_LONG_ARGUMENT = 200
+
+
+def arguments_text(arguments: Mapping[str, JSON]) -> str:
+    """Return the arguments of a call as JSON, for a person to read. Long arguments come last, so that they do not push
+    a path out of sight."""
+    ordered = sorted(arguments.items(), key=lambda each: len(json.dumps(each[1])) > _LONG_ARGUMENT)
+    return json.dumps(dict(ordered), ensure_ascii=False, indent=1)
+
+
 @dataclass(slots=True)
 class Approvals:
-    """Asks the user to approve dangerous commands of one agent; `allowed` has the kinds of danger that are
-    allowed for the session."""
+    """Asks the user to approve dangerous commands, and calls that act outside the sandbox, of one agent; `allowed` has
+    the kinds of danger and the keys of the tools that are allowed for the session."""
 
     ask: Ask | None = None
     allowed: set[str] = field(default_factory=set)
@@ -89,15 +136,41 @@ class Approvals:
 
     async def refusal(self, command: str, task_id: str) -> str | None:
         """If the command is dangerous, ask the user. Return the reason why it must not run, or None if it may."""
+
+        def request() -> ApprovalRequest | None:
+            found = [danger for danger in dangers(command) if danger not in self.allowed]
+            return ApprovalRequest(command, found, task_id) if found else None
+
+        denied = await self._denied(request)
+        if denied is None:
+            return None
+        found = "; ".join(denied.dangers)
+        return f"The user did not allow this command ({found}); nothing was run. Find another way, or ask."
+
+    async def refusal_of_call(self, permit: Permit, arguments: Mapping[str, JSON], task_id: str) -> str | None:
+        """Ask the user about a call. Return the reason why it must not run, or None if it may."""
+
+        def request() -> ApprovalRequest | None:
+            if permit.key in self.allowed:
+                return None
+            text = arguments_text(arguments)
+            return ApprovalRequest(text, [ACTS_OUTSIDE], task_id, permit.what, arguments, permit.key)
+
+        denied = await self._denied(request)
+        return (
+            None if denied is None else "The user did not allow this call; nothing was run. Find another way, or ask."
+        )
+
+    async def _denied(self, request: Callable[[], ApprovalRequest | None]) -> ApprovalRequest | None:
+        """Ask what `request` returns, if anything, once earlier questions are answered. Return the request if the user
+        denies it."""
         if self.ask is None:
             return None
         async with self._asking:
-            found = [danger for danger in dangers(command) if danger not in self.allowed]
-            if not found:
+            asked = request()  # here: an earlier answer may cover this request
+            if asked is None:
                 return None
-            answer = await self.ask(ApprovalRequest(command, found, task_id))
-        if answer in (ApprovalAnswer.SESSION, ApprovalAnswer.ALWAYS):
-            self.allowed.update(found)
-        if answer is not ApprovalAnswer.DENY:
-            return None
-        return f"The user did not allow this command ({'; '.join(found)}); nothing was run. Find another way, or ask."
+            answer = await self.ask(asked)
+            if answer in (ApprovalAnswer.SESSION, ApprovalAnswer.ALWAYS):
+                self.allowed.update(asked.covers)
+        return asked if answer is ApprovalAnswer.DENY else None

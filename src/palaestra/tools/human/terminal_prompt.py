@@ -1,4 +1,4 @@
-"""Asks a person at a terminal: before dangerous commands (`Approvals`), and for `clarify`.
+"""Asks a person at a terminal: before dangerous commands and calls (`Approvals`), and for `clarify`.
 
     person = TerminalPerson()
     ToolSession(shared=[Approvals(person.approve), User(person.answer)])
@@ -53,9 +53,13 @@ class TerminalPerson:
             ) from None
 
     async def approve(self, request: ApprovalRequest) -> ApprovalAnswer:
-        """Ask whether a command may run, and return the answer. This method is the `ask` of `Approvals`."""
-        what = f"A command of task {escaped(request.task_id)} {', '.join(request.dangers)}:\n{quoted(request.command)}"
-        prompt = "Run it? y: once, s: this kind for the whole session, n: no [n] "
+        """Ask whether a command or call may run, and return the answer. This method is the `ask` of `Approvals`."""
+        about = escaped(
+            request.question if request.tool else f"A command of task {request.task_id} {', '.join(request.dangers)}"
+        )
+        what = f"{about}:\n{quoted(request.command)}"
+        scope = "this tool" if request.tool else "this kind"
+        prompt = f"Run it? y: once, s: {scope} for the whole session, n: no [n] "
         return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)
 
     async def answer(self, question: str, choices: Sequence[str]) -> str | None:

@@ -11,6 +11,7 @@ value. Durations are in seconds.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -33,6 +34,9 @@ class MCPToolChoice(Settings):
 
     include: list[str] | None = Field(default=None, description="Offer only these tools. Default: all.")
     exclude: list[str] = Field(default_factory=list, description="Do not offer these tools.")
+    allow: list[str] = Field(
+        default_factory=list, description="Do not ask a person before calls of these tools. See also `ask`."
+    )
 
     def has(self, name: str) -> bool:
         """Return whether the agent gets the tool with this name."""
@@ -71,6 +75,11 @@ class MCPServerConfig(Settings):
     parallel: bool = Field(
         default=False, description="Whether calls in one turn may run concurrently even if they are not read-only."
     )
+    ask: Literal["changes", "always", "never"] = Field(
+        default="changes",
+        description="Before which calls chat, acp and gateway ask the person. `changes`: before calls of tools that "
+        "the server does not declare read-only, or declares destructive.",
+    )
     tools: MCPToolChoice = Field(default_factory=MCPToolChoice, description="Which of the server's tools are offered.")
 
     _variables: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -105,6 +114,18 @@ class MCPServerConfig(Settings):
 
     def __repr_args__(self) -> Iterable[tuple[str | None, JSON]]:
         return self.model_dump(exclude_unset=True).items()
+
+    def asks(self, tool: str, *, reads: bool) -> bool:
+        """Return whether a person is asked before a call of the tool with this name. `reads` is true if the server
+        declares that the tool changes nothing."""
+        return tool not in self.tools.allow and (self.ask == "always" or (self.ask == "changes" and not reads))
+
+    @property
+    def target(self) -> str:
+        """A short identifier of the program or address, before variables are replaced. An approval that lasts does not
+        cover a server of the same name with another target."""
+        identity = "\0".join([self.command or "", *self.args, self.cwd or "", self.url or ""])
+        return hashlib.sha256(identity.encode(errors="replace")).hexdigest()[:16]
 
     @property
     def used(self) -> bool:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from palaestra.core.errors import ConfigError, ToolServerUnavailable
 from palaestra.core.types import JSON
 from palaestra.tools.arguments import compiled
+from palaestra.tools.human.approval import Permit
 from palaestra.tools.mcp.mcp_config import MCPServerConfig
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
 
@@ -134,10 +135,24 @@ class MCPServer:
             missing=lambda: problem,
             touches_world=True,
             world_session=toolset_of(self.name),
+            asks=self._permit(tool),
+        )
+
+    def _permit(self, tool: ServersTool) -> Permit | None:
+        """Return what a person is asked before a call of the tool, or None. The server's hints are believed unless the
+        settings say otherwise: whoever runs a server trusts it."""
+        hints = tool.annotations
+        reads = bool(hints and hints.read_only_hint and not hints.destructive_hint)
+        if not self._config.asks(tool.name, reads=reads):
+            return None
+        return Permit(
+            f"the tool '{tool.name}' of the MCP server '{self.name}'",
+            f"mcp:{self.name}:{self._config.target}:{tool.name}",
         )
 
     def _check_choice(self, names: Sequence[str]) -> None:
-        for name in (*(self._config.tools.include or ()), *self._config.tools.exclude):
+        choice = self._config.tools
+        for name in (*(choice.include or ()), *choice.exclude, *choice.allow):
             if name not in names:
                 raise ConfigError(
                     f"MCP server '{self.name}' has no tool {name!r}, which its settings name; it has "

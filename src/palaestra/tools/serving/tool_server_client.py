@@ -25,6 +25,7 @@ from palaestra.core.errors import (
 from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, reply_of, shortened
+from palaestra.tools.human.approval import Permit
 from palaestra.tools.serving.payloads import (
     ToolCallPayload,
     ToolServerExecuteRequest,
@@ -102,6 +103,7 @@ class ToolServerLink:
             parallel_safe=tool.parallel_safe,
             touches_world=True,
             world_session="tool-server" if stateful else tool.world_session,
+            asks=tool.asks,
             world_key=tool.world_key,
         )
 
@@ -179,7 +181,8 @@ class _Used:
 
 def elsewhere(schema: ToolSchema) -> FunctionTool:
     """Return a tool that exists only at its server; `served` makes it callable."""
-    return FunctionTool(schema, _elsewhere, "tool-server")
+    asks = Permit(f"the tool {schema.name} of a tool server", f"tool-server:{schema.name}")
+    return FunctionTool(schema, _elsewhere, "tool-server", asks=asks)
 
 
 async def _elsewhere(arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
