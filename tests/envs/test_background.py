@@ -63,15 +63,14 @@ if __name__ == "__main__":
 '''
 
 
-def test_what_a_rollout_left_running_is_ended_and_never_graded(tmp_path: Path) -> None:
+def test_sealed_grading_ends_what_a_rollout_left_running(tmp_path: Path) -> None:
     path = tmp_path / "left_env.py"
     path.write_text(ENVIRONMENT)
     command = [
         sys.executable,
         str(path),
         "process",
-        "--policy",
-        "oracle",
+        *("--policy", "oracle", "--env.grading", "sealed"),
         "--env.data_path_to_save_groups",
         "out.jsonl",
     ]

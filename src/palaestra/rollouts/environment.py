@@ -23,6 +23,9 @@ from palaestra.rollouts.spec import AgentSettings, Kit, Phase, Projection, Recor
 from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.tools.tool import States
 
+LIVE_PROCESSES = "live_processes"
+"""The part of a score's detail with the number of processes that ran while the work was graded in its own slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupCollection:
@@ -195,9 +198,12 @@ async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Gr
     doing = f"scoring {rollout.rollout_id}"
     found = checked_score(await run_hook(GraderError, score(grading), doing), doing)
     await grading.check_sound()
-    if not grading.left_out:
-        return found
-    return replace(found, detail={**found.detail, "left_out": list(grading.left_out)})
+    seen: dict[str, JSON] = {}
+    if grading.left_out:
+        seen["left_out"] = list(grading.left_out)
+    if grading.live and grading.processes_at_end:
+        seen[LIVE_PROCESSES] = grading.processes_at_end
+    return replace(found, detail={**found.detail, **seen}) if seen else found
 
 
 async def _holds_untouched(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> bool:

@@ -605,6 +605,19 @@ class Rollout:
             self._kept = await self.run_context.workspaces.keep(self.group_id, self.index, sealed, sealed=True)
             return sealed
 
+    async def keep_files(self) -> None:
+        """Before work is graded in its own slot, keep a copy of its files if the run keeps workspaces."""
+        workspaces = self.run_context.workspaces
+        if workspaces.kept is None:
+            return
+        sealed = self._slot is not None
+        snapshot = self.snapshot if self._slot is None else await workspaces.pool.checkpoint(self._slot)
+        try:
+            self._kept = await workspaces.keep(self.group_id, self.index, snapshot, sealed=sealed)
+        finally:
+            if sealed and snapshot is not None:
+                await workspaces.pool.forget(snapshot)
+
     async def aclose(self) -> None:
         """Close the tools and release the slot."""
         slot, self._slot = self._slot, None

@@ -111,14 +111,15 @@ def test_a_class_environment_evaluates(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "evals/samples.jsonl")) == 6
 
 
-def test_both_shapes_of_exec_tool_and_the_sealed_view(tmp_path: Path) -> None:
+def test_both_shapes_of_exec_tool_in_live_and_sealed_grading(tmp_path: Path) -> None:
     path = script(tmp_path, scripts.HOOKS_ENV.replace("cat seed.txt", "(sleep 987 &) ; cat seed.txt"), "hooks_env.py")
     flags = ["--env.group_size", "2", "--env.enabled_toolsets", "terminal", "--policy", "oracle"]
-    invoke(tmp_path, [PYTHON, str(path), "process", *flags])
-    groups = lines(scripts.groups_file(tmp_path))
-    assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
-    rollout = groups[0]["rollouts"][0]  # type: ignore[index]
-    assert rollout["detail"]["alive"] == "0", "a process of the agent outlived the seal"
+    for grading, alive in (([], "1"), (["--env.grading", "sealed"], "0")):
+        invoke(tmp_path, [PYTHON, str(path), "process", *flags, *grading])
+        groups = lines(scripts.groups_file(tmp_path))
+        assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 2
+        rollout = groups[0]["rollouts"][0]  # type: ignore[index]
+        assert rollout["detail"]["alive"] == alive, "processes of the agent that live during the check"
 
 
 def test_a_setup_that_fails_leaves_the_rest_and_says_so(tmp_path: Path) -> None:

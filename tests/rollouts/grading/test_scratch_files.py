@@ -77,7 +77,7 @@ def test_nothing_that_an_agent_leaves_hides_its_work(tmp_path: Path, isolation: 
     script = tmp_path / "scratch_env.py"
     script.write_text(ODD)
     argv = [sys.executable, str(script), "process", "--policy", "oracle", "--env.isolation", isolation]
-    argv += ["--env.total_steps", str(len(HIDING))]
+    argv += ["--env.total_steps", str(len(HIDING)), "--env.grading", "sealed"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in groups_file(tmp_path).read_text().splitlines()]
@@ -90,6 +90,7 @@ def test_scratch_files_are_graded(tmp_path: Path) -> None:
     script = tmp_path / "scratch_env.py"
     script.write_text(SCRIPT)
     argv = [sys.executable, str(script), "process", "--policy", "oracle", "--env.save_workspaces", "true"]
+    argv += ["--env.grading", "sealed"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     first, second = [json.loads(line) for line in groups_file(tmp_path).read_text().splitlines()]

@@ -136,8 +136,8 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
         agent_result: AgentResult | None = None,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """Score a rollout. Returns the reward, and metadata to record; `exec_tool` runs commands in the rollout's
-        workspace, which is sealed unless the grading is live.
+        """Score a rollout. Returns the reward, and metadata to record; `exec_tool` runs commands in the agent's own
+        slot, or in a sealed copy of its files.
 
         The metadata, `verification_messages` included, is evidence and never part of the conversation. An override may
         omit the parameter `workspace_meta`, the result of `setup_trajectory_workspace`. The hook also runs for rollouts

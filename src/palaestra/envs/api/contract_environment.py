@@ -37,7 +37,7 @@ from palaestra.envs.config.build import agent_settings, network_policy
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.exec_tool import ExecTool
-from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.grader import LIVE, Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit
@@ -52,6 +52,10 @@ class ContractEnvironment(CollectedEnvironment):
     """Runs one instance of a `HermesAgentBaseEnv`. Item and metadata are kept in the rollout, never on the instance."""
 
     inner: HermesAgentBaseEnv
+    default_grading = LIVE
+    """How rollouts are graded unless the settings choose. Existing reward hooks expect the agent's own slot: all its
+    files, its processes and its network. The built-in suites choose sealed grading without a network."""
+
     _offers_collecting = True
     """Whether `_attempt` plays the rollouts. False for a subclass that overrides `act`."""
 
@@ -62,7 +66,9 @@ class ContractEnvironment(CollectedEnvironment):
         super().__init__(inner)
         self.shared = inner.shared
         self._settings = agent_settings(inner.config)
-        self._policy = network_policy(inner.config.allow_network)
+        self._grading = inner.config.grading or self.default_grading
+        policy = network_policy(inner.config.allow_network)
+        self._policy = replace(policy, grade=policy.agent) if self.default_grading == LIVE else policy
         self._verifies = overrides(inner, "verify_and_score_trajectory")
         self._own_loop = overrides(inner, "_run_agent_loop")
         self._loop_takes_rollout = self._own_loop and takes_rollout(inner._run_agent_loop)
@@ -93,7 +99,7 @@ class ContractEnvironment(CollectedEnvironment):
             id=self.inner.item_id(item, number),
             prompt="" if self._collects else self.inner.format_prompt(item),
             network=self._policy,
-            grading=self.inner.config.grading,
+            grading=self._grading,
             paths=self.inner.config.graded_paths,
             programs=self.inner.config.graded_programs,
             data=item,
@@ -268,7 +274,7 @@ class ContractEnvironment(CollectedEnvironment):
             said = f"{self.name}.compute_reward"
         score = score_of(answer, said)
         detail = score.detail if isinstance(answer, Score) else score.metrics  # the detail may hold more than numbers
-        if grading.processes_at_end:
+        if grading.processes_at_end and not grading.live:
             detail = {**detail, "processes_at_end": grading.processes_at_end}
         return Score(score.reward, numbers(score.metrics), detail)
 

@@ -79,7 +79,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
     @abstractmethod
     async def compute_reward(self, item: Item, result: AgentResult, ctx: ToolContext) -> float:
-        """Score a rollout through `ctx`, which reads its workspace: the sealed one, unless the grading is live."""
+        """Score a rollout through `ctx`, which works in the agent's own slot, or in a sealed copy of its files."""
 
     # Optional methods
 
@@ -108,7 +108,7 @@ class HermesAgentBaseEnv(BaseEnv):
         exec_tool: ExecTool,
         workspace_meta: dict[str, JSON] | None = None,
     ) -> tuple[float, dict[str, JSON]]:
-        """Score a rollout in its workspace, which is sealed unless the grading is live. Returns the reward, and
+        """Score a rollout in the agent's own slot, or in a sealed copy of its files. Returns the reward, and
         metadata to record. The default implementation calls `compute_reward`; an override scores the rollout itself."""
         grading = GRADING.get()
         if grading is None:

@@ -369,10 +369,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     terminal_timeout: int = setting(120, "Time limit of a command in seconds, unless the call sets one.", ge=1)
     allow_network: bool = setting(True, "Whether the agent's commands can reach the network.")
     freeze_slots: bool = setting(False, "Stop the processes in a rollout's slot while the model thinks.")
-    grading: Literal["sealed", "live"] = setting(
-        "sealed",
-        "sealed: score a sealed copy of the agent's files, without its processes. live: score in the agent's own slot "
-        "while its processes run.",
+    grading: Literal["sealed", "live"] | None = setting(
+        None,
+        "live: score in the agent's own slot, with its processes, programs and network. sealed: score a sealed copy of "
+        "the agent's files, without its processes. None: live for class environments, sealed for the built-in suites.",
     )
     graded_paths: list[str] = setting(
         [],

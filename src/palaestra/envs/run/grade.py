@@ -19,8 +19,9 @@ from palaestra.core.errors import ConfigError, InfraError, TaskError
 from palaestra.core.types import Outcome, Score, Task, Usage
 from palaestra.envs.run.library import environment_form
 from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
+from palaestra.rollouts.environment import LIVE_PROCESSES
 from palaestra.rollouts.finished_run import Run
-from palaestra.rollouts.grading.grader import LIVE
+from palaestra.rollouts.grading.grader import FILES, LIVE
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.rollouts.records import Trajectory
 from palaestra.rollouts.rollout import Rollout
@@ -95,7 +96,12 @@ class _Grader:
         environment, context = self._run.environment, self._run.context
         task = await environment.resolve(await self._task(trajectory))
         if task.grading == LIVE:
-            raise ConfigError(f"task {task.id} is graded live, in a running sandbox, so it cannot be graded again")
+            if trajectory.detail.get(LIVE_PROCESSES):
+                raise TaskError(
+                    f"{trajectory.rollout_id} was graded while its processes ran, and these are gone, so it cannot be "
+                    "graded again"
+                )
+            task = replace(task, grading=FILES)
         spec = environment.slot_spec(task, Phase.AGENT)
         try:
             whole = await self._run.pool.load(folder, spec) if any(folder.iterdir()) else None

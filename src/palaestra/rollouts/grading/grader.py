@@ -1,10 +1,10 @@
 """The view of the agent's work on which a score is computed.
 
-By default the work is sealed (invariant R2): all processes of the agent are dead, its changes are an immutable layer,
-and the check runs in a fresh slot over a part of that layer: the workspace, the temporary directories and the paths
-that the task declares, without those changes that would decide the result of any check (`tampering.py`). Everything
-else is as prepared. A task with `grading="live"`, for work that is a running service, is checked in the agent's own
-slot.
+Sealed work (invariant R2): all processes of the agent are dead, its changes are an immutable layer, and the check runs
+in a fresh slot over a part of that layer: the workspace, the temporary directories and the paths that the task
+declares, without those changes that would decide the result of any check (`tampering.py`). Everything else is as
+prepared. A task with `grading="live"` is checked in the agent's own slot: work that is a running service, and the
+reward hooks of class environments.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 SEALED, LIVE = "sealed", "live"
+FILES = "files"
+"""The grading of recorded work of a live task: all files that the agent left, in a fresh slot without its processes."""
 
 CARRIED = "/.palaestra-carried"
 """The directory of a sealed workspace with copies of the files in `SCRATCH`, which layers do not contain."""
@@ -71,7 +73,7 @@ class Grading:
         self._leasing, self._sealing = asyncio.Lock(), asyncio.Lock()  # a check may make concurrent calls
         self._sealed: Snapshot | None = None
         self._made: list[Snapshot] = []
-        self._seal_done = self._carried = False
+        self._seal_done = self._carried = self._kept = False
         self._lost: tuple[str, ...] = ()
         self.processes_at_end = 0
         self._libraries: Sequence[str] | None = None
@@ -184,9 +186,8 @@ class Grading:
         call's `view` counts."""
         with self._troubled():
             if self.live:
-                self._shown = await self.rollout.sandbox()
-                await _start_somewhere(self._shown)
-                return self._shown
+                async with self._leasing:
+                    return await self._live_slot()
             async with self._leasing:
                 if self._slot is None:
                     base = await self._base(view)
@@ -201,6 +202,17 @@ class Grading:
                     self.left_out = (*self.left_out, *gone)[:MOST_LEFT_OUT]
                     await _start_somewhere(self._slot)
                 return self._slot
+
+    async def _live_slot(self) -> Slot:
+        """Return the agent's own slot. Before the check first uses it, its files are kept if the run keeps them, and
+        its processes are counted."""
+        self._shown = await self.rollout.sandbox()
+        if not self._kept:
+            self._kept = True
+            self.processes_at_end = await self._shown.freeze()
+            await self.rollout.keep_files()
+        await _start_somewhere(self._shown)
+        return self._shown
 
     async def check_sound(self) -> None:
         """Raise the `InfraError` that was kept during the check, in case the hook caught and ignored it. Also raise if
@@ -277,6 +289,8 @@ class Grading:
         sealed = await self.seal()
         if sealed is None:
             return self.rollout.spec.snapshot if self.untouched else self.rollout.snapshot
+        if view is None and self.rollout.task.grading == FILES:
+            return sealed
         if view is None:
             task = self.rollout.task
             view = await self.view(task.paths, programs=task.programs)

@@ -22,7 +22,7 @@ from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.rollouts.grading.grader import MOST_LEFT_OUT, Grading, disarm
+from palaestra.rollouts.grading.grader import MOST_LEFT_OUT, SEALED, Grading, disarm
 from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
@@ -116,6 +116,8 @@ class PreparedFolder:
 
 class EndlessEnvironment(ContractEnvironment):
     """Prepares and grades the tasks."""
+
+    default_grading = SEALED
 
     def __init__(self, inner: EndlessTerminalsEnv, packages: DependencyCache | None = None) -> None:
         super().__init__(inner)

@@ -26,7 +26,7 @@ from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.envs.datasets import Row, read_rows
-from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -71,6 +71,8 @@ class HermesSweEnvConfig(ListedEnvConfig):
 
 class HermesSweEnvironment(ContractEnvironment):
     """Prepares and grades the tasks."""
+
+    default_grading = SEALED
 
     def __init__(self, inner: HermesSweEnv) -> None:
         super().__init__(inner)

@@ -27,7 +27,7 @@ from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
@@ -192,6 +192,8 @@ class ResolvedRow:
 
 class SweEnvironment(ContractEnvironment):
     """Prepares and grades the tasks."""
+
+    default_grading = SEALED
 
     def __init__(self, inner: SweSmithOracleEnv) -> None:
         super().__init__(inner)

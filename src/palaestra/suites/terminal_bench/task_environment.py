@@ -135,6 +135,8 @@ class PreparedSlot:
 class TerminalBenchEnvironment(ContractEnvironment):
     """Prepares and grades the tasks."""
 
+    default_grading = SEALED
+
     def __init__(
         self, inner: HermesAgentBaseEnv, settings: TerminalBench2EvalConfig, packages: DependencyCache | None = None
     ) -> None:
