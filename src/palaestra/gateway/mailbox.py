@@ -10,6 +10,7 @@ All calls run in one thread, which commits concurrent calls together.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import secrets
 import sqlite3
@@ -26,6 +27,8 @@ from palaestra.core.io.durable_files import KEPT
 from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Incoming
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 VERSION = 3
 KEPT_S = 30 * 86_400.0
@@ -217,14 +220,23 @@ class Mailbox:
             ).fetchall()
         )
 
-    async def read(self, row: int) -> Waiting:
-        """Return an unanswered message with its session."""
+    async def read(self, row: int) -> Waiting | None:
+        """Return an unanswered message with its session. Return None for a message that is answered, and for one whose
+        content is damaged; the latter is then left unanswered."""
 
-        def work(connection: sqlite3.Connection) -> Waiting:
-            body, key, conversation = connection.execute(
-                "select body, session_key, conversation from incoming where id = ?", (row,)
+        def work(connection: sqlite3.Connection) -> Waiting | None:
+            found = connection.execute(
+                "select body, session_key, conversation from incoming where id = ? and done = 0", (row,)
             ).fetchone()
-            message = msgspec.msgpack.decode(body, type=Incoming)
+            if found is None:
+                return None
+            body, key, conversation = found
+            try:
+                message = msgspec.msgpack.decode(body, type=Incoming)
+            except (msgspec.MsgspecError, TypeError) as error:
+                logger.error("%s: message %d cannot be read, so it is not answered: %s", self.path, row, error)
+                connection.execute("update incoming set done = 1 where id = ?", (row,))
+                return None
             (unsent,) = connection.execute(
                 "select count(*) from outgoing where chat = ? and state in ('waiting', 'sending')",
                 (_chat(message.address),),

@@ -68,27 +68,41 @@ class Outbox:
 
     async def _send_all(self, address: ChatAddress) -> None:
         more, failures = self._sending[address], 0
+        unsent: Unsent | None = None
         try:
-            following: Unsent | None = None
-            while following is not None or more.is_set():
+            while unsent is not None or more.is_set():
                 more.clear()
-                unsent = following or await self._mailbox.next_unsent(address)
-                if unsent is None:
-                    continue
                 try:
-                    following = await self._send(self._platforms[address.platform], unsent)
+                    unsent = unsent or await self._mailbox.next_unsent(address)
+                    if unsent is not None:
+                        unsent = await self._send_or_refuse(unsent)
                     failures = 0
                 except PlatformUnavailable as error:
                     failures += 1
-                    await self._mailbox.undo_begin_send(unsent.id)
+                    assert unsent is not None  # only its sending raises this
                     await self._wait(address, failures, error)
-                    following = replace(unsent, started=False)
-                except PlatformRefused as error:
-                    logger.warning("%s refuses a message: %s", address.platform, error)
-                    await self._on_refused(unsent.message, str(error))
-                    following = await self._mailbox.end_send(unsent, "refused", str(error))
+                    unsent = replace(unsent, started=False)
+                except Exception as error:  # such as a full disk: the mailbox knows what was sent
+                    failures += 1
+                    logger.exception("%s: a message was not sent", address.platform)
+                    unsent = None
+                    more.set()
+                    await self._wait(address, failures, PlatformUnavailable(f"{address.platform}: {error}"))
         finally:
             del self._sending[address]
+
+    async def _send_or_refuse(self, unsent: Unsent) -> Unsent | None:
+        """Send a message, and record if the platform refuses it. Returns the next unsent message for the same chat, or
+        None. Raises `PlatformUnavailable` and `DiskError`."""
+        try:
+            return await self._send(self._platforms[unsent.message.address.platform], unsent)
+        except PlatformUnavailable:
+            await self._mailbox.undo_begin_send(unsent.id)
+            raise
+        except PlatformRefused as error:
+            logger.warning("%s refuses a message: %s", unsent.message.address.platform, error)
+            await self._on_refused(unsent.message, str(error))
+            return await self._mailbox.end_send(unsent, "refused", str(error))
 
     async def _send(self, platform: Platform, unsent: Unsent) -> Unsent | None:
         """Send a message. Returns the next unsent message for the same chat, or None."""

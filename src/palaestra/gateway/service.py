@@ -18,10 +18,11 @@ import logging
 import secrets
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, tzinfo
+from functools import partial
 from typing import TypeVar
 
 from palaestra.chat.conversation import Conversation, People
@@ -32,7 +33,6 @@ from palaestra.core.errors import (
     ConfigError,
     ContextExceeded,
     PalaestraError,
-    PlatformRefused,
     PlatformUnavailable,
     SandboxError,
 )
@@ -148,22 +148,44 @@ class Gateway:
         async with asyncio.TaskGroup() as self._tasks:
             try:
                 await self._outbox.resume()
+                for row, key in await self.mailbox.waiting():  # before the platforms deliver messages after these
+                    waiting = await self.mailbox.read(row)
+                    if waiting is not None and waiting.message.address.platform in self.platforms:
+                        self._enqueue(key, waiting.message.address, row)
                 await asyncio.gather(*(self._connect(platform) for platform in self.platforms.values()))
-                for row, key in await self.mailbox.waiting():
-                    address = (await self.mailbox.read(row)).message.address
-                    if address.platform in self.platforms:
-                        self._enqueue(key, address, row)
                 self._start(self._post_notices(), "notices")
-                self._start(self._sweep(), "sweep")
-                self._start(self.jobs.run_due(), "jobs")
+                self._start(self._retried(self._sweep, "the check of idle sessions"), "sweep")
+                self._start(self._retried(self.jobs.run_due, "the check of scheduled jobs"), "jobs")
                 yield self
             finally:
                 await asyncio.shield(self._stop())
 
     def _start(self, work: Coroutine[None, None, None], name: str) -> None:
-        task = self._tasks.create_task(work, name=name)
+        """Run `work` in the background. If it fails, the error is logged, and everything else continues."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception:
+                logger.exception("the task %r failed", name)
+
+        task = self._tasks.create_task(run(), name=name)
         self._background.append(task)
         task.add_done_callback(self._background.remove)
+        task.add_done_callback(lambda _: work.close())  # it never began if the task was cancelled before
+
+    async def _retried(self, do: Callable[[], Awaitable[None]], what: str) -> None:
+        """Call `do` until it succeeds, for example until a full disk has room again."""
+        wait_s = 1.0
+        while True:
+            try:
+                await do()
+            except Exception:
+                logger.exception("%s failed; trying again in %.0f s", what, wait_s)
+            else:
+                return
+            await self._clock.sleep(wait_s)
+            wait_s = min(LONGEST_RECONNECT_S, wait_s * 2)
 
     async def _recover(self) -> None:
         """Open the conversations whose sandboxes an earlier gateway left behind. Reports on their background processes
@@ -203,9 +225,12 @@ class Gateway:
                 await platform.start(self.receive)
             except PlatformUnavailable:
                 wait_s = min(LONGEST_RECONNECT_S, wait_s * 2)
-            except PlatformRefused as error:
+            except PalaestraError as error:
                 await self.notify(f"{platform.name} is not connected: {error}")
                 return
+            except Exception:  # a bug in the platform: the others continue
+                logger.exception("%s cannot be started; trying again", platform.name)
+                wait_s = min(LONGEST_RECONNECT_S, wait_s * 2)
             else:
                 self._outbox.retry_now()
                 return
@@ -331,27 +356,33 @@ class Gateway:
 
     def _enqueue(self, key: str, address: ChatAddress, row: int) -> None:
         session = self._session(key, address)
+        if row in session.waiting:
+            return
         session.waiting.append(row)
         if not session.running:
             session.running = True
             self._start(self._serve(session), f"session {key}")
 
     async def _serve(self, session: _Session) -> None:
-        """Answer the messages that wait in a session."""
+        """Answer the messages that wait in a session. A message whose answer cannot be stored is tried again, so that
+        the messages after it stay in order."""
         try:
             while session.waiting:
-                waiting = await self.mailbox.read(session.waiting[0])
-                if waiting.unsent >= MOST_UNSENT:
-                    await self._clock.sleep(1.0)
-                    continue
-                await self._answer(session, waiting)
+                await self._retried(partial(self._serve_first, session), f"{session.key}: the answer to a message")
                 session.waiting.popleft()
         finally:
             session.running = False
 
+    async def _serve_first(self, session: _Session) -> None:
+        while (waiting := await self.mailbox.read(session.waiting[0])) is not None:
+            if waiting.unsent < MOST_UNSENT:
+                await self._answer(session, waiting)
+                return
+            await self._clock.sleep(1.0)
+
     async def _answer(self, session: _Session, waiting: Waiting) -> None:
         """Handle one message, either as a command or as a turn of the agent, and record the answers. An error becomes
-        the answer."""
+        the answer. Raises `DiskError`."""
         message = waiting.message
         session.stopped = False
         if not message.job:
@@ -361,18 +392,19 @@ class Gateway:
             command = None if message.job else commands.parse(message.text)
             answer = await (self._turn(session, message) if command is None else self._do(command, session, message))
             answer.texts[:0] = [*notes, f"(Scheduled job {message.job}:)"] if message.job else notes
+            outgoing = self._outgoing(message, answer)
         except PalaestraError as error:
             logger.warning("%s: %s", session.key, error)
             answer = _Answer([f"This message could not be answered: {error}"])
+            outgoing = self._outgoing(message, answer)
         except Exception:  # a bug: the other sessions continue
             logger.exception("%s: a message could not be answered", session.key)
             answer = _Answer(
                 ["This message could not be answered because of an internal error; see the gateway's log."]
             )
+            outgoing = self._outgoing(message, answer)
             await self.notify(f"Session {session.key} had an internal error; see the gateway's log.")
-        await self.mailbox.finish(
-            waiting.row, message, self._outgoing(message, answer), self._clock.wall(), answer.cost
-        )
+        await self.mailbox.finish(waiting.row, message, outgoing, self._clock.wall(), answer.cost)
         self._outbox.wake(self._to(message))
 
     def _to(self, message: Incoming) -> ChatAddress:
@@ -575,7 +607,7 @@ class Gateway:
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
-            with contextlib.suppress(PlatformUnavailable, PlatformRefused):
+            with contextlib.suppress(Exception):  # a notice that stays is not worth the answer
                 await platform.set_typing(address, False)
 
     # Commands
@@ -721,7 +753,7 @@ class Gateway:
         """Send reports from conversations outside of turns, such as new output of background processes."""
         while True:
             address, text = await self._notices.get()
-            await self.notify(text, address)
+            await self._retried(partial(self.notify, text, address), "a notice")
 
     async def _say(self, message: Incoming, text: str) -> None:
         """Send `text` as the answer to a message."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -25,6 +25,8 @@ from palaestra.gateway.long_replies import size
 from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platform
 
 PATIENCE_S = 20.0
+MANY = 120
+"""The number of messages in a backlog or a burst: more than one page of the services' APIs (at most 100)."""
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
@@ -35,6 +37,10 @@ PNG = bytes.fromhex(
 
 class PlatformConformance(ABC):
     """Tests the behaviour of a platform."""
+
+    sender_waits = False
+    """Whether a sender waits until the gateway has the message. Then no messages wait for the platform: while the
+    gateway is stopped, the sender gets an error and keeps the message."""
 
     @asynccontextmanager
     async def server(self) -> AsyncIterator[None]:
@@ -54,6 +60,11 @@ class PlatformConformance(ABC):
     async def person_sees(self) -> list[str]:
         """Return the bot's texts that the person sees in that chat, in order, and edited texts in their current
         form."""
+
+    async def person_sends_all(self, texts: Sequence[str]) -> None:
+        """Send texts to the bot as a person, one after another. The default calls `person_sends`."""
+        for text in texts:
+            await self.person_sends(text)
 
     async def person_sees_files(self) -> list[bytes]:
         """Return the bot's files that the person sees."""
@@ -273,12 +284,82 @@ class PlatformConformance(ABC):
 
         asyncio.run(main())
 
+    def test_a_long_backlog_arrives_completely_and_in_order(self) -> None:
+        """The messages are sent while the platform is stopped."""
+
+        if self.sender_waits:
+            pytest.skip("the sender keeps the messages")
+
+        async def main() -> None:
+            async with self.server():
+                arrived: list[Incoming] = []
+
+                async def deliver(message: Incoming) -> None:
+                    arrived.append(message)
+
+                platform = await self.make_platform()
+                await platform.start(deliver)
+                await self.chat(arrived)
+                await platform.stop()
+                texts = [f"message {number}" for number in range(MANY)]
+                await self.person_sends_all(texts)
+                again = await self.make_platform()
+                await again.start(deliver)
+                try:
+                    await self._arrives(arrived, ["hello", *texts])
+                finally:
+                    await again.stop()
+
+        asyncio.run(main())
+
+    def test_a_burst_arrives_completely_and_in_order(self) -> None:
+        """The messages are sent while the gateway is busy with the first one, so that they wait together."""
+        if self.sender_waits:
+            pytest.skip("the sender waits for each message")
+
+        async def main() -> None:
+            async with self.server():
+                arrived: list[Incoming] = []
+                busy, free = asyncio.Event(), asyncio.Event()
+
+                async def deliver(message: Incoming) -> None:
+                    busy.set()
+                    await free.wait()
+                    arrived.append(message)
+
+                platform = await self.make_platform()
+                await platform.start(deliver)
+                try:
+                    texts = [f"message {number}" for number in range(MANY)]
+                    await self.person_sends("first")
+                    await asyncio.wait_for(busy.wait(), PATIENCE_S)
+                    await self.person_sends_all(texts)
+                    free.set()
+                    await self._arrives(arrived, ["first", *texts])
+                finally:
+                    free.set()
+                    await platform.stop()
+
+        asyncio.run(main())
+
     def test_stopping_twice_is_harmless(self) -> None:
         async def body(platform: Platform, arrived: list[Incoming]) -> None:
             await platform.stop()
             await platform.stop()
 
         self.run(body)
+
+    async def _arrives(self, arrived: list[Incoming], texts: Sequence[str]) -> None:
+        """Wait for messages with these texts, in this order; a message that arrives twice counts once."""
+
+        def taken() -> list[str]:
+            once: dict[str, str] = {}
+            for each in arrived:
+                once.setdefault(each.message_id, each.text.strip())
+            return list(once.values())
+
+        await _until(lambda: _true(len(taken()) >= len(texts)), f"all {len(texts)} messages are delivered")
+        assert taken() == list(texts)
 
     async def _sees(self, condition: Callable[[list[str]], bool]) -> None:
         async def seen() -> bool:

@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from email import message_from_bytes, policy
 from email.message import EmailMessage
@@ -162,10 +162,14 @@ class TestEmail(PlatformConformance):
         mail.set_content(text)
         return mail
 
-    def _append(self, mail: EmailMessage) -> None:
+    def _append(self, *mails: EmailMessage) -> None:
         with imaplib.IMAP4("127.0.0.1", self.imap_port) as client:
             client.login(BOT, "secret")
-            client.append("INBOX", "", "", mail.as_bytes(policy=policy.SMTP))
+            for mail in mails:
+                client.append("INBOX", "", "", mail.as_bytes(policy=policy.SMTP))
+
+    async def person_sends_all(self, texts: Sequence[str]) -> None:
+        await asyncio.to_thread(self._append, *(self._mail(text) for text in texts))
 
     async def person_sends(self, text: str) -> None:
         await asyncio.to_thread(self._append, self._mail(text))

@@ -4,6 +4,8 @@ from palaestra.testing.platform_conformance import PlatformConformance
 
 
 class TestLoopback(PlatformConformance):
+    sender_waits = True
+
     async def make_platform(self) -> Platform:
         self.platform = Loopback()
         return self.platform

@@ -1,6 +1,6 @@
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -63,6 +63,10 @@ class TestMatrix(PlatformConformance):
 
     async def person_sends(self, text: str) -> None:
         await asyncio.to_thread(self.anna.say, await self._in_room(), text)
+
+    async def person_sends_all(self, texts: Sequence[str]) -> None:
+        room = await self._in_room()
+        await asyncio.to_thread(lambda: [self.anna.say(room, text) for text in texts])
 
     async def person_sends_file(self, file: Attachment, text: str) -> None:
         uri = await asyncio.to_thread(self.anna.upload, file.name, file.data)

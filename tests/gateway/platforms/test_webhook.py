@@ -48,6 +48,8 @@ def config(url: str, **more: Any) -> PlatformConfig:
 
 
 class TestWebhook(PlatformConformance):
+    sender_waits = True
+
     @asynccontextmanager
     async def server(self) -> AsyncIterator[None]:
         self.program = Program()

@@ -5,7 +5,9 @@ Settings: `token` is the access token of the bot's account; `extra.homeserver` i
 other room is a `group`.
 
 The bot's read position is stored on the homeserver, in the bot's account data (`SYNCED`), so that no message is missed
-after a restart. The mailbox recognises messages that are read twice. Messages from before the first start are not read.
+after a restart. The homeserver leaves out older messages if there are many; these are read from the room's history,
+beginning at the read position. The mailbox recognises messages that are read twice. Messages from before the first
+start are not read.
 
 The bot cannot read encrypted rooms. It reports this in the room, and sends nothing else there.
 
@@ -19,7 +21,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Sequence
 from urllib.parse import quote
 
 import aiohttp
@@ -30,10 +32,12 @@ from nio import (
     JoinError,
     MatrixRoom,
     MegolmEvent,
+    MessageDirection,
     RoomMessage,
     RoomMessageFormatted,
     RoomMessageMedia,
     RoomMessageNotice,
+    RoomMessagesResponse,
     RoomSendResponse,
     SyncError,
     SyncResponse,
@@ -55,6 +59,8 @@ ENCRYPTED = "I cannot read this room, because it is encrypted. Please talk to me
 _LONG_POLL_MS = 30_000
 _TYPING_MS = 8_000
 _REQUEST_S = 30.0
+_PAGE = 100
+"""The number of events to request at once from a room's history."""
 _FOR_LATER = frozenset({"M_LIMIT_EXCEEDED", "M_UNKNOWN", "M_RESOURCE_LIMIT_EXCEEDED"})
 _FILE = re.compile(r"mxc://([A-Za-z0-9\[][A-Za-z0-9.:\[\]-]*)/([A-Za-z0-9_-]+)")
 _MEDIA_TYPES = {"m.image": "image/png", "m.audio": "audio/ogg", "m.video": "video/mp4"}
@@ -128,7 +134,7 @@ class Matrix:
             try:
                 if response is None:
                     response = await self._sync(client, position)
-                if await self._take(client, deliver, response):
+                if await self._take(client, deliver, position, response):
                     await self._write_position(response.next_batch)
                 position, response, wait_s = response.next_batch, None, 1.0
             except PlatformError as error:
@@ -149,28 +155,55 @@ class Matrix:
             raise self._failure(response)
         return response
 
-    async def _take(self, client: AsyncClient, deliver: Deliver, response: SyncResponse) -> bool:
-        """Join the rooms to which the bot is invited, and deliver messages. Return False if there were neither
-        invitations nor messages."""
-        for room_id in response.rooms.invite:
+    async def _take(self, client: AsyncClient, deliver: Deliver, since: str, response: SyncResponse) -> bool:
+        """Deliver messages, and join the rooms to which the bot is invited. Return False if there were neither
+        messages nor invitations."""
+        found = bool(response.rooms.invite)
+        for room_id, info in response.rooms.join.items():
+            timeline = info.timeline
+            if timeline.limited and timeline.prev_batch:
+                newer = {_id(event) for event in timeline.events} - {""}
+                async for events in self._left_out(client, room_id, since, timeline.prev_batch, newer):
+                    found |= await self._deliver(client, deliver, room_id, events)
+            found |= await self._deliver(client, deliver, room_id, timeline.events)
+        for room_id in response.rooms.invite:  # after the messages, so that no invitation holds them up
             async with self._failures():
                 joined = await client.join(room_id)
             if isinstance(joined, JoinError):
+                if joined.status_code == "M_LIMIT_EXCEEDED":
+                    raise self._failure(joined)
                 logger.warning("%s: cannot join %s: %s", self.name, room_id, joined.message)
-        found = bool(response.rooms.invite)
-        for room_id, info in response.rooms.join.items():
-            room = client.rooms[room_id]
-            for event in info.timeline.events:
-                try:
-                    message = await self._incoming(client, room, event)
-                except PlatformUnavailable:
-                    raise
-                except Exception:  # anyone may send an invalid event, which must not block other events
-                    logger.exception("%s: the event %s cannot be read and is skipped", self.name, event.event_id)
-                    continue
-                if message is not None:
-                    found = True
-                    await deliver(message)
+        return found
+
+    async def _left_out(
+        self, client: AsyncClient, room_id: str, since: str, until: str, newer: Collection[str]
+    ) -> AsyncIterator[list[Event]]:
+        """Yield the events of a room after the position `since` that a response left out, oldest first, in pages. They
+        end at the position `until` or, if the homeserver ignores that, at an event in `newer`."""
+        start: str | None = since
+        while start is not None:
+            async with self._failures():
+                page = await client.room_messages(room_id, start, until, MessageDirection.front, _PAGE)
+            if not isinstance(page, RoomMessagesResponse):
+                raise self._failure(page)
+            known = [number for number, event in enumerate(page.chunk) if _id(event) in newer]
+            yield page.chunk[: known[0]] if known else page.chunk
+            start = None if known or page.end == start else page.end
+
+    async def _deliver(self, client: AsyncClient, deliver: Deliver, room_id: str, events: Sequence[Event]) -> bool:
+        """Deliver the messages among events. Return whether there were any."""
+        found, room = False, client.rooms[room_id]
+        for event in events:
+            try:
+                message = await self._incoming(client, room, event)
+            except PlatformUnavailable:
+                raise
+            except Exception:  # anyone may send an invalid event, which must not block other events
+                logger.exception("%s: the event %s cannot be read and is skipped", self.name, _id(event))
+                continue
+            if message is not None:
+                found = True
+                await deliver(message)
         return found
 
     async def _incoming(self, client: AsyncClient, room: MatrixRoom, event: Event) -> Incoming | None:
@@ -327,3 +360,8 @@ class Matrix:
     def _status_failure(self, status: int, data: bytes) -> PlatformError:
         problem = f"{self.name}: {self._homeserver} answers HTTP {status}: {data[:200].decode(errors='replace')}"
         return PlatformUnavailable(problem) if status == 429 or status >= 500 else PlatformRefused(problem)
+
+
+def _id(event: Event) -> str:
+    """Return the id of an event, or the empty string: an invalid event may have none."""
+    return str(getattr(event, "event_id", ""))
