@@ -68,10 +68,13 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The incoming message that an outgoing message answers, and whether this is the `last` part of the answer."""
+    """The incoming message that an outgoing message answers, whether this is the `last` part of the answer, and the
+    tokens of all model calls of the turn."""
 
     message_id: str
     last: bool = False
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

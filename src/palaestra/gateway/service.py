@@ -97,6 +97,8 @@ class _Answer:
     texts: list[str]
     files: list[Attachment] = field(default_factory=list)
     cost: float = 0.0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 class Gateway:
@@ -435,8 +437,10 @@ class Gateway:
         if not pieces and not small:
             pieces = ["(The model gave no answer.)"]
         count = len(pieces) + len(small)
+        tokens = answer.prompt_tokens, answer.completion_tokens
         about = [
-            None if message.job else Answers(message.message_id, last=number == count - 1) for number in range(count)
+            None if message.job else Answers(message.message_id, number == count - 1, *tokens)
+            for number in range(count)
         ]
         sent = [Outgoing(f"{stem}-{n}", address, text, answers=about[n]) for n, text in enumerate(pieces)]
         return sent + [
@@ -586,7 +590,8 @@ class Gateway:
         elif ended.outcome != NATURAL:
             advice = _FULL if isinstance(conversation.failure, ContextExceeded) else "/retry runs it again."
             texts.append(f"(The turn ended early, {ended.outcome}: {ended.error.rstrip('.')}. {advice})")
-        return _Answer(texts, sent, 0.0 if ended.replayed else ended.cost or 0.0)
+        cost = 0.0 if ended.replayed else ended.cost or 0.0
+        return _Answer(texts, sent, cost, ended.prompt_tokens, ended.completion_tokens)
 
     @asynccontextmanager
     async def _typing(self, address: ChatAddress) -> AsyncIterator[None]:

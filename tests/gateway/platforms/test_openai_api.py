@@ -34,12 +34,82 @@ def test_a_chat_program_continues_its_conversation(tmp_path):
             messages = said("one")
             answers = []
             for text in ("two", "three", None):
-                reply = await program.chat.completions.create(model="palaestra", messages=messages)
+                reply = await program.chat.completions.create(model="palaestra", messages=messages, user="anna")
                 answers.append(reply.choices[0].message.content)
                 messages += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": text}]
             assert answers == ["echo 1: one", "echo 2: two", "echo 3: three"]
-            other = await program.chat.completions.create(model="palaestra", messages=said("one"))
+            other = await program.chat.completions.create(model="palaestra", messages=said("one"), user="anna")
             assert other.choices[0].message.content == "echo 1: one"
+
+    asyncio.run(main())
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("second", [{}, {"user": "ben"}, {"user": "ben", "extra_headers": {SESSION: "mine"}}])
+def test_nobody_joins_the_session_of_a_person_who_said_the_same(tmp_path, second):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
+            create = program.chat.completions.create
+            write = said("run echo private > file.txt; echo ok")
+            headers = {SESSION: "mine"} if "extra_headers" in second else {}
+            first = await create(model="m", messages=write, user="anna", extra_headers=headers)
+            history = [*write, {"role": "assistant", "content": first.choices[0].message.content}]
+            read = [*history, *said("run cat file.txt")]
+            other = await create(model="m", messages=read, **second)
+            assert '"output": "private' not in other.choices[0].message.content
+            own = await create(model="m", messages=read, user="anna", extra_headers=headers)
+            assert '"output": "private' in own.choices[0].message.content
+
+    asyncio.run(main())
+
+
+def test_two_conversations_of_a_person_with_the_same_messages_stay_apart(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
+            sessions = set()
+            for _ in range(2):
+                reply = await program.chat.completions.with_raw_response.create(
+                    model="m", messages=said("hi"), user="anna"
+                )
+                sessions.add(reply.headers[SESSION])
+            history = [*said("hi"), {"role": "assistant", "content": "echo 1: hi"}, *said("more")]
+            reply = await program.chat.completions.with_raw_response.create(model="m", messages=history, user="anna")
+            sessions.add(reply.headers[SESSION])
+            assert len(sessions) == 3
+
+    asyncio.run(main())
+
+
+def test_the_same_key_of_two_persons_is_answered_twice(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]) as scene, client(platform) as program:
+            for options in ({"user": "anna"}, {"user": "ben"}, {"user": "ben", "extra_body": {"seed": 1}}):
+                headers = {"Idempotency-Key": "1"}
+                await program.chat.completions.create(model="m", messages=said("hi"), extra_headers=headers, **options)
+            assert len(scene.model.requests) == 2
+            with pytest.raises(openai.BadRequestError, match="16 characters"):
+                await program.chat.completions.create(model="m", messages=said("hi"), extra_headers=headers)
+
+    asyncio.run(main())
+
+
+def test_usage_has_the_tokens_of_the_turn(tmp_path):
+    async def main():
+        platform = server()
+        async with a_gateway(tmp_path, others=[platform]), client(platform) as program:
+            whole = await program.chat.completions.create(model="m", messages=said("hi"))
+            stream = await program.chat.completions.create(
+                model="m", messages=said("hi"), stream=True, stream_options={"include_usage": True}
+            )
+            last = [chunk async for chunk in stream][-1]
+            assert last.choices == []
+            for usage in (whole.usage, last.usage):
+                assert usage.prompt_tokens > 0
+                assert usage.completion_tokens > 0
+                assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
     asyncio.run(main())
 
@@ -155,6 +225,9 @@ def test_a_program_that_disconnects_leaves_the_session_usable(tmp_path):
     asyncio.run(main())
 
 
+KEY = "0b0e9c4c-4b53-4e0c-9b0e-0c6f0f3d1f11"
+
+
 @pytest.mark.parametrize("headers", [{SESSION: "s"}, {}])
 def test_a_request_that_comes_again_gets_the_answer_of_the_first(tmp_path, headers):
     async def main():
@@ -165,7 +238,7 @@ def test_a_request_that_comes_again_gets_the_answer_of_the_first(tmp_path, heade
                 for stream in (False, True):
                     reply = await program.chat.completions.create(
                         model="m", messages=said("hi"), stream=stream, timeout=10,
-                        extra_headers={**headers, "Idempotency-Key": "k1"},
+                        extra_headers={**headers, "Idempotency-Key": KEY},
                     )  # fmt: skip
                     if stream:
                         answer = "".join([chunk.choices[0].delta.content or "" async for chunk in reply])

@@ -1,17 +1,20 @@
 """`/v1/chat/completions`: any program that can talk to a chat model can talk to the agent.
 
 A request is one message from a person: the last entry in `messages`. The header `X-Session-Id` names its conversation.
-Without this header, the server finds the conversation by the earlier messages, which it remembers by their digest.
-Unknown earlier messages, for example a system prompt, are given to the agent as a transcript at the beginning of a new
-session. The reply has the session's id in the same header.
+Without this header, the server finds the conversation by the earlier messages, but only among those of the same person,
+whom the request's field `user` names. Without both, or if two conversations of a person have the same messages, a new
+session begins. It gets the earlier messages, for example a system prompt, as a transcript. The reply has the session's
+id in the same header; a request of the same `user` continues that session with it.
 
 A request that repeats the `Idempotency-Key` of an earlier one gets the earlier request's answer, and starts no turn.
 While the earlier request is still open, the repeated one gets status 409. Without `X-Session-Id`, the key of a
-conversation's first message also names its session.
+conversation's first message also names its session, together with the `user` and the messages. A key that stands alone
+must have at least 16 characters, such as a UUID, so that no two programs send the same one.
 
 With `stream: true`, the answer is sent as it is generated (server-sent events); other requests get the whole answer at
-the end. The agent uses the gateway's tools; `tools`, `temperature` and other settings of a request have no effect. If
-the client disconnects, the turn continues, and its answer becomes part of the conversation.
+the end. `usage` has the tokens of all model calls of the turn. The agent uses the gateway's tools; `tools`,
+`temperature` and other settings of a request have no effect. If the client disconnects, the turn continues, and its
+answer becomes part of the conversation.
 
 The token is the platform's `token`. Any program that has it may use the agent, so there is no allow-list. Settings in
 `extra`: `host` (127.0.0.1), `port` (8643) and `model`, the name to offer (palaestra).
@@ -44,6 +47,7 @@ from palaestra.gateway.platforms.webhook import listen_address
 MAX_BODY_BYTES = 64 << 20
 SESSION = "X-Session-Id"
 _REMEMBERED = 10_000
+_MIN_LONE_KEY = 16
 _KEEP_ALIVE_S = 15.0
 
 
@@ -56,6 +60,7 @@ class _Request:
     texts: list[str] = field(default_factory=list)
     streamed: str = ""
     answered: bool = False
+    usage: dict[str, JSON] = field(default_factory=lambda: _usage(0, 0))
 
 
 class OpenAIServer:
@@ -102,48 +107,58 @@ class OpenAIServer:
             body = msgspec.json.decode(await request.read())
             earlier, text, files = _read(body)
             session, given_key = _header(request, SESSION), _header(request, "Idempotency-Key")
+            user = _user(body)
+            if given_key and not session and not user and len(given_key) < _MIN_LONE_KEY:
+                raise ConfigError(
+                    f"an Idempotency-Key without the header {SESSION} and the field user must have at least "
+                    f"{_MIN_LONE_KEY} characters, such as a UUID"
+                )
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
             return _error(400, str(error), "invalid_request_error")
         said = text
+        if not session and user and earlier:
+            session = self._known.get(_digest(user, earlier), "")
         if not session:
-            session = self._known.get(_digest(earlier), "") if earlier else ""
-        if not session:
-            session = hashlib.sha256(given_key.encode()).hexdigest()[:32] if given_key else uuid.uuid4().hex
+            first = _digest(user, [*earlier, ("user", said)], given_key)
+            session = first[:32] if given_key else uuid.uuid4().hex
             if earlier:
                 before = "\n\n".join(f"{role}: {content}" for role, content in earlier)
                 text = f"[The conversation before this session:]\n{before}\n\n[The message to answer:]\n{said}"
         if self._deliver is None:
             return _error(503, "the gateway is stopping", "server_error")
-        address = ChatAddress(self.name, session)
+        address = ChatAddress(self.name, _chat_id(user, session))
         message_id = given_key or uuid.uuid4().hex
-        key = (session, message_id)
+        key = (address.chat_id, message_id)
         if key in self._waiting:
             return _error(409, f"the request {message_id} is already being answered", "conflict")
         waiting = self._waiting[key] = _Request()
         try:
-            user = str(body.get("user") or "api")
-            await self._deliver(Incoming(address, message_id, user, text, tuple(files), trusted=True))
+            await self._deliver(Incoming(address, message_id, user or "api", text, tuple(files), trusted=True))
             if body.get("stream"):
-                answer, reply = await self._stream(request, waiting, session)
+                options = body.get("stream_options")
+                usage = isinstance(options, dict) and options.get("include_usage") is True
+                answer, reply = await self._stream(request, waiting, session, usage=usage)
             else:
                 while await waiting.parts.get() is not None:
                     pass
                 answer = "\n\n".join(waiting.texts)
-                reply = self._whole(answer, session)
+                reply = self._whole(answer, session, waiting.usage)
         finally:
             del self._waiting[key]
-        self._remember([*earlier, ("user", said), ("assistant", answer)], session)
+        if user:
+            self._remember(_digest(user, [*earlier, ("user", said), ("assistant", answer)]), session)
         return reply
 
-    def _whole(self, answer: str, session: str) -> web.Response:
+    def _whole(self, answer: str, session: str, usage: dict[str, JSON]) -> web.Response:
         if not answer:
             return _error(503, "the gateway stopped; send the message again", "server_error")
         choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         body = {**self._head("chat.completion"), "choices": [choice], "usage": usage}
         return web.json_response(body, headers={SESSION: session})
 
-    async def _stream(self, request: web.Request, waiting: _Request, session: str) -> tuple[str, web.StreamResponse]:
+    async def _stream(
+        self, request: web.Request, waiting: _Request, session: str, *, usage: bool
+    ) -> tuple[str, web.StreamResponse]:
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream", SESSION: session})
         await reply.prepare(request)
         head = self._head("chat.completion.chunk")
@@ -175,6 +190,9 @@ class OpenAIServer:
         if more.strip():
             await send({"content": more})
         await send({}, "stop" if answer else "error")
+        if usage:
+            last = {**head, "choices": [], "usage": waiting.usage}
+            await reply.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         await reply.write(b"data: [DONE]\n\n")
         return answer, reply
 
@@ -191,6 +209,7 @@ class OpenAIServer:
                 waiting.texts.append(text)
                 waiting.answered = answers.last
                 if answers.last:
+                    waiting.usage = _usage(answers.prompt_tokens, answers.completion_tokens)
                     waiting.parts.put_nowait(None)
             return key
         for (chat_id, _), waiting in self._waiting.items():
@@ -218,8 +237,9 @@ class OpenAIServer:
     async def set_typing(self, address: ChatAddress, typing: bool) -> None:
         raise NotImplementedError("this platform has no typing notices")
 
-    def _remember(self, history: list[tuple[str, str]], session: str) -> None:
-        self._known[_digest(history)] = session
+    def _remember(self, digest: str, session: str) -> None:
+        """Record which session has this history. A history that two sessions have belongs to neither."""
+        self._known[digest] = session if self._known.get(digest, session) == session else ""
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
 
@@ -277,9 +297,30 @@ def _image(url: str, number: int) -> Attachment:
     return Attachment(f"image-{number}.{media_type.partition('/')[2]}", media_type, content)
 
 
-def _digest(history: list[tuple[str, str]]) -> str:
+def _user(body: JSON) -> str:
+    """Return the person whom a request names, or an empty string. Raises `ConfigError`."""
+    user = body.get("user") if isinstance(body, dict) else None
+    if user is not None and not (isinstance(user, str) and user.isprintable()):
+        raise ConfigError("user must be text without control characters")
+    return user or ""
+
+
+def _chat_id(user: str, session: str) -> str:
+    """Return the id of a session, which the same `X-Session-Id` of another person does not have."""
+    return f"{_digest(user, [])[:16]}-{session}" if user else session
+
+
+def _digest(user: str, history: list[tuple[str, str]], key: str = "") -> str:
     said = [(role, content.strip()) for role, content in history]
-    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
+    return hashlib.sha256(msgspec.json.encode([user, said, key])).hexdigest()
+
+
+def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, JSON]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 @web.middleware
