@@ -130,7 +130,14 @@ class Account:
 
     def messages(self, room: str, sender: str) -> list[Any]:
         """The contents of a sender's messages in a room, in order, edited ones as they are now."""
-        events = self.call("GET", f"/rooms/{room}/messages?dir=f&limit=500")["chunk"]
+        events: list[Any] = []
+        start = ""
+        while True:
+            page = self.call("GET", f"/rooms/{room}/messages?dir=f&limit=500{start}")
+            events += page["chunk"]
+            if "end" not in page:
+                break
+            start = f"&from={page['end']}"
         found: dict[str, Any] = {}
         for event in events:
             if event["sender"] == sender and event["type"] == "m.room.message":
@@ -142,8 +149,9 @@ class Account:
                     found[event["event_id"]] = content
         return list(found.values())
 
-    def wait_for_messages(self, room: str, sender: str, count: int) -> list[Any]:
-        for _ in range(600):
+    def wait_for_messages(self, room: str, sender: str, count: int, patience_s: float = 60.0) -> list[Any]:
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end:
             found = self.messages(room, sender)
             if len(found) >= count:
                 return found

@@ -1,5 +1,6 @@
 """The command `palaestra gateway` is killed and started again: no message is lost or answered twice, and background
-processes are found again. Messages go through the webhook; the person sends again what was not taken."""
+processes are found again. Messages go through the webhook, where the person sends again what was not taken, or through
+a real Matrix homeserver."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ from aiohttp import web
 
 from gateway.conftest import until
 from gateway.echo_model import EchoModel
+from gateway.synapse import Account, needed, synapse
 from palaestra.core.io.http_server import listening
 from palaestra.gateway.assembly import service_name
 from palaestra.sandbox.service import service_client
@@ -81,15 +83,14 @@ class Person:
 class Service:
     """The command, started and killed."""
 
-    def __init__(self, home: Path, port: int, model_url: str, reply_url: str) -> None:
+    def __init__(self, home: Path, model_url: str, platforms: dict[str, Any]) -> None:
         self.home = home
-        webhook = {"allowed_users": ["*"], "extra": {"reply_url": reply_url, "port": port}}
         settings = {
             "server": {"base_url": model_url, "model_name": "m"},
             "toolsets": ["terminal", "cronjob"],
             "limits": {"messages_per_hour": 0},
             "max_queued": 1000,
-            "platforms": {"webhook": webhook},
+            "platforms": platforms,
         }
         home.mkdir()
         (home / "gateway.yaml").write_text(yaml.safe_dump(settings))
@@ -125,7 +126,8 @@ async def scene(tmp_path: Path) -> AsyncIterator[tuple[Service, Person, EchoMode
     async with AsyncExitStack() as stack:
         reply_url = await stack.enter_async_context(person.listening())
         await stack.enter_async_context(model.serving())
-        service = Service(tmp_path / "home", port, model.url, reply_url)
+        webhook = {"allowed_users": ["*"], "extra": {"reply_url": reply_url, "port": port}}
+        service = Service(tmp_path / "home", model.url, {"webhook": webhook})
         stack.push_async_callback(service.end)
         yield service, person, model
 
@@ -173,6 +175,47 @@ def test_no_message_or_process_is_lost_when_the_gateway_is_killed_at_random_mome
                 await person.say("run touch end && ls", f"p{number}-2", f"p{number}")
                 assert "end" in await person.answer(f"p{number}-2")
             await _notices(person, "ended with exit code 0", 3)
+            assert "Traceback" not in service.log
+
+    asyncio.run(main())
+
+
+def test_no_matrix_message_is_lost_when_the_gateway_is_killed_with_a_backlog(tmp_path):
+    needed()
+
+    async def main():
+        rng = random.Random(11)
+        async with AsyncExitStack() as stack:
+            url = stack.enter_context(synapse(tmp_path))
+            anna, bot = await asyncio.to_thread(Account, url, "anna"), await asyncio.to_thread(Account, url, "bot")
+            model = await stack.enter_async_context(EchoModel().serving())
+            matrix = {"token": bot.token, "allowed_users": ["*"], "extra": {"homeserver": url}}
+            service = Service(tmp_path / "home", model.url, {"matrix": matrix})
+            stack.push_async_callback(service.end)
+            await service.start()
+            rooms = [await asyncio.to_thread(anna.make_room, bot.user_id) for _ in range(2)]
+            for room in rooms:
+                await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+            said = 0
+
+            async def say(count: int) -> None:
+                nonlocal said
+                for number in range(said, said + count):
+                    for room in rooms:
+                        await asyncio.to_thread(anna.say, room, f"slowly {number} done")
+                said += count
+
+            await service.kill()
+            for kill in range(KILLS):
+                await say(100 if kill == KILLS // 2 else 3)  # while it is stopped
+                await service.start()
+                await asyncio.sleep(rng.uniform(0.5, 3.0))
+                await say(1)
+                assert await service.kill() == -signal.SIGKILL, service.log
+            await service.start()
+            for room in rooms:
+                answers = await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, said, 600)
+                assert [each["body"].strip() for each in answers] == [f"{number} done" for number in range(said)]
             assert "Traceback" not in service.log
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ other room is a `group`.
 The bot's read position is stored on the homeserver, in the bot's account data (`SYNCED`), so that no message is missed
 after a restart. The homeserver leaves out older messages if there are many; these are read from the room's history,
 beginning at the read position. The mailbox recognises messages that are read twice. Messages from before the first
-start are not read.
+start are not read, but invitations are accepted.
 
 The bot cannot read encrypted rooms. It reports this in the room, and sends nothing else there.
 
@@ -21,7 +21,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from urllib.parse import quote
 
 import aiohttp
@@ -103,6 +103,7 @@ class Matrix:
             since = await self._read_position()
             first = await self._sync(client, since, full=True)
             if since is None:
+                await self._join(client, first.rooms.invite)
                 await self._write_position(first.next_batch)
         except BaseException:
             await self.stop()
@@ -166,14 +167,17 @@ class Matrix:
                 async for events in self._left_out(client, room_id, since, timeline.prev_batch, newer):
                     found |= await self._deliver(client, deliver, room_id, events)
             found |= await self._deliver(client, deliver, room_id, timeline.events)
-        for room_id in response.rooms.invite:  # after the messages, so that no invitation holds them up
+        await self._join(client, response.rooms.invite)  # after the messages, so that no invitation holds them up
+        return found
+
+    async def _join(self, client: AsyncClient, rooms: Iterable[str]) -> None:
+        for room_id in rooms:
             async with self._failures():
                 joined = await client.join(room_id)
             if isinstance(joined, JoinError):
                 if joined.status_code == "M_LIMIT_EXCEEDED":
                     raise self._failure(joined)
                 logger.warning("%s: cannot join %s: %s", self.name, room_id, joined.message)
-        return found
 
     async def _left_out(
         self, client: AsyncClient, room_id: str, since: str, until: str, newer: Collection[str]
