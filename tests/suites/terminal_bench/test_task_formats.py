@@ -182,7 +182,7 @@ def test_keys_that_ask_for_nothing_or_cannot_change_a_score_are_read(tmp_path: P
 
 def test_hosts_without_a_list_mode_are_an_error(tmp_path: Path) -> None:
     text = '[environment]\nallowed_hosts = ["a.example"]\n'
-    with pytest.raises(TaskError, match='environment.allowed_hosts needs environment.network_mode = "allowlist"'):
+    with pytest.raises(TaskError, match=r'environment.allowed_hosts needs environment.network_mode = "allowlist"'):
         harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
 
 

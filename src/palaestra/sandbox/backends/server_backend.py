@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
@@ -342,6 +343,12 @@ def allowed_hosts(spec: SlotSpec) -> JSON:
         except ValueError as error:
             raise ConfigError(f"invalid list of hosts: {error}") from None
     return list(spec.network.hosts)
+
+
+def host_path() -> str:
+    """Return the PATH of slots that use this machine's system directories: it includes the directory of this Python."""
+    own = os.path.join(os.path.realpath(sys.base_prefix), "bin")
+    return SYSTEM_PATH if own in SYSTEM_PATH.split(":") else f"{own}:{SYSTEM_PATH}"
 
 
 def environment(spec: SlotSpec, path: str = SYSTEM_PATH) -> dict[str, JSON]:

@@ -7,6 +7,7 @@ tool is the first of docker, podman and buildah that answers, or the command tha
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from palaestra.core.errors import ImageError, TaskError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.io.host_process import ProcessResult, check_process, run_process
 from palaestra.core.types import JSON
+from palaestra.sandbox.images.unpack import stated_config
 from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe
 from palaestra.suites.task_files import read_bytes
 
@@ -171,7 +173,17 @@ async def _export_step(command: Sequence[str]) -> ProcessResult:
 def _config(found: JSON) -> ImageConfig:
     pairs = (pair.partition("=") for pair in (found or {}).get("Env") or ())
     env = {name: value for name, _, value in pairs}
-    return ImageConfig(env, (found or {}).get("WorkingDir") or "/", (found or {}).get("User") or "")
+    return ImageConfig(env, str((found or {}).get("WorkingDir") or "/"), str((found or {}).get("User") or ""))
+
+
+@functools.lru_cache(maxsize=256)
+def _stated(image: str, _changed_ns: int) -> ImageConfig | None:
+    """Return the configuration that an image states. Cached, because an archive is read whole for it."""
+    found = stated_config(image)
+    try:
+        return _config(found) if found else None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ImageError(f"{image} has a configuration that cannot be read: {error}") from None
 
 
 def content_key(recipe: ImageRecipe) -> str:
@@ -200,11 +212,16 @@ def _write_config(image: Path, config: ImageConfig, recipe: ImageRecipe) -> None
 
 
 def read_config(image: Path) -> ImageConfig:
-    """Return the configuration of a root file system from the JSON file next to it, `NAME.json`, or the default
-    configuration if there is no such file."""
+    """Return the configuration of a root file system, or the default configuration if none is known."""
+    return known_config(image) or ImageConfig()
+
+
+def known_config(image: Path) -> ImageConfig | None:
+    """Return the configuration of a root file system from the JSON file next to it, `NAME.json`, or from the image
+    itself if it is an OCI layout or an archive of `docker save`. Return None if neither states it."""
     path = _config_path(image)
     if not path.is_file():
-        return ImageConfig()
+        return _stated(str(image), image.stat().st_mtime_ns)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("version", VERSION) > VERSION:
