@@ -269,6 +269,7 @@ def odd():
     yield Task(id="toolsets", prompt="?", toolsets="terminal")
     yield Task(id="setup", prompt="?", setup=b"true")
     yield Task(id="recipe", prompt="?", recipe=1)
+    yield Task(id="image", prompt="?", image="--privileged")
 
 odd.score(lambda task: 1.0)
 """
@@ -286,6 +287,7 @@ def test_a_task_that_cannot_be_meant_names_what_is_wrong(
     assert "task toolsets: toolsets must be a list, such as ['terminal']" in shown
     assert "task setup: setup is b'true', not a str" in shown
     assert "task recipe: recipe is 1, not a str" in shown
+    assert "task image: '--privileged' is not an image: give a name" in shown
 
 
 BARE = """

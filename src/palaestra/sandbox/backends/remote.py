@@ -452,6 +452,18 @@ def _age_s(place: Place) -> float:
     return 0.0 if place.begun_at is None else time.monotonic() - place.begun_at
 
 
+def bound(mount: Mount, separators: str) -> str:
+    """Return a read-only mount as a container tool's option `SOURCE:TARGET:ro`. Raises `ConfigError` if one of the
+    paths contains a character that separates the parts of the option."""
+    for path in (mount.source, mount.target):
+        if any(each in path for each in separators):
+            raise ConfigError(
+                f"the folder {path} cannot be mounted in a container, because its path contains one of "
+                f"`{separators}`: rename the folder"
+            )
+    return f"{mount.source}:{mount.target}:ro"
+
+
 async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
     """Run a command on this machine and return its exit status (127 if there is no such program) and the end of
     its output."""

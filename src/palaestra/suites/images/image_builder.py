@@ -23,6 +23,7 @@ from palaestra.core.errors import ImageError, TaskError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.io.host_process import ProcessResult, check_process, run_process
 from palaestra.core.types import JSON
+from palaestra.sandbox.images.reference import is_image_name
 from palaestra.sandbox.images.unpack import stated_config
 from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe
 from palaestra.suites.task_files import read_bytes
@@ -32,13 +33,6 @@ SCHEMA, VERSION = "palaestra.root", 1
 
 _ASK_S, _EXPORT_S = 20.0, 600.0
 _SHOWN = 1500
-
-# A flag, or the path of an image on this machine (`docker-archive:/…`), is not the name of an image. Source: the Go
-# module distribution/reference.
-_REFERENCE = re.compile(
-    r"[a-z0-9][a-z0-9._-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[a-z0-9_][a-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?",
-    re.ASCII | re.IGNORECASE,
-)
 
 _LAYER_REMOVED, _TRIES = "unknown parent image ID", 5
 """Docker's message if the removal of another image also removed a layer that a build had started with, and the maximum
@@ -112,8 +106,8 @@ class ImageBuilder:
         and there is no Dockerfile."""
         if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
             return None
-        if not _REFERENCE.fullmatch(recipe.docker_image):
-            raise TaskError(f"{recipe.docker_image!r:.200} is not the name of an image")
+        if not is_image_name(recipe.docker_image):
+            raise TaskError(f"{recipe.docker_image!r:.200} is not the name of an image; give one such as python:3.13")
         try:
             await self._pull(tool, recipe.docker_image)
         except TaskError:

@@ -71,7 +71,7 @@ class TaskRoots:
         path that the settings give for the task does not exist."""
         if name in self.images:
             return self._existing(local_path(self.images[name]))
-        if self.image_dir is None:
+        if self.image_dir is None or name in ("", ".", "..") or "/" in name:  # a row's name never leads elsewhere
             return None
         found = (self.image_dir / f"{name}{ending}" for ending in _ENDINGS)
         return next((path for path in found if path.exists()), None)
