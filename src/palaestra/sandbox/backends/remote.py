@@ -70,6 +70,7 @@ class Place(ServerBackend):
     ) -> None:
         super().__init__(rung=rung, require=require)
         self.name, self.spec, self.where = backend.name, spec, f"with the backend {backend.name}"
+        self.in_image = f" in the image {spec.image}" if spec.image else ""
         self.slots: set[int] = set()
         """The epochs of the place's leased slots."""
         self.snapshots: set[str] = set()

@@ -75,6 +75,8 @@ class ServerBackend(StartedBackend):
     name: str
     where = "here"
     """How messages describe where the slots are."""
+    in_image = ""
+    """How messages describe the image that the server runs in."""
 
     def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
         self._wanted, self._required = rung, require
@@ -119,7 +121,7 @@ class ServerBackend(StartedBackend):
             spoke = spoke or not self._never_ran
         same = len(reasons) > 1 and len(set(reasons.values())) == 1
         if same or not spoke:  # in these cases, the level is not the cause
-            raise SandboxError(f"{self.name} cannot start slots: {reason}")
+            raise SandboxError(f"{self.name} cannot start slots{self.in_image}: {reason}")
         found = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
         any_level = self._wanted is None and self._required is None
         what = "no isolation is available" if any_level else "the requested isolation is not available"
