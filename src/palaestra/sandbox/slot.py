@@ -137,6 +137,11 @@ class Mount:
     target: str
 
 
+def is_variable(name: str, value: str) -> bool:
+    """Return whether a process can have this environment variable."""
+    return bool(name) and "=" not in name and "\0" not in name + value
+
+
 @dataclass(frozen=True, slots=True)
 class SlotSpec:
     """The settings of a slot. Slots with equal specs are interchangeable.
@@ -159,7 +164,7 @@ class SlotSpec:
         if self.image:
             check_image(self.image)
         for name, value in self.env:
-            if not name or "=" in name or "\0" in name or "\0" in value:
+            if not is_variable(name, value):
                 raise ConfigError(
                     f"{name[:200]!r} cannot be an environment variable: a name needs a character and no `=`, and "
                     "neither name nor value can hold a null byte"

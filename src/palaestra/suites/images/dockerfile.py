@@ -16,6 +16,7 @@ from pathlib import Path
 from posixpath import join, normpath
 
 from palaestra.core.errors import TaskError
+from palaestra.sandbox.slot import is_variable
 from palaestra.suites.task_files import Unsupported
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -162,9 +163,14 @@ def expand(text: str, known: Mapping[str, str]) -> str:
 def _assignments(instruction: Instruction, known: Mapping[str, str]) -> dict[str, str]:
     first = instruction.arguments.partition(" ")[0]
     if "=" not in first:  # the older form: ENV NAME the rest of the line
-        return {first: expand(instruction.arguments.partition(" ")[2].strip(), known)}
-    pairs = (word.partition("=") for word in instruction.words())
-    return {name: expand(value, known) for name, _, value in pairs}
+        found = {first: expand(instruction.arguments.partition(" ")[2].strip(), known)}
+    else:
+        pairs = (word.partition("=") for word in instruction.words())
+        found = {name: expand(value, known) for name, _, value in pairs}
+    for name, value in found.items():
+        if not is_variable(name, value):
+            raise TaskError(f"Dockerfile, line {instruction.line}: {name!r:.200} cannot be an environment variable")
+    return found
 
 
 def _instructions(lines: list[str]) -> Iterator[Instruction]:

@@ -25,6 +25,7 @@ from palaestra.core.io.host_process import ProcessResult, check_process, run_pro
 from palaestra.core.types import JSON
 from palaestra.sandbox.images.reference import is_image_name
 from palaestra.sandbox.images.unpack import stated_config
+from palaestra.sandbox.slot import is_variable
 from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe
 from palaestra.suites.task_files import read_bytes
 
@@ -166,7 +167,7 @@ async def _export_step(command: Sequence[str]) -> ProcessResult:
 
 def _config(found: JSON) -> ImageConfig:
     pairs = (pair.partition("=") for pair in (found or {}).get("Env") or ())
-    env = {name: value for name, _, value in pairs}
+    env = {name: value for name, _, value in pairs if is_variable(name, value)}
     return ImageConfig(env, str((found or {}).get("WorkingDir") or "/"), str((found or {}).get("User") or ""))
 
 
