@@ -216,7 +216,7 @@ def known_config(image: Path) -> ImageConfig | None:
     itself if it is an OCI layout or an archive of `docker save`. Return None if neither states it."""
     path = _config_path(image)
     if not path.is_file():
-        return _stated(str(image), image.stat().st_mtime_ns)
+        return _stated(str(image), image.stat().st_mtime_ns) if image.exists() else None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("version", VERSION) > VERSION:
