@@ -128,6 +128,19 @@ def test_a_bad_row_fails_alone(folder: Path, server: str) -> None:
 
 
 @pytest.mark.slots
+def test_rows_name_images_in_their_own_folder_only(folder: Path, server: str) -> None:
+    (folder / "outside").symlink_to("/usr")
+    images = ["--privileged", "/usr", "./outside", "../", "a b", "./here"]
+    file = write(folder / "p.jsonl", *[{"prompt": "Do 0", "image": image} for image in images])
+    batch(file, "--run-name", "images", "--env.max_failures", 9, *of(server))
+    failed = {row["prompt_index"]: str(row["reason"]) for row in rows(folder / "data/images/discarded.jsonl")}
+    assert sorted(failed) == [0, 1, 2, 3, 4, 5]
+    for number in range(5):
+        assert f"its image {images[number]!r} is neither the name of an image nor a path" in failed[number]
+    assert "its image './here' does not exist in the folder of the rows" in failed[5]
+
+
+@pytest.mark.slots
 def test_bad_rows_are_gathered_by_cause(folder: Path, server: str) -> None:
     file = write(
         folder / "p.jsonl", *[{"prompt": number} for number in range(5)], *[{"text": "x"}] * 4, {"prompt": "Do 0"}

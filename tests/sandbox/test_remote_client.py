@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -14,7 +16,9 @@ import pytest
 
 from palaestra.core.errors import SandboxError, SlotLost
 from palaestra.core.types import Blame
+from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend
 from palaestra.sandbox.local.local_slot import LocalSlot
+from palaestra.sandbox.remote import launch
 from palaestra.sandbox.remote.client import RemoteClient
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from palaestra.sandbox.slotd.protocol.frames import MAX_FRAME, FrameKind
@@ -164,3 +168,43 @@ def test_a_place_that_falls_silent_in_a_frame_is_lost() -> None:
         f"{READ_ALL}; sys.stdout.buffer.write({half!r}); sys.stdout.flush(); sys.stdin.buffer.read()", silence_s=1.0
     )
     assert isinstance(failure, SlotLost)
+
+
+@pytest.mark.parametrize("name", ["launch", "port_launch"])
+def test_a_python_without_its_standard_library_is_named(name: str, tmp_path: Path) -> None:
+    """Debian's python3-minimal has no shutil; here, a real interpreter starts with a folder that lacks it."""
+    library = Path(os.__file__).parent
+    for entry in library.iterdir():
+        if entry.name not in ("shutil.py", "site-packages", "__pycache__"):
+            (tmp_path / entry.name).symlink_to(entry)
+    program = Path(launch.__file__).with_name(f"{name}.py").read_text()
+    begin = f"import sys; sys.path[:] = [{str(tmp_path)!r}, {str(tmp_path / 'lib-dynload')!r}]; "
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"{begin}exec(compile({program!r}, 'program', 'exec'))", "full"],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"{sys.executable} there lacks the module shutil" in done.stderr
+    assert "install the package python3 there" in done.stderr
+
+
+class WithoutPython(RemoteBackend):
+    """Places whose image has no python3."""
+
+    name = "elsewhere"
+
+    async def check(self, host: str) -> None:
+        pass
+
+    def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
+        return ["/bin/sh", "-c", "echo no python3 here >&2; exit 127"]
+
+
+def test_a_failure_to_start_names_the_image() -> None:
+    async def use() -> None:
+        async with WithoutPython(image="debian:12") as backend:
+            await backend.create(SlotSpec(), "one")
+
+    with pytest.raises(SandboxError, match=r"elsewhere cannot start slots in the image debian:12: .*no python3 here"):
+        asyncio.run(use())

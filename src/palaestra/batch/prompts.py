@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from palaestra.batch.batch_files import write_batch_files
-from palaestra.core.config import setting
+from palaestra.core.config import local_path, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message, Outcome, Score, Task
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
@@ -31,6 +31,7 @@ from palaestra.rollouts.export.messages import chat_messages
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit
+from palaestra.sandbox.images.reference import is_image_name, is_path
 from palaestra.sandbox.slot import WORKSPACE
 
 Requirement = Literal["reasoning", "natural", "known_tools", "tool_calls"]
@@ -159,16 +160,38 @@ class BatchEnvironment(EvaluatedEnvironment):
         digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:8]
         made = Task(id=f"{index}-{digest}", prompt="")
         try:
-            prompt = _prompt(row, self.config.prompt_field)
+            prompt, image = _prompt(row, self.config.prompt_field), self._image(row)
         except TaskError as problem:
             return replace(made, data=problem)
-        image, cwd = row.get("image") or row.get("docker_image"), row.get("cwd")
+        cwd = row.get("cwd")
         return replace(
             made,
             prompt=[*self._prefill, *prompt],
-            image=str(image) if image else None,
+            image=image,
             setup=_start_in(str(cwd)) if cwd else None,
             network=network_policy(self.config.allow_network),
+        )
+
+    def _image(self, row: Mapping[str, JSON]) -> str | None:
+        """Return the row's image: a name, or a path below the folder of the rows. Raises `TaskError`."""
+        image = str(row.get("image") or row.get("docker_image") or "")
+        if not image or (is_image_name(image) and not is_path(image)):
+            return image or None
+        assert self.config.dataset_name is not None
+        source = local_path(self.config.dataset_name).resolve()
+        folder = source if source.is_dir() else source.parent
+        if (
+            source.exists()
+            and is_path(image)
+            and "\0" not in image
+            and (place := (folder / image).resolve()).is_relative_to(folder)
+        ):
+            if not place.exists():
+                raise TaskError(f"its image {image[:200]!r} does not exist in the folder of the rows, {folder}")
+            return str(place)
+        raise TaskError(
+            f"its image {image[:200]!r} is neither the name of an image nor a path in the folder of the rows, "
+            f"{folder}. Copy the image there and name it with ./, because rows cannot name other files of this machine"
         )
 
     def changed(self, number: int, was: str, now: str) -> str:

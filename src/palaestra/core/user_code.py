@@ -197,6 +197,8 @@ def is_loaded(module_name: str) -> bool:
 
 def load_file(path: Path) -> ModuleType:
     """Import a Python file, which can import modules next to it. Raises `ConfigError`."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, not a Python file with an environment")
     if not path.is_file():
         beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, beside, n=1)

@@ -88,6 +88,7 @@ def load_environment(reference: str, start: Path) -> Form:
     lists the known names."""
     path, _, name = reference.partition(":")
     if path.endswith(".py") or "/" in path:
+        _check_not_tasks(Path(path))
         return _pick(Path(path), name)
     local, installed = _local(start), plugins.installed(GROUP)
     if path in local:
@@ -99,10 +100,29 @@ def load_environment(reference: str, start: Path) -> Form:
         return form_of(value, path)
     if path in (doors := plugins.installed(DOORS)):
         return cast("Form", plugins.load(doors[path]))
+    _check_not_tasks(start / path)
     known = [*local, *installed]
     files = [file for file in (f"{path}_env.py", f"{path}.py") if (start / file).is_file()]
     found = "".join(f" {file} exists here; to run it, use the name {file}." for file in files)
     raise ConfigError(f"no environment is called {path!r}.{nearest(path, known)} Available: {', '.join(known)}.{found}")
+
+
+_TASK_FILES = {
+    "task.toml": ("terminalbench_2", " Add --env.base_image host if no container tool is installed."),
+    "task.yaml": ("terminalbench_2", " Add --env.base_image host if no container tool is installed."),
+    "task.json": ("endless_terminals", ""),
+}
+"""The file that marks a folder as a task, with the environment that plays such tasks and further advice."""
+
+
+def _check_not_tasks(path: Path) -> None:
+    """Raise `ConfigError` for the folder of a task, or a folder of such folders, with the command that plays it."""
+    for marker, (environment, more) in _TASK_FILES.items():
+        if path.is_dir() and ((path / marker).is_file() or any(path.glob(f"*/{marker}"))):
+            raise ConfigError(
+                f"{path} is a folder of tasks, not an environment. To play these tasks, write {environment} "
+                f"--env.dataset_name {path} instead.{more}"
+            )
 
 
 def form_of(environment: object, reference: str = "") -> Form:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from palaestra.core.errors import InfraError, PrepareError, SandboxError, TaskError
+from palaestra.core.errors import ImageError, InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
 from palaestra.core.user_code import call_hook, run_hook, told
@@ -45,6 +45,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import Places
 from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.watchdog import Stages
+from palaestra.sandbox.images.reference import check_image
 from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.sandbox.snapshots.cache import Put, Recipe, Run
 
@@ -466,6 +467,11 @@ def _check(task: Task) -> None:
         value = getattr(task, name)
         if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):
             raise TaskError(f"task {task.id}: {name} is {value!r:.100}, not a {kind.__name__}")
+    if task.image:
+        try:
+            check_image(task.image)
+        except ImageError as error:
+            raise TaskError(f"task {task.id}: {error}") from None
     for path, content in task.files.items():
         if not isinstance(content, str | bytes):
             raise TaskError(f"task {task.id}: its file {path!r} is {content!r:.100}, neither text nor bytes")

@@ -16,8 +16,9 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Protocol, overload
 
-from palaestra.core.errors import InfraError
+from palaestra.core.errors import ConfigError, InfraError
 from palaestra.core.types import JSON, AllowList, Limits, Network, network
+from palaestra.sandbox.images.reference import check_image
 
 WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # the most bytes of a command's output that are kept by default, head and tail together
@@ -136,6 +137,11 @@ class Mount:
     target: str
 
 
+def is_variable(name: str, value: str) -> bool:
+    """Return whether a process can have this environment variable."""
+    return bool(name) and "=" not in name and "\0" not in name + value
+
+
 @dataclass(frozen=True, slots=True)
 class SlotSpec:
     """The settings of a slot. Slots with equal specs are interchangeable.
@@ -143,7 +149,8 @@ class SlotSpec:
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
     layout. Some backends accept an image's name instead. None selects the backend's own image or, without one, the
     host's system directories. `env` holds variables for commands; they are added to PATH, HOME, LANG and TERM, which
-    the backend sets, and may override these four. Raises ValueError for an unknown `network`.
+    the backend sets, and may override these four. Raises ValueError for an unknown `network`, for an `image` that is
+    neither a path nor the name of an image, and for variables that no process can have.
     """
 
     image: str | None = None
@@ -154,6 +161,14 @@ class SlotSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))
+        if self.image:
+            check_image(self.image)
+        for name, value in self.env:
+            if not is_variable(name, value):
+                raise ConfigError(
+                    f"{name[:200]!r} cannot be an environment variable: a name needs a character and no `=`, and "
+                    "neither name nor value can hold a null byte"
+                )
 
 
 @dataclass(frozen=True, slots=True)

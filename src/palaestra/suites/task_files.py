@@ -18,6 +18,7 @@ from palaestra.core.config import read_toml, read_yaml
 from palaestra.core.errors import TaskError
 from palaestra.core.io.durable_files import read_regular
 from palaestra.core.types import JSON
+from palaestra.sandbox.slot import is_variable
 
 _MOST_NUMBER = 1 << 53
 _MOST_CONFIG_BYTES = 1 << 20
@@ -164,7 +165,11 @@ class TypedFields:
     def variables(self, name: str) -> dict[str, str]:
         """Return environment variables. A value that refers to a variable of the host needs a default:
         `${NAME:-default}`."""
-        return {key: self._expanded(f"{name}.{key}", value) for key, value in self.section(name).values.items()}
+        found = {key: self._expanded(f"{name}.{key}", value) for key, value in self.section(name).values.items()}
+        for key, value in found.items():
+            if not is_variable(key, value):
+                raise TaskError(f"{self.key(f'{name}.{key}')!r:.200} cannot be an environment variable")
+        return found
 
     def size_bytes(self, plain: str, megabytes: str) -> int | None:
         """Return a size in bytes, or None. The size is either text (`2G`) under the key `plain`, or a number under the

@@ -269,9 +269,30 @@ def odd():
     yield Task(id="toolsets", prompt="?", toolsets="terminal")
     yield Task(id="setup", prompt="?", setup=b"true")
     yield Task(id="recipe", prompt="?", recipe=1)
+    yield Task(id="image", prompt="?", image="--privileged")
 
 odd.score(lambda task: 1.0)
 """
+
+
+@pytest.mark.parametrize(
+    ("marker", "environment"),
+    [("task.toml", "terminalbench_2"), ("task.yaml", "terminalbench_2"), ("task.json", "endless_terminals")],
+)
+def test_a_folder_of_tasks_names_the_environment_that_plays_it(
+    marker: str, environment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tb/one").mkdir(parents=True)
+    (tmp_path / "tb/one" / marker).touch()
+    (tmp_path / "empty").mkdir()
+    for words in (["run", "tb/one"], ["eval", "tb/one"], ["run", "tb"], ["run", f"{tmp_path}/tb"]):
+        assert main(words) == 2
+        shown = capsys.readouterr().err
+        assert f"{words[1]} is a folder of tasks, not an environment" in shown
+        assert f"write {environment} --env.dataset_name" in shown
+    assert main(["run", "./empty"]) == 2
+    assert "empty is a folder, not a Python file with an environment" in capsys.readouterr().err
 
 
 @pytest.mark.slots
@@ -286,6 +307,7 @@ def test_a_task_that_cannot_be_meant_names_what_is_wrong(
     assert "task toolsets: toolsets must be a list, such as ['terminal']" in shown
     assert "task setup: setup is b'true', not a str" in shown
     assert "task recipe: recipe is 1, not a str" in shown
+    assert "task image: '--privileged' is not an image: give a name" in shown
 
 
 BARE = """

@@ -89,6 +89,8 @@ def test_root_by_any_name(user: str) -> None:
     ("text", "message"),
     [
         ("RUN true\n", "has no FROM"),
+        ("FROM a\nENV =x\n", "line 2: '' cannot be an environment variable"),
+        ("FROM a\nENV A=x\0y\n", "line 2: 'A' cannot be an environment variable"),
         ("FROM a\nRUN <<END\nx\n", "line 2: the here-document END is not closed"),
         ('FROM a\nENV A="x\n', "line 2: No closing quotation"),
     ],

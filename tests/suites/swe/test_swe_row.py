@@ -94,6 +94,35 @@ def test_what_cannot_work_is_refused(change: dict[str, object], complaint: str) 
         parse_row({**SMITH, **change})
 
 
+def test_a_progress_mark_among_the_tests_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    marked = {**BENCH, "PASS_TO_PASS": json.dumps([*ORACLE["PASS_TO_PASS"], "[100%]", "[ 50%]"])}
+    assert parse_row(marked) == parse_row(BENCH)
+    assert "owner__name.01234567.kind__1: left out of PASS_TO_PASS: 2 progress marks" in caplog.text
+    with pytest.raises(TaskError, match="FAIL_TO_PASS' is missing or empty"):
+        parse_row({**BENCH, "FAIL_TO_PASS": ["[100%]"]})
+
+
+@pytest.mark.parametrize(
+    ("test_file", "tests", "ending"),
+    [
+        ("test/unit/chart.test.js", ["Chart draws a line", "Chart keeps its size"], ".js"),
+        ("src/lib_test.go", ["TestParse", "TestParse/empty"], ".go"),
+        ("tests/parse.rs", ["parse::empty", "parse::long"], ".rs"),
+        ("CMakeLists", ["Suite.Case"], "files without an ending"),
+    ],
+)
+def test_a_row_of_another_language_is_refused(test_file: str, tests: list[str], ending: str) -> None:
+    patch = apply_diff.between(test_file, "a\n", "b\n")
+    with pytest.raises(TaskError, match="only Python tests can be run") as caught:
+        parse_row({**BENCH, "test_patch": patch, "FAIL_TO_PASS": tests, "PASS_TO_PASS": []}, 3)
+    assert "row 3" in str(caught.value)
+    assert ending in str(caught.value)
+
+
+def test_names_without_files_are_python_if_the_tests_are() -> None:
+    assert parse_row({**BENCH, "FAIL_TO_PASS": ["test_f"], "PASS_TO_PASS": []}).test_files == ("tests/test_a.py",)
+
+
 def test_install_round_trips() -> None:
     install = Install(("a==1",), ("src",), ("-x",), editable=False)
     assert Install.parse(install.to_json()) == install

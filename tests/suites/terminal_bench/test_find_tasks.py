@@ -54,7 +54,7 @@ def test_a_tree_of_both_formats_is_read_whole(tmp_path: Path) -> None:
     assert {"greeting", "hello"} <= {task.name for task in loaded.tasks}
     left_out = {each.name: each.reason for each in loaded.left_out}
     assert len(left_out) == 12
-    assert left_out["needs-gpu"] == "it needs GPUs"
+    assert left_out["needs-gpu"].startswith("it needs GPUs (environment.gpus)")
 
 
 def test_one_task_folder_is_a_source(tmp_path: Path) -> None:

@@ -102,6 +102,9 @@ def test_what_slots_cannot_do_is_refused_by_name(name: str, message: str) -> Non
         ("[metadata]\ntags = [1]\n", r"metadata.tags must be a list of strings"),
         ("[environment]\nenv = { A = [1] }\n", r"environment.env.A must be text"),
         ('[environment]\nnetwork_mode = "some"\n', r"environment.network_mode must be public, no_network or allowlist"),
+        ('[environment]\nenv = { "A=B" = "x" }\n', r"environment.env.A=B' cannot be an environment variable"),
+        ('[environment]\nenv = { "" = "x" }\n', r"cannot be an environment variable"),
+        ('[environment]\nenv = { A = "x\\u0000" }\n', r"environment.env.A' cannot be an environment variable"),
         ('[environment]\nos = "windows"\n', r"it needs the system 'windows'"),
         ('[verifier]\nenvironment_mode = "separate"\n', r"verifier.environment_mode"),
         ('[environment.healthcheck]\ncommand = "true"\n', r"environment.healthcheck"),
@@ -110,6 +113,79 @@ def test_what_slots_cannot_do_is_refused_by_name(name: str, message: str) -> Non
 )
 def test_a_wrong_value_names_its_key(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(TaskError, match=message):
+        harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('[verifier.environment]\ndocker_image = "python:3.13"\n', "verifier.environment"),
+        ("[verifier.environment]\n", "verifier.environment"),
+        ('[[verifier.collect]]\ncommand = "cp /app/x /logs/artifacts"\n', "verifier.collect"),
+        ("[verifier]\nrestart_environment = true\n", "verifier.restart_environment"),
+        ('[environment]\nskills_dir = "/skills"\n', "environment.skills_dir"),
+        ('[environment]\ntpu = { type = "v6e", topology = "2x2" }\n', "environment.tpu"),
+        ('[[steps]]\nname = "a"\n[steps.verifier.environment]\n', r"steps[0].verifier.environment"),
+        ('[[steps]]\nname = "a"\n[[steps.verifier.collect]]\ncommand = "true"\n', r"steps[0].verifier.collect"),
+        ('[[steps]]\nname = "a"\n[steps.agent]\nallowed_hosts = ["a.example"]\n', r"steps[0].agent.allowed_hosts"),
+    ],
+)
+def test_a_key_that_would_change_the_score_rejects_the_task(tmp_path: Path, text: str, key: str) -> None:
+    with pytest.raises(Unsupported) as caught:
+        harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
+    assert f"({key})" in str(caught.value)
+    assert "Remove the key" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "meant"),
+    [
+        ('[verifier]\nenvironment_mod = "separate"\n', "verifier.environment_mod", "verifier.environment_mode"),
+        ("[agent]\ntimeout = 5\n", "agent.timeout", "agent.timeout_sec"),
+        ("verifer = {}\n", "verifer", "verifier"),
+        ("[solution]\nargs = [1]\n", "solution.args", ""),
+        ('[[steps]]\nname = "a"\ninstructions = "x"\n', "steps[0].instructions", ""),
+    ],
+)
+def test_an_unknown_key_rejects_the_task(tmp_path: Path, text: str, key: str, meant: str) -> None:
+    with pytest.raises(Unsupported, match="not a key of Harbor's schema") as caught:
+        harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
+    assert repr(key) in str(caught.value)
+    assert f"Did you mean {meant}?" in str(caught.value) or not meant
+
+
+def test_keys_that_ask_for_nothing_or_cannot_change_a_score_are_read(tmp_path: Path) -> None:
+    text = """
+        schema_version = "1.4"
+        source = "somewhere"
+        artifacts = ["/app/out.txt"]
+        [task]
+        name = "a/b"
+        version = "2"
+        anything = 1
+        [metadata]
+        collect = "free text"
+        [agent]
+        timeout_sec = 5
+        [verifier]
+        environment_mode = "shared"
+        network_mode = "no-network"
+        restart_environment = false
+        collect = []
+        [verifier.env]
+        [environment]
+        os = "Linux"
+        gpus = 0
+        gpu_types = ["H100"]
+        mcp_servers = []
+        [solution.env]
+    """
+    assert harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text})).agent_timeout_s == 5.0
+
+
+def test_hosts_without_a_list_mode_are_an_error(tmp_path: Path) -> None:
+    text = '[environment]\nallowed_hosts = ["a.example"]\n'
+    with pytest.raises(TaskError, match=r'environment.allowed_hosts needs environment.network_mode = "allowlist"'):
         harbor.read_task(copied(HARBOR / "greeting", tmp_path, {"task.toml": text}))
 
 

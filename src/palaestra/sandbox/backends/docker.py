@@ -28,9 +28,10 @@ from palaestra.core.errors import ConfigError, ImageError, SandboxError
 from palaestra.core.io.host_process import run_process
 from palaestra.core.types import JSON, Limits
 from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
-from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend, bound, run_command
 from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.images.image_store import ImageStore, default_folder
+from palaestra.sandbox.images.reference import check_image, is_path
 from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot
 
 LABEL = "palaestra.slots"
@@ -139,6 +140,7 @@ class DockerBackend(RemoteBackend):
                 await run_command([*_docker(host), "rm", "--force", container], _CHECK_S)
 
     async def _pull(self, host: str, image: str) -> None:
+        check_image(image)
         status, _ = await run_command([*_docker(host), "image", "inspect", image], _CHECK_S)
         if status != 0:
             status, text = await run_command([*_docker(host), "pull", "-q", image], _PULL_S)
@@ -217,6 +219,7 @@ class DockerBackend(RemoteBackend):
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         assert place.image is not None
+        check_image(place.image)
         limits = self._limits
         pids = limits.pids or max(_LEAST_PIDS, self._per_place * (Limits().pids or 0) + _SERVER_PIDS)
         options = ["--network", "bridge" if place.network else "none", "--pids-limit", str(pids)]
@@ -225,28 +228,26 @@ class DockerBackend(RemoteBackend):
         options += _RIGHTS if self._privileged else []
         options += [] if self._runtime is None else ["--runtime", self._runtime]
         for mount in place.mounts:
-            options += ["--volume", f"{mount.source}:{mount.target}:ro"]
+            options += ["--volume", bound(mount, ":")]
         entry, *arguments = call
         owner = f"{this_host()}/{process_name(os.getpid())}"
         start = ["run", "--interactive", "--rm", "--init", "--label", f"{LABEL}={owner}", "--user", "0"]
         return [*_docker(place.host), *start, *options, "--entrypoint", entry, place.image, *arguments]
 
 
-def is_path(image: str) -> bool:
-    """Return whether an image is a path on this machine rather than a name that docker knows."""
-    return os.path.isabs(image) or image.startswith(".")
-
-
 async def build_docker_image(folder: str | Path, tag: str, *, timeout_s: float = _PULL_S, host: str = "") -> None:
     """Build an image from a folder's Dockerfile. If that fails, raises `ImageError` with the end of the build's
     output."""
-    status, text = await run_command([*_docker(host), "build", "--quiet", "--tag", tag, str(folder)], timeout_s)
+    check_image(tag)
+    command = [*_docker(host), "build", "--quiet", "--tag", tag, os.path.abspath(folder)]
+    status, text = await run_command(command, timeout_s)
     if status != 0:
         raise ImageError(f"docker cannot build {folder}: {text}")
 
 
 async def docker_image_exists(tag: str, *, host: str = "") -> bool:
     """Return whether the daemon at `host` has the image `tag`."""
+    check_image(tag)
     status, _ = await run_command([*_docker(host), "image", "inspect", tag], _CHECK_S)
     return status == 0
 

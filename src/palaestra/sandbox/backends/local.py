@@ -49,6 +49,7 @@ from palaestra.sandbox.backends.server_backend import (
     ServerBackend,
     allowed_hosts,
     environment,
+    host_path,
     levels,
     snapshot_of,
 )
@@ -85,7 +86,6 @@ class LocalBackend(ServerBackend):
         self._images = images
         self._service = None if service is None else service_client.socket_path(service, service_directory)
         self._loaded: dict[str, tuple[str, ...]] = {}
-        self._bin_dir = os.path.join(os.path.realpath(sys.base_prefix), "bin")
 
     @classmethod
     def from_isolation(
@@ -150,10 +150,7 @@ class LocalBackend(ServerBackend):
 
     async def _place(self, spec: SlotSpec) -> dict[str, JSON]:
         image = await self._image(spec)
-        path = SYSTEM_PATH
-        if image is None and self._bin_dir not in SYSTEM_PATH.split(":"):
-            path = f"{self._bin_dir}:{SYSTEM_PATH}"
-        env = environment(spec, path)
+        env = environment(spec, host_path() if image is None else SYSTEM_PATH)
         return {"image": image, "allow": _allowed(spec), "mounts": _mounts(spec), "env": env}
 
     def _about(self, trajectory_id: str, spec: SlotSpec) -> dict[str, JSON]:

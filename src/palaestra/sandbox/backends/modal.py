@@ -41,6 +41,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.backends.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
+from palaestra.sandbox.images import reference
 from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.local.client import OnLost, settle
 from palaestra.sandbox.remote.client import DistantClient, call_of, send_server
@@ -731,7 +732,7 @@ def is_interpreter(mount: Mount) -> bool:
 
 def is_path(image: str | None) -> TypeGuard[str]:
     """Return whether an image is a directory or a file on this machine, not a name."""
-    return image is not None and (os.path.isabs(image) or image.startswith("."))
+    return image is not None and reference.is_path(image)
 
 
 def _text(error: BaseException) -> str:

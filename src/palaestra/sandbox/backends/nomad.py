@@ -29,6 +29,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.backends.nomad_api import NomadAPI, NomadRefused, log_tail, placement_problem, task_problem
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.backends.server_backend import levels
+from palaestra.sandbox.images.reference import is_path
 from palaestra.sandbox.remote.port_client import PortClient, ask, deliver, program
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
 
@@ -546,7 +547,7 @@ class NomadBackend(RemoteBackend):
     def place_spec(self, spec: SlotSpec) -> PlaceSpec:
         if self.config.driver != "docker" and spec.image is not None:
             raise ConfigError(f"Nomad's raw_exec driver cannot use images, but the task needs {spec.image}; use docker")
-        if spec.image is not None and (os.path.isabs(spec.image) or spec.image.startswith(".")):
+        if spec.image is not None and is_path(spec.image):
             raise ConfigError(f"the nomad backend needs an image by name, but {spec.image} is a path")
         if spec.mounts:
             raise ConfigError(f"the nomad backend cannot mount {spec.mounts[0].source}, which is on this machine")

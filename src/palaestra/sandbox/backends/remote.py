@@ -70,6 +70,7 @@ class Place(ServerBackend):
     ) -> None:
         super().__init__(rung=rung, require=require)
         self.name, self.spec, self.where = backend.name, spec, f"with the backend {backend.name}"
+        self.in_image = f" in the image {spec.image}" if spec.image else ""
         self.slots: set[int] = set()
         """The epochs of the place's leased slots."""
         self.snapshots: set[str] = set()
@@ -450,6 +451,18 @@ class RemoteBackend(StartedBackend):
 
 def _age_s(place: Place) -> float:
     return 0.0 if place.begun_at is None else time.monotonic() - place.begun_at
+
+
+def bound(mount: Mount, separators: str) -> str:
+    """Return a read-only mount as a container tool's option `SOURCE:TARGET:ro`. Raises `ConfigError` if one of the
+    paths contains a character that separates the parts of the option."""
+    for path in (mount.source, mount.target):
+        if any(each in path for each in separators):
+            raise ConfigError(
+                f"the folder {path} cannot be mounted in a container, because its path contains one of "
+                f"`{separators}`: rename the folder"
+            )
+    return f"{mount.source}:{mount.target}:ro"
 
 
 async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
@@ -74,6 +75,8 @@ class ServerBackend(StartedBackend):
     name: str
     where = "here"
     """How messages describe where the slots are."""
+    in_image = ""
+    """How messages describe the image that the server runs in."""
 
     def __init__(self, *, rung: Rung | None = None, require: Rung | None = None) -> None:
         self._wanted, self._required = rung, require
@@ -118,7 +121,7 @@ class ServerBackend(StartedBackend):
             spoke = spoke or not self._never_ran
         same = len(reasons) > 1 and len(set(reasons.values())) == 1
         if same or not spoke:  # in these cases, the level is not the cause
-            raise SandboxError(f"{self.name} cannot start slots: {reason}")
+            raise SandboxError(f"{self.name} cannot start slots{self.in_image}: {reason}")
         found = "; ".join(f"{label}: {reason}" for label, reason in reasons.items())
         any_level = self._wanted is None and self._required is None
         what = "no isolation is available" if any_level else "the requested isolation is not available"
@@ -342,6 +345,12 @@ def allowed_hosts(spec: SlotSpec) -> JSON:
         except ValueError as error:
             raise ConfigError(f"invalid list of hosts: {error}") from None
     return list(spec.network.hosts)
+
+
+def host_path() -> str:
+    """Return the PATH of slots that use this machine's system directories: it includes the directory of this Python."""
+    own = os.path.join(os.path.realpath(sys.base_prefix), "bin")
+    return SYSTEM_PATH if own in SYSTEM_PATH.split(":") else f"{own}:{SYSTEM_PATH}"
 
 
 def environment(spec: SlotSpec, path: str = SYSTEM_PATH) -> dict[str, JSON]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
+from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, bound, run_command
 from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
@@ -91,6 +91,8 @@ class SingularityBackend(RemoteBackend):
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:
         assert place.image is not None
+        if place.image.startswith("-"):
+            raise ConfigError(f"singularity_image {place.image!r} would be an option of {self._program}")
         rights = ["--no-privs", "--add-caps", _ROOT_KEEPS] if os.geteuid() == 0 else []
-        binds = [word for mount in place.mounts for word in ("--bind", f"{mount.source}:{mount.target}:ro")]
+        binds = [word for mount in place.mounts for word in ("--bind", bound(mount, ":,"))]
         return [self._program, "exec", *_ISOLATE, *rights, *binds, *self._options, place.image, *call]

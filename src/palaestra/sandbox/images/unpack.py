@@ -58,6 +58,7 @@ _BLOCK_BITS = 12  # every file takes a block of the disk, also an empty one
 _LONGEST_NAME = 4096
 _MAX_SAVED = 10_000  # entries of an archive of layers, which has few for each layer
 _MAX_LZMA_BYTES = 256 << 20  # the largest preset of xz needs 65 MiB
+_LAYOUT, _SAVED = "OCI layout", "docker save"
 _HEADERS = (
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
 )  # fmt: skip
@@ -135,19 +136,47 @@ class Archive(tarfile.TarFile):
 def layers(path: str) -> Iterator[Archive]:
     """Yield the layers of the image at `path`, lowest first. Each layer stays open until the next one is requested.
     Raises `ImageError`."""
-    try:
+    with _readable(path):
         if os.path.isdir(path):
             yield from _of_layout(path, _file_opener(path))
             return
-        with Archive.open(path) as archive:
-            names = _first_names(archive)
+        kind = _kind(path)
         with Archive.open(path) as archive:  # opened again, because entries have been read already
-            if "oci-layout" in names or "index.json" in names:
+            if kind == _LAYOUT:
                 yield from _of_layout(path, _member_opener(archive))
-            elif "manifest.json" in names:
+            elif kind == _SAVED:
                 yield from _of_saved(path, _member_opener(archive))
             else:
                 yield archive
+
+
+def stated_config(path: str) -> dict[str, JSON] | None:
+    """Return what an OCI layout or an archive of `docker save` states about its commands: `Env`, `WorkingDir` and
+    `User`. Return None for a root file system, which states nothing. Raises `ImageError`."""
+    with _readable(path):
+        if os.path.isdir(path):
+            return _config_of_layout(path, _file_opener(path)) if is_layout(path) else None
+        kind = _kind(path)
+        if kind is None:
+            return None
+        with Archive.open(path) as archive:
+            return (_config_of_layout if kind == _LAYOUT else _config_of_saved)(path, _member_opener(archive))
+
+
+def _kind(path: str) -> str | None:
+    """Return how an archive holds an image, or None if it holds a root file system."""
+    with Archive.open(path) as archive:
+        names = _first_names(archive)
+    if "oci-layout" in names or "index.json" in names:
+        return _LAYOUT
+    return _SAVED if "manifest.json" in names else None
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Turn the errors of a damaged image into `ImageError`."""
+    try:
+        yield
     except (tarfile.TarError, EOFError, LookupError, TypeError, AttributeError, ValueError, OSError) as error:
         if isinstance(error, ImageError):
             raise
@@ -179,27 +208,50 @@ def is_layout(path: str) -> bool:
 
 
 def _of_layout(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
+    for layer in _layout_manifest(path, open_blob)["layers"]:
+        with _checked(open_blob, layer["digest"], path) as file:
+            yield from _layer(file, path)
+
+
+def _layout_manifest(path: str, open_blob: OpenBlob) -> dict[str, JSON]:
     with open_blob("index.json") as file:
         entry = _choose(_load(file))
     while True:
         with _checked(open_blob, entry["digest"], path) as file:
             manifest = _load(file)
         if "layers" in manifest:
-            break
+            return manifest
         entry = _choose(manifest)  # an index in the index: one image for several machines
-    for layer in manifest["layers"]:
-        with _checked(open_blob, layer["digest"], path) as file:
-            yield from _layer(file, path)
+
+
+def _config_of_layout(path: str, open_blob: OpenBlob) -> dict[str, JSON] | None:
+    entry = _layout_manifest(path, open_blob).get("config")
+    if not entry:
+        return None
+    with _checked(open_blob, entry["digest"], path) as file:
+        return dict(_load(file).get("config") or {})
 
 
 def _of_saved(path: str, open_blob: OpenBlob) -> Iterator[Archive]:
+    for name in _saved_manifest(path, open_blob)["Layers"]:
+        with open_blob(name) as file:
+            yield from _layer(file, path)
+
+
+def _saved_manifest(path: str, open_blob: OpenBlob) -> dict[str, JSON]:
     with open_blob("manifest.json") as file:
         images = _parse(file)
     if len(images) != 1:
         raise ImageError(f"{path} contains {len(images)} images; save only one image to a file")
-    for name in images[0]["Layers"]:
-        with open_blob(name) as file:
-            yield from _layer(file, path)
+    return dict(images[0])
+
+
+def _config_of_saved(path: str, open_blob: OpenBlob) -> dict[str, JSON] | None:
+    name = _saved_manifest(path, open_blob).get("Config")
+    if not name:
+        return None
+    with open_blob(name) as file:
+        return dict(_load(file).get("config") or {})
 
 
 def _layer(file: IO[bytes], path: str) -> Iterator[Archive]:

@@ -9,16 +9,23 @@ but the standard library; the server itself needs 3.11 or newer.
 
 from __future__ import annotations
 
-import io
-import os
-import select
-import shutil
-import socket
-import subprocess
 import sys
-import tarfile
-import tempfile
-import time
+
+try:
+    import io
+    import os
+    import select
+    import shutil
+    import socket
+    import subprocess
+    import tarfile
+    import tempfile
+    import time
+except ImportError as lacking:  # for example Debian's package python3-minimal
+    sys.exit(
+        f"{sys.executable} there lacks the module {lacking.name} of Python's standard library, which the slot server "
+        "needs: install the package python3 there (python3-minimal is not enough), or use an image such as python:3.13"
+    )
 
 PIECE = 256 << 10
 NEEDED = (3, 11)

@@ -8,21 +8,28 @@ with nothing but the standard library; the server itself needs 3.11 or newer.
 
 from __future__ import annotations
 
-import hmac
-import io
-import os
-import select
-import shutil
-import signal
-import socket
 import sys
-import tarfile
-import tempfile
-import threading
-import time
-import zlib
-from collections.abc import Callable
-from typing import NoReturn
+
+try:
+    import hmac
+    import io
+    import os
+    import select
+    import shutil
+    import signal
+    import socket
+    import tarfile
+    import tempfile
+    import threading
+    import time
+    import zlib
+    from collections.abc import Callable
+    from typing import NoReturn
+except ImportError as lacking:  # for example Debian's package python3-minimal
+    sys.exit(
+        f"{sys.executable} there lacks the module {lacking.name} of Python's standard library, which the slot server "
+        "needs: install the package python3 there (python3-minimal is not enough), or use an image such as python:3.13"
+    )
 
 NEEDED = (3, 11)
 PREFIX = "palaestra-port-"

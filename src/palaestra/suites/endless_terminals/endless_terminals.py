@@ -170,7 +170,7 @@ class EndlessEnvironment(ContractEnvironment):
         return task.data.root.build_key if isinstance(task.data, ResolvedFolder) else None
 
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
-        await build_in_slot(sandbox, task.data.item.recipe)
+        await build_in_slot(sandbox, task.data.item.recipe, task.data.root.base)
 
     def prepares(self, task: Task) -> bool:
         return True

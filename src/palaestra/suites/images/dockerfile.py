@@ -16,7 +16,16 @@ from pathlib import Path
 from posixpath import join, normpath
 
 from palaestra.core.errors import TaskError
+from palaestra.sandbox.slot import is_variable
 from palaestra.suites.task_files import Unsupported
+
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""The value of `$PATH` in a Dockerfile if neither the base image nor the Dockerfile sets it. Source: moby,
+`oci/defaults.go` and BuildKit, `util/system/path.go`."""
+
+_WORKDIRS = {"ghcr.io/laude-institute/t-bench/": "/app"}
+"""The WORKDIR of base images that are published for tasks, by the start of their names. A build over another root file
+system never sees the image itself."""
 
 LONGEST_ARGUMENT = 128 << 10
 """The maximum length of an argument or a variable of a command. Source: execve(2), MAX_ARG_STRLEN."""
@@ -96,9 +105,9 @@ def parse(text: str) -> tuple[Instruction, ...]:
     return instructions
 
 
-def image_config(instructions: tuple[Instruction, ...]) -> ImageConfig:
-    """Return the configuration that all instructions set together."""
-    config = ImageConfig()
+def image_config(instructions: tuple[Instruction, ...], base: ImageConfig | None = None) -> ImageConfig:
+    """Return the configuration that all instructions set together, beginning with that of the base image."""
+    config = base or ImageConfig()
     arguments: dict[str, str] = {}
     for each in instructions:
         config, arguments = follow(config, arguments, each)
@@ -109,8 +118,12 @@ def follow(
     config: ImageConfig, arguments: dict[str, str], instruction: Instruction
 ) -> tuple[ImageConfig, dict[str, str]]:
     """Return the configuration and the build arguments after an instruction; most instructions change neither."""
-    known = {**arguments, **config.env}
-    if instruction.name == "ENV":
+    known = variables(config, arguments)
+    if instruction.name == "FROM":
+        name = expand(instruction.arguments, known)
+        own = next((workdir for start, workdir in _WORKDIRS.items() if name.startswith(start)), None)
+        config = replace(config, workdir=own if own and config.workdir == "/" else config.workdir)
+    elif instruction.name == "ENV":
         config = replace(config, env={**config.env, **_assignments(instruction, known)})
     elif instruction.name == "WORKDIR":
         config = replace(config, workdir=normpath(join(config.workdir, expand(instruction.arguments, known))))
@@ -123,14 +136,19 @@ def follow(
     return config, arguments
 
 
-def expand(text: str, variables: Mapping[str, str]) -> str:
+def variables(config: ImageConfig, arguments: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that an instruction can refer to."""
+    return {"PATH": DEFAULT_PATH, **arguments, **config.env}
+
+
+def expand(text: str, known: Mapping[str, str]) -> str:
     """Expand `$NAME`, `${NAME}`, `${NAME:-word}` and `${NAME:+word}`, as Dockerfiles do. Raises `TaskError` if the
     values are longer than any argument of a command can be."""
     left = LONGEST_ARGUMENT
 
     def value(match: re.Match[str]) -> str:
         nonlocal left
-        found = variables.get(match[1] or match[2], "")
+        found = known.get(match[1] or match[2], "")
         left -= len(found)
         if left < 0:
             raise TaskError(f"Dockerfile: the variables of a line are longer than {LONGEST_ARGUMENT >> 10} KiB")
@@ -145,9 +163,14 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 def _assignments(instruction: Instruction, known: Mapping[str, str]) -> dict[str, str]:
     first = instruction.arguments.partition(" ")[0]
     if "=" not in first:  # the older form: ENV NAME the rest of the line
-        return {first: expand(instruction.arguments.partition(" ")[2].strip(), known)}
-    pairs = (word.partition("=") for word in instruction.words())
-    return {name: expand(value, known) for name, _, value in pairs}
+        found = {first: expand(instruction.arguments.partition(" ")[2].strip(), known)}
+    else:
+        pairs = (word.partition("=") for word in instruction.words())
+        found = {name: expand(value, known) for name, _, value in pairs}
+    for name, value in found.items():
+        if not is_variable(name, value):
+            raise TaskError(f"Dockerfile, line {instruction.line}: {name!r:.200} cannot be an environment variable")
+    return found
 
 
 def _instructions(lines: list[str]) -> Iterator[Instruction]:

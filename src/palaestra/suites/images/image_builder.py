@@ -7,6 +7,7 @@ tool is the first of docker, podman and buildah that answers, or the command tha
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,9 @@ from palaestra.core.errors import ImageError, TaskError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.io.host_process import ProcessResult, check_process, run_process
 from palaestra.core.types import JSON
+from palaestra.sandbox.images.reference import is_image_name
+from palaestra.sandbox.images.unpack import stated_config
+from palaestra.sandbox.slot import is_variable
 from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe
 from palaestra.suites.task_files import read_bytes
 
@@ -30,13 +34,6 @@ SCHEMA, VERSION = "palaestra.root", 1
 
 _ASK_S, _EXPORT_S = 20.0, 600.0
 _SHOWN = 1500
-
-# A flag, or the path of an image on this machine (`docker-archive:/…`), is not the name of an image. Source: the Go
-# module distribution/reference.
-_REFERENCE = re.compile(
-    r"[a-z0-9][a-z0-9._-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)*(:[a-z0-9_][a-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?",
-    re.ASCII | re.IGNORECASE,
-)
 
 _LAYER_REMOVED, _TRIES = "unknown parent image ID", 5
 """Docker's message if the removal of another image also removed a layer that a build had started with, and the maximum
@@ -110,8 +107,8 @@ class ImageBuilder:
         and there is no Dockerfile."""
         if recipe.docker_image is None or (self._force and recipe.dockerfile is not None):
             return None
-        if not _REFERENCE.fullmatch(recipe.docker_image):
-            raise TaskError(f"{recipe.docker_image!r:.200} is not the name of an image")
+        if not is_image_name(recipe.docker_image):
+            raise TaskError(f"{recipe.docker_image!r:.200} is not the name of an image; give one such as python:3.13")
         try:
             await self._pull(tool, recipe.docker_image)
         except TaskError:
@@ -170,8 +167,18 @@ async def _export_step(command: Sequence[str]) -> ProcessResult:
 
 def _config(found: JSON) -> ImageConfig:
     pairs = (pair.partition("=") for pair in (found or {}).get("Env") or ())
-    env = {name: value for name, _, value in pairs}
-    return ImageConfig(env, (found or {}).get("WorkingDir") or "/", (found or {}).get("User") or "")
+    env = {name: value for name, _, value in pairs if is_variable(name, value)}
+    return ImageConfig(env, str((found or {}).get("WorkingDir") or "/"), str((found or {}).get("User") or ""))
+
+
+@functools.lru_cache(maxsize=256)
+def _stated(image: str, _changed_ns: int) -> ImageConfig | None:
+    """Return the configuration that an image states. Cached, because an archive is read whole for it."""
+    found = stated_config(image)
+    try:
+        return _config(found) if found else None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ImageError(f"{image} has a configuration that cannot be read: {error}") from None
 
 
 def content_key(recipe: ImageRecipe) -> str:
@@ -200,11 +207,16 @@ def _write_config(image: Path, config: ImageConfig, recipe: ImageRecipe) -> None
 
 
 def read_config(image: Path) -> ImageConfig:
-    """Return the configuration of a root file system from the JSON file next to it, `NAME.json`, or the default
-    configuration if there is no such file."""
+    """Return the configuration of a root file system, or the default configuration if none is known."""
+    return known_config(image) or ImageConfig()
+
+
+def known_config(image: Path) -> ImageConfig | None:
+    """Return the configuration of a root file system from the JSON file next to it, `NAME.json`, or from the image
+    itself if it is an OCI layout or an archive of `docker save`. Return None if neither states it."""
     path = _config_path(image)
     if not path.is_file():
-        return ImageConfig()
+        return _stated(str(image), image.stat().st_mtime_ns) if image.exists() else None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("version", VERSION) > VERSION:

@@ -1,7 +1,8 @@
 """Build a Dockerfile in a slot over a given base, without a container runtime or registry.
 
-FROM is ignored, because the slot starts from the given base. RUN, COPY and ADD of local files, ENV, ARG, WORKDIR, USER
-and SHELL are executed, instructions about the start of a container are skipped, and any other instruction is rejected.
+FROM is ignored, because the slot starts from the given base, except that a base image with a known WORKDIR sets it.
+RUN, COPY and ADD of local files, ENV, ARG, WORKDIR, USER and SHELL are executed, instructions about the start of a
+container are skipped, and any other instruction is rejected.
 Files in `/tmp` are lost, because the saved file system does not contain them.
 """
 
@@ -20,31 +21,42 @@ from posixpath import basename, join, normpath
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.images.as_user import as_user
-from palaestra.suites.images.dockerfile import Heredoc, ImageConfig, ImageRecipe, Instruction, expand, follow, parse
+from palaestra.suites.images.dockerfile import (
+    Heredoc,
+    ImageConfig,
+    ImageRecipe,
+    Instruction,
+    expand,
+    follow,
+    parse,
+    variables,
+)
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import Unsupported, read_text
 
-_CONFIGURED = frozenset({"ENV", "ARG", "USER", "WORKDIR"})
-_SKIPPED = frozenset({"FROM", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
+_CONFIGURED = frozenset({"FROM", "ENV", "ARG", "USER", "WORKDIR"})
+_SKIPPED = frozenset({"CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
 _SHELL = ("/bin/sh", "-c")
 
 
-async def build_in_slot(slot: Slot, recipe: ImageRecipe) -> ImageConfig:
-    """Build the recipe's Dockerfile in the slot. Raises `TaskError`, or `PrepareError` if a command fails."""
+async def build_in_slot(slot: Slot, recipe: ImageRecipe, base: ImageConfig | None = None) -> ImageConfig:
+    """Build the recipe's Dockerfile in the slot, whose root file system has the configuration `base`. Raises
+    `TaskError`, or `PrepareError` if a command fails."""
     if recipe.dockerfile is None:
         raise Unsupported(f"it has no Dockerfile, and its image {recipe.docker_image} is not available")
-    config, arguments, shell = ImageConfig(), dict[str, str](), list(_SHELL)
+    config, arguments, shell = base or ImageConfig(), dict[str, str](), list(_SHELL)
     for each in parse(read_text(recipe.dockerfile, "replace")):
-        variables = {**arguments, **config.env}
+        known = variables(config, arguments)
         if each.name == "RUN":
-            await _run(slot, each, config, variables, shell, recipe.build_timeout_s)
+            await _run(slot, each, config, known, shell, recipe.build_timeout_s)
         elif each.name in ("COPY", "ADD"):
-            await _copy(slot, each, config, variables, recipe.folder)
+            await _copy(slot, each, config, known, recipe.folder)
         elif each.name == "SHELL":
             shell = each.words()
         elif each.name in _CONFIGURED:
+            before = config.workdir
             config, arguments = follow(config, arguments, each)
-            if each.name == "WORKDIR":
+            if each.name == "WORKDIR" or config.workdir != before:
                 await _must(slot, ["mkdir", "-p", config.workdir], each)
         elif each.name not in _SKIPPED:
             raise Unsupported(
@@ -54,7 +66,7 @@ async def build_in_slot(slot: Slot, recipe: ImageRecipe) -> ImageConfig:
 
 
 async def _run(
-    slot: Slot, each: Instruction, config: ImageConfig, variables: dict[str, str], shell: list[str], timeout_s: float
+    slot: Slot, each: Instruction, config: ImageConfig, known: dict[str, str], shell: list[str], timeout_s: float
 ) -> None:
     script = b""
     if (words := each.exec_form) is not None:
@@ -72,18 +84,18 @@ async def _run(
         as_user(argv, config.user),
         f"Dockerfile, line {each.line}: RUN {each.arguments[:200]} failed",
         cwd=config.workdir,
-        env=variables,
+        env=known,
         timeout_s=timeout_s,
         stdin=script,
         shown=2000,
     )
 
 
-async def _copy(slot: Slot, each: Instruction, config: ImageConfig, variables: dict[str, str], context: Path) -> None:
+async def _copy(slot: Slot, each: Instruction, config: ImageConfig, known: dict[str, str], context: Path) -> None:
     """Copy files of the build context into the slot as one tar archive."""
     if "from" in each.flags:
         raise Unsupported(f"its Dockerfile copies from another image (line {each.line}), which needs docker")
-    words = [expand(word, variables) for word in each.words()]
+    words = [expand(word, known) for word in each.words()]
     if len(words) < 2:
         raise TaskError(f"Dockerfile, line {each.line}: {each.name} needs a source and a target")
     *sources, target = words
@@ -95,12 +107,12 @@ async def _copy(slot: Slot, each: Instruction, config: ImageConfig, variables: d
         for source in sources:
             name = source.removeprefix("<<").lstrip("-").strip("'\"")
             if source.startswith("<<") and name in documents:
-                _add_document(archive, documents[name], join(place, name) if into else place, variables)
+                _add_document(archive, documents[name], join(place, name) if into else place, known)
                 continue
             for path in _matching(context, source, each):
                 _add(archive, path, join(place, basename(path)) if into and not path.is_dir() else place, each)
     await _must(slot, ["tar", "-x", "--no-overwrite-dir", "-C", "/"], each, packed.getvalue())
-    owner = expand(each.flags.get("chown", ""), variables)
+    owner = expand(each.flags.get("chown", ""), known)
     if owner:
         await _must(slot, ["chown", "-R", owner, place], each)
 
@@ -148,8 +160,8 @@ def _ignored(folder: Path) -> frozenset[str]:
     return frozenset(n for n in os.listdir(folder) if any(fnmatch.fnmatch(n, p) for p in patterns if p))
 
 
-def _add_document(archive: tarfile.TarFile, document: Heredoc, target: str, variables: dict[str, str]) -> None:
-    data = (document.text if document.quoted else expand(document.text, variables)).encode()
+def _add_document(archive: tarfile.TarFile, document: Heredoc, target: str, known: dict[str, str]) -> None:
+    data = (document.text if document.quoted else expand(document.text, known)).encode()
     info = tarfile.TarInfo(target.lstrip("/"))
     info.size, info.mode = len(data), 0o644
     archive.addfile(info, io.BytesIO(data))

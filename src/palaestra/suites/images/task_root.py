@@ -7,14 +7,16 @@ image that a container tool builds and exports.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.config import local_path
 from palaestra.core.errors import ImageError
-from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe, image_config, parse
-from palaestra.suites.images.image_builder import ImageBuilder, content_key, read_config
+from palaestra.sandbox.backends.server_backend import host_path
+from palaestra.suites.images.dockerfile import DEFAULT_PATH, ImageConfig, ImageRecipe, image_config, parse
+from palaestra.suites.images.image_builder import ImageBuilder, content_key, known_config, read_config
 from palaestra.suites.task_files import Unsupported, read_text
 
 HOST = "host"
@@ -28,12 +30,14 @@ class TaskRoot:
     """The root file system of a task's slots. If `image` is None, it consists of this machine's allow-listed system
     directories.
 
-    `build_key` is the cache key of a Dockerfile that must still be built over `image`.
+    `build_key` is the cache key of a Dockerfile that must still be built over `image`, whose own configuration is
+    `base`.
     """
 
     image: str | None
     config: ImageConfig
     build_key: str | None = None
+    base: ImageConfig = ImageConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class TaskRoots:
         path that the settings give for the task does not exist."""
         if name in self.images:
             return self._existing(local_path(self.images[name]))
-        if self.image_dir is None:
+        if self.image_dir is None or name in ("", ".", "..") or "/" in name:  # a row's name never leads elsewhere
             return None
         found = (self.image_dir / f"{name}{ending}" for ending in _ENDINGS)
         return next((path for path in found if path.exists()), None)
@@ -83,16 +87,28 @@ class TaskRoots:
         if recipe.dockerfile is None:
             raise Unsupported(f"it has no Dockerfile to build over the base, only the image {recipe.docker_image}")
         instructions = parse(read_text(recipe.dockerfile, "replace"))
-        image = None if base == HOST else str(self._existing(local_path(base)))
-        return TaskRoot(image, image_config(instructions), f"{base}+{content_key(recipe)}")
+        image = None if base == HOST else self._existing(local_path(base))
+        own = _of_host() if image is None else read_config(image)
+        config = image_config(instructions, own)
+        settings = hashlib.sha256(repr((own, config)).encode()).hexdigest()[:16]
+        key = f"{base}+{content_key(recipe)}+{settings}"
+        return TaskRoot(None if image is None else str(image), config, key, own)
+
+
+def _of_host() -> ImageConfig:
+    """Return the configuration of a base that consists of this machine's directories. Its PATH is set only if it is not
+    Docker's default, for a Python that is installed elsewhere."""
+    path = host_path()
+    return ImageConfig({} if path == DEFAULT_PATH else {"PATH": path})
 
 
 def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
-    """Return the configuration of a prebuilt root file system: from the JSON file next to it, or else from the task's
-    Dockerfile. If there is neither, or the Dockerfile has several stages, return the default configuration."""
-    beside = image.with_name(f"{image.name.removesuffix('.tar')}.json")
-    if beside.is_file() or recipe.dockerfile is None:
-        return read_config(image)
+    """Return the configuration of a prebuilt root file system: from the JSON file next to it, or else as the image
+    itself states it, or else from the task's Dockerfile. If there is none of these, or the Dockerfile has several
+    stages, return the default configuration."""
+    known = known_config(image)
+    if known is not None or recipe.dockerfile is None:
+        return known or ImageConfig()
     try:
         return image_config(parse(read_text(recipe.dockerfile, "replace")))
     except Unsupported:

@@ -11,13 +11,15 @@ the repository. `docs/environments/swe_smith_oracle.md` lists every column.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from palaestra.core.errors import TaskError
+from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import read_rows
 from palaestra.suites.grading.run_tests import Status, TestRun
@@ -28,6 +30,10 @@ from palaestra.suites.task_files import RowFields
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FUNCTION = re.compile(r"\w+(?:\[.*\])?")
+_PROGRESS = re.compile(r"\[ *\d{1,3}%\]")
+_PYTEST_FILES = (".py", ".pyx", ".rst", ".txt", ".md")
+"""The endings of files that pytest collects tests from: doctests may be in documents."""
+_log = logging.getLogger(__name__)
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
@@ -202,7 +208,9 @@ def _parse(row: RowFields) -> SweRow:
     on_branch = kind is RowKind.SMITH and not row.optional("base_commit")
     commit = instance_id if on_branch else row.required("base_commit")
     names = _names(row)
-    return SweRow(
+    fail_to_pass = _node_ids(row, "FAIL_TO_PASS", names, required=True)
+    pass_to_pass = _node_ids(row, "PASS_TO_PASS", names, required=False)
+    made = SweRow(
         kind=kind,
         instance_id=instance_id,
         repo=_matching(_REPO, row.required("repo"), "repo must be owner/name"),
@@ -213,13 +221,16 @@ def _parse(row: RowFields) -> SweRow:
         test_patch=row.optional("test_patch"),
         names=names,
         on_branch=on_branch,
-        fail_to_pass=_node_ids(row, "FAIL_TO_PASS", names, required=True),
-        pass_to_pass=_node_ids(row, "PASS_TO_PASS", names, required=False),
+        fail_to_pass=fail_to_pass,
+        pass_to_pass=pass_to_pass,
         install=install_of(row),
         repo_path=row.optional("repo_path") or None,
         image_name=_image_name(row),
         created_at=row.optional("created_at"),
     )
+    if not _parser(row):
+        _check_python(made)
+    return made
 
 
 def _image_name(row: RowFields) -> str:
@@ -230,18 +241,44 @@ def _image_name(row: RowFields) -> str:
 def _names(row: RowFields) -> TestNames:
     """Return the form in which the row names its tests. The row's log parser decides, or else the form of the names.
     Raises `TaskError` for an unknown log parser."""
-    recipe = row.decoded("install_config")
-    told = recipe.get("log_parser") if isinstance(recipe, Mapping) else None
-    parser = row.optional("log_parser") or str(told or "")
+    parser = _parser(row)
     if parser:
         for word, found in _PARSERS.items():
             if word in parser:
                 return found
         raise TaskError(f"log_parser {parser!r} does not read Python tests; known parsers: {', '.join(_PARSERS)}")
-    tests = (*row.texts("FAIL_TO_PASS"), *row.texts("PASS_TO_PASS"))
+    tests = (*_tests(row, "FAIL_TO_PASS"), *_tests(row, "PASS_TO_PASS"))
     if any("::" in test for test in tests) or not row.optional("test_patch"):
         return TestNames.PYTEST
     return TestNames.FUNCTIONS if all(_FUNCTION.fullmatch(test) for test in tests) else TestNames.UNITTEST
+
+
+def _parser(row: RowFields) -> str:
+    """Return the name of the row's log parser, or an empty string."""
+    recipe = row.decoded("install_config")
+    told = recipe.get("log_parser") if isinstance(recipe, Mapping) else None
+    return row.optional("log_parser") or str(told or "")
+
+
+def _tests(row: RowFields, column: str) -> tuple[str, ...]:
+    """Return the tests that a column names, without pytest's progress marks (`[100%]`): some published rows contain
+    one, because their log parser took it for the name of a test."""
+    return tuple(name for name in row.texts(column) if not _PROGRESS.fullmatch(name))
+
+
+def _check_python(row: SweRow) -> None:
+    """Raise `TaskError` if the row's tests are in another language. Rows name no language, but files of tests."""
+    files = [name.split("::", 1)[0] for name in row.node_ids if "::" in name]
+    if any(file.endswith(_PYTEST_FILES) for file in files):
+        return
+    changed = [file.path for file in unified_diff.parse(row.test_patch)] if row.test_patch else []
+    if any(path.endswith(".py") for path in changed):
+        return
+    kinds = sorted({PurePosixPath(path).suffix for path in (*files, *changed)} - {""})
+    raise TaskError(
+        f"its tests are not in Python files, but in {', '.join(kinds) or 'files without an ending'}: only Python tests "
+        "can be run"
+    )
 
 
 def _kind(row: RowFields) -> RowKind:
@@ -261,7 +298,10 @@ def _matching(pattern: re.Pattern[str], value: str, complaint: str) -> str:
 
 
 def _node_ids(row: RowFields, column: str, names: TestNames, *, required: bool) -> tuple[str, ...]:
-    node_ids = row.texts(column)
+    node_ids = _tests(row, column)
+    if dropped := len(row.texts(column)) - len(node_ids):
+        name = row.optional("instance_id")
+        _log.warning("%s: left out of %s: %s, which is no test", name, column, plural(dropped, "progress mark"))
     if required and not node_ids:
         raise TaskError(f"{row.key(column)} is missing or empty: the task needs a test that fails")
     for node_id in node_ids if names is TestNames.PYTEST else ():

@@ -9,21 +9,23 @@ A task with several steps has `[[steps]]` in task.toml and a folder for each ste
 A step's tests are copied over the task's tests. A step without its own `test.sh` or solution uses the task's.
 
 Format: `TaskConfig`, `StepConfig`, `MultiStepTrial` and the path rules of Harbor 0.25, with the older spellings of
-published tasks (`version`, `memory = "2G"`, `allow_internet`). Unknown keys are ignored, as in Harbor.
+published tasks (`version`, `memory = "2G"`, `allow_internet`).
 
-A task is rejected if it needs several containers, GPUs, Windows, tool servers, health checks (a slot does not run the
-image's entry point), or a verifier with its own environment.
+`_KEYS` lists every key of the format. A key that could change a score and that slots do not honour rejects the task,
+and so does an unknown key outside `[metadata]` and `[task]`. Harbor ignores unknown keys, but a key that this version
+does not know may belong to a newer schema.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from palaestra.core.errors import TaskError
-from palaestra.core.types import AllowList, Limits, Network
+from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.task_files import TypedFields, Unsupported, read_text, read_toml_file
 from palaestra.suites.terminal_bench.compose import single_service
@@ -40,6 +42,57 @@ from palaestra.suites.terminal_bench.terminal_task import (
 CONFIG_NAME = "task.toml"
 _STEP_NAME = re.compile(r"[^\x00-\x1f/\\<>:\"|?*]+")
 _VERSIONS = ("0.1", "1.0", "1.1", "1.2", "1.3", "1.4")
+
+_HONOURED, _NO_EFFECT = "honoured", "no effect on a score"
+_SEPARATE = "its verifier has a separate environment, but grading runs in the root file system of the task"
+_COLLECT = "it runs commands before its verifier, which grading does not run"
+_HEALTHCHECK = "it waits for a service of its image, which slots do not start"
+_ONE_SLOT = "its steps differ, but a rollout has one slot"
+
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "": {
+        **dict.fromkeys(("schema_version", "version", "metadata", "agent", "verifier", "environment"), _HONOURED),
+        **dict.fromkeys(("solution", "steps", "multi_step_reward_strategy"), _HONOURED),
+        # A verifier that shares the agent's container sees the files themselves: artifacts are copies for people.
+        **dict.fromkeys(("task", "source", "artifacts"), _NO_EFFECT),
+    },
+    "environment": {
+        **dict.fromkeys(("build_timeout_sec", "docker_image", "os", "cpus", "env", "workdir"), _HONOURED),
+        **dict.fromkeys(("memory", "memory_mb", "storage", "storage_mb"), _HONOURED),
+        **dict.fromkeys(("network_mode", "allowed_hosts", "allow_internet"), _HONOURED),
+        "gpus": "it needs GPUs",
+        "gpu_types": _NO_EFFECT,  # which GPUs, if `gpus` asks for any
+        "tpu": "it needs a TPU",
+        "mcp_servers": "it needs tool servers",
+        "healthcheck": _HEALTHCHECK,
+        "skills_dir": "it gives agents skills, which slots do not install",
+    },
+    "agent": dict.fromkeys(("timeout_sec", "user", "network_mode", "allowed_hosts"), _HONOURED),
+    "verifier": {
+        **dict.fromkeys(("timeout_sec", "env", "user"), _HONOURED),
+        # Verifiers have no network; a script whose download fails gives no score.
+        **dict.fromkeys(("network_mode", "allowed_hosts"), _NO_EFFECT),
+        "environment_mode": _SEPARATE,
+        "environment": _SEPARATE,
+        "collect": _COLLECT,
+        "restart_environment": "its verifier needs a restarted environment",  # only in the earliest tasks
+    },
+    "solution": {"env": _HONOURED},
+    "steps": {
+        **dict.fromkeys(("name", "agent", "verifier", "min_reward"), _HONOURED),
+        "artifacts": _NO_EFFECT,
+        "healthcheck": _HEALTHCHECK,
+    },
+    "steps.agent": {
+        "timeout_sec": _HONOURED,
+        **dict.fromkeys(("user", "network_mode", "allowed_hosts"), _ONE_SLOT),
+    },
+}
+"""What happens to each key of each table: it is honoured, it cannot change a score, or the reason for the rejection.
+Source: `TaskConfig` of Harbor 0.25 and the order of its `SingleStepTrial`. `metadata` and `task` hold anything."""
+
+_HARMLESS = {"environment_mode": "shared"}
+"""Values of rejected keys that ask for nothing, next to the empty ones."""
 
 
 def is_task(folder: Path) -> bool:
@@ -87,22 +140,39 @@ def _check_version(config: TypedFields) -> None:
 
 
 def _check_supported(config: TypedFields) -> None:
-    environment, verifier = config.section("environment"), config.section("verifier")
-    lacking = {
-        f"it needs the system {environment.text('os')!r}": (environment.text("os") or "linux").lower() != "linux",
-        "it needs GPUs": bool(environment.values.get("gpus")),
-        "it needs a TPU": bool(environment.values.get("tpu")),
-        "it needs tool servers (environment.mcp_servers)": bool(environment.sections("mcp_servers")),
-        "it waits for a service of its image (environment.healthcheck), which slots do not start": bool(
-            environment.section("healthcheck").values
-        ),
-        "its verifier has a separate environment (verifier.environment_mode)": (
-            verifier.text("environment_mode") == "separate"
-        ),
-    }
-    for reason, holds in lacking.items():
-        if holds:
-            raise Unsupported(reason)
+    """Raise `Unsupported` for the first key that slots do not honour or that is unknown."""
+    environment = config.section("environment")
+    _check_keys(config, "")
+    for name in ("environment", "agent", "verifier", "solution"):
+        _check_keys(config.section(name), name)
+    for step in config.sections("steps"):
+        _check_keys(step, "steps")
+        _check_keys(step.section("agent"), "steps.agent")
+        _check_keys(step.section("verifier"), "verifier")
+    if (environment.text("os") or "linux").lower() != "linux":
+        raise Unsupported(f"it needs the system {environment.text('os')!r} ({environment.key('os')})")
+
+
+def _check_keys(section: TypedFields, table: str) -> None:
+    for name, value in section.values.items():
+        use = _KEYS[table].get(name)
+        if use in (_HONOURED, _NO_EFFECT) or _asks_for_nothing(name, value):
+            continue
+        if use is not None:
+            raise Unsupported(f"{use} ({section.key(name)}). Remove the key if the task's score does not depend on it")
+        close = difflib.get_close_matches(str(name), _KEYS[table], 1)
+        meant = f"Did you mean {section.key(close[0])}? " if close else ""
+        raise Unsupported(
+            f"task.toml sets {section.key(str(name))!r:.200}, which is not a key of Harbor's schema "
+            f"{_VERSIONS[0]} to {_VERSIONS[-1]} and might change the score. {meant}Remove the key, or move it to "
+            "[metadata]"
+        )
+
+
+def _asks_for_nothing(name: str, value: JSON) -> bool:
+    """Return whether a value is the default of its key. An empty table is a request: `[verifier.environment]` alone
+    already selects a separate environment."""
+    return value is None or value is False or value in (0, "", []) or value == _HARMLESS.get(name)
 
 
 def _instruction(path: Path) -> str:
@@ -158,9 +228,11 @@ def _network(agent: TypedFields, environment: TypedFields) -> Network | AllowLis
     """Return the agent's network: `network_mode` of the section `agent`, or else that of `environment`, or else the
     older setting `allow_internet`, which is true by default."""
     for section in (agent, environment):
-        mode = section.text("network_mode")
-        if mode is not None:
-            return _mode(mode.lower().replace("-", "_"), section)
+        mode = (section.text("network_mode") or "").lower().replace("-", "_")
+        if section.texts("allowed_hosts") and mode != "allowlist":
+            raise TaskError(f'{section.key("allowed_hosts")} needs {section.key("network_mode")} = "allowlist"')
+        if mode:
+            return _mode(mode, section)
     return Network.OFF if environment.flag("allow_internet") is False else Network.ON
 
 
@@ -194,7 +266,6 @@ def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
         name = section.text("name") or ""
         if not _STEP_NAME.fullmatch(name) or name != name.strip(" .") or name.casefold() in map(str.casefold, steps):
             raise TaskError(f"{section.key('name')} must be a folder name that no other step has, not {name!r:.200}")
-        _check_step(section)
         place = folder / "steps" / name
         own, task = section.section("verifier"), config.section("verifier")
         merged = TypedFields({**task.values, **own.values}, section.key("verifier"))
@@ -224,18 +295,6 @@ def _strategy(config: TypedFields) -> str:
     if strategy not in (MEAN, FINAL):
         raise TaskError(f"multi_step_reward_strategy must be {MEAN} or {FINAL}, not {strategy!r}")
     return strategy
-
-
-def _check_step(section: TypedFields) -> None:
-    if section.section("healthcheck").values:
-        raise Unsupported(
-            f"it waits for a service of its image ({section.key('healthcheck')}), which slots do not start"
-        )
-    if section.section("verifier").text("environment_mode") == "separate":
-        raise Unsupported(f"a verifier has a separate environment ({section.key('verifier')})")
-    for name in ("user", "network_mode"):
-        if section.section("agent").values.get(name) is not None:
-            raise Unsupported(f"its steps differ in {section.key('agent')}.{name}, but a rollout has one slot")
 
 
 def _min_reward(section: TypedFields) -> Mapping[str, float]:

@@ -204,7 +204,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         return key
 
     async def prepare_shared(self, task: Task, sandbox: Slot) -> None:
-        await build_in_slot(sandbox, task.data.task.recipe)
+        await build_in_slot(sandbox, task.data.task.recipe, task.data.root.base)
 
     def prepares(self, task: Task) -> bool:
         return True
