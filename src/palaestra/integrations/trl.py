@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, Signature
@@ -46,14 +47,14 @@ def dataset(env: object, *, tasks: int | None = None, **settings: JSON) -> Datas
     return Dataset.from_list(rows)
 
 
-def rollout_func(env: object, *, max_difference: float | None = 1.0, **settings: JSON) -> RolloutFunc:
+def rollout_func(env: object, *, max_difference: float | None = 0.1, **settings: JSON) -> RolloutFunc:
     """Return a `rollout_func` that rolls out `env`. `settings` are those of `palaestra.Session`, except `policy`,
     `history`, and those that select a model or its server. The trainer sets the temperature, `top_p` and `top_k`; its
     `max_completion_length` is the default for `max_token_length`, the limit of one reply.
 
     After the rollouts of each step, the log-probabilities of the sampled tokens are compared with the trainer's own,
-    which costs one forward pass. A difference of more than `max_difference` nats on any token raises `ConfigError`;
-    None disables the comparison.
+    which costs one forward pass. A row whose tokens differ by more than `max_difference` nats on average raises
+    `ConfigError`; None disables the comparison.
     """
     return RolloutFunc(env, max_difference, settings)
 
@@ -248,8 +249,8 @@ class RolloutFunc:
         return self._session
 
     def _compare(self, trainer: GRPOTrainer, model: Any, rows: Sequence[dict[str, Any]]) -> list[float | None]:
-        """Return each row's largest difference between sampler and trainer on a trained token. The value is None for a
-        row without trained tokens, or if the comparison is disabled. Raises `ConfigError` for a difference of more than
+        """Return each row's mean difference between sampler and trainer on its trained tokens. The value is None for a
+        row without trained tokens, or if the comparison is disabled. Raises `ConfigError` for a mean of more than
         `max_difference`."""
         trained = [row for row in rows if any(row["mask"])]
         if self._max_difference is None or not trained:
@@ -272,14 +273,14 @@ class RolloutFunc:
             own, _, _ = trainer._get_per_token_logps_and_entropies(
                 model, ids, attention, sampled.shape[1], batch_size=trainer.args.per_device_train_batch_size
             )
-        found = iter(((own - sampled).abs() * mask).amax(dim=1).tolist())
+        found = iter((((own - sampled).abs() * mask).sum(dim=1) / mask.sum(dim=1)).tolist())
         differences = [next(found) if any(row["mask"]) else None for row in rows]
-        largest = max(each for each in differences if each is not None)
+        largest = max(math.inf if math.isnan(each) else each for each in differences if each is not None)
         if largest > self._max_difference:
             raise ConfigError(
-                f"The log-probabilities of sampler and trainer differ by {largest:.3g} nats, more than "
-                f"{self._max_difference:g} (max_difference): training would not use the weights or the precision that "
-                "sampled the tokens. Train in float32, or raise max_difference."
+                f"The log-probabilities of sampler and trainer differ by {largest:.3g} nats on average in a row, "
+                f"more than {self._max_difference:g} (max_difference): training would not use the weights or the "
+                "precision that sampled the tokens. Train in float32, or raise max_difference."
             )
         return differences
 

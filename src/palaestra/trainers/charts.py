@@ -18,7 +18,7 @@ def training_charts(run: Path) -> list[Chart]:
     charts = [
         Chart("reward", [("training tasks", _points(steps, "reward")), ("held out", _points(evaluations, "reward"))]),
         Chart("loss", [("loss", _points(steps, "loss"))]),
-        Chart("sampler to trainer, nats", [("largest difference", _points(steps, "logprob_difference"))]),
+        Chart("sampler to trainer, nats", [("largest mean of a row", _points(steps, "logprob_difference"))]),
         Chart(
             "seconds of a step",
             [("rollouts", _points(steps, "rollout_s")), ("training", _points(steps, "train_s"))],

@@ -32,7 +32,7 @@ class TrainingConfig(Settings, use_attribute_docstrings=True):
     """Refuse rows sampled by weights that are more than this many versions old."""
 
     max_difference: float = Field(default=0.1, gt=0)
-    """Refuse rows whose log-probabilities differ by more than this many nats between sampler and trainer."""
+    """Refuse rows whose sampled tokens differ by more than this many nats on average between sampler and trainer."""
 
     eval_every: int = Field(default=10, ge=0)
     """The number of steps between evaluations on held-out tasks; 0 disables evaluations."""

@@ -39,7 +39,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 class TrainingResult:
     """How a training run ended. `before` and `after` are the mean rewards of its first and last evaluation, or None if
     there was no evaluation; `best` is the checkpoint with the best evaluation. `overhead` is the share of the time in
-    which nothing sampled, trained or ran a command. `difference` is the largest difference between the
+    which nothing sampled, trained or ran a command. `difference` is the largest mean difference of a row between the
     log-probabilities of sampler and trainer, in nats."""
 
     steps: int
@@ -119,9 +119,9 @@ class Training:
             self._difference = max(self._difference, most)
             if not batch.rows:
                 raise TrainerError(
-                    f"step {state.step + 1}: the log-probabilities of sampler and trainer differ by up to {most:.3g} "
-                    f"nats on every row, more than {config.max_difference:g} (max_difference). Let the sampler use the "
-                    "trainer's weights and precision"
+                    f"step {state.step + 1}: the log-probabilities of sampler and trainer differ on every row, by up "
+                    f"to {most:.3g} nats on average (max_difference {config.max_difference:g}). Let the sampler use "
+                    "the trainer's weights and tokenizer"
                 )
             numbers = await self.trainer.step(batch.rows, str(state.step + 1))
         for name in ("loss", "weight_norm"):

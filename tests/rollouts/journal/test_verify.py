@@ -269,9 +269,49 @@ def drop_row_of_spans(lines: list[dict[str, JSON]]) -> None:
     del lines[1]["spans"][0]
 
 
+def invert_scores(lines: list[dict[str, JSON]]) -> None:
+    lines[1]["scores"] = [1 - score for score in lines[1]["scores"]]
+
+
+def replace_score(lines: list[dict[str, JSON]]) -> None:
+    lines[1]["scores"][0] = 0.25
+
+
+def drop_scores(lines: list[dict[str, JSON]]) -> None:
+    del lines[1]["scores"]
+
+
+def invent_advantages(lines: list[dict[str, JSON]]) -> None:
+    lines[1]["advantages"] = [[1.0] * len(row) for row in lines[1]["tokens"]]
+
+
+def override_settings(lines: list[dict[str, JSON]]) -> None:
+    lines[1]["group_overrides"] = {"advantages": [1.0]}
+
+
+def change_reward_of_entry(lines: list[dict[str, JSON]]) -> None:
+    lines[1]["rollouts"][0]["reward"] = 0.25
+
+
+def change_message(lines: list[dict[str, JSON]]) -> None:
+    lines[1]["messages"][0][-1]["content"] += " "
+
+
+def drop_messages_of_row(lines: list[dict[str, JSON]]) -> None:
+    del lines[1]["messages"][0]
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        invert_scores,
+        replace_score,
+        drop_scores,
+        invent_advantages,
+        override_settings,
+        change_reward_of_entry,
+        change_message,
+        drop_messages_of_row,
         rename_sequence,
         drop_row_of_spans,
         train_the_prompt,
@@ -291,6 +331,24 @@ def test_a_groups_file_that_says_something_else_is_found(
     roll_out(tmp_path)
     rewrite_groups(tmp_path, change)
     assert verified(tmp_path).violation.startswith("groups.jsonl, line 2: T3: ")
+
+
+def test_a_groups_file_may_have_no_messages(tmp_path: Path) -> None:
+    roll_out(tmp_path)
+    rewrite_groups(tmp_path, lambda lines: [line["messages"].clear() for line in lines])
+    assert verified(tmp_path).ok
+
+
+def test_a_changed_result_of_a_tool_is_found(tmp_path: Path) -> None:
+    def change(trajectory: Trajectory) -> None:
+        result = next(each for each in trajectory.messages if each["role"] == "tool")
+        result["content"] = "3"
+
+    roll_out(tmp_path)
+    rewrite_journal(tmp_path, change)
+    assert verify_run(tmp_path / "journal.jsonl").violation.startswith(
+        "000001-sum-1/0: T3: the result of the tool call"
+    )
 
 
 def test_a_groups_file_of_an_earlier_version_has_no_spans(tmp_path: Path) -> None:
@@ -361,7 +419,7 @@ def drop_line(lines: list[dict[str, JSON]]) -> None:
 
 
 def drop_rollout(lines: list[dict[str, JSON]]) -> None:
-    for key in ("tokens", "masks", "inference_logprobs", "spans", "rollouts"):
+    for key in ("tokens", "masks", "scores", "messages", "inference_logprobs", "spans", "rollouts"):
         del lines[1][key][0]
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
+from msgspec import structs
 from recorded import one_segment, rollout, two_segments
 
 from palaestra import ConfigError, Group, Trajectory
 from palaestra.trainers import batch as batches
 from palaestra.trainers.batch import Batch, advantages
+from palaestra.trainers.trainer import TrainedRow
 
 
 def group(*rewards: float | None, error: str = "") -> Group:
@@ -84,11 +88,55 @@ def test_rows_of_weights_that_are_too_old_are_refused(version: int, kept: int) -
     assert (len(batch.rows), batch.refused[batches.STALE]) == (kept, 2 - kept)
 
 
-def test_a_row_whose_log_probabilities_differ_is_left_out() -> None:
+def long_rows(count: int, tokens: int = 400) -> Batch:
+    """Rows whose tokens are all sampled, with the log-probabilities of a model that is usually sure."""
+    batch, rng = Batch(), random.Random(3)
+    take(batch, group(1.0, 0.0))
+    for number in range(count):
+        logprobs = [-rng.expovariate(2.0) for _ in range(tokens)]
+        ids = list(range(tokens))
+        row = structs.replace(batch.rows[0].row, index=number, completion_ids=ids, mask=[1] * tokens, logprobs=logprobs)
+        batch.rows.append(TrainedRow(row, 1.0))
+    del batch.rows[:2]
+    return batch
+
+
+def test_rows_that_differ_by_precision_alone_are_kept() -> None:
+    batch, rng = long_rows(200), random.Random(5)
+    # bfloat16: small differences, and now and then a large one on an unlikely token
+    own = [
+        [each + rng.gauss(0, 0.02) + (rng.gauss(0, 0.5) if rng.random() < 0.01 else 0.0) for each in row.logprobs]
+        for row in batch.rows
+    ]
+    pairs = [zip(row.logprobs, theirs, strict=True) for row, theirs in zip(batch.rows, own, strict=True)]
+    assert sum(max(abs(a - b) for a, b in each) > 0.1 for each in pairs) > 50
+    assert batch.compare(own, most=0.1) < 0.1
+    assert len(batch.rows) == 200
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda theirs: [*theirs[1:], -1.0],  # every token is compared with its neighbour's
+        lambda theirs: [each - 0.2 for each in theirs],  # other weights
+        lambda theirs: [each - 1.5 if place % 25 == 0 else each for place, each in enumerate(theirs)],
+    ],
+    ids=["shifted", "other-weights", "many-far-tokens"],
+)
+def test_rows_of_other_weights_or_tokens_are_refused(spoil: Callable[[list[float]], list[float]]) -> None:
+    batch = long_rows(20)
+    own = [spoil(list(row.logprobs)) if number < 5 else list(row.logprobs) for number, row in enumerate(batch.rows)]
+    batch.compare(own, most=0.1)
+    assert [row.row.index for row in batch.rows] == list(range(5, 20))
+    assert batch.refused[batches.DIFFERENT] == 5
+
+
+def test_only_sampled_tokens_are_compared() -> None:
     batch = Batch()
     take(batch, group(1.0, 0.0))
     own = [list(row.logprobs) for row in batch.rows]
-    own[1][0] += 0.3
+    sampled = sum(batch.rows[1].row.mask)
+    own[1][0] += 0.3 * sampled
     own[0][2] = 99.0  # not sampled: the environment wrote it
     assert batch.compare(own, most=0.1) == pytest.approx(0.3)
     assert [row.row.index for row in batch.rows] == [0]

@@ -122,7 +122,7 @@ def test_unscored_rollouts_train_nothing() -> None:
 
 
 def test_rows_that_the_trainer_disagrees_with_are_refused() -> None:
-    trainer = TabularTrainer(error=0.5)
+    trainer = TabularTrainer(error=-5.0)
     with pytest.raises(TrainerError, match="max_difference"):
         train(trainer, eval_every=0)
     assert trainer.steps == []

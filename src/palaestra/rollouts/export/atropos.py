@@ -59,7 +59,7 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
         "tokens": [row.tokens for row in rows],
         "masks": [row.masks for row in rows],
         "scores": [_checked_score(trajectory) for trajectory in owners],
-        "messages": [_messages(trajectory) for trajectory in owners] if messages else [],
+        "messages": [line_messages(trajectory) for trajectory in owners] if messages else [],
         **{key: _from_extra(owners, key) for key in _ROW_KEYS},
         "group_overrides": {
             **_overrides(scored[0]),
@@ -80,7 +80,7 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
         "tools_hash": group.tools_hash,
         "token_source": _token_source(rows),
         "spans": [row.spans for row in rows],
-        "rollouts": [_rollout(trajectory) for trajectory in trajectories],
+        "rollouts": [line_rollout(trajectory) for trajectory in trajectories],
     }
 
 
@@ -88,7 +88,7 @@ def check_own(trajectory: Trajectory) -> None:
     """Raise `ValueError` if a line cannot hold the values that an environment put into a trajectory."""
     if trajectory.row is not None:
         _check_row(trajectory.row, trajectory)
-    _messages(trajectory)
+    line_messages(trajectory)
     _overrides(trajectory)
 
 
@@ -118,7 +118,8 @@ def _checked_score(trajectory: Trajectory) -> float:
     return trajectory.reward
 
 
-def _messages(trajectory: Trajectory) -> list[Message]:
+def line_messages(trajectory: Trajectory) -> list[Message]:
+    """Return the messages of a rollout as a line has them. Raises `ValueError` if one has no role."""
     return [_message(message, trajectory) for message in trajectory.messages]
 
 
@@ -141,7 +142,8 @@ def _token_source(rows: list[TokenRow]) -> str:
     return sources.pop() if len(sources) == 1 else "mixed"
 
 
-def _rollout(trajectory: Trajectory) -> dict[str, JSON]:
+def line_rollout(trajectory: Trajectory) -> dict[str, JSON]:
+    """Return what the key `rollouts` of a line has for a rollout."""
     return {
         "rollout_id": trajectory.rollout_id,
         "index": trajectory.index,

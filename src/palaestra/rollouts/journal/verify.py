@@ -7,6 +7,7 @@ that the model server reported are trusted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,6 @@ from palaestra.core.types import JSON
 from palaestra.inference.ledger import (
     LedgerRecord,
     SegmentReason,
-    SequenceSpan,
-    TokenRow,
     record_rows,
     verify_ledger,
 )
@@ -33,13 +32,19 @@ from palaestra.rollouts.events import (
     RunEnded,
     RunResumed,
     RunStarted,
+    TurnTaken,
 )
+from palaestra.rollouts.export.atropos import encode_line, group_line, line_messages, line_rollout
 from palaestra.rollouts.export.token_rows import ExportedRow, credit_of, exported_rows
-from palaestra.rollouts.journal.journal import read_journal
-from palaestra.rollouts.records import Trajectory, have_same_scores
+from palaestra.rollouts.journal.journal import checksum, read_journal
+from palaestra.rollouts.records import Group, Trajectory, have_same_scores
 from palaestra.rollouts.resume.state import CUT_OFF
 
-_NO_TOKENS = TokenRow(tokens=[], masks=[])
+TRAINED_KEYS = (
+    "tokens", "masks", "scores", "inference_logprobs", "spans", "advantages", "ref_logprobs", "overrides", "images",
+    "group_overrides", "generation_params", "distill_token_ids", "distill_logprobs",
+)  # fmt: skip
+"""The keys of a group's line that a trainer reads, besides the messages."""
 
 
 @dataclass(slots=True)
@@ -75,6 +80,8 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     """
     verdict = RunVerdict()
     ends: dict[str, Trajectory] = {}
+    written: dict[str, _Written] = {}
+    results: dict[str, dict[str, set[str]]] = {}
     ended_groups: set[str] = set()
     config: Mapping[str, JSON] = {}
     over = False
@@ -86,16 +93,23 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
             ended_groups.add(event.group_id)
         if isinstance(event, GroupStarted):  # the resumed group gets its line when it ends again
             ended_groups.discard(event.group.group_id)
+        if isinstance(event, TurnTaken):
+            _keep_results(event, results.setdefault(event.rollout_id, {}))
         if not isinstance(event, RolloutEnded | AttemptDiscarded):
             continue
         trajectory = event.trajectory
-        verdict.violation = _rollout(trajectory, verdict) or _shared(trajectory, ends)
+        verdict.violation = (
+            _rollout(trajectory, verdict)
+            or _shared(trajectory, ends)
+            or _changed_result(trajectory, results.pop(trajectory.rollout_id, {}))
+        )
         if isinstance(event, RolloutEnded):
             before = ends.get(trajectory.rollout_id)
             if before is not None and before.blame not in CUT_OFF:  # a resumed run rolls these out again
                 verdict.violation = f"{trajectory.rollout_id}: T3: it ends twice in the journal"
             # the conversations of a long run would not fit in memory
             ends[trajectory.rollout_id] = msgspec.structs.replace(trajectory, messages=[], detail={})
+            written[trajectory.rollout_id] = _Written.of(trajectory)
         if not verdict.ok:
             return verdict
     if not verdict.rollouts:
@@ -108,7 +122,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     if groups is not None:
         # a killed run has not written all of its lines
         due = _due([one for one in ends.values() if one.group_id in ended_groups], config) if over else set()
-        verdict.violation = next(_lines(groups, ends, due, verdict), "")
+        verdict.violation = next(_lines(groups, ends, written, due, verdict), "")
     if exported is not None and verdict.ok:
         verdict.violation = next(_exported(exported, ends, verdict), "")
     return verdict
@@ -194,6 +208,25 @@ def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
     return ""
 
 
+def _keep_results(event: TurnTaken, results: dict[str, set[str]]) -> None:
+    """Keep a checksum of each tool result of a turn, by the id of its call; a model may use an id twice."""
+    for message in event.messages:
+        if message.get("role") == "tool" and isinstance(call := message.get("tool_call_id"), str):
+            results.setdefault(call, set()).add(checksum([message]))
+
+
+def _changed_result(trajectory: Trajectory, results: Mapping[str, set[str]]) -> str:
+    """Return the first tool result that differs from the one that its turn recorded, or the empty string. A rewritten
+    history, which has several segments, may have shortened results."""
+    if trajectory.ledger is None or len(trajectory.ledger.segments) != 1:
+        return ""
+    for message in trajectory.messages:
+        call = str(message.get("tool_call_id"))
+        if call in results and checksum([message]) not in results[call]:
+            return f"{trajectory.rollout_id}: T3: the result of the tool call {call} is not that of its turn"
+    return ""
+
+
 def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) -> str:
     """Count the environment's own row, if there is one. Such a row is not verified, but if it claims the engine's
     tokens, it must be in the ledger. Returns the violation, or the empty string."""
@@ -209,22 +242,32 @@ def _own_row(trajectory: Trajectory, ledger: LedgerRecord, verdict: RunVerdict) 
 
 class _Rollout(msgspec.Struct):
     rollout_id: str
-    rows: int = 1
 
 
 class _Line(msgspec.Struct):
-    """The fields of a group's line that `verify_run` checks."""
+    """The fields of a group's line that name its rollouts."""
 
-    tokens: list[list[int]]
-    masks: list[list[int]]
     rollouts: list[_Rollout]
-    inference_logprobs: list[list[float]] | None = None
-    spans: list[list[SequenceSpan]] | None = None
 
 
-def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: RunVerdict) -> Iterator[str]:
-    """Yield the violations in the groups file. Each line must have every row of its rollouts exactly once and complete,
-    and every rollout in `due` must be in a line."""
+@dataclass(slots=True)
+class _Written:
+    """What a rollout's line must have, although its trajectory is kept without it: checksums of its messages and of
+    its entry in `rollouts`."""
+
+    messages: str
+    entry: str
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> _Written:
+        return cls(checksum(line_messages(trajectory)), checksum([line_rollout(trajectory)]))
+
+
+def _lines(
+    groups: Path, ends: dict[str, Trajectory], written: Mapping[str, _Written], due: set[str], verdict: RunVerdict
+) -> Iterator[str]:
+    """Yield the violations in the groups file. Each line must have every row of its rollouts exactly once, complete,
+    and with the scores, advantages and messages of the journal; every rollout in `due` must be in a line."""
     decoder = msgspec.json.Decoder(_Line)
     seen: set[str] = set()
     with groups.open("rb") as file:
@@ -234,49 +277,62 @@ def _lines(groups: Path, ends: dict[str, Trajectory], due: set[str], verdict: Ru
             except UNREADABLE as error:
                 raise ConfigError(f"{groups}: line {number} is damaged: {error}") from None
             place = f"{groups.name}, line {number}"
+            listed = [each.rollout_id for each in line.rollouts]
             for each in line.rollouts:
                 if each.rollout_id not in ends or each.rollout_id in seen:
                     what = "listed twice" if each.rollout_id in seen else "not in the journal"
                     yield f"{place}: T3: rollout {each.rollout_id} is {what}"
                     return
                 seen.add(each.rollout_id)
-            stored = [row for each in line.rollouts for row in _stored(ends[each.rollout_id])]
+            group = Group(group_id="", number=0, task_id="", trajectories=[ends[each] for each in listed])
+            due_line = group_line(group, env="", model="", messages=False)
+            if due_line is None:
+                yield f"{place}: T3: none of its rollouts has a score"
+                return
             verdict.lines += 1
-            verdict.rows += len(line.tokens)
-            yield from (f"{place}: T3: {problem}" for problem in _compared(line, stored))
+            verdict.rows += len(due_line["tokens"])
+            found = msgspec.json.decode(raw)
+            yield from (f"{place}: T3: {problem}" for problem in _compared(found, due_line))
+            yield from (f"{place}: T3: {problem}" for problem in _compared_messages(found, listed, ends, written))
     if lost := sorted(due - seen):
         yield f"{groups.name}: T3: rollout {lost[0]} has a score but no line; {len(lost)} lines are missing"
 
 
-def _stored(trajectory: Trajectory) -> list[TokenRow]:
-    """Return the rows that a group's line has for a trajectory: none if it has no score, one empty row if it has no
-    tokens."""
-    if not trajectory.scored:
-        return []
-    return trajectory.rows or [_NO_TOKENS]
+def _compared(found: Mapping[str, JSON], due: Mapping[str, JSON]) -> Iterator[str]:
+    """Yield how a line differs from `due`, the line that the journal gives, in what a trainer reads."""
+    due = msgspec.json.decode(encode_line({key: due.get(key) for key in TRAINED_KEYS}))
+    for key in TRAINED_KEYS:
+        given, wanted = found.get(key), due[key]
+        if given == wanted or (key == "spans" and key not in found):  # lines of an earlier version have none
+            continue
+        if not isinstance(given, list) or not isinstance(wanted, list):
+            yield f"{key} is {_short(given)}; the journal has {_short(wanted)}"
+        elif len(given) != len(wanted):
+            yield f"{len(given)} rows of {key}; the journal has {len(wanted)}"
+        else:
+            number = next(place for place, (a, b) in enumerate(zip(given, wanted, strict=True)) if a != b)
+            yield f"row {number}: {key} differ from the journal"
 
 
-def _compared(line: _Line, stored: list[TokenRow]) -> Iterator[str]:
-    if not len(line.tokens) == len(line.masks) == len(stored):
-        yield f"{len(line.tokens)} rows of tokens and {len(line.masks)} of masks; the journal has {len(stored)}"
-        return
-    logprobs = line.inference_logprobs
-    if logprobs is None and all(row.logprobs is not None for row in stored):
-        yield "no log-probabilities; the journal has them for each row"
-        return
-    if logprobs is not None and len(logprobs) != len(stored):
-        yield f"{len(logprobs)} rows of log-probabilities; the journal has {len(stored)}"
-        return
-    if line.spans is not None and len(line.spans) != len(stored):
-        yield f"{len(line.spans)} rows of spans; the journal has {len(stored)}"
-        return
-    for number, row in enumerate(stored):
-        if line.tokens[number] != row.tokens or line.masks[number] != row.masks:
-            yield f"row {number}: tokens or masks differ from the ledger"
-        if logprobs is not None and logprobs[number] != row.logprobs:
-            yield f"row {number}: log-probabilities differ from the ledger"
-        if line.spans is not None and line.spans[number] != row.spans:  # None in lines of an earlier version
-            yield f"row {number}: spans differ from the sampled sequences in the ledger"
+def _compared_messages(
+    found: Mapping[str, JSON], listed: Sequence[str], ends: Mapping[str, Trajectory], written: Mapping[str, _Written]
+) -> Iterator[str]:
+    """Yield how a line's messages, or its entries in `rollouts`, differ from the journal."""
+    owners = [each for each in listed if ends[each].scored for _ in range(len(ends[each].rows) or 1)]
+    messages = found.get("messages") or []
+    if messages and len(messages) != len(owners):
+        yield f"{len(messages)} rows of messages; the journal has {len(owners)}"
+    for number, (rollout_id, given) in enumerate(zip(owners, messages, strict=False)):
+        if not isinstance(given, list) or checksum(given) != written[rollout_id].messages:
+            yield f"row {number}: messages differ from the journal"
+    for rollout_id, entry in zip(listed, found["rollouts"], strict=True):
+        if checksum([entry]) != written[rollout_id].entry:
+            yield f"the entry of rollout {rollout_id} differs from the journal"
+
+
+def _short(value: JSON) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> Iterator[str]:
