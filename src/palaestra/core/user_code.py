@@ -14,8 +14,9 @@ import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import NoReturn, TypeVar, overload
 
 from palaestra.core.errors import ConfigError, GraderError, InfraError, PalaestraError
@@ -195,6 +196,16 @@ def is_loaded(module_name: str) -> bool:
     return module_name.startswith(_MODULE)
 
 
+class _FreshLoader(SourceFileLoader):
+    """Always compiles the file. Python's byte-code cache cannot tell two versions apart that were written in the same
+    second with the same size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
 def load_file(path: Path) -> ModuleType:
     """Import a Python file, which can import modules next to it. Raises `ConfigError`."""
     if path.is_dir():
@@ -205,7 +216,7 @@ def load_file(path: Path) -> ModuleType:
         hint = f". Did you mean {path.with_name(near[0])}?" if near else ""
         raise ConfigError(f"there is no file {path}{hint}")
     module_name = f"{_MODULE}{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    spec = importlib.util.spec_from_file_location(module_name, path, loader=_FreshLoader(module_name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
