@@ -5,7 +5,7 @@
 WORKERS ?= 2
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
-export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.venv/pycache
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
