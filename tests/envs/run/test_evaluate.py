@@ -151,6 +151,68 @@ def test_it_does_not_go_on_with_other_tasks(command: str, lines_env: str, capsys
     assert "task 0 is now other-0, but was lines-0 before" in capsys.readouterr().err
 
 
+LISTED = """
+from palaestra import APIServerConfig, HermesAgentEnvConfig
+from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
+
+class Listed(ListedEnv):
+    name = "listed"
+
+    @classmethod
+    def config_init(cls):
+        return ListedEnvConfig(group_size=2, total_steps=1), [APIServerConfig()]
+
+    async def load(self):
+        return [{"word": word, "solution": f"echo {word} > word.txt"} for word in ("alpha", "beta", "gamma")]
+
+    async def setup(self):
+        await self.sort_out()
+
+    def item_id(self, item, number):
+        return item["word"]
+
+    def format_prompt(self, item):
+        return f"Write {item['word']} to word.txt"
+
+    async def compute_reward(self, item, result, ctx):
+        return float(ctx.terminal("cat word.txt")["output"].strip() == item["word"])
+"""
+
+
+@pytest.mark.parametrize("script", [scripts.CLASS_ENV, LISTED], ids=["own-evaluate", "listed"])
+@pytest.mark.parametrize(("flags", "played"), [(["--tasks", "2"], 2), ([], 3)], ids=["limited", "all"])
+def test_a_class_evaluates_no_more_tasks_than_the_user_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, flags: list[str], played: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("class_env.py").write_text(script)
+    assert palaestra("eval", "class_env.py", "--policy", "oracle", *flags) == 0
+    (journal,) = Path().glob("runs/*/*/journal.jsonl")
+    assert [group.task_id for group in Recording(journal)] == ["alpha", "beta", "gamma"][:played]
+    if script is LISTED:
+        found = figures(journal.parent / "evaluation")
+        assert (found["tasks"], found["attempts"], found["pass@1"]) == (played, 2 * played, 1.0)
+
+
+def test_a_dry_run_of_an_evaluation_counts_its_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("listed_env.py").write_text(LISTED)
+    Path("words_env.py").write_text(scripts.CLASS_ENV)
+
+    def plan(*argv: str) -> tuple[int | None, int | None]:
+        assert palaestra("eval", *argv, "--policy", "oracle", "--dry-run", "--json") == 0
+        said = json.loads(capsys.readouterr().out)
+        return said["tasks"], said["most_tasks"]
+
+    assert plan("listed_env.py") == (3, None)
+    assert plan("listed_env.py", "--tasks", "2") == (2, 2)
+    assert plan("words_env.py", "--tasks", "2") == (None, 2)
+    assert palaestra("eval", "words_env.py", "--policy", "oracle", "--tasks", "2", "--dry-run") == 0
+    assert "at most 2" in capsys.readouterr().out
+
+
 def test_items_may_be_evaluated_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     at_once = "import asyncio\n" + scripts.CLASS_ENV.replace(

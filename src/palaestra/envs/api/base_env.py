@@ -147,6 +147,9 @@ class BaseEnv(ABC):
         self.curr_step = 0
         self.max_token_len = -1
         """The maximum number of tokens per rollout that the trainer accepts; -1 until a trainer reports it."""
+        self.most_evaluated: int | None = None
+        """The maximum number of items that `evaluate` may roll out, if the user set one; `evaluate_items` leaves out
+        the others."""
         self.checkpoint_dir = ""
         self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
         self._evaluation: dict[str, JSON] = {}
@@ -286,9 +289,15 @@ class BaseEnv(ABC):
             raise self._tokenizer
         return self._tokenizer
 
+    def evaluated_items(self) -> Sequence[Item] | None:
+        """Return the items that `evaluate` rolls out, so that `--dry-run` can count them; None if they are not known
+        before the run."""
+        return None
+
     async def evaluate_items(self, items: Sequence[Item], samples: int = 1) -> list[Trajectory]:
         """Roll out every item `samples` times under the run's limits, and score the rollouts. Failed rollouts have no
-        reward. Raises `RunStopped` if the run stops before all of them have ended."""
+        reward. Items beyond `most_evaluated` are left out. Raises `RunStopped` if the run stops before all of them have
+        ended."""
         if self._run_items is None:
             raise ConfigError(
                 f"{type(self).__name__}.evaluate_items is available only while the environment evaluates; a collect_ "
@@ -306,8 +315,8 @@ class BaseEnv(ABC):
             return await player(attempt)
         if self._run_items is None:
             raise ConfigError(f"{type(self).__name__}.collect_trajectory is available only while the environment runs")
-        (trajectory,) = await self._run_items([attempt.item], 1, plain=True)
-        return scored_item(trajectory) if trajectory.scored else None
+        played = await self._run_items([attempt.item], 1, plain=True)  # empty beyond `most_evaluated`
+        return scored_item(played[0]) if played and played[0].scored else None
 
     async def add_rollouts_for_wandb(self, scored_data: Mapping[str, JSON], item: Item = None) -> None:
         """Keep a group's first rollouts for trackers to show: `rollouts_for_wandb` holds lists of (text, score) of the

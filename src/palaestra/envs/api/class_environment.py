@@ -191,6 +191,10 @@ class ClassEnvironment(EvaluatedEnvironment):
     async def evaluate(self, evaluation: Evaluation) -> Logged:
         async def run_items(items: Sequence[Item], samples: int, *, plain: bool = False) -> list[Trajectory]:
             first = self._evaluated
+            if evaluation.limit is not None:
+                items = items[: evaluation.limit - first]
+            if not items:
+                return []
             self._evaluated += len(items)
             done = await evaluation.roll_out(self.over(items, first, plain=plain), samples, first)
             trajectories = [trajectory for group in done for trajectory in group.trajectories]
@@ -200,9 +204,19 @@ class ClassEnvironment(EvaluatedEnvironment):
 
         await self.set_up()
         self._evaluated = 0
+        self.inner.most_evaluated = evaluation.limit
         self.inner._run_items, self.inner._evaluation = run_items, {}
         await run_hook(ConfigError, called(self.inner.evaluate), f"cannot evaluate {self.name}: evaluate")
         return self.inner._evaluation
+
+    async def evaluated_tasks(self) -> AsyncIterator[Task] | None:
+        await self.set_up()
+        items = self.inner.evaluated_items()
+        return None if items is None else self._tasks_of(items)
+
+    async def _tasks_of(self, items: Sequence[Item]) -> AsyncIterator[Task]:
+        for index, item in enumerate(items):
+            yield self._task(item, index)
 
     def over(self, items: Sequence[Item], first: int, *, plain: bool = False) -> Self:
         """Return the same environment over these items, numbered from `first`, in place of its data set. If `plain`,

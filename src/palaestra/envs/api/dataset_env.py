@@ -113,9 +113,12 @@ class ListedEnv(HermesAgentBaseEnv):
         self._given += 1
         return item
 
+    def evaluated_items(self) -> Sequence[Item] | None:
+        return self.chosen(evaluating=True) if type(self).evaluate is ListedEnv.evaluate else None
+
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> Mapping[str, JSON]:
         """Roll out every held-out item (every item, if none are held out) `group_size` times, and log the metrics."""
-        items, attempts = self.chosen(evaluating=True), self.config.group_size
+        items, attempts = self.chosen(evaluating=True)[: self.most_evaluated], self.config.group_size
         done = await self.evaluate_items(items, attempts)
         labels = {self.item_id(item, 0): self.labels(item) for item in items}
         metrics = pass_at_k.figures(done, attempts, tasks=len(items), labels=labels)

@@ -52,7 +52,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
         metrics = pass_at_k.figures(trajectories, attempts, tasks=len(done))
         return {"task": self.name, "metrics": metrics, "samples": list(map(pass_at_k.sample, trajectories))}
 
-    def evaluated_tasks(self) -> AsyncIterator[Task]:
+    async def evaluated_tasks(self) -> AsyncIterator[Task]:
         return self.evaluating().tasks()
 
     def evaluating(self) -> Self:

@@ -23,7 +23,8 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The plan of a run. `tasks` is None if the number of tasks is up to the trainer or the environment's own code."""
+    """The plan of a run. `tasks` is None if the number of tasks is up to the trainer or the environment's own code;
+    `most_tasks` is the maximum number, if there is one."""
 
     command: str
     environment: str
@@ -31,6 +32,7 @@ class RunPlan:
     first_tasks: tuple[str, ...]
     group_size: int
     groups_in_flight: int
+    most_tasks: int | None
     slots: int | None
     isolation: str
     model: str
@@ -39,7 +41,8 @@ class RunPlan:
     kept_groups: int = 0
 
     def __str__(self) -> str:
-        tasks = "as many as the environment or the trainer requests"
+        most = "" if self.most_tasks is None else f", at most {self.most_tasks}"
+        tasks = f"as many as the environment or the trainer requests{most}"
         if self.tasks is not None:
             named = ", ".join(self.first_tasks) + (", …" if self.tasks > len(self.first_tasks) else "")
             tasks = f"{self.tasks} ({named})" if self.tasks else "none"
@@ -65,7 +68,9 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
         environment = form.build(config, servers, engine)
         limit = task_limit(parsed, environment)
         async with opened(environment):
-            tasks = None if (found := _tasks(parsed, environment, limit)) is None else [each async for each in found]
+            tasks = (
+                None if (found := await _tasks(parsed, environment, limit)) is None else [each async for each in found]
+            )
         folder, kept = run_place(RUNS, form.name, engine.name), 0
         if parsed.resume is not None:
             resumed = resumed_folder(parsed.resume)
@@ -77,6 +82,7 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
             first_tasks=tuple((tasks or [])[:_SHOWN]),
             group_size=config.group_size,
             groups_in_flight=concurrency(config, len(servers)),
+            most_tasks=limit,
             slots=config.slots,
             isolation=str(config.isolation),
             model=engine.name,
@@ -86,9 +92,9 @@ async def plan_run(form: Form, parsed: RunLine) -> RunPlan:
         )
 
 
-def _tasks(parsed: RunLine, environment: EvaluatedEnvironment, limit: int | None) -> AsyncIterator[str] | None:
+async def _tasks(parsed: RunLine, environment: EvaluatedEnvironment, limit: int | None) -> AsyncIterator[str] | None:
     """Return the ids of the tasks; None if they are not known before the run."""
-    found = environment.evaluated_tasks() if parsed.command == "evaluate" else environment.tasks()
+    found = await environment.evaluated_tasks() if parsed.command == "evaluate" else environment.tasks()
     if found is None or (parsed.command == "serve" and limit is None):
         return None
     return (task.id async for _, task in numbered(found, 0, limit))

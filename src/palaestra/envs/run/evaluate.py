@@ -50,7 +50,7 @@ class EvaluatedEnvironment(Environment):
         """Roll out for a command, `process` or `serve`. An environment may run its own code around the rollouts."""
         return await roll_out()
 
-    def evaluated_tasks(self) -> AsyncIterator[Task] | None:
+    async def evaluated_tasks(self) -> AsyncIterator[Task] | None:
         """Return the tasks of an evaluation; None if only the environment's own `evaluate` knows them."""
         return None
 
@@ -66,7 +66,7 @@ class EvaluatedEnvironment(Environment):
 
 
 class Evaluation:
-    """One evaluation of an environment. `limit` is the maximum number of tasks taken from a function environment."""
+    """One evaluation of an environment. `limit` is the maximum number of tasks."""
 
     def __init__(
         self,

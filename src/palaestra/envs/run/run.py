@@ -258,22 +258,21 @@ def make_limits(config: BaseEnvConfig, output: RunOutput) -> RunLimits:
 
 
 def serve_limit(total_steps: int, source: str) -> int | None:
-    """Return the maximum number of groups to serve; None means no maximum. Only a number that the user set counts,
-    because an environment's own limit applies to `process`."""
+    """Return the maximum number of groups that `serve`, or an environment's own evaluation, rolls out; None means no
+    maximum. Only a number that the user set counts, because an environment's own limit applies to `process`."""
     return None if source in (DEFAULT, "config_init") or total_steps < 0 else total_steps
 
 
 def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None:
-    """Return the maximum number of tasks that a command rolls out; None if there is no maximum, or if the environment
-    decides. Raises `ConfigError` if `total_steps` is 0."""
+    """Return the maximum number of tasks that a command rolls out; None if there is no maximum. If the environment
+    chooses the tasks of its evaluation, only a number that the user set counts. Raises `ConfigError` if `total_steps`
+    is 0."""
     total_steps = parsed.env_config.total_steps
     if total_steps == 0:
         raise ConfigError("tasks is 0, so there is nothing to run (total_steps)")
-    if parsed.command == "serve":
+    if parsed.command == "serve" or (parsed.command == "evaluate" and environment.chooses_evaluation):
         return serve_limit(total_steps, parsed.sources.get("env.total_steps", DEFAULT))
-    if total_steps < 0 or (parsed.command == "evaluate" and environment.chooses_evaluation):
-        return None
-    return total_steps
+    return total_steps if total_steps > 0 else None
 
 
 def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:

@@ -84,7 +84,7 @@ class TerminalTestEnv(HermesAgentBaseEnv):
     async def evaluate(self, *args: JSON, **kwargs: JSON) -> None:
         done = await self.evaluate_items(HELD_OUT, samples=self.config.group_size)
         rewards = [each.reward for each in done if each.reward is not None]  # unscored rollouts have no reward
-        figures: dict[str, JSON] = {"eval/unscored": len(HELD_OUT) * self.config.group_size - len(rewards)}
+        figures: dict[str, JSON] = {"eval/unscored": len(done) - len(rewards)}
         if rewards:
             figures["eval/mean_reward"] = sum(rewards) / len(rewards)
             figures["eval/pass_rate"] = rewards.count(1.0) / len(rewards)
