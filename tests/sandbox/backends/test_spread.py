@@ -69,6 +69,22 @@ class TestSpread(BackendConformance):
         return SpreadBackend([Here("a", slots=4)], overflow=[Here("b", slots=4)])
 
 
+def test_hosts_fill_evenly() -> None:
+    async def main() -> None:
+        backend = Here("a", "b", "c", slots=64)
+        try:
+            slots = [await backend.create(SlotSpec(), f"task-{number}") for number in range(7)]
+            assert sorted(backend.hosts().values()) == [2, 2, 3]
+            for slot in slots[:5]:
+                await backend.destroy(slot)
+            slots += [await backend.create(SlotSpec(), f"later-{number}") for number in range(4)]
+            assert backend.hosts() == {"a": 2, "b": 2, "c": 2}
+        finally:
+            await backend.aclose()
+
+    asyncio.run(main())
+
+
 def test_slots_go_where_there_is_most_room_and_over_the_rest_last() -> None:
     async def main() -> None:
         own, small, over = Here("a", "b", slots=2), Here("c", slots=1), Here("d", slots=4)

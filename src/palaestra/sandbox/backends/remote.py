@@ -361,14 +361,17 @@ class RemoteBackend(StartedBackend):
         }
 
     async def _choose(self, spec: SlotSpec, without: Collection[str] = ()) -> Place:
-        """Return the place for a new slot: an existing place that has room, or otherwise a new place. Hosts in
-        `without` are not used."""
+        """Return the place for a new slot: an existing place that has room, or a new place if there is none, or if a
+        host without a place has fewer slots. Hosts in `without` are not used."""
         wanted = self.place_spec(spec)
-        return self._with_room(wanted, without) or self._add_place(wanted, without)
+        room = self._with_room(wanted, without)
+        if room is None or (len(self._places) < self._most and self._emptier(room.spec.host, without)):
+            return self._add_place(wanted, without)
+        return room
 
     def _with_room(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place | None:
-        """Return the place with the settings `wanted` that has room; None if there is none. If several have room, the
-        fullest is chosen, so that other places become idle."""
+        """Return the place with the settings `wanted` that has room; None if there is none. If several have room, it is
+        on the host with the fewest slots. Of this host's places, the fullest is chosen, so that others become idle."""
         drained = self.drained_hosts()
         fitting = [
             place
@@ -379,7 +382,29 @@ class RemoteBackend(StartedBackend):
             and place.takes_slots
             and place.spec.host not in drained
         ]
-        return max(fitting, key=lambda place: place.load, default=None)
+        loads = self._loads()
+        return min(fitting, key=lambda place: (loads[place.spec.host], -place.load), default=None)
+
+    def _loads(self) -> dict[str, int]:
+        """Return the number of slots that each host has or will have."""
+        loads = dict.fromkeys(self._hosts, 0)
+        for place in self._places.values():
+            loads[place.spec.host] = loads.get(place.spec.host, 0) + place.load
+        return loads
+
+    def _emptier(self, host: str, without: Collection[str]) -> bool:
+        """Return whether a usable host without a place has fewer slots than `host`."""
+        taken = {place.spec.host for place in self._places.values()}
+        return self._loads()[host] > 0 and any(each not in taken for each in self._usable(without))
+
+    def _usable(self, without: Collection[str]) -> list[str]:
+        """Return the hosts on which a place may start, without those that have just failed."""
+        drained, now = self.drained_hosts(), time.monotonic()
+        return [
+            host
+            for host in self._hosts
+            if host not in without and host not in drained and now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S
+        ]
 
     def _add_place(self, wanted: PlaceSpec, without: Collection[str] = ()) -> Place:
         """Return a new place, which has not been started, on the host with the fewest places. A host that has just
@@ -388,8 +413,7 @@ class RemoteBackend(StartedBackend):
         hosts = [host for host in self._hosts if host not in without and host not in drained]
         if not hosts:
             raise SandboxError(f"{self.name}: every host fails or is drained (drain_file: {self.drain_file})")
-        now = time.monotonic()
-        usable = [host for host in hosts if now - self._failed_at.get(host, -math.inf) > _LEFT_OUT_S] or hosts
+        usable = self._usable(without) or hosts
         loads = dict.fromkeys(usable, 0)
         for place in self._places.values():
             if place.spec.host in loads:
