@@ -204,6 +204,11 @@ def test_discarded_samples_are_recorded_and_not_asked_again(folder: Path, server
     assert "reasoning" in refused[1]
     assert batch("--resume", "--run-name", "wise", file, *words[3:]).returncode == 0
     assert asked(folder / "asked.log") == before
+    for form in ("openai", "sharegpt", "batch"):
+        assert main(["export", "data/wise", "--to", form, "--out", f"{form}.jsonl"]) == 0
+        assert len(rows(folder / f"{form}.jsonl")) == 2
+    assert main(["export", "data/wise", "--to", "openai", "--all", "--out", "all.jsonl"]) == 0
+    assert len(rows(folder / "all.jsonl")) == 8
 
 
 @pytest.mark.slots

@@ -20,8 +20,8 @@ from typing import IO
 from palaestra.core.io.durable_files import replaced, writing
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.batch import batch_line, discarded, samples
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
+from palaestra.rollouts.export.batch import batch_line, samples
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, discarded
 from palaestra.rollouts.export.sharegpt import Unfit
 from palaestra.rollouts.journal.reader import Recording
 

@@ -26,7 +26,8 @@ from palaestra.envs.datasets import read_rows
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.config import APIServerConfig, ServerBaseline
-from palaestra.rollouts.export.batch import DISCARDED, has_reasoning
+from palaestra.rollouts.export.batch import has_reasoning
+from palaestra.rollouts.export.exporter import DISCARDED
 from palaestra.rollouts.export.messages import chat_messages
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout

@@ -83,7 +83,7 @@ class _Help(click.Command):
     "--scored-only/--all",
     "scored_only",
     default=None,
-    help="Export only rollouts with a reward (the default for training formats), or all rollouts.",
+    help="Export only rollouts with a reward that no batch discarded (the default for training formats), or all.",
 )
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @click.option("--max-reward", type=float, help="Only rollouts with at most this reward.")
@@ -120,15 +120,15 @@ def command(
     for outcome in outcomes:
         if outcome not in known:
             raise ConfigError(f"unknown outcome {outcome!r}; use one of {', '.join(known)}.{nearest(outcome, known)}")
-    wanted = Filter(min_reward, max_reward, tasks, outcomes)
     exporter = exporter_named(name)
+    everything = exporter.everything if scored_only is None else not scored_only
+    wanted = Filter(min_reward, max_reward, tasks, outcomes, discarded=everything)
     if source == "sessions":
         _export_sessions(exporter, run, out, wanted, as_json=as_json)
         return
     if not run:
         raise ConfigError("specify the run to export: its folder, its id, or last")
     recording = open_recording(run)
-    everything = exporter.everything if scored_only is None else not scored_only
     meta = replace(recording.meta, everything=everything, placeholders=placeholders)
     folder = recording.path.parent / "exports"
     if out is None and folder.is_symlink():  # somebody else may have made the run, and chosen where the link leads
@@ -179,6 +179,8 @@ class Filter:
     max_reward: float | None
     tasks: tuple[str, ...]
     outcomes: tuple[str, ...]
+    discarded: bool
+    """Whether to export the samples that a batch discarded."""
     left_out: Counter[str] = field(default_factory=Counter)
 
     def of(self, groups: Iterable[Group]) -> Iterator[Group]:
@@ -194,6 +196,10 @@ class Filter:
 
     def _reason(self, rollout: Trajectory) -> str:
         """Return the reason why a rollout is left out, or an empty string if it is exported."""
+        from palaestra.rollouts.export.exporter import discarded
+
+        if not self.discarded and (why := discarded(rollout)):
+            return f"discarded: {'; '.join(why)}"
         if self.outcomes and rollout.outcome.value not in self.outcomes:
             return "different outcome"
         if self.min_reward is not None and (rollout.reward is None or rollout.reward < self.min_reward):

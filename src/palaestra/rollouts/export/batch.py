@@ -16,7 +16,7 @@ from typing import IO
 
 from palaestra.core.types import JSON, Message, Outcome
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
+from palaestra.rollouts.export.exporter import DISCARDED, ExportMeta, ExportReport, discarded, omissions
 from palaestra.rollouts.export.messages import ChatMessage, chat_messages
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.export.sharegpt import Unfit, alternating
@@ -25,8 +25,6 @@ from palaestra.tools.registry.catalog import get_all_tool_names
 
 SCRATCHPADS = ("<think>", "<REASONING_SCRATCHPAD>")
 """Tags of reasoning in the text of a reply."""
-
-DISCARDED = "discarded"
 
 
 class BatchExporter:
@@ -67,11 +65,6 @@ def samples(
     for group in chain([first], waiting):
         for trajectory in report.chosen(group, meta):
             yield group, trajectory, names
-
-
-def discarded(trajectory: Trajectory) -> list[str]:
-    """Return the reasons why the sample was discarded; empty if it was kept."""
-    return list(trajectory.detail.get(DISCARDED) or ())
 
 
 def batch_line(

@@ -24,6 +24,9 @@ from palaestra.rollouts.records import Group, Trajectory
 UNSCORED = "unscored"
 """The most frequent reason for leaving a rollout out: the rollout has no reward to learn from."""
 
+DISCARDED = "discarded"
+"""The key of a trajectory's `detail` with the reasons why a batch discarded the sample."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExportMeta:
@@ -75,6 +78,11 @@ class ExportReport:
                 yield trajectory
             else:
                 self.left_out[UNSCORED] += 1
+
+
+def discarded(trajectory: Trajectory) -> list[str]:
+    """Return the reasons why a batch discarded the sample; empty if it was kept."""
+    return list(trajectory.detail.get(DISCARDED) or ())
 
 
 class Exporter(Protocol):
