@@ -83,7 +83,7 @@ class _Help(click.Command):
     "--scored-only/--all",
     "scored_only",
     default=None,
-    help="Export only rollouts with a reward that no batch discarded (the default for training formats), or all.",
+    help="Only kept rollouts with a reward (the default for training formats), or all.",
 )
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @click.option("--max-reward", type=float, help="Only rollouts with at most this reward.")

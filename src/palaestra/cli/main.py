@@ -55,7 +55,7 @@ COMMANDS = {
 """Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command`."""
 
 _EXAMPLES = """\b
-  palaestra run environments/swe_smith_oracle_env.py --policy oracle --tasks 2
+  palaestra run terminal_test --policy oracle --tasks 2
   palaestra run my_env.py --base-url http://localhost:8000/v1 --model NAME
   palaestra doctor
 """

@@ -340,6 +340,7 @@ from palaestra import Task, environment
 def forgetful():
     yield Task(id="score", prompt="?", files={"a": "1"}, solution="true")
     yield Task(id="prepare", prompt="?", files={"a": "1"}, solution="true")
+    yield Task(id="attribute", prompt="?", files={"a": "1"}, solution="true")
 
 @forgetful.prepare
 def prepared(task, sandbox):
@@ -348,6 +349,8 @@ def prepared(task, sandbox):
 
 @forgetful.score
 async def there(task, rollout, sandbox):
+    if task.id == "attribute":
+        return sandbox.execute("true").success
     return sandbox.stat("nowhere") is not None or (await sandbox.read_text("a")) == "1"
 """
 
@@ -362,6 +365,7 @@ def test_a_call_of_the_slot_that_is_not_awaited_is_no_answer(
     shown = capsys.readouterr().err
     assert "scoring 000000-score/0 failed with NotAwaited: sandbox.stat was called but not awaited" in shown
     assert "preparing task prepare failed with NotAwaited: sandbox.write_text was called but not awaited" in shown
+    assert "scoring 000002-attribute/0 failed with NotAwaited: sandbox.execute was called but not awaited" in shown
 
 
 def test_loading_by_path_and_name(tmp_path: Path) -> None:

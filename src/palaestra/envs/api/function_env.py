@@ -209,8 +209,8 @@ class AwaitedSlot:
     awaited.
 
     A call without `await` never runs. It returns a coroutine, which is true and equal to nothing else, so a score that
-    compares it would give every rollout the same reward. Shells, processes and forks of the slot are not checked.
-    Raises `NotAwaited`.
+    compares it would give every rollout the same reward. An attribute of the coroutine, such as `.output`, does not
+    exist; the error then names the call. Shells, processes and forks of the slot are not checked. Raises `NotAwaited`.
     """
 
     def __init__(self, slot: Slot) -> None:
@@ -242,6 +242,7 @@ class AwaitedSlot:
         forgotten = [(name, work) for name, work in self._calls if inspect.getcoroutinestate(work) == "CORO_CREATED"]
         for _, work in forgotten:
             work.close()
-        if error is None and forgotten:
+        of_coroutine = isinstance(error, AttributeError | TypeError) and "coroutine" in str(error)
+        if forgotten and (error is None or of_coroutine):
             named = ", ".join(dict.fromkeys(f"sandbox.{name}" for name, _ in forgotten))
-            raise NotAwaited(f"{named} was called but not awaited; write await sandbox.{forgotten[0][0]}(…)")
+            raise NotAwaited(f"{named} was called but not awaited; write await sandbox.{forgotten[0][0]}(…)") from error
