@@ -146,6 +146,12 @@ async def run(
         environment.world = recorded_tools
         stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
         stream.write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
+        groups = concurrency(config, len(servers))
+        if groups * config.group_size < pool.limit.slots:
+            set_it = "" if config.max_num_workers > 0 else " (set it with --concurrency N)"
+            stream.write(
+                f"groups: at most {groups} at a time, of {plural(config.group_size, 'rollout')} each{set_it}\n"
+            )
         if weak := WARNINGS.get(pool.rung):
             stream.write(f"WARNING: isolation {pool.rung.label}: {weak}\n")
         limits = make_limits(config, output)
