@@ -1,8 +1,8 @@
 # Everything sets itself up: `make demo` and `make test` need only Python 3.11 or newer, git and make.
-# PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default 2).
+# PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
+# ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-long retest test-torch learn check spine snapshots interop faces constraints setup venv
-WORKERS ?= 2
+.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check spine snapshots interop faces constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -27,12 +27,18 @@ docs: venv ## build the documentation: docs/_build/index.html
 pictures: venv ## make the pictures of the README and the documentation again (needs Chromium and npm)
 	@.venv/bin/python scripts/pictures.py
 
-test: venv ## run the tests, but for the long suites
-	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m "not long and not interop"
+test: venv ## run the quick tests: each takes less than half a second
+	@.venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist loadgroup -m "not slow and not interop"
 
-test-long: venv ## run the long suites: abuse, kills at random, containers, without root, real tasks, every cheat
+test-slow: venv ## run the slow tests: whole runs, attacks, kills at random, containers, without root, real tasks
 	-@scripts/synapse_env # without it, the tests on Matrix skip
-	@.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadgroup -m long
+	@.venv/bin/python -m pytest -q -n $(or $(WORKERS),4) --dist loadgroup -m "slow and not interop" $$(.venv/bin/python scripts/slow_tests.py --files)
+
+test-all: test test-slow ## run all tests
+
+durations: venv ## run all tests, and write down in tests/slow_tests.txt which ones are slow
+	@.venv/bin/python -m pytest -q -n $(or $(WORKERS),3) --dist loadgroup -m "not interop" --durations-file .durations.json || true
+	@.venv/bin/python scripts/slow_tests.py .durations.json
 
 retest: venv ## run what failed last once more, alone
 	@.venv/bin/python -m pytest -q --last-failed --last-failed-no-failures none
@@ -64,7 +70,7 @@ snapshots: venv ## write the snapshots of tool schemas, toolsets and distributio
 
 interop: venv ## run the tests against the original runtime, in an environment of its own
 	@scripts/interop_env
-	@.venv/bin/python -m pytest -q -n $(WORKERS) -m interop tests/interop
+	@.venv/bin/python -m pytest -q -n $(or $(WORKERS),2) -m interop tests/interop
 
 FAULTS = tests/integrations/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings

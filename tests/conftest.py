@@ -1,14 +1,20 @@
 """Tests marked `network` run where the package index answers, and say so where it does not.
 
+The file `slow_tests.txt` lists the tests that took half a second or longer when their durations were last recorded
+(`make durations`); they get the marker `slow` and run with `make test-all`.
+
 Generated examples are the same in every run, so that a change does not fail for an older bug by chance. Look further
 with `--hypothesis-profile explore`.
 """
 
 import asyncio
 import functools
+import json
 import signal
 import socket
 import urllib.request
+from collections import defaultdict
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -20,6 +26,41 @@ settings.load_profile("steady")
 
 # Tests press Ctrl-C. What a script starts in the background ignores it, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
+"""Node ids of slow tests, one a line; an id without parameters stands for all its cases."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--durations-file", type=Path, help="write the seconds of each test to this JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--durations-file")
+    if file is not None and not hasattr(config, "workerinput"):  # with xdist, workers report to the main process
+        config.pluginmanager.register(_Durations(file))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = set(SLOW_TESTS.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow or item.nodeid.partition("[")[0] in slow:
+            item.add_marker("slow")
+
+
+class _Durations:
+    """Adds up the seconds that each test takes, with its fixtures, and writes them when the tests have ended."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.skipped:
+            self._seconds[report.nodeid.partition("@")[0]] += report.duration  # xdist appends the group's name
+
+    def pytest_sessionfinish(self) -> None:
+        self._file.write_text(json.dumps(self._seconds, indent=0, sort_keys=True), encoding="utf-8")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -40,7 +40,7 @@ def palaestra(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.timeout(600)
 def test_shipped_environments_run_in_an_empty_folder(palaestra: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from abuse.arena import Arena, python, running
 from palaestra.core.types import Limits
 from palaestra.sandbox.slot import Rung, Slot
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 X86_ONLY = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
 

@@ -12,7 +12,7 @@ import pytest
 from abuse.arena import Arena, python
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 
 @pytest.mark.contained_on("full", "userns")

@@ -11,7 +11,7 @@ import pytest
 from abuse.arena import Arena, python
 from palaestra.sandbox.slot import Slot
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 X86_ONLY = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86-64")
 

@@ -15,7 +15,7 @@ from abuse.arena import Arena, python, running
 from palaestra.core.types import Network
 from palaestra.sandbox.slot import Rung, Slot
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 
 @contextlib.contextmanager

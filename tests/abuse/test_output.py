@@ -14,7 +14,7 @@ from palaestra.core.errors import StaleLease
 from palaestra.sandbox.local.local_slot import LocalSlot
 from palaestra.sandbox.slot import Slot, SlotSpec
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 
 @pytest.mark.contained_on("full", "userns", "confined")

@@ -11,7 +11,7 @@ from abuse.arena import Arena, python
 from palaestra.core.errors import SlotLost
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 
 @pytest.mark.contained_on("full", "userns", "confined")

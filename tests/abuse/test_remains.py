@@ -12,7 +12,7 @@ import pytest
 from abuse.arena import Arena, python, running
 from palaestra.sandbox.slot import Slot
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 PREFIX = os.path.realpath(sys.base_prefix)
 SHARED = os.path.join(PREFIX, os.path.relpath(os.path.realpath(os.__file__), PREFIX))  # a file of the interpreter

@@ -28,7 +28,7 @@ def test_a_node_in_a_home_does_not_show_the_home_to_slots(tmp_path: Path, monkey
     assert [mount.source for mount in mounts] == [str(agent), str(home / "bin"), str(home / "lib")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_program_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")

@@ -315,7 +315,7 @@ def test_distributions_are_listed(folder: Path) -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_anywhere_gives_the_same_rows_and_asks_nothing_twice(
     folder: Path, server: str, request: pytest.FixtureRequest

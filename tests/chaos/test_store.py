@@ -14,7 +14,7 @@ import pytest
 from chaos.store_worker import ROOM_BYTES
 from palaestra.sandbox.snapshots.folder import SnapshotStore
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 _WORKER, _RUNS, _KILLS, _COUNT = Path(__file__).with_name("store_worker.py"), 3, 8, 16
 

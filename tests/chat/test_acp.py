@@ -17,7 +17,7 @@ from chat.chat_process import environment
 from palaestra.core.types import JSON, Message
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 
 class Editor:

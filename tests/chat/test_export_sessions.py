@@ -69,7 +69,7 @@ def test_only_consented_conversations_are_exported_and_without_secrets(tmp_path:
         assert {tool["function"]["name"] for tool in row["tools"]} == {"terminal", "process"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_transcript_is_the_same_through_chat_batch_and_rl(tmp_path: Path) -> None:
     @environment(toolsets=["terminal"])
     def one():  # type: ignore[no-untyped-def]

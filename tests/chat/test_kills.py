@@ -16,7 +16,7 @@ from palaestra.chat.store import ConversationStore
 from palaestra.core.types import Message
 from palaestra.testing.echo_chat_server import EchoChatServer
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 KILLS = 20
 CHILD = Path(__file__).with_name("killed_child.py")

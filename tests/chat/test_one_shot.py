@@ -16,7 +16,7 @@ from chat.chat_process import environment
 from palaestra.core.types import JSON
 from palaestra.testing.echo_chat_server import EchoChatServer
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 
 MCP_SERVER = """

@@ -21,7 +21,7 @@ from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import JSON, Message
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 HOST_WRITER = str(Path(__file__).parents[1] / "tools" / "mcp" / "host_writer.py")
 """A real MCP server whose tools write files on the host."""

@@ -23,7 +23,7 @@ from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.tiny_model import make_tiny
 
 pytestmark = [
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.torch,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),

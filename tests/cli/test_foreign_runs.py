@@ -94,7 +94,7 @@ def test_a_report_shows_what_a_run_says_as_text(folder: Path) -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_nothing_in_a_run_is_waited_for_or_followed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FIFOs, links and directories in the place of a run's files."""
@@ -269,7 +269,7 @@ async def there(sandbox):
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_kept_workspace_shows_no_file_of_this_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its path leads out of the run's folder, or links in it do: the server that mounts it sees the host."""
     run = record(folder, NOISY, "process", "--env.total_steps", "1", "--env.save_workspaces", "true")

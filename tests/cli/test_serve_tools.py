@@ -53,7 +53,7 @@ def serving(*argv: str, env: dict[str, str] | None = None) -> Iterator[tuple[sub
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_path: Path) -> None:
     tools, token = tmp_path / "my_tools.py", tmp_path / "token"
     tools.write_text(TOOLS)
@@ -82,7 +82,7 @@ def test_an_executor_reaches_the_tools_of_a_tool_server_and_ends_when_told(tmp_p
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_executor_has_its_slots_in_nomad() -> None:
     async def scenario(url: str) -> None:
         async with Client(url, "") as client:
@@ -128,7 +128,7 @@ PREFIX = Prefix("EXT:")
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_subclasses_of_tool_are_served(tmp_path: Path) -> None:
     file = tmp_path / "classes.py"
     file.write_text(CLASSES)
@@ -150,7 +150,7 @@ def test_a_tool_class_that_needs_arguments_is_refused_by_its_name(tmp_path: Path
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_sub_agents_of_an_executors_clients_ask_the_server_that_was_named() -> None:
     async def scenario() -> None:
         async with LoopbackServer(FakeAnswer(completion("It is done."))) as server:
@@ -167,7 +167,7 @@ def test_sub_agents_of_an_executors_clients_ask_the_server_that_was_named() -> N
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_executor_plays_a_recording_without_a_network(tmp_path: Path) -> None:
     tools, folder = tmp_path / "my_tools.py", tmp_path / "recorded"
     tools.write_text(TOOLS)
@@ -190,7 +190,7 @@ def test_an_executor_plays_a_recording_without_a_network(tmp_path: Path) -> None
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_executor_has_the_tools_of_the_contract_and_says_which_are_missing() -> None:
     async def scenario(url: str) -> None:
         async with Client(url) as client:

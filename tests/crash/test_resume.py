@@ -19,7 +19,7 @@ from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.resume.state import read_finished, repair
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 RUN = [sys.executable, "-m", "palaestra", "run", "my_env.py", "--policy", "oracle", "--env.n", "10", "--group", "2"]
 TIMEOUT_S = 60

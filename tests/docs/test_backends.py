@@ -26,7 +26,7 @@ async def nice(sandbox):
     return (await sandbox.read_text("level.txt", missing="")).strip() == "{min(os.nice(0) + 5, 19)}"
 """
 
-pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

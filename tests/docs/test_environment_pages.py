@@ -49,7 +49,7 @@ def test_the_page_says_what_the_oracle_and_doing_nothing_score(name: str) -> Non
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", ["hermes_swe", "terminal_test", pytest.param("swe_smith_oracle", marks=pytest.mark.network)]

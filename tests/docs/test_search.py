@@ -104,7 +104,7 @@ def test_a_heading_leads_to_its_section(small_site: Path) -> None:
     assert found[0] == "animals#feeding-a-dog"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_questions_of_users_find_the_page_that_answers_them(tmp_path: Path) -> None:
     found = dict(zip(QUESTIONS, results(built(DOCS, tmp_path), *QUESTIONS), strict=True))
     pages = {query: [each.partition("#")[0] for each in ranked[:2]] for query, ranked in found.items()}

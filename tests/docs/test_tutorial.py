@@ -55,7 +55,7 @@ def test_both_pages_about_training_have_the_same_environment() -> None:
     assert one == other
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(900)
 def test_the_check_fails_before_the_fix_and_passes_after_it(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def run(*argv: str) -> int:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_agent_has_the_servers_tools_and_no_record_has_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,7 +69,7 @@ def wrongly_blamed(env: BrokenWorld, path: Path) -> list[str]:
     return wrong
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_fault_is_blamed_and_groups_stay_whole_at_a_tenth(tmp_path: Path) -> None:
     faults = list(FAULTS)
     rollouts = [f"{number:06d}-t{number}/{index}" for number in range(50) for index in range(4)]

@@ -29,7 +29,7 @@ from palaestra.core.io.http_server import listening
 from palaestra.gateway.assembly import service_name
 from palaestra.sandbox.service import service_client
 
-pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.slots, pytest.mark.timeout(600)]
 
 KILLS = int(os.environ.get("PALAESTRA_KILLS", "12"))
 

@@ -36,7 +36,7 @@ from palaestra.trainers.atropos.groups import fitting, scored_data
 from palaestra.trainers.batch import UNSCORED, Batch
 from programs import nap
 
-pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 SLEEP = nap()
 AGENT = """

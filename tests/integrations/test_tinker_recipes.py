@@ -16,7 +16,7 @@ from palaestra.testing.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]

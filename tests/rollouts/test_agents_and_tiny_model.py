@@ -24,7 +24,7 @@ from palaestra.testing.tiny_model import make_tiny
 pytestmark = [
     pytest.mark.slots,
     pytest.mark.torch,
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.network,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore"),

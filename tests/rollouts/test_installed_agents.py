@@ -17,7 +17,7 @@ import palaestra
 from palaestra import Trajectory
 from palaestra.agent.programs import PROGRAMS, NpmProgram, PipProgram
 
-pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.network, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.slots, pytest.mark.network, pytest.mark.timeout(600)]
 
 
 AGENTS = ["opencode", "codex", "pi", "claude-code", "mini-swe-agent"]

@@ -93,7 +93,7 @@ def test_a_command_solves_the_task_and_every_token_is_recorded(tmp_path: Path) -
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_isolation_without_root(tmp_path: Path) -> None:
     trajectory, _ = played(tmp_path, python(AGENT + "work()"), isolation="userns")
     assert trajectory.reward == 1.0, trajectory.error
@@ -104,7 +104,7 @@ def test_isolation_without_a_loopback_is_refused(tmp_path: Path) -> None:
         played(tmp_path, "true", isolation="confined")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_without_work_is_scored(tmp_path: Path) -> None:
     say = AGENT + 'ask([{"role": "user", "content": "hi"}]); sys.exit(3)'
     trajectory, _ = played(tmp_path, python(say))
@@ -112,20 +112,20 @@ def test_an_agent_without_work_is_scored(tmp_path: Path) -> None:
     assert "3" in trajectory.error
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_that_never_asks_is_not_scored(tmp_path: Path) -> None:
     trajectory, _ = played(tmp_path, "no-such-program")
     assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.INFRA_ERROR, None, Blame.TOOL)
     assert "no-such-program" in trajectory.error
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_that_never_ends_is_ended_and_scored(tmp_path: Path) -> None:
     trajectory, _ = played(tmp_path, python(AGENT + "work()\nimport time; time.sleep(99)"), worker_timeout=6.0)
     assert (trajectory.outcome, trajectory.reward) == (Outcome.BUDGET, 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_children_that_outlive_the_agent_cannot_call(tmp_path: Path) -> None:
     orphans = AGENT + (
         "import time\nagent = os.getpid()\n"
@@ -143,7 +143,7 @@ def test_children_that_outlive_the_agent_cannot_call(tmp_path: Path) -> None:
     assert [message["content"] for message in trajectory.messages if message["role"] == "user"] == ["in time"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_child_that_writes_without_end_does_not_keep_the_run_waiting(tmp_path: Path) -> None:
     flood = AGENT + (
         "agent = os.getpid()\n"
@@ -156,14 +156,14 @@ def test_a_child_that_writes_without_end_does_not_keep_the_run_waiting(tmp_path:
     assert (trajectory.outcome, trajectory.reward) == (Outcome.NATURAL, 0.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_turn_limit_ends_the_agent(tmp_path: Path) -> None:
     loop = AGENT + 'while True: ask([{"role": "user", "content": "hi"}])'
     trajectory, _ = played(tmp_path, python(loop), max_agent_turns=3)
     assert (trajectory.outcome, trajectory.reward, len(trajectory.turns)) == (Outcome.MAX_TURNS, 0.0, 3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_refused_requests_count_as_turns(tmp_path: Path) -> None:
     refused = AGENT + (
         'ask([{"role": "user", "content": "hi"}])\n'
@@ -175,7 +175,7 @@ def test_refused_requests_count_as_turns(tmp_path: Path) -> None:
     assert (trajectory.outcome, trajectory.reward, len(trajectory.turns)) == (Outcome.MAX_TURNS, 0.0, 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_whose_requests_are_all_refused_is_not_scored(tmp_path: Path) -> None:
     refused = AGENT + 'ask([{"role": "nobody", "content": "hi"}])'
     trajectory, _ = played(tmp_path, python(refused), max_agent_turns=1)
@@ -183,7 +183,7 @@ def test_an_agent_whose_requests_are_all_refused_is_not_scored(tmp_path: Path) -
     assert "nobody" in trajectory.error
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_concurrent_calls_and_several_replies_stay_within_the_turn_limit(tmp_path: Path) -> None:
     greedy = (
         AGENT
@@ -208,7 +208,7 @@ threads = [threading.Thread(target=more, args=(2,)) for _ in range(20)]
     assert 1 <= len(trajectory.turns) <= 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_failing_engine_is_not_the_agents_fault(tmp_path: Path) -> None:
     class Gone(Fixer):
         async def generate(self, input_ids: JSON, sampling: JSON) -> JSON:
@@ -218,7 +218,7 @@ def test_a_failing_engine_is_not_the_agents_fault(tmp_path: Path) -> None:
     assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.API_ERROR, None, Blame.ENGINE)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_request_that_breaks_the_engine_is_the_agents_fault(tmp_path: Path) -> None:
     class Fragile(Fixer):
         async def generate(self, input_ids: JSON, sampling: JSON) -> JSON:
@@ -233,14 +233,14 @@ def test_a_request_that_breaks_the_engine_is_the_agents_fault(tmp_path: Path) ->
     assert (trajectory.outcome, trajectory.reward, trajectory.blame) == (Outcome.NATURAL, 0.0, None)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_hostile_agent_cannot_make_its_zero_unscored(tmp_path: Path) -> None:
     kill = AGENT + 'ask([{"role": "user", "content": "hi"}])\nos.system("kill -9 -1")'
     trajectory, _ = played(tmp_path, python(kill), worker_timeout=20.0)
     assert (trajectory.outcome.scored, trajectory.reward) == (True, 0.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_slot_reaches_the_endpoint_and_nothing_else(tmp_path: Path) -> None:
     probe = AGENT + (
         "import socket\n"
@@ -281,7 +281,7 @@ def test_tools_of_the_environment_run_in_the_rollout_and_are_recorded(tmp_path: 
     assert [(error.turn, error.tool) for error in trajectory.tool_errors] == [(1, "repair"), (1, "repair")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tools_of_the_runs_mcp_servers_are_offered_too(tmp_path: Path) -> None:
     calls = 'print(use("mcp_sums_add", a=20, b=22))'
     trajectory, run = played(tmp_path, python(TOOLS + calls), mcp_servers={"sums": command()})
@@ -291,7 +291,7 @@ def test_tools_of_the_runs_mcp_servers_are_offered_too(tmp_path: Path) -> None:
     assert "42" in next((run.path / "agents").glob("*.log")).read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_tools_infrastructure_failure_is_not_the_agents_fault(tmp_path: Path) -> None:
     lost = TOOLS + 'use("repair", file="lost.py")\nimport time; time.sleep(99)'
     trajectory, _ = played(tmp_path, python(lost), env=repaired_by_tool)
@@ -299,7 +299,7 @@ def test_a_tools_infrastructure_failure_is_not_the_agents_fault(tmp_path: Path) 
     assert "burnt down" in trajectory.error
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_calls_of_tools_are_bounded(tmp_path: Path) -> None:
     greedy = TOOLS + 'for _ in range(70): said = use("repair", file="calc.py")\nprint(said)'
     trajectory, run = played(tmp_path, python(greedy), env=repaired_by_tool)
@@ -310,7 +310,7 @@ def test_calls_of_tools_are_bounded(tmp_path: Path) -> None:
     assert trajectory.outcome is Outcome.BUDGET
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_streams_and_bodies_held_open_do_not_keep_the_run_waiting(tmp_path: Path) -> None:
     class Slow(Fixer):
         async def generate(self, input_ids: JSON, sampling: JSON) -> JSON:

@@ -61,7 +61,7 @@ def tree(top: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_large_file_goes_up_and_down_unchanged(rung: Rung, tmp_path: Path) -> None:
     source, back = tmp_path / "source", tmp_path / "back"
     with source.open("wb") as file:

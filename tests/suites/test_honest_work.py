@@ -77,7 +77,7 @@ def test_variants_differ() -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "tasks"), [("hermes_swe", 5), ("endless_terminals", 2), ("terminalbench_2", 2), ("count_lines", 2)]

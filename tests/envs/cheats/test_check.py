@@ -58,7 +58,7 @@ def test_the_bank_is_large_and_its_cheats_are_told_apart() -> None:
         cheats_named(["conftest-skp"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("name", "settings"), [("count_lines", ["--env.n", "2"]), ("terminal_test", [])])
 def test_a_small_environment_holds(name: str, settings: list[str]) -> None:
@@ -377,7 +377,7 @@ def one_real_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.network
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1500)  # minutes of a processor, on a machine that may have less than one to give
 def test_real_tasks_pay_no_cheat(one_real_task: list[str]) -> None:
     proof = check_environment(str(ROOT / "environments/swe_smith_oracle_env.py"), one_real_task, tasks=1, quiet=True)
@@ -385,7 +385,7 @@ def test_real_tasks_pay_no_cheat(one_real_task: list[str]) -> None:
 
 
 @pytest.mark.network
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_naive_grader_pays_many_cheats(one_real_task: list[str], tmp_path: Path) -> None:
     (tmp_path / "naive_env.py").write_text(NAIVE)

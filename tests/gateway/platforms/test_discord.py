@@ -100,7 +100,7 @@ def test_in_a_server_the_bot_takes_what_mentions_it_and_answers_as_a_reply(tmp_p
     asyncio.run(main())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_was_written_while_the_gateway_was_down_is_answered_once(tmp_path):
     async def main():
         api = DiscordAPI()
@@ -127,7 +127,7 @@ def test_what_was_written_while_the_gateway_was_down_is_answered_once(tmp_path):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("resumable", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("resumable", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_was_written_during_a_lost_connection_arrives_once(tmp_path, resumable):
     async def main():
         api = DiscordAPI()
@@ -149,7 +149,7 @@ def test_what_was_written_during_a_lost_connection_arrives_once(tmp_path, resuma
     asyncio.run(main())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_token_that_is_withdrawn_while_it_runs_is_tried_again_and_nothing_is_lost(tmp_path, caplog):
     async def main():
         api = DiscordAPI()

@@ -27,7 +27,7 @@ from palaestra.testing.platform_conformance import PlatformConformance
 DOVECOT = Path("/usr/sbin/dovecot")
 BOT, ANNA = "bot@example.org", "anna@example.org"
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 needs_dovecot = pytest.mark.skipif(
     not DOVECOT.exists() or os.geteuid() != 0, reason="needs root and Dovecot (apt-get install dovecot-imapd)"

@@ -16,7 +16,7 @@ from palaestra.gateway.platform import Attachment, ChatAddress, Incoming, Platfo
 from palaestra.gateway.platforms.matrix import ENCRYPTED, Matrix
 from palaestra.testing.platform_conformance import PNG, PlatformConformance
 
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 NUMBERS = itertools.count(1)
 

@@ -29,6 +29,6 @@ def test_every_token_of_generated_calls_is_recorded_once() -> None:
     assert asyncio.run(played(12, 25, 4)) >= 300
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ten_thousand_generated_calls() -> None:
     assert asyncio.run(played(250, 40, 16)) >= 10_000

@@ -165,7 +165,7 @@ async def right(task, sandbox):
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_work_that_exhausts_or_hangs_its_check_scores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every attack gets a score, and no rollout beside it is lost."""

@@ -117,7 +117,7 @@ async def seen(sandbox):
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["full", "userns"])
 def test_no_link_leads_a_declared_path_to_a_program(
     level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 
 from sandbox.containers import ROOT, Docker, docker
 
-pytestmark = [pytest.mark.docker, pytest.mark.long, pytest.mark.timeout(300), pytest.mark.xdist_group("docker")]
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("docker")]
 
 SUITE = Path(__file__).with_name("test_local_confined.py").relative_to(ROOT)
 OPTIONS = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", "ignore::hypothesis.errors.HypothesisWarning")

@@ -24,7 +24,7 @@ GROUPS = int(os.environ.get("PALAESTRA_TEST_GROUPS", "60"))
 CONCURRENCY = os.environ.get("PALAESTRA_TEST_CONCURRENCY", "8")
 
 pytestmark = [
-    pytest.mark.slots, pytest.mark.docker, pytest.mark.long, pytest.mark.timeout(max(600, GROUPS)),
+    pytest.mark.slots, pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(max(600, GROUPS)),
     pytest.mark.xdist_group("docker"),
 ]  # fmt: skip
 

@@ -21,7 +21,7 @@ from palaestra.sandbox.slot import Rung, SlotSpec
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root
 
-pytestmark = [pytest.mark.slots, pytest.mark.docker, pytest.mark.long, pytest.mark.xdist_group("docker")]
+pytestmark = [pytest.mark.slots, pytest.mark.docker, pytest.mark.slow, pytest.mark.xdist_group("docker")]
 
 IMAGE = "python:here"
 

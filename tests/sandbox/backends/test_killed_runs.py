@@ -16,7 +16,7 @@ from sandbox.backends.test_conformance import python_image, sshd
 from sandbox.containers import docker
 from sandbox.python_image import make_python_root
 
-pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(300), pytest.mark.xdist_group("backends")]
+pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("backends")]
 
 MOMENTS, NAP = 6, nap()
 PROGRAM = """

@@ -157,7 +157,7 @@ operations = st.one_of(
 chosen = st.sampled_from(["tests", "tests/sub", "tests/t", "src/tests", "src/tests/v", "new/sub", "src", "empty/x"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(operations, max_size=12), st.none() | chosen, st.lists(chosen, max_size=2))
 def test_a_view_shows_what_the_model_says(

@@ -79,7 +79,7 @@ class TestModal(BackendConformance):
             self.fake.end(sandbox.sandbox_id)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 class TestConfined(TestModal):
     @classmethod
     def make_backend(cls) -> Backend:
@@ -445,7 +445,7 @@ def test_a_sandbox_ends_by_itself_after_the_process_that_made_it(fake: FakeModal
     asyncio.run(until(lambda: not fake.running))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_at_any_moment_leaves_nothing_that_the_next_start_does_not_end(fake: FakeModal) -> None:
     command = [sys.executable, "-c", KILLED.replace("IDLE", "600")]

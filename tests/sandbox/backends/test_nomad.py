@@ -61,7 +61,7 @@ async def lives(slot: Slot) -> bool:
     return (await slot.execute("true")).exit_code == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_job_is_scaled_up_with_the_slots_and_down_when_they_are_idle() -> None:
     async def body(nomad: FakeNomad) -> None:
         settings = config(nomad, slots_per_container=2, max_containers=3, scale_cooldown_s=0.3)
@@ -122,7 +122,7 @@ def test_a_job_that_has_no_place_is_not_registered(fake: Any, settings: Any, rea
     run(body, **fake)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_full_cluster_fails_the_slot_with_the_reason_and_keeps_the_others() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad, slots_per_container=1, max_containers=3)) as backend:
@@ -136,7 +136,7 @@ def test_a_full_cluster_fails_the_slot_with_the_reason_and_keeps_the_others() ->
     run(body, memory=1100)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_runs_at_the_same_time_have_jobs_of_their_own() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad)) as one:
@@ -169,7 +169,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_job_of_a_killed_run_is_removed_at_the_next_start() -> None:
     async def body(nomad: FakeNomad) -> None:
         killed = await asyncio.create_subprocess_exec(
@@ -193,7 +193,7 @@ def test_the_job_of_a_killed_run_is_removed_at_the_next_start() -> None:
     run(body)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_job_of_somebody_else_is_left_alone_unless_it_is_to_be_removed() -> None:
     async def body(nomad: FakeNomad) -> None:
         other = job_specification(config(nomad), "atropos-sandbox", None, None, "secret")
@@ -209,7 +209,7 @@ def test_a_job_of_somebody_else_is_left_alone_unless_it_is_to_be_removed() -> No
     run(body)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_end_stops_the_job_and_keeps_it_listed_if_asked() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad, purge_job_on_shutdown=False)):
@@ -222,7 +222,7 @@ def test_the_end_stops_the_job_and_keeps_it_listed_if_asked() -> None:
     run(body)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_lost_node_costs_its_slots_and_no_more() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad)) as backend:
@@ -236,7 +236,7 @@ def test_a_lost_node_costs_its_slots_and_no_more() -> None:
     run(body)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tasks_with_images_have_jobs_of_their_own() -> None:
     async def body(nomad: FakeNomad) -> None:
         async with NomadBackend(config(nomad, driver="docker", sandbox_image="a:1")) as backend:
@@ -325,7 +325,7 @@ async def counted(sandbox):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["flags", "variables"])
 def test_a_run_has_its_slots_in_nomad(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

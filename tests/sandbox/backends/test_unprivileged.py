@@ -9,7 +9,7 @@ import pytest
 
 from sandbox.somebody import run_suite
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="already runs without root")

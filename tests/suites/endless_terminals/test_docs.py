@@ -25,7 +25,7 @@ def test_the_page_counts_what_there_is() -> None:
     assert "and five levels" in PAGE
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(600)
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_the_oracle_is_paid_and_no_cheat_is(settings: list[str], tmp_path: Path,
     assert {line.policy for line in proof.lines} == {"oracle", "noop", *CHEATS}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(600)
 def test_every_cheat_of_the_bank_against_every_area(tmp_path: Path, monkeypatch) -> None:
@@ -348,8 +348,8 @@ def test_a_folders_tests_that_import_the_work_have_controls(toolchain: Toolchain
     [
         ({"container__def": "%post\nexit 3\n"}, PrepareError, "%post"),
         ({"container__def": "%post\ntrue\n"}, PrepareError, "test_state.py::test_num"),
-        pytest.param({"test_final_state__py": "import absent\n"}, PrepareError, "cannot run", marks=pytest.mark.long),
-        pytest.param({"test_final_state__py": INITIAL}, TaskError, "pass before", marks=pytest.mark.long),
+        pytest.param({"test_final_state__py": "import absent\n"}, PrepareError, "cannot run", marks=pytest.mark.slow),
+        pytest.param({"test_final_state__py": INITIAL}, TaskError, "pass before", marks=pytest.mark.slow),
     ],
 )
 def test_a_folder_that_does_not_hold_here_is_refused(
@@ -366,7 +366,7 @@ def test_a_folder_that_does_not_hold_here_is_refused(
     in_pool(scenario)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.slots
 def test_task_folders_are_played(tmp_path: Path, monkeypatch) -> None:

@@ -67,13 +67,13 @@ def test_a_chain_passes(in_pool) -> None:
     assert proved(in_pool, *generate(TaskSelection(2, levels=(5,), areas=("tables", "text")), 1)) == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_family_passes(in_pool) -> None:
     assert proved(in_pool, *generate(TaskSelection(1, levels=(1,)), len(FAMILIES))) == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_chains_pass(in_pool) -> None:
     assert proved(in_pool, *generate(TaskSelection(3, levels=(3, 4, 5)), 40)) == {}

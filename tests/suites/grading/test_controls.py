@@ -183,7 +183,7 @@ ATTACKS = {
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("right", [FIXED, None], ids=["with a reference", "without"])
 def test_what_works_against_the_tests_is_caught(run_bench: RunBench, attack: str, right: str | None) -> None:
@@ -207,7 +207,7 @@ HONEST = {
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("work", HONEST)
 def test_right_work_is_no_tampering(run_bench: RunBench, work: str) -> None:
     async def scenario(bench: Bench) -> None:

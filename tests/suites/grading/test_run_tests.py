@@ -9,7 +9,7 @@ from palaestra.suites.grading.harness import alarms_in, read_records
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files, run_tests
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 NAMES = (*F2P, *P2P)
 
 

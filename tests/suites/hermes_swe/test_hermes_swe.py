@@ -63,7 +63,7 @@ def test_what_becomes_of_each_test() -> None:
     in_slot(scenario)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_work_that_does_not_end_has_not_passed() -> None:
     async def scenario(slot: Slot) -> None:
         await slot.write_text("solution.py", "import time\ndef add(a, b):\n    time.sleep(1000)\n")
@@ -109,7 +109,7 @@ def test_the_oracle_is_paid_and_no_cheat_is(tmp_path: Path, monkeypatch: pytest.
     assert proof.holds, [line for line in proof.lines if not line.ok]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_cheat_of_the_bank_against_every_built_in_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ TOOL = shutil.which("mmdebstrap") or shutil.which("debootstrap")
 
 
 @pytest.mark.network
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(TOOL is None, reason="needs mmdebstrap or debootstrap")

@@ -18,7 +18,7 @@ from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.swe_smith_oracle import Shown, SweEnvironment
 from suites.swe.published import BUGGY, F2P, P2P, RIGHT, TESTS, Source, WithoutBaseline, roll_out
 
-pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]
 
 Row = dict[str, JSON]
 

@@ -17,7 +17,7 @@ from palaestra.testing import LoopbackServer, completion
 from palaestra.testing.fake_chat_server import FakeAnswer
 from palaestra.testing.fake_modal import FakeModal
 
-pytestmark = [pytest.mark.slots, pytest.mark.network, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slots, pytest.mark.network, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parents[3] / "environments/swe_smith_oracle_env.py"
 COMMAND = (

@@ -14,7 +14,7 @@ from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.swe_row import parse_row
 from suites.swe.published import BASE, BUGGY, F2P, P2P, RIGHT, TESTS, Source, git, roll_out
 
-pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]
 
 Row = dict[str, JSON]
 

@@ -33,7 +33,7 @@ from suites.swe.forgers import FORGERS, play_forgers
 pytestmark = [
     pytest.mark.network,
     pytest.mark.slots,
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.xdist_group("real_tasks"),
 ]

@@ -14,7 +14,7 @@ from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.images.debian_root import make_root
 from suites.swe.published import BASE, TESTS, Source, roll_out
 
-pytestmark = [pytest.mark.network, pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.network, pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEEDS_IT = f"import only_in_the_image\n{TESTS}"
 

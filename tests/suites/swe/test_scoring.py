@@ -12,7 +12,7 @@ from palaestra.suites.swe.swe_row import RowVerdict, SweRow, parse_row
 from palaestra.suites.swe.workspace import patch_of, start_history
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
 
-pytestmark = [pytest.mark.slots, pytest.mark.long]
+pytestmark = [pytest.mark.slots, pytest.mark.slow]
 FIXED = FILES["pkg/calc.py"].replace("return a - b", "return a + b")
 
 

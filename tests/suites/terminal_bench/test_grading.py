@@ -54,7 +54,7 @@ def test_good_tasks_of_both_formats(try_tasks: Try) -> None:
                 "verifier-needs-network": "needs palaestra-no-such-package",
                 "tests-do-not-load": "ran no test: ModuleNotFoundError: No module named 'no_such_distribution'",
             },
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["rewards", "tests"],
@@ -162,13 +162,13 @@ def test_the_first_version_of_the_format_is_read(tmp_path: Path) -> None:
     assert [task.name for task in loaded.tasks] == ["greeting"], loaded.left_out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_missing_module_of_the_work_is_a_failure_and_not_the_graders(try_tasks: Try) -> None:
     line = try_tasks(HARBOR / "import-the-work")["import-the-work"]
     assert (line.finding, line.noop, line.solution) == (Finding.GOOD, 0.0, 1.0)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_service_is_graded_where_it_runs(try_tasks: Try, tmp_path: Path) -> None:
     assert try_tasks(HARBOR / "web-service")["web-service"].finding is Finding.GOOD
     quiet = copied(HARBOR / "web-service", tmp_path, {"task.toml": ""})
@@ -197,11 +197,11 @@ CHEATS = {
     ("task", "cheat"),
     [
         ("partial", "fake-program"),
-        pytest.param("greeting", "planted", marks=pytest.mark.long),
-        pytest.param("import-the-work", "forged-reports", marks=pytest.mark.long),
-        pytest.param("import-the-work", "debugger", marks=pytest.mark.long),
-        pytest.param("import-the-work", "overwritten", marks=pytest.mark.long),
-        pytest.param("web-service", "daemon", marks=pytest.mark.long),
+        pytest.param("greeting", "planted", marks=pytest.mark.slow),
+        pytest.param("import-the-work", "forged-reports", marks=pytest.mark.slow),
+        pytest.param("import-the-work", "debugger", marks=pytest.mark.slow),
+        pytest.param("import-the-work", "overwritten", marks=pytest.mark.slow),
+        pytest.param("web-service", "daemon", marks=pytest.mark.slow),
     ],
 )
 def test_what_speaks_in_the_verifiers_place_is_not_paid(try_tasks: Try, tmp_path: Path, task: str, cheat: str) -> None:
@@ -218,7 +218,7 @@ RECORDS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in RECORDS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in RECORDS])
 def test_work_that_writes_records_does_not_escape_its_score(try_tasks: Try, tmp_path: Path, name: str) -> None:
     """A program of the work that the verifier starts holds the verdict's descriptor."""
     solve = f"#!/bin/bash\ncat > area.sh <<'END'\nprintf '%s\\n' '{RECORDS[name]}' >&3 2>/dev/null\nexit 1\nEND\n"
@@ -232,7 +232,7 @@ def test_work_that_writes_records_does_not_escape_its_score(try_tasks: Try, tmp_
     assert (line.noop, line.solution) == (0.0, 0.0), line
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @AS_ROOT
 def test_an_image_without_python_and_a_user_of_its_own(try_tasks: Try, tmp_path: Path) -> None:
     root = make_root(tmp_path / "root")
@@ -277,14 +277,14 @@ def test_an_evaluation_from_the_command_line_and_its_resumption(tmp_path: Path) 
     assert json.loads((tmp_path / "evals/metrics.json").read_text())["results"]["all"] == results
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @AS_ROOT
 def test_every_task_that_an_image_can_have(try_tasks: Try, tmp_path: Path) -> None:
     lines = try_tasks(TASKS, base_image=str(make_root(tmp_path / "root")), task_filter=IN_AN_IMAGE)
     assert {name for name, line in lines.items() if line.finding is Finding.GOOD} == set(IN_AN_IMAGE.split(","))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_rest_over_the_hosts_own_programs(try_tasks: Try) -> None:
     names = "solution-with-files,sum-program,one-of-two"
     lines = try_tasks(TASKS, task_filter=names)
@@ -292,7 +292,7 @@ def test_the_rest_over_the_hosts_own_programs(try_tasks: Try) -> None:
     assert lines["one-of-two"].solution == 0.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     config = TerminalBench2EvalConfig(

@@ -36,7 +36,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
 
 
 @pytest.mark.docker
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(500)
 @pytest.mark.xdist_group("docker")
@@ -68,7 +68,7 @@ def test_tasks_are_built_once_and_run_in_slots(daemon: Docker, try_tasks: Try, t
 
 
 @pytest.mark.docker
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(500)
 @pytest.mark.xdist_group("docker")
@@ -82,7 +82,7 @@ def test_task_folders_of_endless_terminals_are_built(
 
 
 @pytest.mark.docker
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 @pytest.mark.xdist_group("docker")
 def test_what_another_build_has_taken_away_is_built_again(daemon: Docker, tmp_path: Path) -> None:

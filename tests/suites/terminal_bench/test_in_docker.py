@@ -15,7 +15,7 @@ from suites.terminal_bench.roots import make_root
 from suites.terminal_bench.test_grading import IN_AN_IMAGE
 
 pytestmark = [
-    pytest.mark.slots, pytest.mark.docker, pytest.mark.long, pytest.mark.timeout(600),
+    pytest.mark.slots, pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(600),
     pytest.mark.xdist_group("docker"),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from palaestra.envs.cheats.proof import cheats_named
 from suites.terminal_bench.conftest import Try
 from suites.terminal_bench.mini import HARBOR, copied
 
-pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(600)]
 
 IMPORTS = "import os, sys\nimport pytest\nsys.path.insert(0, '/app')\nfrom shapes import area\n\n"
 EXISTS = "def test_exists():\n    assert callable(area)\n\n"

@@ -17,7 +17,7 @@ from suites.terminal_bench.roots import make_root
 NAMES = "as-a-user,greeting,in-tmp,partial,settings,word-counts,hello,in-an-archive,older-bootstrap,typed-solution"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: slots with images of their own")

@@ -10,7 +10,7 @@ from palaestra.suites.grading.toolchain import DependencyCache
 from suites.terminal_bench.conftest import Try, played
 from suites.terminal_bench.mini import HARBOR, copied
 
-pytestmark = [pytest.mark.slots, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(300)]
 
 PAY = "/logs/verifier/reward.txt"
 DOCKERFILE = "FROM palaestra-tests/base:1\nWORKDIR /app\n"

@@ -134,7 +134,7 @@ SPOILED = {
 @pytest.mark.slots
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if "hangs" in name else []) for name in SPOILED]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "hangs" in name else []) for name in SPOILED]
 )
 def test_work_of_an_earlier_step_does_not_decide_a_later_one(
     name: str, installed_pytest: DependencyCache, tmp_path: Path

@@ -90,7 +90,7 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_stays_when_the_process_is_killed() -> None:
     if (reason := launch.problem()) is not None:
         pytest.skip(reason)
@@ -114,7 +114,7 @@ def test_nothing_stays_when_the_process_is_killed() -> None:
         shutil.rmtree(path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_process_that_exits_closes_its_browser() -> None:
     if (reason := launch.problem()) is not None:
         pytest.skip(reason)

@@ -137,7 +137,7 @@ def test_long_requests_and_replies_and_printed_floods_go_through(at_desk: AtDesk
     at_desk(scenario)
 
 
-@pytest.mark.parametrize("timeout", [1, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("timeout", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_at_its_time_limit_a_program_is_killed_with_all_that_it_started(at_desk: AtDesk, timeout: int) -> None:
     async def scenario(desk: Desk) -> None:
         code = (

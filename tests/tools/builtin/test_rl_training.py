@@ -71,7 +71,7 @@ async def until(desk: Desk, run_id: str, *statuses: str) -> JSON:
     return await desk("check_status", run_id=run_id)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_environment_is_chosen_and_configured(tmp_path: Path) -> None:
     async def scenario(desk: Desk) -> None:
         assert "rl_select_environment" in (await desk("get_current_config"))["error"]
@@ -97,7 +97,7 @@ def test_an_environment_is_chosen_and_configured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_training_runs_to_its_end_and_starts_once(tmp_path: Path) -> None:
     async def scenario(desk: Desk) -> None:
         started = await desk.started(steps=4)
@@ -124,7 +124,7 @@ def test_a_training_runs_to_its_end_and_starts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_stopped_training_continues_with_the_same_settings(tmp_path: Path) -> None:
     async def scenario(desk: Desk) -> None:
         run_id = (await desk.started())["run_id"]
@@ -151,7 +151,7 @@ def test_a_stopped_training_continues_with_the_same_settings(tmp_path: Path) -> 
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("outlive", [False, True])
 def test_a_training_ends_with_its_conversation_unless_it_may_outlive_it(tmp_path: Path, outlive: bool) -> None:
     found = []
@@ -168,7 +168,7 @@ def test_a_training_ends_with_its_conversation_unless_it_may_outlive_it(tmp_path
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_training_survives_the_kill_of_its_agent_and_is_found_again(tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\n"
@@ -204,7 +204,7 @@ def test_a_training_survives_the_kill_of_its_agent_and_is_found_again(tmp_path: 
     at(Desk(tmp_path, "--sampling-s=1"), scenario)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_training_that_cannot_start_says_why(tmp_path: Path) -> None:
     async def scenario(desk: Desk) -> None:
         await desk("select_environment", name="count_lines")
@@ -226,7 +226,7 @@ def test_without_a_folder_the_tools_are_missing() -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_model_is_tried_without_training(tmp_path: Path) -> None:
     async def scenario(desk: Desk) -> None:
         await desk("select_environment", name="count_lines")
@@ -248,7 +248,7 @@ def test_a_model_is_tried_without_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_replayed_conversation_starts_no_training(tmp_path: Path) -> None:
     """And makes the same replies, without the environments and the folder."""
     conversation = (

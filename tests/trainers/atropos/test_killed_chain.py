@@ -24,7 +24,7 @@ from palaestra.trainers.checkpoints import read_steps
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.long,
+    pytest.mark.slow,
     pytest.mark.slots,
     pytest.mark.timeout(3600),
     pytest.mark.filterwarnings("ignore"),

@@ -593,7 +593,7 @@ def test_a_traced_custom_loss_runs_in_the_sdk(service: Any, server: Server) -> N
     assert training.forward_backward_custom(data, handle).result().metrics["loss:sum"] == pytest.approx(expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_server_leaves_whole_checkpoints(tiny: Path, tmp_path: Path) -> None:
     """A process that saves is killed four times; each checkpoint on disk loads."""
     program = [sys.executable, "-c", KILLED, str(tiny), str(tmp_path / "ck")]

@@ -162,7 +162,7 @@ class Server:
         self.process.stdout.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_is_killed_ends_the_training_which_can_resume(folder: Path) -> None:
     pytest.importorskip("palaestra.trainers.tinker.model")
     server, ended = Server(folder), threading.Event()
@@ -247,7 +247,7 @@ def test_an_interrupted_training_names_the_command_that_resumes_it(folder: Path,
         server.kill()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_server_of_a_training_that_is_killed_ends_with_it(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("palaestra.trainers.tinker.model")
     (tmp_path / "note_env.py").write_text(NOTE + SCORE)

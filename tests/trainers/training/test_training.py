@@ -208,7 +208,7 @@ def test_the_whole_training_again_from_the_record_gives_the_same_weights() -> No
     assert [line["step"] for line in steps(report.run.folder)] == list(range(1, 7))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_training_killed_at_random_points_repeats_and_loses_no_step(tmp_path: Path, seed: int) -> None:
     rng, kills = random.Random(seed), 0
