@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import click
-import pytest
 
 from palaestra.cli.main import cli
 
@@ -19,9 +18,7 @@ OURS = {path.name for path in (*ROOT.iterdir(), *FOLDERS) if path.is_dir()} - {"
 """First parts of a path in this repository; one that starts otherwise is a file of a workspace or of a run."""
 PLACEHOLDER = re.compile(r"\b[A-Z]+(_|\.|/|$)")
 
-pages = pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: str(page.relative_to(ROOT))
-)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -63,43 +60,43 @@ def exists(name: str) -> bool:
     return False
 
 
-@pages
-def test_paths_exist(page: Path) -> None:
-    paths = [span for span in spans(page) if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", span) and "/" in span]
-    ours = [path for path in paths if path.split("/")[0] in OURS and not PLACEHOLDER.search(path)]
-    assert [path for path in ours if not any((folder / path).exists() for folder in FOLDERS)] == []
+def test_paths_exist() -> None:
+    for page in PAGES:
+        paths = [span for span in spans(page) if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/?", span) and "/" in span]
+        ours = [path for path in paths if path.split("/")[0] in OURS and not PLACEHOLDER.search(path)]
+        assert [path for path in ours if not any((folder / path).exists() for folder in FOLDERS)] == [], page
 
 
-@pages
-def test_modules_and_imports_exist(page: Path) -> None:
-    names = {span for span in spans(page) if re.fullmatch(r"palaestra(\.\w+)+", span)}
-    for language, code in blocks(page):
-        if language == "python":
-            names |= imported(code)
-    assert sorted(name for name in names if not exists(name)) == []
+def test_modules_and_imports_exist() -> None:
+    for page in PAGES:
+        names = {span for span in spans(page) if re.fullmatch(r"palaestra(\.\w+)+", span)}
+        for language, code in blocks(page):
+            if language == "python":
+                names |= imported(code)
+        assert sorted(name for name in names if not exists(name)) == [], page
 
 
-@pages
-def test_links_lead_to_files(page: Path) -> None:
-    targets = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+def test_links_lead_to_files() -> None:
+    for page in PAGES:
+        targets = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if "://" not in link]
+        assert [target for target in targets if not (page.parent / target).exists()] == [], page
 
 
-@pages
-def test_commands_exist(page: Path) -> None:
-    context = click.Context(cli)
-    for line in shell_lines(page):
-        words = re.match(r"(?:\.venv/bin/)?palaestra ([a-z-]+)(?: ([a-z][a-z-]*))?", line)
-        if words is None:
-            continue
-        command = cli.get_command(context, words[1])
-        assert command is not None, line
-        if isinstance(command, click.Group) and words[2]:
-            assert command.get_command(context, words[2]) is not None, line
+def test_commands_exist() -> None:
+    for page in PAGES:
+        context = click.Context(cli)
+        for line in shell_lines(page):
+            words = re.match(r"(?:\.venv/bin/)?palaestra ([a-z-]+)(?: ([a-z][a-z-]*))?", line)
+            if words is None:
+                continue
+            command = cli.get_command(context, words[1])
+            assert command is not None, line
+            if isinstance(command, click.Group) and words[2]:
+                assert command.get_command(context, words[2]) is not None, line
 
 
-@pages
-def test_make_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {found[1] for line in shell_lines(page) if (found := re.match(r"make ([a-z-]+)", line))}
-    assert named <= targets
+def test_make_targets_exist() -> None:
+    for page in PAGES:
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        named = {found[1] for line in shell_lines(page) if (found := re.match(r"make ([a-z-]+)", line))}
+        assert named <= targets, page
