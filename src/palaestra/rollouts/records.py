@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.types import JSON, Blame, Message, Outcome
+from palaestra.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
 from palaestra.tools.runtime.inner_calls import InnerCall
 
@@ -95,6 +95,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `blame` is set on every rollout that did not end naturally, and `error` describes what went wrong, if the outcome
     does not. `metrics` are numbers that can be averaged, and `detail` is evidence (test results, the agent's patch).
+    `official` is the verdict of the benchmark's own protocol, if it was computed separately, and `labels` has the signs
+    of reward hacking that the check noticed.
     `ledger` has the exact tokens if the model server returns them, and `row` has the environment's own token row, if it
     made one. `inner_calls` and `subagents` record the work inside tool calls; the tokens of sub-agents count in
     `prompt_tokens`, `completion_tokens` and `cost`, but their turns are not in `turns`. `cost` is in the currency of
@@ -115,6 +117,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     reward: float | None
     blame: Blame | None = None
     error: str = ""
+    official: float | None = None
+    labels: list[Label] = []
     metrics: dict[str, float] = {}
     detail: dict[str, JSON] = {}
     prompt_tokens: int = 0
@@ -137,6 +141,11 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def scored(self) -> bool:
         """Whether there is a reward to train on."""
         return self.reward is not None
+
+    @property
+    def official_reward(self) -> float | None:
+        """The benchmark's own verdict: `official`, or the reward if the environment has no separate verdict."""
+        return self.reward if self.official is None else self.official
 
     @property
     def unsaid(self) -> bool:

@@ -32,6 +32,7 @@ from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
 from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.events import Graded, TurnTaken
+from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import MiddlewareServer, freezing
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
@@ -180,7 +181,7 @@ class Rollout:
         self.result = result
         if result.outcome.scored:
             with self.stage("grade"):
-                self.score = checked_score(await hooks.grade(self), f"scoring {self.rollout_id}")
+                self.score = self._decided(await hooks.grade(self))
                 self.run_context.events.announce(Graded(self.rollout_id, self.score.reward))
         self._take_outcome(result)
         self.projection = call_hook(
@@ -196,9 +197,13 @@ class Rollout:
                 await run_hook(PrepareError, self._hooks.begin(self), f"setting up {self.rollout_id}")
                 await self.aclose()
                 self.result, self._restored = result, sealed
-                return checked_score(await self._hooks.grade(self), f"scoring {self.rollout_id}")
+                return self._decided(await self._hooks.grade(self))
         finally:
             await self._give_back()
+
+    def _decided(self, score: object) -> Score:
+        checked = checked_score(score, f"scoring {self.rollout_id}")
+        return decide(checked, self.settings.reward, self.settings.strict_labels)
 
     def _take_outcome(self, result: AgentResult) -> None:
         self.outcome, self.error, self.blame = result.outcome, result.error, None
@@ -267,6 +272,8 @@ class Rollout:
             reward=self.score.reward if self.score else None,
             blame=self.blame,
             error=self.error,
+            official=self.score.official if self.score else None,
+            labels=list(self.score.labels) if self.score else [],
             metrics=dict(self.score.metrics) if self.score else {},
             detail=dict(self.score.detail) if self.score else {},
             prompt_tokens=prompt_tokens,
@@ -660,9 +667,9 @@ def checked_score(score: object, doing: str) -> Score:
     metrics = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
     left_out = {str(name): f"{value!s:.100}" for name, value in score.metrics.items() if str(name) not in metrics}
     if not left_out:
-        return Score(reward, metrics, score.detail)
+        return replace(score, reward=reward, metrics=metrics)
     logger.warning("%s returned metrics that are not finite numbers, which are left out: %s", doing, left_out)
-    return Score(reward, metrics, {**score.detail, "metrics_left_out": left_out})
+    return replace(score, reward=reward, metrics=metrics, detail={**score.detail, "metrics_left_out": left_out})
 
 
 def _short(value: object) -> str:
