@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.types import JSON, Blame, Label, Message, Outcome
+from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score
 from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
+from palaestra.rollouts.grading.reward import DIFFERENCE
 from palaestra.tools.runtime.inner_calls import InnerCall
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
@@ -148,6 +149,12 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.reward if self.official is None else self.official
 
     @property
+    def difference(self) -> str:
+        """The sentence that names why the reward differs from the official verdict; empty if it does not."""
+        said = self.detail.get(DIFFERENCE)
+        return said if isinstance(said, str) else ""
+
+    @property
     def unsaid(self) -> bool:
         """Whether the agent ended before the model had replied, for example because the prompt was too long. Such a
         rollout may have a reward, but it has nothing to train on."""
@@ -190,6 +197,15 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         beside = self.of_subagents if self.row is None else ()
         own = [row for row in self.rows if row.segment not in beside]
         return own[-1] if own else None
+
+
+def verdict_fields(judged: Trajectory | Score | None) -> dict[str, JSON]:
+    """Return the official verdict and the labels for a line of a file. A key without a value is left out, so that the
+    lines of environments without official verdicts and labels do not have it."""
+    if judged is None:
+        return {}
+    official = {} if judged.official is None else {"official": judged.official}
+    return {**official, **({"labels": msgspec.to_builtins(list(judged.labels))} if judged.labels else {})}
 
 
 def have_same_scores(scored: Sequence[Trajectory]) -> bool:

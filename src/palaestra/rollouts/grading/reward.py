@@ -7,11 +7,30 @@ names the cause wherever the reward differs from the official verdict, so that n
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from posixpath import basename, dirname
 
-from palaestra.core.types import Score
+from palaestra.core.types import Label, Score
+
+DIFFERENCE = "difference"
+"""The entry of a score's detail with the reason why the reward differs from the official verdict."""
+
+UNSEEN = "left_out"
+"""The entry of a score's detail with the changed paths that the check did not see."""
+
+_BY_VIEW = "changes that the check does not see"
+_UNKNOWN = "the guarded view"
+_CACHES = re.compile(
+    r"/(?:\.cache|\.npm|__pycache__|\.pytest_cache|\.(?:bash|python|node_repl)_history|\.wget-hsts|\.viminfo)(?:/|$)"
+    r"|^/var/(?:cache|log|lib/(?:apt|dpkg))(?:/|$)|^/etc/ld\.so\.cache$"
+)
+"""Paths that ordinary commands change without the agent's intention."""
+
+_SEEN = re.compile(r"/(?:workspace|tmp|var/tmp|dev/shm)(?:/|$)")
+"""Places whose changes a check sees without a declaration, unless they stand in for a program."""
 
 
 class RewardRule(StrEnum):
@@ -29,11 +48,12 @@ def decide(score: Score, rule: RewardRule = RewardRule.GUARDED, strict: Collecti
     """Return the score with the reward that the rule gives. `strict` names the labels that `STRICT` does not accept;
     if it is empty, `STRICT` accepts none.
 
-    If the reward differs from the official verdict, `detail["difference"]` is a sentence that names the cause.
+    If the reward differs from the official verdict, `detail["difference"]` is a sentence that names the cause and the
+    setting that changes it (see `Difference`). Deciding again changes nothing.
     """
     official = score.reward if score.official is None else score.official
     if rule is RewardRule.OFFICIAL:
-        return replace(score, reward=official, official=official)
+        return replace(score, reward=official)
     against = [
         label
         for label in score.labels
@@ -42,7 +62,65 @@ def decide(score: Score, rule: RewardRule = RewardRule.GUARDED, strict: Collecti
     reward = min(score.reward, 0.0) if against else score.reward
     if reward == official:
         return score
-    cause = (against or [*score.labels])[:1]
-    why = f"{cause[0].name}: {cause[0].evidence}" if cause else "the guarded view differs from what the agent left"
-    difference = f"the official verdict is {official:g} and the reward is {reward:g}, because of {why}"
-    return replace(score, reward=reward, official=official, detail={**score.detail, "difference": difference})
+    difference = Difference(official, reward, *_cause(score, against, strict))
+    return replace(score, reward=reward, official=official, detail={**score.detail, DIFFERENCE: str(difference)})
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Why a reward differs from the official verdict. `cause` is a label's name, or a few words; `evidence` names the
+    files, tests or calls. `remedy` is the setting that changes the reward, with its effect. As text, it is one sentence
+    without a full stop."""
+
+    official: float
+    reward: float
+    cause: str
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.head}: {self.evidence}; {self.remedy}"
+
+    @property
+    def head(self) -> str:
+        """The part of the sentence that differences with the same cause share."""
+        return f"official {self.official:g}, reward {self.reward:g}, because of {self.cause}"
+
+
+def parts(difference: str) -> tuple[str, str, str]:
+    """Return the head, the evidence and the remedy of a recorded sentence."""
+    head, _, rest = difference.partition(": ")
+    evidence, _, remedy = rest.rpartition("; ")
+    return head, evidence, remedy
+
+
+def _cause(score: Score, against: Sequence[Label], strict: Collection[str]) -> tuple[str, str, str]:
+    """Return the cause of a difference, its evidence and the remedy. A label that forbids the reward is the cause;
+    otherwise another label or, if there is none, what the check does not see."""
+    official = "--env.reward official pays it"
+    if against:
+        first = next((label for label in against if label.certain), against[0])
+        if not any(label.certain for label in against):
+            accept = f"a list --env.strict_labels without {first.name}" if first.name in strict else ""
+            official = f"--env.reward guarded{' or ' if accept else ''}{accept} accepts it"
+        return first.name, first.evidence, official
+    if score.labels:
+        return score.labels[0].name, score.labels[0].evidence, official
+    if unseen := list(unseen_paths(score.detail.get(UNSEEN) or ())):
+        return _BY_VIEW, ", ".join(unseen[:5]), f"{showing(unseen)} shows them, and {official}"
+    return _UNKNOWN, "the programs of the image are as they were prepared", official
+
+
+def unseen_paths(left_out: Iterable[str]) -> Iterator[str]:
+    """Yield the paths that a check did not see, without those that ordinary commands change, such as caches."""
+    return (path for path in left_out if not _CACHES.search(path))
+
+
+def showing(paths: Collection[str]) -> str:
+    """Return the settings with which a check sees these paths."""
+    outside = [path for path in paths if not _SEEN.match(path)]
+    folders = list(dict.fromkeys(path if dirname(path) == "/" else dirname(path) for path in outside))
+    named = (basename(path) for path in paths if path not in outside or basename(dirname(path)) in ("bin", "sbin"))
+    programs = list(dict.fromkeys(named))
+    words = [f"--env.graded_paths {' '.join(folders[:3])}"] if folders else []
+    return " ".join([*words, *([f"--env.graded_programs {' '.join(programs[:3])}"] if programs else [])])
