@@ -130,7 +130,7 @@ class _Grader:
         if _CANNOT_CUT in str(score.detail.get(WORK_BREAKS_CHECK, "")):  # a limit of kept workspaces, not of the work
             raise GraderError(
                 f"{trajectory.rollout_id} changed paths that its check does not show, and a kept workspace cannot be "
-                f"limited to the others: show everything with --env.graded_paths /"
+                "limited to the others; --env.graded_paths FOLDER lets the check see them, unless they are programs"
             )
         return score
 
