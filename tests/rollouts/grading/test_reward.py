@@ -3,7 +3,7 @@
 import pytest
 
 from palaestra.core.types import Label, Score
-from palaestra.rollouts.grading.reward import RewardRule, decide
+from palaestra.rollouts.grading.reward import RewardRule, decide, parts
 
 FORGED = Label("falsified_test_passed", "test_add passes although it was falsified", certain=True)
 EDITED = Label("tests_edited", "tests/test_add.py")
@@ -44,3 +44,30 @@ def test_the_guarded_view_decides_even_without_a_label():
 
 def test_a_score_below_zero_stays_below_zero():
     assert decide(Score(-1.0, labels=[FORGED])).reward == -1.0
+
+
+def test_a_difference_names_the_setting_that_changes_it():
+    assert decide(Score(1.0, labels=[FORGED])).detail["difference"].endswith("; --env.reward official pays it")
+    strict = decide(Score(1.0, labels=[EDITED]), RewardRule.STRICT).detail["difference"]
+    assert strict == (
+        "official 1, reward 0, because of tests_edited: tests/test_add.py; --env.reward guarded accepts it"
+    )
+    named = decide(Score(1.0, labels=[EDITED]), RewardRule.STRICT, {"tests_edited"}).detail["difference"]
+    assert named.endswith("guarded or a list --env.strict_labels without tests_edited accepts it")
+
+
+def test_paths_outside_the_view_are_the_cause_if_there_is_no_label():
+    left_out = ["/root/.cache/pip/x", "/opt/app/main.py", "/usr/local/bin/tool", "/workspace/json.py"]
+    said = decide(Score(0.0, official=1.0, detail={"left_out": left_out})).detail["difference"]
+    assert parts(said) == (
+        "official 1, reward 0, because of changes that the check does not see",
+        "/opt/app/main.py, /usr/local/bin/tool, /workspace/json.py",
+        "--env.graded_paths /opt/app /usr/local/bin --env.graded_programs tool json.py shows them, and "
+        "--env.reward official pays it",
+    )
+
+
+@pytest.mark.parametrize("rule", RewardRule)
+def test_deciding_again_changes_nothing(rule):
+    once = decide(Score(1.0, official=0.5, labels=[EDITED, FORGED]), rule)
+    assert decide(once, rule) == once
