@@ -14,6 +14,7 @@ import palaestra
 from palaestra import ConfigError, Run
 from palaestra.cli.main import cli, main
 from palaestra.rollouts.journal.reader import open_recording
+from palaestra.rollouts.observe.prometheus import exposition
 
 pytestmark = pytest.mark.slots
 
@@ -194,6 +195,9 @@ def test_status_runs_report_and_files_have_verdicts_and_labels() -> None:
     assert "1 rollout: official 1, reward 0, because of forged" in first
     assert "differs from the reward in 2 rollouts" in first
     assert "<dt>forged</dt><dd>test_a passes falsified (certain)</dd>" in rest
+    numbers = exposition(run.status, 0.0)
+    assert "palaestra_official_mean 1\n" in numbers
+    assert 'palaestra_labelled_rollouts_total{label="forged"} 1\n' in numbers
     records = {each["task_id"]: each for each in run.to_records()}
     assert (records["forged"]["official"], records["forged"]["labels"]) == (1.0, ["forged"])
     assert (records["honest"]["official"], records["honest"]["labels"]) == (1.0, [])
