@@ -195,6 +195,9 @@ def test_status_runs_report_and_files_have_verdicts_and_labels() -> None:
     assert "1 rollout: official 1, reward 0, because of forged" in first
     assert "differs from the reward in 2 rollouts" in first
     assert "<dt>forged</dt><dd>test_a passes falsified (certain)</dd>" in rest
+    told("report", "last", "--out", "again.html")
+    again = Path("again.html").read_text().partition("<main>")[0]
+    assert "1 rollout: official 1, reward 0, because of forged" in again
     numbers = exposition(run.status, 0.0)
     assert "palaestra_official_mean 1\n" in numbers
     assert 'palaestra_labelled_rollouts_total{label="forged"} 1\n' in numbers
