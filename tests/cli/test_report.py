@@ -92,7 +92,7 @@ def test_empty_and_repeated_details_are_left_out_and_markdown_is_styled(page: st
     assert "kept" in page
     for noise in ("hidden", "tampering"):
         assert f"<dt>{noise}</dt>" not in page
-    assert page.count("<dt>tests</dt>") == 4, "once for each rollout"
+    assert page.count("<dt>tests</dt>") == 5, "once for each rollout, and the mean on the first page"
     assert '<span class="t-bold"># Title' in page
     assert '<span class="t-bold">**bold**</span> and <span class="t-code">`code`</span>' in page
 

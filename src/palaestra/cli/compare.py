@@ -32,19 +32,30 @@ _SHOWN_SETTINGS = 15
     difference is RUN minus OTHER, with the 95% interval of its mean over the tasks. No winner is named if the interval
     contains 0, if the runs do not have the same tasks and prompts, or if different shares of their rollouts are scored.
     Unscored rollouts are left out; a second line counts them as 0 if that changes a task's reward. The models and the
-    settings that differ are listed first.
+    settings that differ are listed first. If a run has official verdicts, a further line compares these; with
+    --by official, everything does.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
 @click.argument("others", metavar="OTHER...", nargs=-1, required=True, shell_complete=complete_runs)
 @click.option(
+    "--by",
+    type=click.Choice(["reward", "official"]),
+    default="reward",
+    show_default=True,
+    help="Compare the rewards, or the benchmark's own verdicts (rewards where there is none).",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print JSON with every task; further comparisons are in `others`."
 )
-def command(run: str, others: tuple[str, ...], as_json: bool) -> None:
+def command(run: str, others: tuple[str, ...], by: str, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.rollouts.observe.compare_runs import compare, differing_settings
 
     runs = [_scores(each) for each in (run, *others)]
+    judged = any(each.judged for each in runs) and by == "reward"
+    runs = [each.by_official() for each in runs] if by == "official" else runs
+    officials = [each.by_official() for each in runs] if judged else []
     found: list[tuple[RunComparison, RunComparison]] = []
     for other in runs[1:]:
         try:
@@ -55,13 +66,17 @@ def command(run: str, others: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         about = {"runs": [each.to_json() for each in runs], "settings": settings}
         first, *further = [_plain(*pair) for pair in found]
+        for line, other in zip((first, *further), officials[1:], strict=False):
+            line["official"] = compare(officials[0], other).to_json()
         click.echo(json.dumps(first | about | ({"others": further} if further else {}), indent=2))
         return
     for each in runs:
         click.echo(each.line())
     _show_settings(settings)
-    for other, (scored, whole) in zip(runs[1:], found, strict=True):
+    for number, (other, (scored, whole)) in enumerate(zip(runs[1:], found, strict=True), 1):
         _show(runs[0], other, scored, whole)
+        if officials:
+            _show_official(officials[0], officials[number])
     if len(found) > 1:
         click.echo(
             f"{len(found)} comparisons: on average, one 95% interval in 20 does not contain the true value", err=True
@@ -99,6 +114,16 @@ def _show_settings(settings: dict[str, list[JSON]]) -> None:
 def _short(value: JSON) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _show_official(run: RunScores, other: RunScores) -> None:
+    from palaestra.rollouts.observe.compare_runs import compare
+
+    found = compare(run, other)
+    best = run if found.winner > 0 else other
+    verdict = f"no winner: {found.undecided}" if not found.winner else f"better: {best.name} ({best.model})"
+    means = f"{run.mean:.3f} against {other.mean:.3f}"
+    click.echo(f"by {run.scores}: {found.difference:+.3f}{found.interval}, {means}; {verdict} (--by official)")
 
 
 def _show(run: RunScores, other: RunScores, found: RunComparison, whole: RunComparison) -> None:

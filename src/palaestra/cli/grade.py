@@ -12,6 +12,7 @@ from palaestra.cli.completion import complete_runs
 from palaestra.core.exits import plural
 
 if TYPE_CHECKING:
+    from palaestra.core.types import JSON
     from palaestra.envs.run.grade import Regraded
 
 
@@ -24,27 +25,52 @@ if TYPE_CHECKING:
       palaestra run my_env.py --keep-workspaces --base-url URL --model NAME
       palaestra grade last                         # after you change the scoring in my_env.py
       palaestra grade RUN --environment other_env.py:NAME --json
+      palaestra grade RUN --env.reward official    # pay the benchmark's own verdict
 
     RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces
-    (--keep-workspaces). The command lists the rollouts whose reward changed; the run itself is not changed. The exit
-    code is 1 if a check failed.
+    (--keep-workspaces). The command lists the rollouts whose reward or official verdict changed; the run itself is not
+    changed. Settings are those of the run, unless an option replaces them. The exit code is 1 if a check failed.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
 @click.option(
     "--environment", "--env", "environment", metavar="FILE.py:NAME", help="The environment's file, if it has moved."
 )
+@click.option(
+    "--env.reward", "reward", type=click.Choice(["official", "guarded", "strict"]), help="How a score becomes a reward."
+)
+@click.option("--env.strict_labels", "strict_labels", metavar="NAMES", help="The labels that `strict` does not accept.")
+@click.option(
+    "--env.graded_paths", "graded_paths", metavar="PATHS", help="Further paths that checks show as the agent left them."
+)
+@click.option(
+    "--env.graded_programs", "graded_programs", metavar="NAMES", help="Programs there that an agent may replace."
+)
 @click.option("--network", is_flag=True, help="Give the checks the network access that their tasks request.")
 @click.option("--json", "as_json", is_flag=True, help="Print every rollout as one line of JSON.")
 @click.pass_context
-def command(context: click.Context, run: str, environment: str | None, network: bool, as_json: bool) -> None:
+def command(
+    context: click.Context,
+    run: str,
+    environment: str | None,
+    reward: str | None,
+    strict_labels: str | None,
+    graded_paths: str | None,
+    graded_programs: str | None,
+    network: bool,
+    as_json: bool,
+) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.envs.run.grade import grade_run
     from palaestra.rollouts.finished_run import open_run
 
+    lists = {"strict_labels": strict_labels, "graded_paths": graded_paths, "graded_programs": graded_programs}
+    settings: dict[str, JSON] = {} if reward is None else {"reward": reward}
+    settings |= {name: words.split(",") for name, words in lists.items() if words is not None}
+
     async def grade() -> list[Regraded]:
         found = []
-        async for regraded in grade_run(open_run(run), environment, network=network):
+        async for regraded in grade_run(open_run(run), environment, network=network, settings=settings):
             found.append(regraded)
             if as_json:
                 click.echo(json.dumps(_fields(regraded)))
@@ -61,6 +87,8 @@ def command(context: click.Context, run: str, environment: str | None, network: 
 
 
 def _fields(regraded: Regraded) -> dict[str, object]:
+    from palaestra.rollouts.records import verdict_fields
+
     score = regraded.score
     return {
         "rollout_id": regraded.trajectory.rollout_id,
@@ -69,11 +97,16 @@ def _fields(regraded: Regraded) -> dict[str, object]:
         "reward": score.reward if score is not None else None,
         "metrics": dict(score.metrics) if score is not None else {},
         "error": regraded.error,
+        **verdict_fields(score),
     }
 
 
 def _line(regraded: Regraded) -> str:
-    before = regraded.trajectory.reward
-    was = "unscored" if before is None else f"{before:g}"
-    now = regraded.error if regraded.score is None else f"{regraded.score.reward:g}"
-    return f"{regraded.trajectory.rollout_id}: {was} -> {now}"
+    before, score = regraded.trajectory, regraded.score
+    was = "unscored" if before.reward is None else f"{before.reward:g}"
+    now = regraded.error if score is None else f"{score.reward:g}"
+    if score is not None and (score.official is not None or before.official is not None):
+        was += f" (official {before.official_reward:g})"
+        now += f" (official {score.reward if score.official is None else score.official:g})"
+        now += "".join(f", {label.name}" for label in score.labels)
+    return f"{before.rollout_id}: {was} -> {now}"

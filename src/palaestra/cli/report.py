@@ -35,14 +35,16 @@ def command(run: str, out: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.finished_run import open_run
     from palaestra.rollouts.observe.failures import Failures
     from palaestra.rollouts.observe.metrics import Figures, group_size
+    from palaestra.rollouts.observe.verdicts import Verdicts
     from palaestra.trainers.charts import training_charts
 
     found = open_run(run)
     recording, path = found.recording, out or found.path / "report.html"
-    figures, failures = Figures(group_size(recording.meta.config)), Failures()
+    figures, failures, verdicts = Figures(group_size(recording.meta.config)), Failures(), Verdicts()
     for group in recording:
         figures.add(group)
         failures.add(group)
+        verdicts.add(group)
     figures.unfinished = recording.unfinished
     meta = {"env": recording.meta.env, "model": recording.meta.model, "started_at": recording.meta.started_at}
     meta |= {"run": str(found.path), "state": found.status.state}
@@ -56,6 +58,7 @@ def command(run: str, out: Path | None, as_json: bool) -> None:
             figures,
             own={name: value for name, value in found.metrics.items() if name.startswith("eval/")},
             causes=failures.causes(),
+            verdicts=list(verdicts.lines()),
             config=recording.meta.config,
             charts=training_charts(found.path),
         )

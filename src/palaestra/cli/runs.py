@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 def command(limit: int, root: Path | None, as_json: bool) -> None:
     from palaestra.rollouts.journal.reader import JOURNAL_NAME, RUNS, list_runs
     from palaestra.rollouts.observe.status import RunReader, score_name
+    from palaestra.rollouts.observe.verdicts import official_words
 
     folders = list_runs(root or RUNS)
     found = [(folder, RunReader(folder / JOURNAL_NAME).read()) for folder in folders[:limit]]
@@ -51,6 +52,7 @@ def command(limit: int, root: Path | None, as_json: bool) -> None:
     for folder, status in found:
         mean = "-" if status.mean_reward is None else f"{status.mean_reward:.3f}"
         covered = f"{status.scored} of {status.planned} scored"
+        covered += "" if status.official is None else f", {official_words(status.official_name)} {status.official:.3f}"
         counts = f"{plural(status.groups_ended, 'group'):>10}  {score_name(status.kind):>6} {mean:<5} ({covered})"
         click.echo(f"{folder.name:<21}  {status.state:<11} {status.kind:<5} {counts}  {status.env} with {status.model}")
     if not folders:
@@ -70,6 +72,7 @@ def _fields(folder: Path, status: RunStatus) -> dict[str, JSON]:
         "scored": status.scored,
         "planned": status.planned,
         "mean_reward": status.mean_reward,
+        **({} if status.official is None else {"official": status.official}),
         "env": status.env,
         "model": status.model,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
@@ -15,7 +16,7 @@ from palaestra.core.exits import plural
 if TYPE_CHECKING:
     from palaestra.rollouts.observe.status import RunStatus
 
-_SHOWN = 5
+_SHOWN, _SHOWN_METRICS = 5, 10
 
 
 @click.command(
@@ -77,6 +78,7 @@ def _lines(status: RunStatus, now: float) -> list[str]:
         f"rollouts   {status.rollouts} ended: {_counts(status.outcomes)}; {status.discarded} attempts discarded",
         *([f"resumed    {status.resumed}"] if status.resumed else []),
         f"{score_name(status.kind):<10} {_reward(status)}",
+        *_verdicts(status),
         f"in flight  {flying}",
     ]
     for idle in status.oldest[:_SHOWN]:
@@ -113,6 +115,22 @@ def _reward(status: RunStatus) -> str:
         "" if full is None else f", {100 * full.share:.1f} % full{in_words((100 * full.low, 100 * full.high), '.1f')}"
     )
     return f"{scored}{share}; {covered}" + (f"; {with_unscored} with the {lost} unscored as 0" if lost else "")
+
+
+def _verdicts(status: RunStatus) -> Iterator[str]:
+    """Yield the lines about official verdicts, labels and the environment's own metrics, if there are any."""
+    from palaestra.rollouts.observe.intervals import in_words
+    from palaestra.rollouts.observe.verdicts import OFFICIAL, labels_line
+
+    if status.official is not None:
+        named = "" if status.official_name == OFFICIAL else f"{status.official_name} "
+        yield f"official   {named}{status.official:.3f}{in_words(status.official_interval)}"
+    if status.labels:
+        yield f"labels     {labels_line(status.labels)}"
+    if status.metrics:
+        shown = [f"{name} {value:.4g}" for name, value in list(status.metrics.items())[:_SHOWN_METRICS]]
+        more = f" and {len(status.metrics) - len(shown)} more (--json)" if len(status.metrics) > len(shown) else ""
+        yield f"metrics    {', '.join(shown)}{more}"
 
 
 def _counts(counts: dict[str, int]) -> str:

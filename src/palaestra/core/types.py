@@ -228,12 +228,32 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
+class Label:
+    """A sign, noticed while work was graded, that the work may not have earned its result.
+
+    `name` is a short identifier such as `tests_edited`, which reports count; `evidence` names the file, test or call.
+    `certain` means that no honest work can carry the label, so that the default reward of such work is 0.
+    """
+
+    name: str
+    evidence: str
+    certain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
-    """A reward and its parts. `metrics` are numbers to average; `detail` is any other evidence."""
+    """A reward and its parts. `metrics` are numbers to average; `detail` is any other evidence.
+
+    `official` is the verdict of the benchmark's published protocol on the work as the agent left it; None if the
+    environment has no other verdict than `reward`. An environment sets `reward` to the verdict in the guarded view and
+    ignores its `labels` there; `grading.reward.decide` applies the labels.
+    """
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     detail: Mapping[str, JSON] = field(default_factory=dict)
+    official: float | None = None
+    labels: Sequence[Label] = ()
 
 
 def number(value: object) -> float | None:

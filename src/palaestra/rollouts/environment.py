@@ -27,6 +27,10 @@ LIVE_PROCESSES = "live_processes"
 """The part of a score's detail with the number of processes that ran while the work was graded in its own slot."""
 
 
+WORK_BREAKS_CHECK = "work_breaks_check"
+"""The metric, and the part of a score's detail with the error, of work on which the check fails."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupCollection:
     """A group for an environment with `collects_groups`: the number of requested rollouts, the tools, and `play`.
@@ -168,7 +172,7 @@ class Environment(ABC):
             try:
                 repeated = await _score_soundly(rollout, grading, score)
             except GraderError:
-                return Score(0.0, {"work_breaks_check": 1.0}, {"work_breaks_check": str(error)[:2000]})
+                return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: str(error)[:2000]})
             except InfraError:
                 raise error from None
             if live and not grading.live:  # the repetition no longer saw the agent's processes

@@ -97,14 +97,21 @@ class Run:
         return [json.loads(line) for line in lines.getvalue().splitlines()]
 
     def to_records(self) -> list[dict[str, JSON]]:
-        """Return one plain mapping per rollout: ids, reward, outcome, error, tokens, seconds, and each metric by
-        name."""
+        """Return one plain mapping per rollout: ids, reward, outcome, error, tokens, seconds, and each metric by name.
+        If any rollout has an official verdict or a label, all mappings have `official` and the names of `labels`."""
+        rollouts = self.trajectories
+        judged = any(each.official is not None or each.labels for each in rollouts)
         return [
             {
                 "task_id": each.task_id,
                 "rollout_id": each.rollout_id,
                 "index": each.index,
                 "reward": each.reward,
+                **(
+                    {"official": each.official_reward, "labels": [label.name for label in each.labels]}
+                    if judged
+                    else {}
+                ),
                 "outcome": each.outcome.value,
                 "blame": each.blame.value if each.blame is not None else None,
                 "error": each.error,
@@ -115,7 +122,7 @@ class Run:
                 "duration_s": each.beside.duration_s,
                 **each.metrics,
             }
-            for each in self.trajectories
+            for each in rollouts
         ]
 
     def to_frame(self) -> Any:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.types import JSON, Blame, Message, Outcome
+from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score
 from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
+from palaestra.rollouts.grading.reward import DIFFERENCE
 from palaestra.tools.runtime.inner_calls import InnerCall
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
@@ -95,6 +96,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `blame` is set on every rollout that did not end naturally, and `error` describes what went wrong, if the outcome
     does not. `metrics` are numbers that can be averaged, and `detail` is evidence (test results, the agent's patch).
+    `official` is the verdict of the benchmark's own protocol, if it was computed separately, and `labels` has the signs
+    of reward hacking that the check noticed.
     `ledger` has the exact tokens if the model server returns them, and `row` has the environment's own token row, if it
     made one. `inner_calls` and `subagents` record the work inside tool calls; the tokens of sub-agents count in
     `prompt_tokens`, `completion_tokens` and `cost`, but their turns are not in `turns`. `cost` is in the currency of
@@ -115,6 +118,8 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     reward: float | None
     blame: Blame | None = None
     error: str = ""
+    official: float | None = None
+    labels: list[Label] = []
     metrics: dict[str, float] = {}
     detail: dict[str, JSON] = {}
     prompt_tokens: int = 0
@@ -137,6 +142,17 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def scored(self) -> bool:
         """Whether there is a reward to train on."""
         return self.reward is not None
+
+    @property
+    def official_reward(self) -> float | None:
+        """The benchmark's own verdict: `official`, or the reward if the environment has no separate verdict."""
+        return self.reward if self.official is None else self.official
+
+    @property
+    def difference(self) -> str:
+        """The sentence that names why the reward differs from the official verdict; empty if it does not."""
+        said = self.detail.get(DIFFERENCE)
+        return said if isinstance(said, str) else ""
 
     @property
     def unsaid(self) -> bool:
@@ -181,6 +197,15 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         beside = self.of_subagents if self.row is None else ()
         own = [row for row in self.rows if row.segment not in beside]
         return own[-1] if own else None
+
+
+def verdict_fields(judged: Trajectory | Score | None) -> dict[str, JSON]:
+    """Return the official verdict and the labels for a line of a file. A key without a value is left out, so that the
+    lines of environments without official verdicts and labels do not have it."""
+    if judged is None:
+        return {}
+    official = {} if judged.official is None else {"official": judged.official}
+    return {**official, **({"labels": msgspec.to_builtins(list(judged.labels))} if judged.labels else {})}
 
 
 def have_same_scores(scored: Sequence[Trajectory]) -> bool:

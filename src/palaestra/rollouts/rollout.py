@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -27,11 +28,12 @@ from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.tool_calls import handler_runtime
 from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
 from palaestra.core.redaction import redacted
-from palaestra.core.types import JSON, Blame, Message, Outcome, Score, Task, number
+from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score, Task, number
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.inference.chat_server import ChatServer, SessionContext, chat_server
 from palaestra.inference.ledger import Ledger
 from palaestra.rollouts.events import Graded, TurnTaken
+from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import MiddlewareServer, freezing
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
@@ -180,7 +182,7 @@ class Rollout:
         self.result = result
         if result.outcome.scored:
             with self.stage("grade"):
-                self.score = checked_score(await hooks.grade(self), f"scoring {self.rollout_id}")
+                self.score = self._decided(await hooks.grade(self))
                 self.run_context.events.announce(Graded(self.rollout_id, self.score.reward))
         self._take_outcome(result)
         self.projection = call_hook(
@@ -196,9 +198,13 @@ class Rollout:
                 await run_hook(PrepareError, self._hooks.begin(self), f"setting up {self.rollout_id}")
                 await self.aclose()
                 self.result, self._restored = result, sealed
-                return checked_score(await self._hooks.grade(self), f"scoring {self.rollout_id}")
+                return self._decided(await self._hooks.grade(self))
         finally:
             await self._give_back()
+
+    def _decided(self, score: object) -> Score:
+        checked = checked_score(score, f"scoring {self.rollout_id}")
+        return decide(checked, self.settings.reward, self.settings.strict_labels)
 
     def _take_outcome(self, result: AgentResult) -> None:
         self.outcome, self.error, self.blame = result.outcome, result.error, None
@@ -267,6 +273,8 @@ class Rollout:
             reward=self.score.reward if self.score else None,
             blame=self.blame,
             error=self.error,
+            official=self.score.official if self.score else None,
+            labels=list(self.score.labels) if self.score else [],
             metrics=dict(self.score.metrics) if self.score else {},
             detail=dict(self.score.detail) if self.score else {},
             prompt_tokens=prompt_tokens,
@@ -646,23 +654,44 @@ def checked_score(score: object, doing: str) -> Score:
     """Return the score with plain numbers. Metrics that are not finite numbers are moved into the detail, because they
     cannot be averaged.
 
-    Raises `GraderError` if the value is not a score or has no usable reward.
+    Raises `GraderError` if the value is not a score, or has no usable reward, official verdict or labels.
     """
     if not isinstance(score, Score) or not isinstance(score.metrics, Mapping) or not isinstance(score.detail, Mapping):
         raise GraderError(f"{doing} returned {score!r:.100}, not a Score")
-    reward = number(score.reward)
-    if reward is None or not abs(reward) <= HIGHEST_REWARD:  # the comparison is also false for NaN
+    reward = _checked_number(score.reward, "a reward", doing)
+    official = None if score.official is None else _checked_number(score.official, "an official verdict", doing)
+    if not isinstance(score.labels, Sequence) or not all(map(_is_label, score.labels)):
         raise GraderError(
-            f"{doing} returned {_short(score.reward)}, which is not a reward: a reward is a finite number of at most "
-            f"{HIGHEST_REWARD:g} in absolute value"
+            f"{doing} returned the labels {score.labels!r:.100}: return a list of Label(name, evidence), whose names "
+            "consist of letters, digits, _, - and ."
         )
+    score = replace(score, reward=reward, official=official, labels=tuple(score.labels))
     found = {str(name): number(value) for name, value in score.metrics.items()}
     metrics = {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
     left_out = {str(name): f"{value!s:.100}" for name, value in score.metrics.items() if str(name) not in metrics}
     if not left_out:
-        return Score(reward, metrics, score.detail)
+        return replace(score, metrics=metrics)
     logger.warning("%s returned metrics that are not finite numbers, which are left out: %s", doing, left_out)
-    return Score(reward, metrics, {**score.detail, "metrics_left_out": left_out})
+    return replace(score, metrics=metrics, detail={**score.detail, "metrics_left_out": left_out})
+
+
+def _checked_number(value: object, what: str, doing: str) -> float:
+    found = number(value)
+    if found is None or not abs(found) <= HIGHEST_REWARD:  # the comparison is also false for NaN
+        raise GraderError(
+            f"{doing} returned {_short(value)}, which is not {what}: {what} is a finite number of at most "
+            f"{HIGHEST_REWARD:g} in absolute value"
+        )
+    return found
+
+
+def _is_label(label: object) -> bool:
+    return (
+        isinstance(label, Label)
+        and isinstance(label.name, str)
+        and re.fullmatch(r"[\w.-]+", label.name) is not None
+        and isinstance(label.evidence, str)
+    )
 
 
 def _short(value: object) -> str:

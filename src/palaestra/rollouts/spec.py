@@ -14,6 +14,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.types import JSON, AllowList, Message, Network, Prices, Task
 from palaestra.inference.chat_server import Engine
 from palaestra.inference.ledger.records import TokenRow
+from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import RunLimits
@@ -78,7 +79,8 @@ class AgentSettings:
 
     `memory` and `sessions` are folders for the tools `memory` and `session_search`. If a folder is None, calls of its
     tool are refused. If it is set, a rollout can read what earlier rollouts left there, so rollouts cannot be compared.
-    If `freeze` is set, slots are frozen while the model thinks.
+    If `freeze` is set, slots are frozen while the model thinks. `reward` is the rule by which scores become rewards.
+    `strict_labels` names the labels that `RewardRule.STRICT` does not accept; if it is empty, it accepts none.
     """
 
     max_turns: int = 30
@@ -93,6 +95,8 @@ class AgentSettings:
     memory: Path | None = None
     sessions: Path | None = None
     freeze: bool = False
+    reward: RewardRule = RewardRule.GUARDED
+    strict_labels: frozenset[str] = frozenset()
 
     @property
     def beyond(self) -> frozenset[str]:

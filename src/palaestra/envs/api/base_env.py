@@ -116,6 +116,8 @@ class BaseEnv(ABC):
     """
 
     name: ClassVar[str | None] = None
+    official_name: ClassVar[str] = "official"
+    """The benchmark's own name for its verdict (`Score.official`), such as `resolved`."""
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     mcp: MCPServers | None = None
     """The run's MCP servers; set only during a run."""

@@ -100,6 +100,10 @@ class ClassEnvironment(EvaluatedEnvironment):
         return self.inner.name or type(self.inner).__name__
 
     @property
+    def official_name(self) -> str:
+        return self.inner.official_name
+
+    @property
     def world(self) -> RecordedTools | None:
         """The recorded replies, which the class also needs because it may call tools outside rollouts."""
         return self.inner.tool_world

@@ -38,6 +38,7 @@ from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.grader import LIVE, Grading
+from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit
@@ -276,7 +277,7 @@ class ContractEnvironment(CollectedEnvironment):
         detail = score.detail if isinstance(answer, Score) else score.metrics  # the detail may hold more than numbers
         if grading.processes_at_end and not grading.live:
             detail = {**detail, "processes_at_end": grading.processes_at_end}
-        return Score(score.reward, numbers(score.metrics), detail)
+        return replace(score, metrics=numbers(score.metrics), detail=detail)
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool, meta: JSON) -> JSON:
         """Call the verification hook with the arguments that this kind of class expects."""
@@ -295,8 +296,10 @@ class ContractEnvironment(CollectedEnvironment):
         return await (super().grade(rollout) if collected else self._scored_with_row(rollout))
 
     async def _scored_with_row(self, rollout: Rollout) -> Score:
-        """Score a rollout with the class's hooks; the reward comes from the row that the class builds."""
-        score = await Environment.grade(self, rollout)
+        """Score a rollout with the class's hooks; the reward comes from the row that the class builds. The row gets the
+        reward that follows from the setting `reward`, because the class may pass it on."""
+        settings = self._settings
+        score = decide(await Environment.grade(self, rollout), settings.reward, settings.strict_labels)
         doing = f"{self.name}._build_scored_item on {rollout.rollout_id}"
         row = rollout.meta["row"] = call_hook(TaskError, lambda: self._row(rollout, score), doing)
         return replace(score, reward=row["scores"])

@@ -101,7 +101,11 @@ class FunctionEnvironment(EvaluatedEnvironment):
         if task.id in seen:
             raise TaskError(f"environment {self.name} yielded two tasks with the id {task.id!r}; ids must differ")
         seen.add(task.id)
-        if self.config.allow_network and task.network == NetworkPolicy():
+        config = self.config
+        if config.graded_paths or config.graded_programs:
+            paths, programs = (*task.paths, *config.graded_paths), (*task.programs, *config.graded_programs)
+            task = replace(task, paths=paths, programs=programs)
+        if config.allow_network and task.network == NetworkPolicy():
             return replace(task, network=self._policy)
         return task
 
@@ -156,7 +160,17 @@ class FunctionEnvironment(EvaluatedEnvironment):
         reward = sum(weight * part.reward for _, weight, part in parts) / total
         metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
         metrics |= {name: part.reward for name, _, part in parts}  # last, because each score is recorded under its name
-        return Score(reward, metrics, {key: value for _, _, part in parts for key, value in part.detail.items()})
+        official = None
+        if any(part.official is not None for _, _, part in parts):
+            verdicts = [(weight, part.reward if part.official is None else part.official) for _, weight, part in parts]
+            official = sum(weight * verdict for weight, verdict in verdicts) / total
+        return Score(
+            reward,
+            metrics,
+            {key: value for _, _, part in parts for key, value in part.detail.items()},
+            official=official,
+            labels=[label for _, _, part in parts for label in part.labels],
+        )
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:

@@ -12,6 +12,7 @@ from palaestra.core.config import local_path
 from palaestra.core.types import JSON, Network, NetworkPolicy, Prices
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.grading.reward import RewardRule
 from palaestra.rollouts.journal.reader import open_recording
 from palaestra.rollouts.recorded_tools.recording_policy import open_world
 from palaestra.rollouts.spec import AgentSettings, Kit, RecordedTools
@@ -43,6 +44,8 @@ def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:
         memory=Path(config.memory_dir) if config.memory_dir else None,
         sessions=Path(config.sessions_dir) if config.sessions_dir else None,
         freeze=config.freeze_slots,
+        reward=RewardRule(config.reward),
+        strict_labels=frozenset(config.strict_labels),
     )
 
 

@@ -85,6 +85,14 @@ class BaseEnvConfig(Settings):
         "Maximum disk space of shared workspaces in bytes; beyond it, the least recently used are deleted.",
         ge=0,
     )
+    reward: Literal["official", "guarded", "strict"] = setting(
+        "guarded",
+        "The rule for rewards: official pays the benchmark's own verdict, guarded (the default) pays nothing for a "
+        "label that is certain, and strict pays nothing for any of strict_labels.",
+    )
+    strict_labels: list[str] = setting(
+        [], "Names of the labels for which `--env.reward strict` pays nothing; if empty, all labels."
+    )
     slots: int | None = setting(
         None, "Maximum slots in use; None: as many as memory and open files allow, up to 512.", ge=1
     )
@@ -272,6 +280,8 @@ class BaseEnvConfig(Settings):
             )
         if self.branches and self.agent is not None:
             raise ConfigError(f"branches cannot continue rollouts of the agent {self.agent}; set branches or agent")
+        if self.strict_labels and self.reward != "strict":
+            raise ConfigError(f"strict_labels has no effect with reward {self.reward}; set reward strict too")
 
     @field_validator("isolation")
     @classmethod
@@ -440,6 +450,14 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     modal_workspace_base: str = later(
         "/data", "Modal: the folder of workspaces.", "Every slot has its own workspace at /workspace."
     )
+
+    @field_validator("graded_paths")
+    @classmethod
+    def _graded_paths_are_absolute(cls, paths: list[str]) -> list[str]:
+        for path in paths:
+            if not path.startswith("/"):
+                raise ConfigError(f"{path!r} is not an absolute path of the sandbox; its home is usually /root")
+        return paths
 
     @field_validator("distribution")
     @classmethod

@@ -20,6 +20,7 @@ from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.journal.journal import encoded
 from palaestra.rollouts.observe.intervals import in_words
+from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.spec import RunContext
@@ -35,6 +36,11 @@ class EvaluatedEnvironment(Environment):
 
     score_name = "reward"
     """The name under which the score of a rollout is shown."""
+
+    @property
+    def official_name(self) -> str:
+        """The benchmark's own name for its verdict, such as `resolved`."""
+        return OFFICIAL
 
     chooses_evaluation = False
     """Whether only the environment knows how many tasks it evaluates."""
@@ -133,10 +139,11 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
     metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
     names = [name for name in metrics if name.startswith("pass@") and f"{name}/low" in metrics]
     if not names:
-        own = [f"{name} {value:.4g}" for name, value in numbers(metrics).items()]
-        return ", ".join(own[:_SHOWN]) + (f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else "")
+        return shortened(numbers(metrics))
+    official = [f"{_OFFICIAL}{name}" for name in names if f"{_OFFICIAL}{name}/low" in metrics]
     parts = [
-        f"{name} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}" for name in names
+        f"{name.replace('/', ' ')} {metrics[name]:.3f}{in_words((metrics[f'{name}/low'], metrics[f'{name}/high']))}"
+        for name in (*names, *official)
     ]
     tasks, tried = int(metrics["tasks"]), int(metrics.get(f"{names[0]}/tasks", metrics["tasks"]))
     count = plural(tried, "task") if tried == tasks else f"{tried} of {plural(tasks, 'task')}"
@@ -148,5 +155,14 @@ def in_short(metrics: Mapping[str, JSON]) -> str:
     return f"{', '.join(parts)} over {count}{covered}"
 
 
+def shortened(metrics: Mapping[str, float]) -> str:
+    """Return the first `_SHOWN` metrics as text."""
+    own = [f"{name} {value:.4g}" for name, value in metrics.items()]
+    return ", ".join(own[:_SHOWN]) + (f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else "")
+
+
 _SHOWN = 10
-"""The maximum number of the evaluation's own metrics that `in_short` returns."""
+"""The maximum number of metrics in one line."""
+
+_OFFICIAL = f"{OFFICIAL}/"
+"""The beginning of the names of metrics in which the official verdict counts in place of the reward."""

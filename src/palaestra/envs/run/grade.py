@@ -9,17 +9,17 @@ written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.agent.result import AgentResult, ToolError, Turn
 from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError, InfraError, TaskError
-from palaestra.core.types import Outcome, Score, Task, Usage
+from palaestra.core.errors import ConfigError, GraderError, InfraError, TaskError
+from palaestra.core.types import JSON, Outcome, Score, Task, Usage
 from palaestra.envs.run.library import environment_form
 from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
-from palaestra.rollouts.environment import LIVE_PROCESSES
+from palaestra.rollouts.environment import LIVE_PROCESSES, WORK_BREAKS_CHECK
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.grading.grader import FILES, LIVE
 from palaestra.rollouts.journal.reader import open_recording
@@ -40,34 +40,46 @@ class Regraded:
 
     @property
     def changed(self) -> bool:
-        return self.score is not None and self.score.reward != self.trajectory.reward
+        """Whether the reward or the official verdict is different now."""
+        if self.score is None:
+            return False
+        official = self.score.reward if self.score.official is None else self.score.official
+        return (self.score.reward, official) != (self.trajectory.reward, self.trajectory.official_reward)
 
 
-async def grade(env: object, trajectory: Trajectory) -> Score:
+async def grade(env: object, trajectory: Trajectory, **settings: JSON) -> Score:
     """Score the stored workspace of a recorded rollout again with `env`. The run needs `save_workspaces=True`.
 
-    The environment's settings are those of the run; arguments of `env` replace them. Raises `ConfigError` for a rollout
-    that cannot be graded again, and `GraderError` if the check fails.
+    The environment's settings are those of the run; arguments of `env`, and `settings` such as `reward="official"` or
+    `graded_paths=["/root"]`, replace them. Raises `ConfigError` for a rollout that cannot be graded again, and
+    `GraderError` if the check fails.
     """
     with python_names():
         recording = open_recording(_workspace(trajectory).parents[2])
         with where_it_ran(recording):
-            async with reopened(recording, environment_form(env)) as run:
+            async with reopened(recording, environment_form(env), changed=settings) as run:
                 return await _Grader(run, recording.path.parent).grade(trajectory)
 
 
-async def grade_run(run: Run, env: str | None = None, *, network: bool = False) -> AsyncIterator[Regraded]:
+async def grade_run(
+    run: Run, env: str | None = None, *, network: bool = False, settings: Mapping[str, JSON] = {}
+) -> AsyncIterator[Regraded]:
     """Grade the rollouts of a run whose outcome is scored, in the order of the run's groups. `env` is the environment's
-    file, if it has moved. With `network`, tasks get the network access that they request. Raises `ConfigError`."""
+    file, if it has moved. `settings` replace those of the run. With `network`, tasks get the network access that they
+    request. Raises `ConfigError`."""
     recording = run.recording
     form = recorded_form(recording, env)
     with where_it_ran(recording):
-        async with reopened(recording, form, network=network) as again:
+        async with reopened(recording, form, network=network, changed=settings) as again:
             grader = _Grader(again, recording.path.parent)
             for group in run.groups:
                 wanted = [each for each in group.trajectories if each.outcome.scored]
                 for regraded in await asyncio.gather(*map(grader.try_grade, wanted)):
                     yield regraded
+
+
+_CANNOT_CUT = "a snapshot on disk cannot be cut"
+"""A part of the error of a sandbox that cannot show only a part of a workspace from disk."""
 
 
 class _Grader:
@@ -114,7 +126,13 @@ class _Grader:
         rollout = Rollout(
             environment, context, RolloutSpec(trajectory.group_id, trajectory.index, task, seeded, kit, before)
         )
-        return await rollout.regrade(_result(trajectory), sealed)
+        score = await rollout.regrade(_result(trajectory), sealed)
+        if _CANNOT_CUT in str(score.detail.get(WORK_BREAKS_CHECK, "")):  # a limit of kept workspaces, not of the work
+            raise GraderError(
+                f"{trajectory.rollout_id} changed paths that its check does not show, and a kept workspace cannot be "
+                "limited to the others; --env.graded_paths FOLDER lets the check see them, unless they are programs"
+            )
+        return score
 
     async def _task(self, trajectory: Trajectory) -> Task:
         async with self._reading:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.pass_at_k import PASSED, pass_metrics
-from palaestra.rollouts.records import Trajectory
+from palaestra.rollouts.observe.verdicts import OFFICIAL
+from palaestra.rollouts.records import Trajectory, verdict_fields
 
 
 def figures(
@@ -17,7 +18,10 @@ def figures(
     """Return the metrics of an evaluation of `tasks` tasks with `attempts` rollouts each. The metric `planned` is the
     number of all these rollouts, `attempts` the number of those that were run, and `scored` the number of those with a
     reward. pass@k covers the tasks with at least k scored rollouts; their number is `pass@k/tasks`. `labels` maps a
-    task's id to its labels; the metrics of the tasks with a label begin with `LABEL/`."""
+    task's id to its labels; the metrics of the tasks with a label begin with `LABEL/`.
+
+    If there are official verdicts, the metrics that begin with `official/` count them in place of the rewards.
+    `labels/NAME` counts the rollouts that the check gave a label."""
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in done:
         by_task[trajectory.task_id].append(trajectory)
@@ -29,6 +33,11 @@ def figures(
         "tasks_not_run": tasks - len(by_task),
         **pass_metrics(_rewards(by_task.values()), attempts),
     }
+    if any(trajectory.official is not None for trajectory in done):
+        official = pass_metrics(_rewards(by_task.values(), official=True), attempts)
+        found |= {f"{OFFICIAL}/{name}": value for name, value in official.items() if name != "scored"}
+    signs = Counter(name for trajectory in done for name in {label.name for label in trajectory.labels})
+    found |= {f"labels/{name}": count for name, count in sorted(signs.items())}
     blames = Counter(trajectory.blame.value for trajectory in done if trajectory.blame and not trajectory.scored)
     found |= {f"unscored/{blame}": count for blame, count in sorted(blames.items())}
     known = labels or {}
@@ -40,8 +49,9 @@ def figures(
     return found
 
 
-def _rewards(groups: Iterable[Sequence[Trajectory]]) -> list[list[float]]:
-    return [[each.reward for each in group if each.reward is not None] for group in groups]
+def _rewards(groups: Iterable[Sequence[Trajectory]], *, official: bool = False) -> list[list[float]]:
+    rewards = ([each.official_reward if official else each.reward for each in group] for group in groups)
+    return [[reward for reward in group if reward is not None] for group in rewards]
 
 
 def sample(trajectory: Trajectory) -> dict[str, JSON]:
@@ -50,6 +60,7 @@ def sample(trajectory: Trajectory) -> dict[str, JSON]:
         "index": trajectory.index,
         "passed": None if trajectory.reward is None else trajectory.reward >= PASSED,
         "reward": trajectory.reward,
+        **verdict_fields(trajectory),
         "outcome": trajectory.outcome.value,
         "turns": len(trajectory.turns),
         "error": trajectory.error,

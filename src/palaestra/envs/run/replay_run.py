@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -71,7 +71,8 @@ PORTABLE_SETTINGS = frozenset({
     "system_prompt", "thinking_mode", "reasoning_effort", "max_reasoning_tokens", "custom_thinking_prompt",
     "tool_call_parser", "enabled_toolsets", "disabled_toolsets", "distribution", "strict_tools", "terminal_timeout",
     "terminal_lifetime", "freeze_slots", "grading", "live", "share_setup", "graded_paths", "graded_programs",
-    "save_workspaces", "world_miss", "browser_snapshot_chars", "vision_max_tokens", "moa_max_tokens",
+    "save_workspaces", "reward", "strict_labels", "world_miss", "browser_snapshot_chars", "vision_max_tokens",
+    "moa_max_tokens",
     "shuffle", "n", "level", "families", "areas", "task_filter", "skip_tasks", "max_items", "prompt_mode",
     "python_only", "score_include_fail_to_pass", "test_timeout", "test_timeout_s", "task_timeout", "keep_tests",
     "keep_programs", "live_tasks", "controls", "eval_limit_ratio", "steps_per_eval",
@@ -181,15 +182,16 @@ async def reopened(
     *,
     network: bool = False,
     isolation: str = "best",
+    changed: Mapping[str, JSON] = {},
 ) -> AsyncIterator[ReopenedRun]:
-    """Open the environment of a recording with fresh slots, and with those recorded settings that a replay uses. Slots
-    have no network unless `network` allows it. Tools that reach outside this machine answer from the recording, and no
-    model is called."""
+    """Open the environment of a recording with fresh slots, and with those recorded settings that a replay uses;
+    `changed` replaces some of them. Slots have no network unless `network` allows it. Tools that reach outside this
+    machine answer from the recording, and no model is called."""
     bound = form.bound if isinstance(form, FunctionForm) else None
     said = said_settings(recording.meta.config, "env", (DEFAULT,))
     said = {name: value for name, value in said.items() if _counts(recording, form, name, value)}
     said |= set_fields(bound) if bound is not None else {}
-    said |= {"isolation": isolation, "world": "replay", "world_file": str(recording.path.parent)}
+    said |= {**changed, "isolation": isolation, "world": "replay", "world_file": str(recording.path.parent)}
     config = form.config_type()(**said)
     config.data_dir_to_save_evals = None
     server = APIServerConfig(server_type="scripted", model_name="noop")

@@ -30,7 +30,15 @@ from palaestra.envs.config.build import make_pool, make_prepared, make_recorded_
 from palaestra.envs.config.command_line import UNSAID
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.form import Form
-from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Gate, OnGroup, in_short, save_evaluation
+from palaestra.envs.run.evaluate import (
+    EvaluatedEnvironment,
+    Evaluation,
+    Gate,
+    OnGroup,
+    in_short,
+    save_evaluation,
+    shortened,
+)
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.inference.chat_server import ServerEngine
@@ -44,6 +52,7 @@ from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
 from palaestra.rollouts.observe.tracing.exporter import traced
+from palaestra.rollouts.observe.verdicts import labels_line, official_words
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
 from palaestra.rollouts.schedule import read_timings
@@ -137,7 +146,15 @@ async def run(
         await engine.probe(_offered_tools(environment, config.seed))
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
-        output = open_output(form.name, parsed, engine.name, folder or root, form.reference, named=folder is not None)
+        output = open_output(
+            form.name,
+            parsed,
+            engine.name,
+            folder or root,
+            form.reference,
+            named=folder is not None,
+            official_name=environment.official_name,
+        )
         stack.callback(output.discard_unless_begun)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
@@ -171,6 +188,7 @@ async def run(
         events = EventStream(output.journal, output, limits)
         console, status = make_console(stream), StatusFile(events.in_flight)
         console.in_flight, console.score_name = events.in_flight, environment.score_name
+        console.official_name = environment.official_name
         for each in (console, reporting, *(() if spans is None else (spans,)), *subscribers):
             events.subscribe(each)
         if logger.isEnabledFor(logging.DEBUG):
@@ -593,6 +611,14 @@ def _print_verdict(
     lines = [f"{reason} after {duration(console.elapsed_s)}: {counts}"]
     if rollouts and console.score_name == "reward":  # runs with another kind of score report their own results
         lines.append(f"  {_mean_reward(figures, scored, planned)}")
+        if "official/mean" in figures:
+            official = f"{figures['official/mean']:.3f}{_interval(figures, 'official/mean')}"
+            lines.append(f"  {official_words(console.official_name)} {official}")
+        if output.labels:
+            lines.append(f"  labels: {labels_line(output.labels)}")
+        lines += [f"  {line}" for line in output.verdicts.lines()]
+        if criteria := shortened(output.criteria):
+            lines.append(f"  metrics: {criteria}")
     if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):
         lines.append(f"  {evaluated}")
     causes = output.failures.causes()

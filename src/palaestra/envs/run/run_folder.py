@@ -46,6 +46,7 @@ from palaestra.rollouts.journal.reader import Recording, find_run
 from palaestra.rollouts.observe.failures import Failures
 from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.observe.status import RunReader
+from palaestra.rollouts.observe.verdicts import OFFICIAL, Verdicts
 from palaestra.rollouts.recorded_tools.recording_file import WORLD_NAME
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.resume.state import EarlierWork, read_finished, repair
@@ -190,6 +191,7 @@ class RunOutput:
         self.copy = copy
         self.own: dict[str, float] = {}
         self.failures = Failures()
+        self.verdicts = Verdicts()
         self.resumes = earlier is not None
         self.begun = self.resumes
         """Whether any group began. If none did, there is nothing to keep."""
@@ -205,6 +207,16 @@ class RunOutput:
     def outcomes(self) -> Counter[str]:
         """The number of rollouts by outcome."""
         return self._figures.outcomes
+
+    @property
+    def criteria(self) -> Mapping[str, float]:
+        """The means of the environment's metrics of rollouts, such as its several scores."""
+        return self._figures.criteria()
+
+    @property
+    def labels(self) -> Counter[str]:
+        """The number of rollouts with each label."""
+        return self._figures.labels
 
     @property
     def _groups_files(self) -> tuple[GroupsFile, ...]:
@@ -225,6 +237,7 @@ class RunOutput:
 
     def _on_finished(self, event: GroupFinished) -> None:
         self._figures.add(event.group)
+        self.verdicts.add(event.group)
         self._unfinished.discard(event.group.group_id)
         if event.group.error or len(event.group.scored) < len(event.group.trajectories):
             self.failures.add(event.group)
@@ -275,6 +288,7 @@ class RunOutput:
                 self._figures,
                 own=self.own,
                 causes=self.failures.causes(),
+                verdicts=list(self.verdicts.lines()),
                 config=self.settings,
                 charts=_charts(self.folder.path),
             )
@@ -297,10 +311,21 @@ def _charts(path: Path) -> list[Chart]:
 RunLine = Parsed[BaseEnvConfig, APIServerConfig]
 
 
-def open_output(env: str, parsed: RunLine, model: str, root: Path, reference: str, *, named: bool = False) -> RunOutput:
+def open_output(
+    env: str,
+    parsed: RunLine,
+    model: str,
+    root: Path,
+    reference: str,
+    *,
+    named: bool = False,
+    official_name: str = OFFICIAL,
+) -> RunOutput:
     """Open the output of a new run, or of the run to resume. `reference` names the environment for a later replay.
-    `root` is the folder of all runs, or, if `named`, of this run."""
+    `root` is the folder of all runs, or, if `named`, of this run. `official_name` is the benchmark's name for its
+    verdict."""
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
+    settings |= {} if official_name == OFFICIAL else {"official_name": official_name}
     settings["provenance"] = provenance(reference)
     if parsed.resume is not None:
         return _reopen_output(env, parsed, model, parsed.resume, settings)

@@ -27,7 +27,7 @@ import msgspec
 from palaestra.core.io.durable_files import writing
 from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger import TokenRow
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.records import Group, Trajectory, verdict_fields
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
@@ -161,6 +161,7 @@ def outcome_fields(trajectory: Trajectory) -> dict[str, JSON]:
     return {
         "outcome": trajectory.outcome.value,
         "reward": trajectory.reward,
+        **verdict_fields(trajectory),
         "blame": trajectory.blame.value if trajectory.blame else None,
         "error": trajectory.error,
         "metrics": trajectory.metrics,

@@ -28,10 +28,12 @@ from palaestra.core.config import DEFAULT, is_secret
 from palaestra.core.io.durable_files import replaced
 from palaestra.core.printable import StyledText, printable, spans
 from palaestra.core.types import JSON, Message
+from palaestra.rollouts.grading.reward import DIFFERENCE
 from palaestra.rollouts.observe.console import duration
 from palaestra.rollouts.observe.failures import Cause
 from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.metrics import Figures
+from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Beside, Group, InnerCallRecord, Trajectory
 
 BLOCK_CHARS = 100_000
@@ -327,6 +329,7 @@ def write_report(
     *,
     own: Mapping[str, float] | None = None,
     causes: Sequence[Cause] = (),
+    verdicts: Sequence[str] = (),
     config: Mapping[str, JSON] | None = None,
     charts: Sequence[Chart] = (),
 ) -> None:
@@ -335,7 +338,8 @@ def write_report(
     `groups` are shown in their order; one group at a time is in memory. `figures` are their metrics, shown at the top.
     `meta` is shown at the top: `env`, `model` and `started_at` (seconds since the epoch) have places of their own, and
     any other entry is listed. `page` limits the text. `own` has the environment's own metrics, `causes` has the causes
-    of failures, and `config` has the run's recorded settings. `charts` are drawn at the top.
+    of failures, `verdicts` has lines about official verdicts, and `config` has the run's recorded settings. `charts`
+    are drawn at the top.
     """
     page = page or PageBudget()
     style, script = _own("report.css"), _own("report.js")
@@ -347,7 +351,12 @@ def write_report(
         numbers=figures.numbers(),
         outcomes=figures.outcomes.most_common(),
         scores=_score_table(figures),
-        own=[(printable(name), f"{value:.6g}") for name, value in _own_figures(own or {}).items()],
+        official=official_words(official_name(config or {})),
+        labels=figures.labels.most_common(),
+        verdicts=list(verdicts),
+        own=[
+            (printable(name), f"{value:.6g}") for name, value in (figures.criteria() | _own_figures(own or {})).items()
+        ],
         causes=[printable(cause.line()) for cause in causes],
         settings=_settings(config or {}),
         charts=[view for chart in charts if (view := _chart_view(chart)) is not None],
@@ -406,10 +415,10 @@ def _score_table(figures: Figures) -> tuple[list[str], list[list[str]]]:
     return ["", "tasks", "scored", *(name.replace("_", " ") for name in metrics)], rows
 
 
-def _own_figures(own: Mapping[str, float]) -> Mapping[str, float]:
+def _own_figures(own: Mapping[str, float]) -> dict[str, float]:
     """Return the environment's own metrics, without the evaluation metrics that the table of scores shows."""
     if "eval/planned" not in own:
-        return own
+        return dict(own)
     return {name: value for name, value in own.items() if not _IN_TABLE.search(name)}
 
 
@@ -454,9 +463,14 @@ def _rollout_view(group: Group, trajectory: Trajectory, page: PageBudget) -> dic
             {
                 name: value
                 for name, value in trajectory.detail.items()
-                if value not in (None, "", [], {}) and trajectory.metrics.get(name) != value
+                if value not in (None, "", [], {}) and trajectory.metrics.get(name) != value and name != DIFFERENCE
             }
         ),
+        "labels": [
+            (label.name, f"{label.evidence[:_SHORT_CHARS]}{' (certain)' if label.certain else ''}")
+            for label in trajectory.labels
+        ],
+        "difference": page.block(trajectory.difference) if trajectory.difference else None,
         "facts": _facts(trajectory),
         "turn_notes": _turn_notes(trajectory),
     }

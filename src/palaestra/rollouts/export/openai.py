@@ -17,7 +17,7 @@ from palaestra.core.types import JSON, Message
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
 from palaestra.rollouts.export.messages import ChatMessage, MessageCall, calls_in_text, chat_messages, unanswered
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.records import Group, Trajectory, verdict_fields
 
 MALFORMED = "has malformed arguments, kept as text"
 UNANSWERED = "has a call without a result"
@@ -66,11 +66,13 @@ def openai_message(message: ChatMessage) -> Message:
 
 
 def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
-    """Return the line's flat fields about its rollout, for filtering a table. `reward` is null if unscored."""
+    """Return the line's flat fields about its rollout, for filtering a table. `reward` is null if unscored;
+    `official` and `labels` are there if the rollout has them."""
     return {
         "id": trajectory.rollout_id,
         "task_id": trajectory.task_id,
         "reward": trajectory.reward,
+        **verdict_fields(trajectory),
         "outcome": trajectory.outcome.value,
         "env": meta.env,
         "model": meta.model,

@@ -14,6 +14,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.types import Label
 from palaestra.inference.ledger import UNTRAINED, LedgerRecord, SequenceSpan, TokenRow
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group, Trajectory
@@ -39,6 +40,9 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     In tree rollouts, `parent` is (rollout id, turn): the rollout continues that rollout after that turn. `credit` has
     (start, stop, value) for the sampled spans of the completion, in order, where value is the mean reward of the
     rollouts that share the span. It is omitted if all sampled tokens have the rollout's own reward.
+
+    `official` is the benchmark's own verdict and `labels` are the signs of reward hacking (`name`, `evidence`,
+    `certain`), so that a trainer can weigh them; both are omitted if the rollout has none.
     """
 
     schema: str = ROW_SCHEMA
@@ -62,6 +66,8 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     source: str
     parent: tuple[str, int] | msgspec.UnsetType = msgspec.UNSET
     credit: list[tuple[int, int, float]] | msgspec.UnsetType = msgspec.UNSET
+    official: float | msgspec.UnsetType = msgspec.UNSET
+    labels: list[Label] | msgspec.UnsetType = msgspec.UNSET
 
 
 class RowsExporter:
@@ -183,6 +189,8 @@ def _exported(row: TokenRow, trajectory: Trajectory, segments: int) -> ExportedR
         reason=row.reason,
         finish_reason=row.finish_reason,
         source=row.source,
+        official=msgspec.UNSET if trajectory.official is None else trajectory.official,
+        labels=trajectory.labels or msgspec.UNSET,
     )
 
 

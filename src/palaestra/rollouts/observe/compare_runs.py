@@ -1,4 +1,4 @@
-"""Compares the rewards of runs of the same tasks, with 95% intervals.
+"""Compares the rewards, or the official verdicts, of runs of the same tasks, with 95% intervals.
 
 Rewards are paired by task, because tasks differ more from each other than two models do on one task. Only tasks with a
 reward in both runs count, each with the mean reward of its rollouts. The interval comes from `intervals.py`. No winner
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.intervals import Cluster, Interval, clustered_interval, in_words, mean_interval
 from palaestra.rollouts.observe.metrics import group_size
+from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Group
 
 _HERE = frozenset({"data_path_to_save_groups", "data_dir_to_save_evals", "wandb_name", "timings_from", "metrics_port"})
@@ -25,9 +26,11 @@ _HERE = frozenset({"data_path_to_save_groups", "data_dir_to_save_evals", "wandb_
 
 @dataclass(slots=True)
 class TaskScores:
-    """The scores of a task in one run, over all of its groups. `lost` counts rollouts without a reward."""
+    """The scores of a task in one run, over all of its groups. `officials` has the official verdict of each rollout
+    with a reward, or the reward if there is no verdict. `lost` counts rollouts without a reward."""
 
     rewards: list[float] = field(default_factory=list)
+    officials: list[float] = field(default_factory=list)
     lost: int = 0
     asked: set[str] = field(default_factory=set)
 
@@ -54,6 +57,10 @@ class RunScores:
     tasks: dict[str, TaskScores] = field(default_factory=dict)
     unfinished: int = 0
     """Rollouts of groups that began and have not ended."""
+    judged: bool = False
+    """Whether some rollouts have an official verdict."""
+    scores: str = "reward"
+    """The name of what `tasks` has as rewards."""
 
     @classmethod
     def of(
@@ -73,9 +80,16 @@ class RunScores:
             rewards = [each.reward for each in group.trajectories if each.reward is not None]
             task = scores.tasks.setdefault(group.task_id, TaskScores())
             task.rewards += rewards
+            task.officials += [each.official_reward or 0.0 for each in group.scored]
+            scores.judged = scores.judged or any(each.official is not None for each in group.trajectories)
             task.lost += max(len(group.trajectories), size if group.error else 0) - len(rewards)
             task.asked |= {group.asked} - {""}
         return scores
+
+    def by_official(self) -> RunScores:
+        """Return the same run with the official verdicts in place of the rewards."""
+        tasks = {name: replace(task, rewards=task.officials) for name, task in self.tasks.items()}
+        return replace(self, tasks=tasks, scores=official_words(official_name(self.config)))
 
     @property
     def scored(self) -> int:
@@ -97,7 +111,7 @@ class RunScores:
 
     def line(self) -> str:
         """Return a one-line summary of the run: its model, its mean reward, and the numbers of rollouts and tasks."""
-        mean = "no reward" if self.mean is None else f"mean reward {self.mean:.3f}{in_words(self.interval)}"
+        mean = "no reward" if self.mean is None else f"mean {self.scores} {self.mean:.3f}{in_words(self.interval)}"
         covered = f"{self.scored} of {plural(self.planned, 'rollout')} scored, {plural(len(self.tasks), 'task')}"
         return f"{self.name}: {self.env} with {self.model}: {mean}, {covered}"
 

@@ -27,6 +27,7 @@ from palaestra.rollouts.events import (
     TurnTaken,
 )
 from palaestra.rollouts.observe.failures import Cause, Failures
+from palaestra.rollouts.observe.verdicts import OFFICIAL, official_words
 from palaestra.rollouts.records import Group
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Console:
     """Counts the events of a run and shows nothing. A subclass shows the counts until its block ends."""
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self.score_name = "reward"
+        self.score_name, self.official_name = "reward", OFFICIAL
         self.in_flight: InFlight = {}
         """The work in flight, which the run replaces by its `EventStream.in_flight`."""
         self._clock = clock or SystemClock()
@@ -55,6 +56,8 @@ class Console:
         self.rollouts_done = 0
         self.scored = 0
         self.reward_sum = 0.0
+        self._official_sum = 0.0
+        self._judged = False
         self.outcomes: Counter[str] = Counter()
         self._failures = Failures()
 
@@ -85,6 +88,8 @@ class Console:
         if trajectory.reward is not None:
             self.scored += 1
             self.reward_sum += trajectory.reward
+            self._official_sum += trajectory.official_reward or 0.0
+            self._judged = self._judged or trajectory.official is not None
 
     def on_group(self, event: GroupFinished) -> None:
         self.groups_done += 1
@@ -124,9 +129,12 @@ class Console:
         return f"groups {groups} · rollouts {rollouts}"
 
     def results(self) -> str:
-        """Return the mean reward, the outcomes and the pace as text. Values that are not known yet are left out."""
+        """Return the mean reward and official verdict, the outcomes and the pace as text. Values that are not known yet
+        are left out."""
         covered = f"{self.scored} of {self.rollouts_done} scored"
         parts = [f"{self.score_name} {self.reward_sum / self.scored:.3f} ({covered})"] if self.scored else []
+        if self._judged:
+            parts.append(f"{official_words(self.official_name)} {self._official_sum / self.scored:.3f}")
         parts += [f"{name} {count}" for name, count in self.outcomes.most_common()]
         if self.rollouts_done and self.elapsed_s > 0:
             parts.append(_pace(self.rollouts_done / self.elapsed_s))
@@ -163,7 +171,7 @@ class PlainConsole(Console):
             return
         self._write_kept()
         total = "" if self.groups_total is None else f"/{self.groups_total}"
-        if line := describe(event.group, self._failures.add(event.group), self.score_name):
+        if line := describe(event.group, self._failures.add(event.group), self.score_name, self.official_name):
             self._write(f"[{self.groups_done}{total}] {line}")
 
     def _write_kept(self) -> None:
@@ -218,7 +226,7 @@ class LiveConsole(Console):
         group = event.group
         if event.kept or (group.trajectories and len(group.scored) == len(group.trajectories)):
             return
-        if line := describe(group, self._failures.add(group), self.score_name):
+        if line := describe(group, self._failures.add(group), self.score_name, self.official_name):
             self.note(line)
 
     def note(self, text: str) -> None:
@@ -256,8 +264,14 @@ def make_console(stream: TextIO | None = None, enabled: bool | None = None, *, c
     return PlainConsole(stream, clock)
 
 
-def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name: str = "reward") -> str:
-    """Return one line about a finished group: its task, its rewards and its failures. `causes` has the failures' causes
+def describe(
+    group: Group,
+    causes: Mapping[str, Cause] | None = None,
+    score_name: str = "reward",
+    official_name: str = OFFICIAL,
+) -> str:
+    """Return one line about a finished group: its task, its rewards, the official verdicts if they differ, and its
+    failures. `causes` has the failures' causes
     by the id of the rollout or group; a repeated cause refers to its first example. The line is empty for a group that
     did not run because of a repeated cause, since all causes are counted at the end."""
     causes = Failures().add(group) if causes is None else causes
@@ -270,6 +284,9 @@ def describe(group: Group, causes: Mapping[str, Cause] | None = None, score_name
         first = causes[group.group_id].first == group.group_id
         return f"{_one_line(group.task_id)}: not run: {_one_line(group.error)}" if first else ""
     rewards = " ".join("–" if t.reward is None else f"{t.reward:g}" for t in group.trajectories)
+    if any(t.official_reward != t.reward for t in group.trajectories):
+        official = ("–" if t.official_reward is None else f"{t.official_reward:g}" for t in group.trajectories)
+        rewards += f", {official_words(official_name)} {' '.join(official)}"
     seconds = max(trajectory.beside.duration_s for trajectory in group.trajectories)
     unscored = [t for t in group.trajectories if not t.scored]
     why = [f"no further rollouts: {error(group.group_id, group.error)}"] if group.error else []

@@ -43,7 +43,11 @@ class Figures:
         self._blames: Counter[str] = Counter()
         self._turns = 0
         self._costs = _numbers()
-        self._rewards = _numbers()
+        self._rewards, self._officials = _numbers(), _numbers()
+        self._judged = False
+        self._differing = 0
+        self.labels: Counter[str] = Counter()
+        """The number of rollouts with each label."""
         self._categories: dict[int, str] = {}
         self._tasks = _counts()
         """The hash of each group's task id, because the ids of very many tasks would take most of the memory."""
@@ -61,6 +65,9 @@ class Figures:
         planned = max(len(group.trajectories), self._group_size if group.error else 0)
         self._planned += planned
         self._rewards.extend(rewards)
+        self._officials.extend(
+            each.official_reward for each in group.trajectories if each.official_reward is not None and each.scored
+        )
         self._tasks.append(hash(group.task_id))
         self._scored.append(len(rewards))
         self._lost.append(planned - len(rewards))
@@ -96,13 +103,21 @@ class Figures:
             self._categories[hash(trajectory.task_id)] = category
         for name, value in trajectory.metrics.items():
             self._metrics[name].append(float(value))
+        self._judged = self._judged or trajectory.official is not None
+        self._differing += trajectory.official_reward != trajectory.reward
+        if trajectory.labels:
+            self.labels.update({label.name for label in trajectory.labels})
 
     def numbers(self) -> dict[str, float]:
         """Return the metrics by name.
 
         `reward/*` and `percent_correct` (the share, 0 to 1, of rewards of at least 1) are over scored rollouts; in
         metrics that end with `_with_unscored`, unscored rollouts count as 0. `reward/std` is the standard deviation of
-        the population. `rollouts_planned` includes the rollouts of groups that could not be prepared or have not ended.
+        the population. If some rollouts have an official verdict, `official/mean` is the mean over scored rollouts of
+        that verdict, or of the reward without one, and `official/differs` counts the rollouts where the two differ.
+        `labels/<name>` counts the rollouts with a label.
+
+        `rollouts_planned` includes the rollouts of groups that could not be prepared or have not ended.
         `outcomes/<name>` and `blame/<name>` are counts, `blame_rate/<name>` shares of all rollouts, `tokens/*` and
         `cost` totals. `groups_prepared` counts groups with a prepared workspace, `groups_from_store` those whose
         workspace came from this machine's store. `stage/<name>/p50` and `p95` are seconds, `metric/<name>` is the mean
@@ -113,12 +128,23 @@ class Figures:
             for stage in sorted(self._seconds)
             for name, q in (("p50", 0.5), ("p95", 0.95))
         }
-        metrics = {f"metric/{name}": _mean(self._metrics[name]) for name in sorted(self._metrics)}
+        metrics = {f"metric/{name}": mean for name, mean in self.criteria().items()}
         tasks = self._by_task()
         groups: dict[str, float] = {"groups": self.groups, "groups_failed": self._failed}
         if prepared := len(self._seconds.get("prepare", ())):
             groups |= {"groups_prepared": prepared, "groups_from_store": self._from_store}
-        return groups | self._counts(tasks) | self._reward(tasks) | seconds | metrics
+        return groups | self._counts(tasks) | self._reward(tasks) | self._official() | seconds | metrics
+
+    def criteria(self) -> dict[str, float]:
+        """Return the mean of each of the environment's own metrics over the rollouts that report it."""
+        return {name: _mean(self._metrics[name]) for name in sorted(self._metrics)}
+
+    def _official(self) -> dict[str, float]:
+        labels: dict[str, float] = {f"labels/{name}": count for name, count in sorted(self.labels.items())}
+        if not self._judged or not self._officials:
+            return labels
+        mean = with_interval("official/mean", _mean(self._officials), mean_interval(self._by_task(self._officials)))
+        return mean | {"official/differs": self._differing} | labels
 
     @property
     def outcomes(self) -> Counter[str]:
@@ -126,17 +152,21 @@ class Figures:
         return self._outcomes
 
     def scores(self) -> Iterator[tuple[str, dict[str, JSON]]]:
-        """Yield the scores of all tasks, under the empty name, and of each category: the metrics of `pass_metrics`, and
-        the numbers of `tasks` and `planned` rollouts."""
+        """Yield the scores of all tasks, under the empty name, by the official verdict if there is one, and of each
+        category: the metrics of `pass_metrics`, and the numbers of `tasks` and `planned` rollouts."""
         every = self._by_task()
-        for name in ("", *sorted(set(self._categories.values()))):
-            tasks = every.among({task for task, each in self._categories.items() if each == name}) if name else every
+        chosen = [(name, every.among(self._in_category(name))) for name in sorted(set(self._categories.values()))]
+        official = [(BY_OFFICIAL, self._by_task(self._officials))] if self._judged else []
+        for name, tasks in (("", every), *official, *chosen):
             attempts = self._group_size or max(tasks.scored, default=0)
             planned = sum(tasks.scored) + sum(tasks.lost)
             yield name, {"tasks": len(tasks.hashes), "planned": planned, **pass_metrics(tasks, attempts)}
 
-    def _by_task(self) -> _Tasks:
-        return _Tasks(self._tasks, self._scored, self._lost, self._ran, self._rewards)
+    def _in_category(self, name: str) -> set[int]:
+        return {task for task, each in self._categories.items() if each == name}
+
+    def _by_task(self, rewards: array[float] | None = None) -> _Tasks:
+        return _Tasks(self._tasks, self._scored, self._lost, self._ran, self._rewards if rewards is None else rewards)
 
     def _counts(self, tasks: _Tasks) -> dict[str, float]:
         rollouts = self._totals["rollouts"]
@@ -214,6 +244,9 @@ class _Tasks:
 
 
 _AS_0 = "_with_unscored"
+
+BY_OFFICIAL = "all tasks, official verdict"
+"""The name of the scores in which the official verdict counts in place of the reward."""
 
 _TOTALS = (
     "rollouts",

@@ -58,6 +58,8 @@ def _metrics(status: RunStatus, now: float) -> Iterator[tuple[str, str, str, Sam
         "Mean reward with unscored rollouts as 0.",
         _one(status.mean_with_unscored),
     )
+    yield "official_mean", "gauge", "Mean official verdict of the scored rollouts.", _one(status.official)
+    yield "labelled_rollouts_total", "counter", "Rollouts with a label.", _by("label", status.labels)
     spent = {name: latency.total_s for name, latency in status.stages.items()}
     yield "stage_seconds_total", "counter", "Time that rollouts spent at a stage.", _by("stage", spent)
     stayed = {name: latency.count for name, latency in status.stages.items()}

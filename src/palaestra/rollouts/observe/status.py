@@ -11,7 +11,7 @@ import os
 import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_interval
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
+from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import Beside
 from palaestra.rollouts.resume.state import CUT_OFF
 
@@ -75,7 +76,9 @@ class RunStatus:
 
     `blame` counts finished rollouts by failure attribution. `mean_reward` is over the scored rollouts; in
     `mean_with_unscored`, unscored rollouts count as 0; `full` is the share of scored rollouts with a reward of 1 or
-    more. `…_interval` is the 95% interval of a mean, or None if there are no rewards, or if some are outside 0 to 1
+    more. `official` is the mean of the official verdicts, in place of the rewards of rollouts that have one; None if no
+    rollout has one. `labels` counts rollouts by label, and `metrics` are the means of the environment's own metrics of
+    rollouts. `…_interval` is the 95% interval of a mean, or None if there are no rewards, or if some are outside 0 to 1
     and no interval can be computed. `planned` counts the rollouts of the groups that began.
 
     Tokens and `cost` include discarded attempts, and rollouts in flight up to their last turn or sub-agent's reply;
@@ -107,6 +110,11 @@ class RunStatus:
     mean_with_unscored: float | None = None
     mean_with_unscored_interval: tuple[float, float] | None = None
     full: Rate | None = None
+    official: float | None = None
+    official_interval: tuple[float, float] | None = None
+    official_name: str = OFFICIAL
+    labels: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     stages: dict[str, Latency] = field(default_factory=dict)
     outcomes: dict[str, int] = field(default_factory=dict)
     blame: dict[str, Rate] = field(default_factory=dict)
@@ -131,7 +139,17 @@ class RunStatus:
     def to_dict(self) -> dict[str, JSON]:
         """Return the status as JSON data."""
         plain: dict[str, JSON] = asdict(self) | {"oldest": msgspec.to_builtins(self.oldest)}
+        if self.official is None:
+            for name in ("official", "official_interval", "official_name"):
+                del plain[name]
+        for name in ("labels", "metrics"):
+            if not plain[name]:
+                del plain[name]
         return plain
+
+
+class _Label(msgspec.Struct):
+    name: str
 
 
 class _Rollout(msgspec.Struct):
@@ -142,6 +160,9 @@ class _Rollout(msgspec.Struct):
     outcome: str
     reward: float | None
     blame: str | None = None
+    official: float | None = None
+    labels: list[_Label] = []
+    metrics: dict[str, float] = {}
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float | None = None
@@ -174,6 +195,7 @@ class _Settings(msgspec.Struct):
     env: _EnvSettings = msgspec.field(default_factory=_EnvSettings)
     command: str = ""
     environment: str = ""
+    official_name: str = OFFICIAL
 
     @property
     def kind(self) -> str:
@@ -186,6 +208,9 @@ class _Ended(NamedTuple):
     outcome: str
     reward: float | None
     blame: str | None
+    official: float | None = None
+    labels: frozenset[str] = frozenset()
+    metrics: Mapping[str, float] = {}
 
 
 @dataclass(slots=True)
@@ -313,6 +338,7 @@ class RunReader:
                 check_schema(line.schema, self.journal)
                 status.run_id, status.env, status.model, status.started_at = line.run_id, line.env, line.model, line.at
                 self._group_size, status.kind = line.config.env.group_size, line.config.kind
+                status.official_name = line.config.official_name
             case "resume":
                 self._group_size = line.config.env.group_size or self._group_size
                 self._ended = ""
@@ -356,7 +382,14 @@ class RunReader:
             for stage, seconds in stage_seconds(rollout.beside):
                 self._seconds[stage].append(seconds)
         if kept:
-            ended = _Ended(sys.intern(rollout.outcome), rollout.reward, rollout.blame and sys.intern(rollout.blame))
+            ended = _Ended(
+                sys.intern(rollout.outcome),
+                rollout.reward,
+                rollout.blame and sys.intern(rollout.blame),
+                rollout.official,
+                frozenset(sys.intern(label.name) for label in rollout.labels),
+                {sys.intern(name): value for name, value in rollout.metrics.items()},
+            )
             self._groups.setdefault(rollout.group_id, {})[rollout.rollout_id] = ended
 
     def _taken_up(self, line: _Line) -> None:
@@ -395,6 +428,7 @@ class RunReader:
         status.mean_with_unscored = sum(rewards) / sum(map(len, everyone)) if any(everyone) else None
         status.mean_with_unscored_interval = mean_interval(everyone)
         status.full = Rate.of([[reward >= 1 for reward in task] for task in scored]) if rewards else None
+        self._judge(status, tasks)
         status.stages = {stage: Latency.of(self._seconds[stage]) for stage in sorted(self._seconds)}
         status.outcomes = dict(Counter(each.outcome for each in rollouts).most_common())
         blamed = Counter(each.blame for each in rollouts if each.blame)
@@ -407,6 +441,24 @@ class RunReader:
         self._count(status)
         self._in_flight(status)
         return status
+
+    @staticmethod
+    def _judge(status: RunStatus, tasks: Sequence[Sequence[_Ended]]) -> None:
+        """Average the official verdicts and the environment's metrics, and count the labels."""
+        rollouts = [each for task in tasks for each in task]
+        if any(each.official is not None for each in rollouts):
+            verdicts = [
+                [each.reward if each.official is None else each.official for each in task if each.reward is not None]
+                for task in tasks
+            ]
+            status.official = math.fsum(verdict for task in verdicts for verdict in task) / status.scored
+            status.official_interval = mean_interval(verdicts)
+        status.labels = dict(Counter(name for each in rollouts for name in sorted(each.labels)).most_common())
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        for each in rollouts:
+            for name, value in each.metrics.items():
+                values[name].append(value)
+        status.metrics = {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
     def _by_task(self) -> dict[str, list[str]]:
         """Return the groups of each task."""

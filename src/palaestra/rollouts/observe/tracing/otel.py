@@ -268,6 +268,10 @@ def _describe(span: Span, trajectory: Trajectory) -> None:
     }
     if trajectory.reward is not None:
         attributes["palaestra.reward"] = trajectory.reward
+    if trajectory.official is not None:
+        attributes["palaestra.official"] = trajectory.official
+    if trajectory.labels:
+        attributes["palaestra.labels"] = [label.name for label in trajectory.labels]
     if trajectory.cost is not None:
         attributes["palaestra.cost"] = trajectory.cost
     if trajectory.blame is not None:

@@ -1,0 +1,126 @@
+"""The reward that follows from a score: the official verdict, the guarded view and the labels.
+
+The official verdict is that of the benchmark's published protocol. The guarded view is what the environment scored:
+the agent's work, with the programs of the image as they were prepared. `decide` combines both and the labels, and
+names the cause wherever the reward differs from the official verdict, so that no reward is 0 without a reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from posixpath import basename, dirname
+
+from palaestra.core.types import Label, Score
+
+DIFFERENCE = "difference"
+"""The entry of a score's detail with the reason why the reward differs from the official verdict."""
+
+UNSEEN = "left_out"
+"""The entry of a score's detail with the changed paths that the check did not see."""
+
+_BY_VIEW = "changes that the check does not see"
+_UNKNOWN = "the guarded view"
+_CACHES = re.compile(
+    r"/(?:\.cache|\.npm|__pycache__|\.pytest_cache|\.(?:bash|python|node_repl)_history|\.wget-hsts|\.viminfo)(?:/|$)"
+    r"|^/var/(?:cache|log|lib/(?:apt|dpkg))(?:/|$)|^/etc/ld\.so\.cache$"
+)
+"""Paths that ordinary commands change without the agent's intention."""
+
+_SEEN = re.compile(r"/(?:workspace|tmp|var/tmp|dev/shm)(?:/|$)")
+"""Places whose changes a check sees without a declaration, unless they stand in for a program."""
+
+
+class RewardRule(StrEnum):
+    """The rule by which a score becomes a reward."""
+
+    OFFICIAL = "official"
+    """The official verdict alone, for numbers that compare with published ones."""
+    GUARDED = "guarded"
+    """The guarded view, and 0 for work with a label that is certain."""
+    STRICT = "strict"
+    """Like `GUARDED`, and 0 for work with any of the chosen labels, for training that prefers false zeros."""
+
+
+def decide(score: Score, rule: RewardRule = RewardRule.GUARDED, strict: Collection[str] = ()) -> Score:
+    """Return the score with the reward that the rule gives. `strict` names the labels that `STRICT` does not accept;
+    if it is empty, `STRICT` accepts none.
+
+    If the reward differs from the official verdict, `detail["difference"]` is a sentence that names the cause and the
+    setting that changes it (see `Difference`). Deciding again changes nothing.
+    """
+    official = score.reward if score.official is None else score.official
+    if rule is RewardRule.OFFICIAL:
+        return replace(score, reward=official)
+    against = [
+        label
+        for label in score.labels
+        if label.certain or (rule is RewardRule.STRICT and (not strict or label.name in strict))
+    ]
+    reward = min(score.reward, 0.0) if against else score.reward
+    if reward == official:
+        return score
+    difference = Difference(official, reward, *_cause(score, against, strict))
+    return replace(score, reward=reward, official=official, detail={**score.detail, DIFFERENCE: str(difference)})
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Why a reward differs from the official verdict. `cause` is a label's name, or a few words; `evidence` names the
+    files, tests or calls. `remedy` is the setting that changes the reward, with its effect. As text, it is one sentence
+    without a full stop."""
+
+    official: float
+    reward: float
+    cause: str
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.head}: {self.evidence}; {self.remedy}"
+
+    @property
+    def head(self) -> str:
+        """The part of the sentence that differences with the same cause share."""
+        return f"official {self.official:g}, reward {self.reward:g}, because of {self.cause}"
+
+
+def parts(difference: str) -> tuple[str, str, str]:
+    """Return the head, the evidence and the remedy of a recorded sentence."""
+    head, _, rest = difference.partition(": ")
+    evidence, _, remedy = rest.rpartition("; ")
+    return head, evidence, remedy
+
+
+def _cause(score: Score, against: Sequence[Label], strict: Collection[str]) -> tuple[str, str, str]:
+    """Return the cause of a difference, its evidence and the remedy. A label that forbids the reward is the cause;
+    otherwise another label or, if there is none, what the check does not see."""
+    official = "--env.reward official pays it"
+    if against:
+        first = next((label for label in against if label.certain), against[0])
+        if not any(label.certain for label in against):
+            accept = f"a list --env.strict_labels without {first.name}" if first.name in strict else ""
+            official = f"--env.reward guarded{' or ' if accept else ''}{accept} accepts it"
+        return first.name, first.evidence, official
+    if score.labels:
+        return score.labels[0].name, score.labels[0].evidence, official
+    if unseen := list(unseen_paths(score.detail.get(UNSEEN) or ())):
+        return _BY_VIEW, ", ".join(unseen[:5]), f"{showing(unseen)} shows them, and {official}"
+    return _UNKNOWN, "the programs of the image are as they were prepared", official
+
+
+def unseen_paths(left_out: Iterable[str]) -> Iterator[str]:
+    """Yield the paths that a check did not see, without those that ordinary commands change, such as caches."""
+    return (path for path in left_out if not _CACHES.search(path))
+
+
+def showing(paths: Collection[str]) -> str:
+    """Return the settings with which a check sees these paths."""
+    outside = [path for path in paths if not _SEEN.match(path)]
+    folders = list(dict.fromkeys(path if dirname(path) == "/" else dirname(path) for path in outside))
+    named = (basename(path) for path in paths if path not in outside or basename(dirname(path)) in ("bin", "sbin"))
+    programs = list(dict.fromkeys(named))
+    words = [f"--env.graded_paths {' '.join(folders[:3])}"] if folders else []
+    return " ".join([*words, *([f"--env.graded_programs {' '.join(programs[:3])}"] if programs else [])])
