@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
@@ -31,6 +33,7 @@ from .streams import Upload
 MAX_ANSWER_BYTES = 4 << 20
 
 _GONE_EVERY_S = 0.002
+_OOM_LASTS_S = 1.0
 _MAX_ARGUMENTS_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10
 
@@ -65,7 +68,7 @@ class ServerSlot:
         self.background: BackgroundProcesses
         self._loop, self._init, self._on_ready, self._on_end = loop, new.init, on_ready, on_end
         self._channel: socket.socket
-        self._oom_kills = 0
+        self._oom_kills, self._oom_seen_s = 0, -math.inf
         self._killed = self._stopped = False  # whether this process has killed the init, which a command had stopped
         self._host_kills = _host_oom_kills()
 
@@ -101,6 +104,8 @@ class ServerSlot:
     def ran_out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process of the slot for lack of memory since the last call."""
         kills, self._oom_kills = self._oom_kills, cgroups.oom_kills(list(self.groups)) if self.groups else 0
+        if self._oom_kills > kills:
+            self._oom_seen_s = time.monotonic()
         return self._oom_kills > kills
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
@@ -183,7 +188,10 @@ class ServerSlot:
             return self._stopped
         if self._init.exposed:
             return os.WIFSIGNALED(status) and _host_oom_kills() == self._host_kills
-        return self._init.shares_memory and cgroups.oom_kills(list(self.groups)) > 0
+        if not self._init.shares_memory:
+            return False
+        # The kernel may have killed a command just before the init, and this may have been asked about already.
+        return self.ran_out_of_memory() or time.monotonic() - self._oom_seen_s < _OOM_LASTS_S
 
     def _bury(self) -> None:
         """Handle the death of the init. The slot is dead once the processes that the init has left are dead."""
