@@ -21,11 +21,12 @@ from palaestra.core.errors import IsolationUnavailable
 from palaestra.core.types import Limits, Outcome, ToolStep
 from palaestra.rollouts.records import Trajectory
 from palaestra.sandbox.slot import Slot
+from sandbox.processes import share_memory_with_inits
 from sandbox.somebody import run_suite
 
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(180)]
 
-LIMITS = Limits(memory_bytes=64 << 20, pids=48, disk_bytes=24 << 20, open_files=64)
+LIMITS = Limits(memory_bytes=64 << 20, pids=48, disk_bytes=40 << 20, open_files=64)
 LEVELS = ("full", "userns", "confined")
 
 _PROCESSES = """python3 - <<'END'
@@ -143,6 +144,39 @@ def test_a_rollout_that_hits_a_limit_is_scored_on_its_work(name: str, level: str
     assert (rollout.outcome, rollout.reward, rollout.error) == (Outcome.NATURAL, 1.0, "")
     replies = "\n".join(str(message["content"]) for message in rollout.messages if message["role"] == "tool")
     assert not CASES[name].shown or any(text in replies for text in CASES[name].shown), json.dumps(replies[:2000])
+
+
+def test_files_can_use_up_the_memory_at_full(folder: str) -> None:
+    rollout = rollout_of("full", folder, "memory of files")
+    assert sum(_OUT in str(message["content"]) for message in rollout.messages) > 10
+
+
+@environment(toolsets=["terminal"])
+def greedy():
+    share_memory_with_inits()
+    fill = "mkdir {0}; for d in /workspace /tmp /dev/shm; do cat /dev/zero > $d/fill{0}; : > $d/{0}/x; done"
+    steps = [ToolStep("terminal", {"command": fill.format(number), "timeout": 5}) for number in range(150)]
+    for kept in (True, False):
+        first = ToolStep("terminal", {"command": f"echo {'kept' if kept else 'nothing'} > answer.txt"})
+        yield Task(id=str(kept), prompt="Write kept.", limits=LIMITS, solution=[first, *steps, Say("Done.")])
+
+
+greedy.score(correct)
+
+
+def test_an_agent_whose_memory_is_its_inits_is_scored_on_its_work(folder: str) -> None:
+    try:
+        run = palaestra.run_sync(
+            greedy, policy="oracle", isolation="full", group_size=1, folder=folder, max_agent_turns=200
+        )
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    rollouts = {group.task_id: group.trajectories[0] for group in run.groups}
+    assert {name: rollout.reward for name, rollout in rollouts.items()} == {"True": 1.0, "False": 0.0}
+    for rollout in rollouts.values():
+        assert (rollout.outcome, rollout.error) == (Outcome.NATURAL, "")
+        assert "slot_ended" in rollout.detail
+        assert "The sandbox has ended" in str(rollout.messages[-2]["content"])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -186,8 +186,9 @@ class _Play:
                 if not limit.expired():
                     raise
                 self._end = Outcome.BUDGET, f"budget of {rollout.settings.budget.wall_s:g} seconds used up", None
-            except SlotEnded as error:  # the program, or a command of it, has ended the slot
-                self._end = Outcome.NATURAL, str(error), None
+            except SlotEnded:
+                rollout.record_slot_end()
+                self._end = self._ending(None)
             except InfraError as error:
                 self._end = Outcome.INFRA_ERROR, f"{type(error).__name__}: {error}", error.blame
                 raise

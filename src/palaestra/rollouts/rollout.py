@@ -210,8 +210,12 @@ class Rollout:
         except SlotEnded:
             if self.result is None:
                 raise
-            self._slot_ended = True
+            self.record_slot_end()
             return self.result
+
+    def record_slot_end(self) -> None:
+        """Record that the agent's own commands have ended its slot. Its files are still sealed and scored."""
+        self._slot_ended = True
 
     async def regrade(self, result: AgentResult, sealed: Snapshot | None) -> Score:
         """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run, but the
@@ -470,7 +474,7 @@ class Rollout:
             with self.stage("tool"):
                 outcome = await then(call)
         except SlotEnded:
-            self._slot_ended = True
+            self.record_slot_end()
             outcome = ToolOutcome.refused(SLOT_ENDED)
         finally:
             self._calls_under_way -= 1

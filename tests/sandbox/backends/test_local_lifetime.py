@@ -19,7 +19,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from palaestra.sandbox.slotd.namespaced import cgroups
 from programs import killed_after
-from sandbox.processes import descendants, table
+from sandbox.processes import descendants, share_memory_with_inits, table
 
 pytestmark = pytest.mark.slots
 
@@ -183,17 +183,6 @@ def test_destroying_ends_every_process_before_it_returns() -> None:
     asyncio.run(main())
 
 
-def groups_of_inits() -> list[str]:
-    """The control groups for inits of the slot servers that this process has started."""
-    pids = {process.pid for process in descendants(os.getpid())}
-    return [
-        f"{hierarchy.parent}/{name}/inits"
-        for hierarchy in cgroups.find()
-        for name in os.listdir(hierarchy.parent)
-        if _of(name, pids) and os.path.isdir(f"{hierarchy.parent}/{name}/inits")
-    ]
-
-
 async def repeat(slot: Slot, command: str) -> None:
     for number in range(300):
         await slot.execute(command.format(number), timeout_s=10)
@@ -209,8 +198,7 @@ def test_a_slot_whose_first_process_dies_for_its_commands_memory_can_still_be_se
         except IsolationUnavailable as error:
             pytest.skip(str(error))
         async with backend:
-            for group in groups_of_inits():
-                os.rmdir(group)
+            share_memory_with_inits()
             limits = Limits(memory_bytes=32 << 20, disk_bytes=24 << 20)
             slot = await backend.create(SlotSpec(limits=limits), "greedy")
             await slot.execute("echo kept > answer.txt")
