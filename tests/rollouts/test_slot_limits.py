@@ -10,6 +10,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,8 @@ try:
         except BlockingIOError: pass
 except OSError as error: print(error)
 END"""
+# Each of the two file systems fits into the memory, both together do not.
+_FILL = "mkdir {0}; for d in /workspace /tmp /dev/shm; do cat /dev/zero > $d/fill{0}; : > $d/{0}/x; done"
 _NO_SPACE, _TOO_MUCH, _OUT = "No space left", "File size limit", "more memory than the sandbox allows"
 
 
@@ -59,14 +62,17 @@ class Case(NamedTuple):
     commands: tuple[str, ...]
     shown: tuple[str, ...] = ()
     timeout_s: int = 5
+    limits: Limits = LIMITS
 
 
 CASES = {
     "memory of processes": Case(("python3 -c 'kept = bytearray(1 << 30)'",), (_OUT, "MemoryError")),
     "memory of many processes": Case(("for i in 1 2 3 4 5; do python3 -c 'kept = bytearray(30 << 20)' & done; wait",)),
-    # each of the two file systems fits into the memory, both together do not
-    "memory of files": Case(
-        tuple(f"for d in /workspace /tmp /dev/shm; do cat /dev/zero > $d/fill{i}; done" for i in range(20))
+    "memory of files": Case(tuple(_FILL.format(number) for number in range(60))),
+    "memory of a file": Case(
+        tuple(f"cat /dev/zero > fill{number}" for number in range(20)),
+        (_NO_SPACE, _TOO_MUCH),
+        limits=replace(LIMITS, disk_bytes=256 << 20),
     ),
     "memory of sockets": Case((_SOCKETS,), ("Too many open files", _OUT, "Resource temporarily", "not supported")),
     "disk_bytes": Case(("cat /dev/zero > fill",), (_NO_SPACE, _TOO_MUCH)),
@@ -98,7 +104,8 @@ def commands_of(name: str) -> list[ToolStep]:
 @environment(toolsets=["terminal"])
 def limits():
     for name in CASES:
-        yield Task(id=name, prompt="Write kept.", limits=LIMITS, solution=[*commands_of(name), Say("Done.")])
+        task = Task(id=name, prompt="Write kept.", limits=CASES[name].limits)
+        yield replace(task, solution=[*commands_of(name), Say("Done.")])
     # an agent that ends its slot without an answer: its 0 stays a 0
     nothing = [ToolStep("terminal", {"command": "kill -9 -1; kill -9 $PPID", "timeout": 1}), Say("Done.")]
     yield Task(id="nothing", prompt="Write kept.", limits=LIMITS, solution=nothing)
@@ -115,7 +122,7 @@ async def correct(task: Task, sandbox: Slot) -> bool:
 def played(level: str, folder: str) -> dict[str, Trajectory] | str:
     """The rollouts of one run by task, or why this machine has no such level."""
     try:
-        settings = {"isolation": level, "group_size": 1, "max_agent_turns": 30}
+        settings = {"isolation": level, "group_size": 1, "max_agent_turns": 70}
         run = palaestra.run_sync(limits, policy="oracle", folder=folder, **settings)
     except IsolationUnavailable as error:
         return str(error)
@@ -154,8 +161,7 @@ def test_files_can_use_up_the_memory_at_full(folder: str) -> None:
 @environment(toolsets=["terminal"])
 def greedy():
     share_memory_with_inits()
-    fill = "mkdir {0}; for d in /workspace /tmp /dev/shm; do cat /dev/zero > $d/fill{0}; : > $d/{0}/x; done"
-    steps = [ToolStep("terminal", {"command": fill.format(number), "timeout": 5}) for number in range(150)]
+    steps = [ToolStep("terminal", {"command": _FILL.format(number), "timeout": 5}) for number in range(150)]
     for kept in (True, False):
         first = ToolStep("terminal", {"command": f"echo {'kept' if kept else 'nothing'} > answer.txt"})
         yield Task(id=str(kept), prompt="Write kept.", limits=LIMITS, solution=[first, *steps, Say("Done.")])
