@@ -94,6 +94,11 @@ class SlotLost(SandboxError, ConnectionError):
     """The slot's first process, the slot's server, or the connection to that server ended."""
 
 
+class SlotEnded(SlotLost):
+    """The slot's own commands ended it: they used up the memory that its first process shares with them, or killed that
+    process. During a rollout, this counts as the agent's failure. The slot can still be sealed."""
+
+
 class StaleLease(SandboxError, PermissionError):
     """The caller's lease has ended; the slot may have another holder."""
 

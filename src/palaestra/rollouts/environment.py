@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import GraderError, InfraError
+from palaestra.core.errors import GraderError, InfraError, SlotEnded
 from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import run_hook
 from palaestra.rollouts.grading.grader import Grading
@@ -152,11 +152,12 @@ class Environment(ABC):
     async def grade(self, rollout: Rollout) -> Score:
         """Score the rollout in a grading view of its workspace.
 
-        A check that ends with an error counts as a failure of the grader. Unless the error is `certain`, the check is
-        then repeated on the prepared workspace and on the agent's work. If it fails only on the agent's work, the work
-        is the cause, and the score is 0. If it does not fail again, the repetition decides, because work that fails a
-        check at random must not escape its score. Raises an `InfraError` that occurred during the check, even if
-        `score` caught it and returned a value.
+        A check that ends with an error counts as a failure of the grader, and so does a check whose commands end their
+        own slot (`SlotEnded`). Unless the error is `certain`, the check is then repeated on the prepared workspace and
+        on the agent's work. If it fails only on the agent's work, the work is the cause, and the score is 0. If it does
+        not fail again, the repetition decides, because work that fails a check at random must not escape its score. If
+        the agent's own slot has ended, a live check scores 0. Raises an `InfraError` that occurred during the check,
+        even if `score` caught it and returned a value.
         """
         grading = Grading(rollout, self.slot_spec(rollout.task, Phase.GRADE))
         return await self.check(rollout, grading, lambda shown: self.score(rollout, shown))
@@ -166,13 +167,16 @@ class Environment(ABC):
         live = grading.live
         try:
             return await _score_soundly(rollout, grading, score)
-        except GraderError as error:
-            if error.certain or not await _holds_untouched(rollout, grading, score):
+        except (GraderError, SlotEnded) as error:
+            if isinstance(error, SlotEnded) and live:  # the agent's slot, of which nothing is left to run
+                return _broken(error)
+            certain = isinstance(error, GraderError) and error.certain
+            if certain or not await _holds_untouched(rollout, grading, score):
                 raise
             try:
                 repeated = await _score_soundly(rollout, grading, score)
-            except GraderError:
-                return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: str(error)[:2000]})
+            except (GraderError, SlotEnded):
+                return _broken(error)
             except InfraError:
                 raise error from None
             if live and not grading.live:  # the repetition no longer saw the agent's processes
@@ -196,6 +200,10 @@ class Environment(ABC):
         """Return rollouts for trackers to show next to the metrics, each as text with its score. Called after the last
         group."""
         return ()
+
+
+def _broken(error: InfraError) -> Score:
+    return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: str(error)[:2000]})
 
 
 async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:

@@ -39,6 +39,7 @@ from palaestra.core.errors import (
     InfraError,
     PalaestraError,
     SandboxError,
+    SlotEnded,
     TaskError,
     ToolUnavailable,
 )
@@ -185,6 +186,9 @@ class _Play:
                 if not limit.expired():
                     raise
                 self._end = Outcome.BUDGET, f"budget of {rollout.settings.budget.wall_s:g} seconds used up", None
+            except SlotEnded:
+                rollout.record_slot_end()
+                self._end = self._ending(None)
             except InfraError as error:
                 self._end = Outcome.INFRA_ERROR, f"{type(error).__name__}: {error}", error.blame
                 raise

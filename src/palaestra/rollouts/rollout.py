@@ -26,7 +26,15 @@ from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult, Turn
 from palaestra.agent.subagents import Agent, Subagents
 from palaestra.agent.tool_calls import handler_runtime
-from palaestra.core.errors import EngineError, GraderError, InfraError, PalaestraError, PrepareError, TaskError
+from palaestra.core.errors import (
+    EngineError,
+    GraderError,
+    InfraError,
+    PalaestraError,
+    PrepareError,
+    SlotEnded,
+    TaskError,
+)
 from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score, Task, number
 from palaestra.core.user_code import call_hook, run_hook, told
@@ -57,6 +65,12 @@ CLEAN_UP_S = 30.0
 
 HIGHEST_REWARD = 1e100
 """Rewards with a larger absolute value are refused, so that sums of their squares cannot overflow."""
+
+SLOT_ENDED = (
+    "The sandbox has ended, because its processes used up its memory or killed its first process. No further command "
+    "can run in it."
+)
+"""The answer to the agent's calls after its own commands have ended its slot."""
 
 RolloutTool: TypeAlias = Callable[[str, Mapping[str, JSON], str | None], Awaitable[str]]
 """Runs one call, given the tool's name, its arguments and the rollout's id; returns the text that the model reads."""
@@ -141,6 +155,7 @@ class Rollout:
         self._wall: WallClock | None = None
         self._has_turns = self._foreign_result = self._own_handler = False
         self._calls_under_way = 0
+        self._slot_ended = False  # whether the agent's own commands have ended its slot
         self._subagent_numbers = itertools.count(1)
         self._slot: Slot | None = None
         self._kept: Path | None = None
@@ -175,7 +190,7 @@ class Rollout:
         with self.stage("setup"):
             await run_hook(PrepareError, hooks.begin(self), f"setting up {self.rollout_id}")
         with self.stage("agent", shown="model"):
-            result = await hooks.act(self)
+            result = await self._act()
         if not isinstance(result, AgentResult):  # a subclass's own method may return anything
             raise TaskError(f"playing {self.rollout_id} returned {result!r:.100}, not an AgentResult")
         self._foreign_result = result is not self.result
@@ -188,6 +203,20 @@ class Rollout:
         self.projection = call_hook(
             TaskError, lambda: hooks.project(self, self.score), f"making the row of {self.rollout_id}"
         )
+
+    async def _act(self) -> AgentResult:
+        """Let the agent work. If it ends its own slot, its conversation up to then counts."""
+        try:
+            return await self._hooks.act(self)
+        except SlotEnded:
+            if self.result is None:
+                raise
+            self.record_slot_end()
+            return self.result
+
+    def record_slot_end(self) -> None:
+        """Record that the agent's own commands have ended its slot. Its files are still sealed and scored."""
+        self._slot_ended = True
 
     async def regrade(self, result: AgentResult, sealed: Snapshot | None) -> Score:
         """Score recorded work: the agent's conversation and its sealed workspace. The agent does not run, but the
@@ -204,6 +233,8 @@ class Rollout:
 
     def _decided(self, score: object) -> Score:
         checked = checked_score(score, f"scoring {self.rollout_id}")
+        if self._slot_ended:
+            checked = replace(checked, detail={**checked.detail, "slot_ended": SLOT_ENDED})
         return decide(checked, self.settings.reward, self.settings.strict_labels)
 
     def _take_outcome(self, result: AgentResult) -> None:
@@ -443,6 +474,9 @@ class Rollout:
         try:
             with self.stage("tool"):
                 outcome = await then(call)
+        except SlotEnded:
+            self.record_slot_end()
+            outcome = ToolOutcome.refused(SLOT_ENDED)
         finally:
             self._calls_under_way -= 1
         if recorded is None or expected is None:
@@ -564,7 +598,7 @@ class Rollout:
         be reproduced."""
         recorded = self.recorded
         assert recorded is not None
-        for process in await self._slot.processes() if self._slot is not None else ():
+        for process in await self._slot.processes() if self._slot is not None and not self._slot_ended else ():
             if (await process.status()).running:
                 raise recorded.fail(Mismatch.BACKGROUND)
         if recorded.caught_up and self._wall is not None:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.core.errors import SandboxError, SlotLost
+from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotEnded, SlotLost
+from palaestra.core.types import Limits
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import SlotSpec
+from palaestra.sandbox.slot import Rung, Slot, SlotSpec
 from palaestra.sandbox.slotd.namespaced import cgroups
 from programs import killed_after
-from sandbox.processes import descendants, table
+from sandbox.bodies import WithSlot
+from sandbox.processes import descendants, share_memory_with_inits, table
 
 pytestmark = pytest.mark.slots
 
@@ -179,4 +181,77 @@ def test_destroying_ends_every_process_before_it_returns() -> None:
             await backend.destroy(slot)
             assert [process.name for process in descendants(backend.server_pid)] == ["slotd"]
 
+    asyncio.run(main())
+
+
+FILL = "mkdir {0}; cat /dev/zero > {0}/fill; cat /dev/zero > /tmp/fill{0}; : > {0}; mkdir {0}/d; : > {0}/d/x"
+
+
+async def repeat(slot: Slot, command: str) -> int:
+    """Run a command many times, with numbers; returns how often the kernel killed a process for lack of memory."""
+    results = [await slot.execute(command.format(number), timeout_s=10) for number in range(300)]
+    return sum(bool(result.metadata["oom"]) for result in results)
+
+
+def test_a_slot_whose_memory_is_used_up_by_files_still_runs_commands(on_full: WithSlot) -> None:
+    async def body(backend: LocalBackend, _: Slot) -> None:
+        if all(hierarchy.version == 2 for hierarchy in cgroups.find() if "memory" in hierarchy.controllers):
+            pytest.skip("in control groups of version 2, the first process shares the memory of its slot's commands")
+        slot = await backend.create(SlotSpec(limits=Limits(memory_bytes=32 << 20, disk_bytes=24 << 20)), "greedy")
+        assert await repeat(slot, FILL) > 50
+        for entry in await slot.list_dir():
+            await slot.remove(entry.path)
+        assert (await slot.execute("echo on")).output == "on\n"
+
+    on_full(body)
+
+
+def test_a_slot_whose_first_process_dies_for_its_commands_memory_can_still_be_sealed() -> None:
+    """In control groups of version 2, the first process shares the memory of its slot's commands."""
+
+    async def main() -> None:
+        try:
+            backend = LocalBackend(rung=Rung.FULL)
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            share_memory_with_inits()
+            limits = Limits(memory_bytes=32 << 20, disk_bytes=24 << 20)
+            slot = await backend.create(SlotSpec(limits=limits), "greedy")
+            await slot.execute("echo kept > answer.txt")
+            with pytest.raises(SlotEnded, match="used up its memory"):
+                await repeat(slot, FILL)
+            with pytest.raises(SlotEnded):
+                await slot.read_text("answer.txt")
+            sealed = await backend.seal(slot)
+            after = await backend.create(SlotSpec(), "after", sealed)
+            assert await after.read_text("answer.txt") == "kept\n"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("rung", [Rung.FULL, Rung.USERNS, Rung.CONFINED], ids=lambda rung: rung.label)
+def test_a_slot_whose_first_process_is_killed_from_outside_is_lost_with_its_files(rung: Rung) -> None:
+    async def main() -> None:
+        backend = LocalBackend(rung=rung)
+        try:
+            await backend.start()
+        except IsolationUnavailable as error:
+            pytest.skip(str(error))
+        async with backend:
+            slot = await backend.create(SlotSpec(limits=Limits(memory_bytes=64 << 20)), "killed")
+            await slot.execute("python3 -c 'bytearray(1 << 30)'")  # at `full`, the kernel has killed a command
+            inits = {process.pid for process in table() if process.name == "slot-init"}
+            inits &= {process.pid for process in descendants(os.getpid())}
+            assert len(inits) == 1
+            os.kill(inits.pop(), signal.SIGKILL)
+            with pytest.raises(SlotLost) as lost:
+                await repeat(slot, "sleep 5; : {0}")
+            assert not isinstance(lost.value, SlotEnded)
+            with pytest.raises(SlotLost, match="died before it was sealed"):
+                await backend.seal(slot)
+
+    if rung is Rung.CONFINED and os.geteuid() != 0:
+        pytest.skip("a command could have killed it, because the slot has no user of its own")
     asyncio.run(main())

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 
-from palaestra.core.errors import GraderError, InfraError, SandboxError
+from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
 from palaestra.core.types import Task
 from palaestra.rollouts.grading.tampering import (
     CACHE,
@@ -138,10 +138,12 @@ class Grading:
         copy = f"rm -rf {CARRIED}; failed=0; {copies} exit $failed"
         with self._troubled():
             slot = await self.rollout.sandbox()
-            result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
-            # the cause may be a full disk, or programs that the agent replaced
-            self._lost = () if result.success else SCRATCH
-            self.processes_at_end = await slot.freeze()
+            self._lost = SCRATCH
+            with suppress(SlotEnded):  # by the agent's own commands
+                result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
+                # the cause may be a full disk, or programs that the agent replaced
+                self._lost = () if result.success else SCRATCH
+                self.processes_at_end = await slot.freeze()
 
     @property
     def _declares_scratch(self) -> bool:

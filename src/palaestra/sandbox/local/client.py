@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import IO, Self
 
-from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotLost, StaleLease
+from palaestra.core.errors import IsolationUnavailable, SandboxError, SlotEnded, SlotLost, StaleLease
 from palaestra.core.types import JSON
 from palaestra.sandbox.slotd.event_loop import WRITE
 from palaestra.sandbox.slotd.protocol import frames
@@ -483,6 +483,8 @@ def error_of(fields: Fields) -> Exception:
             return StaleLease(message)
         case "lost":
             return SlotLost(message)
+        case "ended":
+            return SlotEnded(f"{message}, because its own commands used up its memory or killed its first process")
         case "isolation":
             return IsolationUnavailable(message)
     return SandboxError(message)

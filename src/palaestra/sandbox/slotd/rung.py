@@ -72,6 +72,14 @@ class SlotInit(Protocol):
     def takes_lines(self) -> bool:
         """Whether the init accepts a second socket for orders."""
 
+    @property
+    def exposed(self) -> bool:
+        """Whether the slot's commands may kill and stop the init."""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the kernel may kill the init when the slot's commands use up their control group's memory."""
+
     def fork(self, control: socket.socket) -> int:
         """Start the init, which serves the other end of `control`; returns its pid. Never returns in the init."""
 

@@ -353,7 +353,7 @@ class SlotServer:
             for _ in files.remove(place.root, place.path):
                 yield
                 if slot.state is not SlotState.LIVE:  # its files may belong to a snapshot now
-                    raise RequestError("lost", f"{slot.name} ended while its files were being removed")
+                    raise RequestError(slot.loss, f"{slot.name} ended while its files were being removed")
         self._reply(frame)
 
     @contextlib.contextmanager
@@ -455,7 +455,7 @@ class SlotServer:
 
     def _seal(self, frame: Frame) -> None:
         slot = self._leased(frame, alive=False)
-        if slot.state is not SlotState.LIVE:
+        if slot.state is not SlotState.LIVE and slot.loss == "lost":
             self._clean(slot)
             raise RequestError("lost", f"{slot.name} died before it was sealed")
 
@@ -506,7 +506,7 @@ class SlotServer:
         if slot is None or slot.epoch != epoch or slot.ending is not None:
             raise RequestError("stale", f"the lease of {name} (epoch {epoch}) has ended")
         if alive and slot.state is not SlotState.LIVE:
-            raise RequestError("lost", f"{name} is dead")
+            raise RequestError(slot.loss, f"{name} is dead")
         return slot
 
     def _layer(self, name: str) -> Any:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
@@ -31,6 +33,7 @@ from .streams import Upload
 MAX_ANSWER_BYTES = 4 << 20
 
 _GONE_EVERY_S = 0.002
+_OOM_LASTS_S = 1.0
 _MAX_ARGUMENTS_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 10
 
@@ -56,6 +59,7 @@ class ServerSlot:
         self.failure = "its first process died"  # why it could not be made
         self.root = self.process = -1  # descriptors of its root directory and of its init's process
         self.was_made = False  # whether its init has reported that it is ready
+        self.loss = "lost"  # the error of requests about the dead slot; "ended" if its own commands have ended it
         self.pid = -1  # the pid of its init, as the server sees it
         self.ending: Callable[[], None] | None = None  # set by `kill`; called instead of `on_end`
         self.uploads: set[Upload] = set()  # files that are being written
@@ -64,7 +68,9 @@ class ServerSlot:
         self.background: BackgroundProcesses
         self._loop, self._init, self._on_ready, self._on_end = loop, new.init, on_ready, on_end
         self._channel: socket.socket
-        self._oom_kills = 0
+        self._oom_kills, self._oom_seen_s = 0, -math.inf
+        self._killed = self._stopped = False  # whether this process has killed the init, which a command had stopped
+        self._host_kills = _host_oom_kills()
 
     def start(
         self, environment: EnvBlock, shelf: Shelf, send: SendFrame, open_requests: dict[int, OpenRequest],
@@ -98,6 +104,8 @@ class ServerSlot:
     def ran_out_of_memory(self) -> bool:
         """Return whether the kernel has killed a process of the slot for lack of memory since the last call."""
         kills, self._oom_kills = self._oom_kills, cgroups.oom_kills(list(self.groups)) if self.groups else 0
+        if self._oom_kills > kills:
+            self._oom_seen_s = time.monotonic()
         return self._oom_kills > kills
 
     def ask_oom(self, then: Callable[[bool], None]) -> None:
@@ -111,6 +119,7 @@ class ServerSlot:
 
     def end_hung(self) -> None:
         if self.state is SlotState.LIVE:
+            self._stopped = self._init.exposed and _is_stopped(self.pid)
             self._kill_init()
 
     def make_socket(self, make: Callable[[], socket.socket]) -> socket.socket:
@@ -140,6 +149,7 @@ class ServerSlot:
         self.root = -1
 
     def _kill_init(self) -> None:
+        self._killed = True
         with contextlib.suppress(ProcessLookupError):  # the init is dead, and only processes that it left still live
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
 
@@ -165,8 +175,23 @@ class ServerSlot:
     def _on_death(self) -> None:
         self._loop.unwatch(self.process)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            _, status = os.waitpid(self.pid, 0)
+            if self._ended_by_commands(status):
+                self.loss = "ended"
         self._bury()
+
+    def _ended_by_commands(self, status: int) -> bool:
+        """Return whether the slot's own commands have ended the init: by a signal, or by using up the memory that they
+        share with it. Another process may have sent the signal, so it does not count if the kernel has meanwhile killed
+        any process of this machine for lack of memory."""
+        if self._killed:
+            return self._stopped
+        if self._init.exposed:
+            return os.WIFSIGNALED(status) and _host_oom_kills() == self._host_kills
+        if not self._init.shares_memory:
+            return False
+        # The kernel may have killed a command just before the init, and this may have been asked about already.
+        return self.ran_out_of_memory() or time.monotonic() - self._oom_seen_s < _OOM_LASTS_S
 
     def _bury(self) -> None:
         """Handle the death of the init. The slot is dead once the processes that the init has left are dead."""
@@ -181,12 +206,25 @@ class ServerSlot:
         self.state = SlotState.DEAD
         self.supervisor.slot_died()
         for upload in tuple(self.uploads):
-            upload.lose(self.name)
+            upload.lose(self.name, self.loss)
         os.close(self.process)
         if self.ending is not None:
             self.ending()
         else:
             self._on_end(self)
+
+
+def _host_oom_kills() -> int:
+    """Return the number of processes of this machine that the kernel has killed so far for lack of memory."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return 0
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b") ")[2][:1] == b"T"
+    return False
 
 
 # The requests that parts of a slot serve, by name.

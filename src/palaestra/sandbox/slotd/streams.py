@@ -163,11 +163,12 @@ class Upload:
                 self._writing.discard()
             self._connection.send(FrameKind.RESULT, self._number)
 
-    def lose(self, slot: str) -> None:
-        """Drop the file because the slot has ended and its files may belong to a snapshot now."""
+    def lose(self, slot: str, loss: str) -> None:
+        """Drop the file because the slot has ended and its files may belong to a snapshot now. `loss` is the kind of
+        the error."""
         self._forget()
         self._writing.discard()
-        lost = {"error": "lost", "message": f"{slot} ended while a file was being written to it"}
+        lost = {"error": loss, "message": f"{slot} ended while a file was being written to it"}
         self._connection.send(FrameKind.ERROR, self._number, lost)
 
     def _forget(self) -> None:

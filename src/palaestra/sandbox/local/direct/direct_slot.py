@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
+from palaestra.core.errors import SlotLost, StaleLease
 from palaestra.sandbox.local.client import OnData, OnHole, OnLost, Requests, SlotClient, Undo
 from palaestra.sandbox.slotd import files
 from palaestra.sandbox.slotd.event_loop import EpollLoop, Timer
@@ -114,6 +115,7 @@ class DirectSlot(Requests):
         self._server, self._owner = server, owner
         self._lease = {"slot": made["slot"], "epoch": made["epoch"]}
         self.name, self.pid, self.root = str(made["slot"]), 0, fds[0]
+        self.loss = "lost"
         self._frozen, self._surveys = False, 0
         self._stops: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,6 +160,12 @@ class DirectSlot(Requests):
                         raise
                 else:
                     return await pending.outcome()
+            except SlotLost:
+                with contextlib.suppress(StaleLease):  # the lease has ended with the slot
+                    await self._server.call(
+                        "stat", {**self._lease, "path": "/"}
+                    )  # raises the reason for the slot's end
+                raise
             except asyncio.CancelledError:
                 await self._abandon(pending)
                 raise

@@ -257,7 +257,8 @@ class BackgroundProcess:
             self._on_end(report)
 
     def on_lost(self) -> None:
-        lost = {"error": "lost", "message": f"{self._supervisor.owner.name} ended while a process ran in it"}
+        owner = self._supervisor.owner
+        lost = {"error": owner.loss, "message": f"{owner.name} ended while a process ran in it"}
         if not self.pid and not self.over:
             self._on_start(lost)
         for number in [*self._readers, *self._killers]:

@@ -195,8 +195,8 @@ class ShellProcess:
 
     def on_lost(self) -> None:
         self._discard()
-        name = self._supervisor.owner.name
-        self._fail({"error": "lost", "message": f"{name} ended while a command ran in its shell"})
+        owner = self._supervisor.owner
+        self._fail({"error": owner.loss, "message": f"{owner.name} ended while a command ran in its shell"})
 
     def descriptors(self) -> tuple[int, ...]:
         """Return the descriptors that the shell has open in this process while it lives."""

@@ -54,6 +54,7 @@ class SlotOwner(Protocol):
     server."""
 
     root: int  # a descriptor of the slot's root directory
+    loss: str  # the kind of error with which requests fail once the slot is dead
 
     @property
     def name(self) -> str: ...
@@ -251,7 +252,7 @@ class Supervisor:
             pass
 
     def slot_died(self) -> None:
-        """Answer all requests with `lost` and close everything."""
+        """Answer all requests with the owner's `loss` and close everything."""
         self.live = False
         self.loop.unwatch(self._channel.fileno())
         self._channel.close()
@@ -261,7 +262,7 @@ class Supervisor:
         self._unsent.clear()
         for execution in list(self._executions.values()):
             self._forget(execution)
-            execution.fail({"error": "lost", "message": f"{self.owner.name} ended while a command ran in it"})
+            execution.fail({"error": self.owner.loss, "message": f"{self.owner.name} ended while a command ran in it"})
         for child in list(self._children.values()):
             child.on_lost()
         self._children.clear()

@@ -3,6 +3,9 @@
 Each server has a directory in each hierarchy, which contains one directory per slot. In version 1, it is below the
 server's own group if that group is visible; otherwise, it is at the top of the hierarchy. The server locks its
 directory as long as it lives. A directory that another process can lock is therefore abandoned, and is removed.
+
+In version 1, the inits of all slots share one more directory without limits, and each command moves to its slot's
+directory before its program starts. In version 2, such a move takes 10 ms, so an init stays in its slot's directory.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from ..protocol.frames import Fields
 from .namespaces import write_file
 
 PARENT = "palaestra"
+_INITS = "inits"
 
 _PERIOD_US = 100_000
 
@@ -65,6 +69,8 @@ class ServerCgroup:
         """Make and lock the directories. Raises OSError."""
         for hierarchy in self._hierarchies:
             self._locks.append(self._claim(hierarchy))
+            if hierarchy.version == 1:
+                os.mkdir(f"{hierarchy.parent}/{self._name}/{_INITS}")
 
     def _claim(self, hierarchy: Hierarchy) -> int:
         """Make and lock one directory. Until it is locked, another server may remove it as abandoned when it starts, or
@@ -131,6 +137,13 @@ def sweep(hierarchies: list[Hierarchy], only_list: bool = False) -> list[str]:
             if not only_list:
                 os.rmdir(hierarchy.parent)
     return sorted(gone)
+
+
+def init_group(group: str) -> str | None:
+    """Return the directory of inits next to a slot's directory; None if the slot's init stays in the slot's
+    directory."""
+    directory = f"{os.path.dirname(group)}/{_INITS}"
+    return directory if os.path.isdir(directory) else None
 
 
 def oom_kills(directories: list[str]) -> int:

@@ -43,6 +43,7 @@ from .rootfs import Bind, Overlay, RootPlan
 # the encoded steps, and the first free number.
 CONTROL, USERS, LIST, _FREE = 3, 4, 5, 6
 _SETTINGS = USERS
+_GROUPS, _OWN_GROUPS = 8, 16  # the first descriptors of the control groups of commands and of the init
 
 _GRAIN_NS = 20_000_000
 _STAGE = "/stage"
@@ -60,7 +61,7 @@ class NamespaceDriver:
         self._stores, self._layers, self._token = itertools.count(1), itertools.count(1), os.urandom(4).hex()
 
     def make(self, name: str, fields: Fields, layers: tuple[OverlayLayer, ...]) -> NewSlot:
-        image, disk = fields["image"], fields["limits"]["disk_bytes"] or _DEFAULT_DISK_BYTES
+        image, disk = fields["image"], self._file_bytes(fields["limits"])
         if layers and layers[0].image != image:
             raise CannotMake("a snapshot can only start slots with the image from which it was made")
         try:
@@ -83,6 +84,13 @@ class NamespaceDriver:
             layer.keep()
         files = OverlayFiles(store, layers, stacked, image)
         return NewSlot(files, groups, self._init(files, groups, binds, disk, shared, fields), exposed)
+
+    def _file_bytes(self, limits: Fields) -> int:
+        """Return the size limit of the slot's files. Files are in memory, so if a control group limits the memory, the
+        slot's files leave an eighth of it to the slot's processes. A process that fills the workspace then sees a full
+        disk, and the slot's commands still run."""
+        disk, memory = limits["disk_bytes"] or _DEFAULT_DISK_BYTES, limits["memory_bytes"]
+        return int(disk if memory is None or self._group is None else min(disk, memory - memory // 8))
 
     def _lay_out(self, store: LayerStore, tree: Tree, layers: tuple[OverlayLayer, ...], places: list[str]) -> Tree:
         """Make the directories of one tree; returns the tree with all directories below it."""
@@ -136,7 +144,7 @@ class NamespaceDriver:
             program=host.init,
             root=RootPlan(tuple(overlays), binds, _STAGE, disk, host.owner, host.user_xattrs, host.own_devices),
             shared_network=shared_network,
-            groups=groups,
+            groups=tuple((group, cgroups.init_group(group)) for group in groups),
             user_namespaces=host.user_namespaces,
             open_files=limits["open_files"],
             processes=None if groups else limits["pids"],
@@ -212,7 +220,7 @@ class NamespaceInit:
     program: int  # a descriptor of the program that is pid 1
     root: RootPlan
     shared_network: bool  # whether the slot has the host's network; otherwise it gets an empty network
-    groups: tuple[str, ...]
+    groups: tuple[tuple[str, str | None], ...]  # each with the control group of inits next to it, if there is one
     user_namespaces: namespaces.RangeNamespaces | None  # the source of the slot's namespace; None if the init makes it
     open_files: int | None
     processes: int | None  # a limit per user, if no control group counts them
@@ -229,6 +237,15 @@ class NamespaceInit:
     @property
     def takes_lines(self) -> bool:
         return True
+
+    @property
+    def exposed(self) -> bool:
+        """False, because the kernel drops the signals of pid 1's own namespace."""
+        return False
+
+    @property
+    def shares_memory(self) -> bool:
+        return bool(self.groups) and all(own is None for _, own in self.groups)
 
     def gone(self) -> bool:
         """Return True, because the kernel reports the init's death only when all other processes of its namespace are
@@ -272,12 +289,25 @@ class NamespaceInit:
                 os.close(fd)
 
     def _enter(self) -> Iterator[BuildStep]:
-        """Yield the steps that enter the slot's groups, namespaces and root, with the server's privileges."""
-        yield from (BuildStep(Do.JOIN, (directory,)) for directory in self.groups)
+        """Yield the steps that enter the slot's groups, namespaces and root, with the server's privileges.
+
+        The init joins the slot's groups, which are then all that the slot's new namespace shows of the hierarchy. Where
+        there is a group for inits, the init goes on to that group, because the memory that commands use up must not be
+        the init's: if the slot's group has no memory left, the kernel ends processes in it.
+        """
+        for number, (directory, own) in enumerate(self.groups):
+            yield BuildStep(Do.OPEN_GROUP, (directory,), _GROUPS + number)
+            yield BuildStep(Do.JOIN, (), _GROUPS + number)
+            if own is not None:
+                yield BuildStep(Do.COMMANDS_JOIN, (), _GROUPS + number)
+                yield BuildStep(Do.OPEN_GROUP, (own,), _OWN_GROUPS + number)
         if self.user_namespaces is None:  # opened here, because the slot's own /proc/sys is read-only
             yield BuildStep(Do.OPEN, ("/proc/sys",), _SETTINGS)
         flags = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS | syscalls.CLONE_NEWCGROUP
         yield BuildStep(Do.UNSHARE, (), flags | (0 if self.shared_network else syscalls.CLONE_NEWNET))
+        for number, (_, own) in enumerate(self.groups):
+            if own is not None:
+                yield BuildStep(Do.JOIN, (), _OWN_GROUPS + number)
         if not self.shared_network:
             yield BuildStep(Do.LOOPBACK)
             for name, value in namespaces.OPEN_PORTS:

@@ -101,7 +101,7 @@ _STEP = struct.Struct("=HHIqq")
 class Do(IntEnum):
     """The operations. Brackets give the meaning of the numbers a and b, then of the strings."""
 
-    JOIN = 1  # move to a control group. [directory]
+    JOIN = 1  # move to a control group. [a: descriptor]
     UNSHARE = 2  # [a: flags]
     ENTER = 3  # enter a namespace. [a: descriptor, b: kind]
     MOUNT = 4  # [a: flags; source, target, type, options]
@@ -121,6 +121,8 @@ class Do(IntEnum):
     SESSION = 18  # lead a new session
     UMASK = 19  # [a: mask]
     OWN = 20  # change a file's owner and group to the same number. [a: the number; path]
+    OPEN_GROUP = 21  # open the file that moves a process to a control group. [a: the number; directory]
+    COMMANDS_JOIN = 22  # let each command join a control group before its program starts. [a: descriptor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,8 @@ def program(
     without namespaces. `inet=False` blocks internet sockets. `ipc=False` blocks System V objects and message queues,
     which would outlive the slot. `unix=False` blocks unix sockets except connected pairs, because services of the host
     listen on unix sockets. `own_user=False` keeps each process from changing the limits and priorities of other
-    processes, which may belong to the user and not to the slot."""
+    processes, which may belong to the user and not to the slot. Otherwise, this is refused only for pid 1, the slot's
+    init, which a command could end with a limit."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -178,8 +179,8 @@ def program(
     netlink = (_NETLINK_ROUTE, _NETLINK_SOCK_DIAG) if unix else (_NETLINK_ROUTE,)
     lines += _protocols(calls["socket"], (_NETLINK,), netlink)
     lines += _protocols(calls["socket"], _INET, _INET_PROTOCOLS)
-    for number, argument in () if own_user else _ON_OTHERS[machine].items():
-        lines += _clause(number, argument, _unless((0,), _EPERM))
+    for number, argument in _ON_OTHERS[machine].items():
+        lines += _clause(number, argument, _when((_EQUAL, 1), _EPERM) if own_user else _unless((0,), _EPERM))
     no_unix = [family for family in families if family != _UNIX]
     lines += _clause(calls["socket"], _ARGUMENT_0, _unless(families if unix else no_unix, _NO_FAMILY))
     # Even if it is one of a pair, a datagram socket can send to any path (and type 3, raw, makes one, too).

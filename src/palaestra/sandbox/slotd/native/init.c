@@ -196,6 +196,8 @@ static int execute(struct start *start) {
  * the number of a descriptor that is still needed; if there is such a place, all descriptors are moved above it first. */
 static void become(struct start *start) {
     int highest = 0;
+    if (join_command_groups() < 0)
+        goto failed;
     setsid();
     for (int i = 0; i < start->order->places; i++)
         highest = start->places[2 * i + 1] > highest ? start->places[2 * i + 1] : highest;
@@ -500,7 +502,8 @@ static int build(void) {
         report_failure(failed, errno);
         return -1;
     }
-    return syscall(SYS_close_range, CONTROL + 1, ~0u, 0);
+    int free = keep_command_groups(CONTROL + 1);
+    return free < 0 ? -1 : syscall(SYS_close_range, free, ~0u, 0);
 }
 
 int main(int count, char **arguments) {

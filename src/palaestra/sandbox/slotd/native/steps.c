@@ -27,10 +27,11 @@
 
 enum {
     JOIN = 1, UNSHARE, ENTER, MOUNT, MKDIR, WRITE, CHANGE_DIRECTORY, OPEN, OPEN_INSIDE, BECOME_ROOT, HOST_NAME, LOOPBACK,
-    LIMIT, BE_ROOT, PRCTL, KEEP_CAPABILITIES, FILTER, SESSION, UMASK, OWN,
+    LIMIT, BE_ROOT, PRCTL, KEEP_CAPABILITIES, FILTER, SESSION, UMASK, OWN, OPEN_GROUP,
+    COMMANDS_JOIN,
 };
 
-enum { MAX_STRINGS = 4, LAST_CAPABILITY = 63 };
+enum { MAX_STRINGS = 4, LAST_CAPABILITY = 63, MAX_GROUPS = 8 };
 
 struct step {
     uint16_t operation, strings;
@@ -51,17 +52,6 @@ static int write_file(const char *path, const char *text) {
     return count < 0 ? -1 : 0;
 }
 
-static int join(const char *directory) {
-    char path[4096];
-    snprintf(path, sizeof path, "%s/tasks", directory);
-    if (write_file(path, "0") == 0)
-        return 0;
-    if (errno != ENOENT)
-        return -1;
-    snprintf(path, sizeof path, "%s/cgroup.procs", directory);
-    return write_file(path, "0");
-}
-
 /* Moves a new descriptor to the number by which later steps name it. */
 static int place(int fd, int number) {
     if (fd < 0)
@@ -71,6 +61,45 @@ static int place(int fd, int number) {
     int result = dup3(fd, number, O_CLOEXEC);
     close(fd);
     return result < 0 ? -1 : 0;
+}
+
+/* Opens the file that moves a process to a control group. A write to `tasks`, which only version 1 has, moves one thread
+ * and, unlike a write to `cgroup.procs`, waits for nothing. */
+static int open_group(const char *directory) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/tasks", directory);
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (fd >= 0 || errno != ENOENT)
+        return fd;
+    snprintf(path, sizeof path, "%s/cgroup.procs", directory);
+    return open(path, O_WRONLY | O_CLOEXEC);
+}
+
+static int command_groups[MAX_GROUPS], command_group_count;
+
+static int add_command_group(int fd) {
+    if (command_group_count == MAX_GROUPS) {
+        errno = EMFILE;
+        return -1;
+    }
+    command_groups[command_group_count++] = fd;
+    return 0;
+}
+
+int join_command_groups(void) {
+    for (int i = 0; i < command_group_count; i++)
+        if (write(command_groups[i], "0", 1) < 0)
+            return -1;
+    return 0;
+}
+
+int keep_command_groups(int number) {
+    for (int i = 0; i < command_group_count; i++, number++) {
+        if (place(command_groups[i], number) < 0)
+            return -1;
+        command_groups[i] = number;
+    }
+    return number;
 }
 
 static int open_inside(int root, const char *path) {
@@ -144,7 +173,9 @@ static const char *none_if_empty(const char *text) { return *text ? text : NULL;
 
 static int perform_one(const struct step *step, char *const *text, const char *bytes) {
     switch (step->operation) {
-    case JOIN: return join(text[0]);
+    case OPEN_GROUP: return place(open_group(text[0]), step->a);
+    case JOIN: return write(step->a, "0", 1) < 0 ? -1 : 0;
+    case COMMANDS_JOIN: return add_command_group(step->a);
     case UNSHARE: return unshare(step->a);
     case ENTER: return setns(step->a, step->b);
     case MOUNT: return mount(text[0], text[1], none_if_empty(text[2]), step->a, none_if_empty(text[3]));

@@ -249,6 +249,8 @@ class Init:
     def serve(self) -> None:
         """Serve until the server closes the channel; the slot ends with this process."""
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in SPAWN_SIGNALS:  # without a user of their own, commands can send them
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         poll = select.poll()

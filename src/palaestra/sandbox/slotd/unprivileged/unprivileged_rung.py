@@ -85,6 +85,15 @@ class UnprivilegedInit:
     def takes_lines(self) -> bool:
         return False
 
+    @property
+    def exposed(self) -> bool:
+        """True if the commands have no user of their own. They are then processes of the init's user."""
+        return not self.plan.user
+
+    @property
+    def shares_memory(self) -> bool:
+        return False
+
     def fork(self, control: socket.socket) -> int:
         self.pid = os.fork()
         if self.pid == 0:

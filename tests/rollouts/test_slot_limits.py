@@ -1,0 +1,207 @@
+"""An agent that hits a limit of its slot, or attacks the slot's first process, is scored.
+
+One run per isolation level plays a rollout for each limit; each test looks at one of them. Every rollout first writes
+the right answer and then hits its limit, so that the score shows whether its work could still be graded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import palaestra
+from palaestra import Say, Task, environment
+from palaestra.core.errors import IsolationUnavailable
+from palaestra.core.types import Limits, Outcome, ToolStep
+from palaestra.rollouts.records import Trajectory
+from palaestra.sandbox.slot import Slot
+from sandbox.processes import share_memory_with_inits
+from sandbox.somebody import run_suite
+
+pytestmark = [pytest.mark.slots, pytest.mark.timeout(180)]
+
+LIMITS = Limits(memory_bytes=64 << 20, pids=48, disk_bytes=40 << 20, open_files=64)
+LEVELS = ("full", "userns", "confined")
+
+_PROCESSES = """python3 - <<'END'
+import subprocess
+try:
+    for _ in range(200): subprocess.Popen(["sleep", "1000"], start_new_session=True, stdout=-3, stderr=-3)
+except OSError as error: print(error)
+END"""
+_FILES = "python3 -c 'kept = [open(\"/dev/null\") for _ in range(200)]'"
+_DEEP = 'python3 -c \'import os\nfor _ in range(2000): os.mkdir("d" * 200); os.chdir("d" * 200)\''
+_INODES = 'python3 -c \'for i in range(40000): open(f"n{i}", "w").close()\''
+_LIMIT = "python3 -c 'import os, resource; resource.prlimit(%s, resource.RLIMIT_NOFILE, (1, 1))'"
+_SOCKETS = """python3 - <<'END'
+import socket
+kept = []
+try:
+    while True:
+        kept.append(socket.socketpair()); kept[-1][0].setblocking(False)
+        try:
+            while True: kept[-1][0].send(bytes(60000))
+        except BlockingIOError: pass
+except OSError as error: print(error)
+END"""
+# Each of the two file systems fits into the memory, both together do not.
+_FILL = "mkdir {0}; for d in /workspace /tmp /dev/shm; do cat /dev/zero > $d/fill{0}; : > $d/{0}/x; done"
+_NO_SPACE, _TOO_MUCH, _OUT = "No space left", "File size limit", "more memory than the sandbox allows"
+
+
+class Case(NamedTuple):
+    """The commands that hit one limit, and texts of which one is in the tools' replies, if the limit shows there."""
+
+    commands: tuple[str, ...]
+    shown: tuple[str, ...] = ()
+    timeout_s: int = 5
+    limits: Limits = LIMITS
+
+
+CASES = {
+    "memory of processes": Case(("python3 -c 'kept = bytearray(1 << 30)'",), (_OUT, "MemoryError")),
+    "memory of many processes": Case(("for i in 1 2 3 4 5; do python3 -c 'kept = bytearray(30 << 20)' & done; wait",)),
+    "memory of files": Case(tuple(_FILL.format(number) for number in range(60))),
+    "memory of a file": Case(
+        tuple(f"cat /dev/zero > fill{number}" for number in range(20)),
+        (_NO_SPACE, _TOO_MUCH),
+        limits=replace(LIMITS, disk_bytes=256 << 20),
+    ),
+    "memory of sockets": Case((_SOCKETS,), ("Too many open files", _OUT, "Resource temporarily", "not supported")),
+    "disk_bytes": Case(("cat /dev/zero > fill",), (_NO_SPACE, _TOO_MUCH)),
+    "inodes": Case((_INODES,)),
+    "/tmp": Case(('cat /dev/zero > "${TMPDIR:-/tmp}/fill"',), (_NO_SPACE, _TOO_MUCH)),
+    "/dev/shm": Case(("cat /dev/zero > /dev/shm/fill",), (_NO_SPACE, _TOO_MUCH, "Permission denied")),
+    "pids": Case((_PROCESSES,), ("Resource temporarily unavailable",)),
+    "fork bomb": Case(("f() { f | f & }; f; sleep 0.5",)),
+    "open_files": Case((_FILES,), ("Too many open files",)),
+    "output": Case(("head -c 3000000 /dev/zero | tr '\\0' x",), ("output_total_bytes",)),
+    "time": Case(("sleep 1000 & sleep 1000",), ("timed out after 1s",), timeout_s=1),
+    "deep directories": Case((_DEEP,)),
+    "kill every process": Case(("kill -9 -1",)),
+    "kill pid 1": Case(("kill -9 1; kill -TERM 1; kill -STOP 1; kill -SEGV 1",)),
+    "kill the parent": Case(("kill -9 $PPID",)),
+    "limits of pid 1": Case((_LIMIT % 1, "echo on"), ("Operation not permitted",)),
+    "limits of the parent": Case(("exec " + _LIMIT % "os.getppid()", "echo on"), ("Operation not permitted",)),
+}
+
+if os.geteuid() != 0:  # then the level `confined` does not limit the number of processes
+    del CASES["pids"], CASES["fork bomb"]
+
+
+def commands_of(name: str) -> list[ToolStep]:
+    commands = ("echo kept > answer.txt", *CASES[name].commands)
+    return [ToolStep("terminal", {"command": command, "timeout": CASES[name].timeout_s}) for command in commands]
+
+
+@environment(toolsets=["terminal"])
+def limits():
+    for name in CASES:
+        task = Task(id=name, prompt="Write kept.", limits=CASES[name].limits)
+        yield replace(task, solution=[*commands_of(name), Say("Done.")])
+    # an agent that ends its slot without an answer: its 0 stays a 0
+    nothing = [ToolStep("terminal", {"command": "kill -9 -1; kill -9 $PPID", "timeout": 1}), Say("Done.")]
+    yield Task(id="nothing", prompt="Write kept.", limits=LIMITS, solution=nothing)
+    live = [*commands_of("kill the parent"), Say("Done.")]
+    yield Task(id="live", prompt="Write kept.", limits=LIMITS, solution=live, grading="live")
+
+
+@limits.score
+async def correct(task: Task, sandbox: Slot) -> bool:
+    return (await sandbox.read_text("answer.txt", missing="")).strip() == "kept"
+
+
+@functools.cache
+def played(level: str, folder: str) -> dict[str, Trajectory] | str:
+    """The rollouts of one run by task, or why this machine has no such level."""
+    try:
+        settings = {"isolation": level, "group_size": 1, "max_agent_turns": 70}
+        run = palaestra.run_sync(limits, policy="oracle", folder=folder, **settings)
+    except IsolationUnavailable as error:
+        return str(error)
+    return {group.task_id: group.trajectories[0] for group in run.groups}
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    made = tmp_path_factory.mktemp("limits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(made))  # a user without a home directory has no other place
+        yield str(made)
+
+
+def rollout_of(level: str, folder: str, name: str) -> Trajectory:
+    rollouts = played(level, folder)
+    if isinstance(rollouts, str):
+        pytest.skip(rollouts)
+    return rollouts[name]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_rollout_that_hits_a_limit_is_scored_on_its_work(name: str, level: str, folder: str) -> None:
+    rollout = rollout_of(level, folder, name)
+    assert (rollout.outcome, rollout.reward, rollout.error) == (Outcome.NATURAL, 1.0, "")
+    replies = "\n".join(str(message["content"]) for message in rollout.messages if message["role"] == "tool")
+    assert not CASES[name].shown or any(text in replies for text in CASES[name].shown), json.dumps(replies[:2000])
+
+
+def test_files_can_use_up_the_memory_at_full(folder: str) -> None:
+    rollout = rollout_of("full", folder, "memory of files")
+    assert sum(_OUT in str(message["content"]) for message in rollout.messages) > 10
+
+
+@environment(toolsets=["terminal"])
+def greedy():
+    share_memory_with_inits()
+    steps = [ToolStep("terminal", {"command": _FILL.format(number), "timeout": 5}) for number in range(150)]
+    for kept in (True, False):
+        first = ToolStep("terminal", {"command": f"echo {'kept' if kept else 'nothing'} > answer.txt"})
+        yield Task(id=str(kept), prompt="Write kept.", limits=LIMITS, solution=[first, *steps, Say("Done.")])
+
+
+greedy.score(correct)
+
+
+def test_an_agent_whose_memory_is_its_inits_is_scored_on_its_work(folder: str) -> None:
+    try:
+        run = palaestra.run_sync(
+            greedy, policy="oracle", isolation="full", group_size=1, folder=folder, max_agent_turns=200
+        )
+    except IsolationUnavailable as error:
+        pytest.skip(str(error))
+    rollouts = {group.task_id: group.trajectories[0] for group in run.groups}
+    assert {name: rollout.reward for name, rollout in rollouts.items()} == {"True": 1.0, "False": 0.0}
+    for rollout in rollouts.values():
+        assert (rollout.outcome, rollout.error) == (Outcome.NATURAL, "")
+        assert "slot_ended" in rollout.detail
+        assert "The sandbox has ended" in str(rollout.messages[-2]["content"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_agent_that_ends_its_slot_keeps_its_zero(level: str, folder: str) -> None:
+    rollout = rollout_of(level, folder, "nothing")
+    assert (rollout.outcome, rollout.reward, rollout.error) == (Outcome.NATURAL, 0.0, "")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_agent_that_ends_the_slot_in_which_it_is_graded_scores_zero(level: str, folder: str) -> None:
+    rollout = rollout_of(level, folder, "live")
+    assert (rollout.outcome, rollout.error) == (Outcome.NATURAL, "")
+    if level == "confined" and os.geteuid() != 0:  # commands and the init have the same user
+        assert rollout.reward == 0.0
+        assert {"slot_ended", "work_breaks_check"} <= set(rollout.detail)
+    else:
+        assert rollout.reward == 1.0
+
+
+@pytest.mark.long
+def test_without_root() -> None:
+    run_suite(Path(__file__), "not without_root")
