@@ -23,6 +23,7 @@ import msgspec
 
 from palaestra.core.errors import ImageError, InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.exits import plural
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.rollouts.environment import Environment, GroupCollection
@@ -247,7 +248,9 @@ class GroupRun:
         if task.setup:
             done = await slot.execute(task.setup, timeout_s=SETUP_TIMEOUT_S)
             if not done.success:
-                raise PrepareError(f"the setup script of {task.id} failed ({done.error}):\n{done.output[-2000:]}")
+                raise PrepareError(
+                    f"the setup script of {task.id} failed ({done.error}):\n{without_middle(done.output, 2000)}"
+                )
         await self.env.prepare(task, slot)
 
     async def _restore(self) -> None:

@@ -645,8 +645,8 @@ def _files(output: RunOutput) -> list[str]:
 
 
 def _suspects(totals: Totals) -> Iterator[str]:
-    """Yield lines that name the rollouts that tampered with their check, the rollouts that may need live grading, and
-    the tasks whose tests have no control."""
+    """Yield lines that name the rollouts that tampered with their check, the rollouts that may need live grading, the
+    tasks whose tests have no control, and what checks that scored 0 lacked."""
     for what, names in (
         ("rollouts tampered with their check and were scored 0", totals.tampered),
         (
@@ -658,6 +658,8 @@ def _suspects(totals: Totals) -> Iterator[str]:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             yield f"{len(names)} {what}: {', '.join(names[:5])}{more}"
+    for cause, count in totals.missing.most_common(_SHOWN_CAUSES):
+        yield f"{plural(count, 'rollout')} scored 0 after a command of the check failed: {cause}"
 
 
 def _interval(figures: dict[str, float], name: str) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.io.file_lock import file_lock
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.human.approval import Permit
@@ -500,4 +501,4 @@ async def _palaestra(*words: str, timeout_s: float = COMMAND_S) -> JSON:
         text = log.decode("utf-8", "replace").strip()
         with contextlib.suppress(ValueError, LookupError, TypeError):
             text = json.loads(text.rpartition("\n")[2])["error"]["message"]
-        raise ToolMistake(f"palaestra {' '.join(words[:2])} failed: {text[-2000:]}") from None
+        raise ToolMistake(f"palaestra {' '.join(words[:2])} failed: {without_middle(text, 2000)}") from None
