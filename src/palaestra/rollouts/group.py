@@ -16,12 +16,14 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from palaestra.core.errors import ImageError, InfraError, PrepareError, SandboxError, TaskError
+from palaestra.core.config import slot_path
+from palaestra.core.errors import ConfigError, ImageError, InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.exits import plural
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
@@ -102,7 +104,7 @@ class GroupRun:
         asked = self.task
         try:
             self.task = await run_hook(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
-            _check(self.task)
+            self.task = _checked(self.task)
             changed = self._prompt_changed(asked)
             self._kit = call_hook(TaskError, self._choose_tools, f"choosing tools for task {self.task.id}")
             incomplete = not changed and self._is_incomplete
@@ -464,8 +466,8 @@ _KINDS = {"network": NetworkPolicy, "limits": Limits, "files": Mapping, "image":
 _MAY_BE_NONE = frozenset({"image", "setup", "recipe"})
 
 
-def _check(task: Task) -> None:
-    """Raise `TaskError` for a task with invalid fields, such as one made from a bad row of a data set."""
+def _checked(task: Task) -> Task:
+    """Return the task with complete paths. Raises `TaskError` for invalid fields, such as those from a bad row."""
     for name, kind in _KINDS.items():
         value = getattr(task, name)
         if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):
@@ -482,12 +484,18 @@ def _check(task: Task) -> None:
         raise TaskError(f"task {task.id}: toolsets must be a list, such as [{task.toolsets!r}]")
     if task.grading not in ("sealed", "live"):
         raise TaskError(f"task {task.id}: grading must be sealed or live, not {task.grading!r}")
+    try:
+        paths = [slot_path(path) for path in task.paths]
+    except ConfigError as error:
+        raise TaskError(f"task {task.id}: its paths: {error}") from None
+    task = task if paths == [*task.paths] else replace(task, paths=paths)
     if isinstance(task.prompt, str):
-        return
+        return task
     messages: JSON = task.prompt
     fine = isinstance(messages, Sequence) and all(isinstance(each, Mapping) and each.get("role") for each in messages)
     if not fine or not messages:
         raise TaskError(f"task {task.id}: its prompt is {messages!r:.100}, neither text nor messages with roles")
+    return task
 
 
 def _bytes(content: str | bytes) -> bytes:
