@@ -46,7 +46,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import Places
-from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded
+from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded, image_of
 from palaestra.rollouts.watchdog import Stages
 from palaestra.sandbox.images.reference import check_image
 from palaestra.sandbox.slot import Slot, Snapshot
@@ -231,7 +231,8 @@ class GroupRun:
         on the task."""
         workspaces, spec = self.run_context.workspaces, self.env.slot_spec(self.task, Phase.PREPARE)
         before = stages.seconds.get("acquire", 0.0)
-        slot = await workspaces.lease(f"{self.group.group_id}:prepare", spec, base, stages)
+        with image_of(self.task):
+            slot = await workspaces.lease(f"{self.group.group_id}:prepare", spec, base, stages)
         started = time.perf_counter() - (stages.seconds["acquire"] - before)
         try:
             with stages.stage("prepare"):
