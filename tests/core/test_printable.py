@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from palaestra.core.printable import StyledText, printable, spans
+from palaestra.core.printable import StyledText, one_line, printable, spans, without_middle
 
 ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=())) | st.text(
     st.sampled_from("\x1b[]0;1m38\x07\\P a\r\n")
@@ -113,3 +113,20 @@ def test_no_escape_sequence_reaches_a_terminal(tmp_path: Path) -> None:
     assert b"\x1b" not in shown
     assert b"\x07" not in shown
     assert "\x9b".encode() not in shown
+
+
+@given(st.text(), st.integers(0, 60))
+def test_a_long_text_keeps_its_beginning_and_its_end(text: str, most: int) -> None:
+    cut = without_middle(text, most, "<{}>")
+    if len(text) <= most:
+        assert cut == text
+        return
+    head, tail = most // 2, most - most // 2
+    assert cut == f"{text[:head]}<{len(text) - most}>{text[len(text) - tail :]}"
+
+
+def test_one_line_keeps_the_cause_at_the_end_of_a_very_long_text() -> None:
+    line = one_line("setup failed:\n" + "hint: \x1b[31mUsing 'master'\n" * 9000 + "fatal: unable to access", 100)
+    assert line.startswith("setup failed: hint: Using")
+    assert line.endswith("fatal: unable to access")
+    assert len(line) <= 103

@@ -231,3 +231,35 @@ def test_a_trial_that_fails_is_reported(tmp_path: Path, capfd: pytest.CaptureFix
     assert "not today" in told
     assert "failed with exit code 2" in told
     assert [each.name for each in tmp_path.iterdir()] == ["theirs_env.py"]
+
+
+NESTED = """
+import logging
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.reward_fns import registry
+import regex_problems
+import no_such_module_anywhere
+
+class Env(BaseEnv):
+    class Handler(logging.Handler):
+        def emit(self, record):
+            self.acquire()
+            self.flush_all(1, 2)
+
+    async def get_next_item(self):
+        return self.no_such_method()
+"""
+
+
+def test_nested_classes_neighbours_and_reward_registries_raise_no_false_alarm(tmp_path: Path) -> None:
+    (tmp_path / "problems").mkdir()
+    (tmp_path / "problems/regex_problems.py").write_text("")
+    left = {each.what: each.advice for each in port(NESTED, str(tmp_path / "x.py")).left}
+    assert "self.no_such_method" in left
+    assert "self.acquire" not in left
+    assert "self.flush_all" not in left
+    assert "import regex_problems" not in left
+    assert "import no_such_module_anywhere" in left
+    (advice,) = (text for what, text in left.items() if what.endswith("import registry"))
+    assert "@tool" not in advice
+    assert "copy the reward functions" in advice

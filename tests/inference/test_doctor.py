@@ -112,6 +112,21 @@ def test_a_server_that_only_chats(folder: Path) -> None:
     assert "vLLM or SGLang" in tokens.way_out
 
 
+def test_the_checks_that_do_not_apply_share_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario(*argv: str) -> int:
+        async with LoopbackServer(FakeAnswer(completion()), models=FakeAnswer(MODELS)) as server:
+            return await asyncio.to_thread(main, ["doctor", server.url, *argv])
+
+    assert asyncio.run(scenario()) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not applicable" in line]
+    assert len(lines) == 1, lines
+    assert "training checks" in lines[0]
+    assert "the server returns no tokens" in lines[0]
+    assert asyncio.run(scenario("--json")) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert sum(each["state"] == "not applicable" for each in checks) == 7
+
+
 def test_nobody_is_asked_for_a_tokenizer_that_was_not_named(tokenizer: FastTokenizer) -> None:
     async def scenario() -> Diagnosis:
         async with TokenLoopback(Steady(), tokenizer, kind="vllm") as server:

@@ -29,6 +29,7 @@ from typing import Protocol
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.file_lock import file_lock
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.sandbox.images.image_store import default_folder
 from palaestra.sandbox.slot import Mount
@@ -230,7 +231,7 @@ async def _installed(name: str, folder: Path, binary: Path, commands: Sequence[S
         for command in commands:
             output = await _run(name, command)
         if not binary.exists():
-            raise ConfigError(f"agent {name} cannot be installed: {output.decode(errors='replace')[-1500:].strip()}")
+            raise ConfigError(f"agent {name} cannot be installed: {_shown(output)}")
 
 
 async def _run(name: str, command: Sequence[str]) -> bytes:
@@ -256,9 +257,12 @@ async def _run(name: str, command: Sequence[str]) -> bytes:
             process.kill()
             await process.wait()
     if process.returncode:
-        shown = output.decode(errors="replace")[-1500:].strip()
-        raise ConfigError(f"agent {name} cannot be installed: {shlex.join(command)} failed: {shown}")
+        raise ConfigError(f"agent {name} cannot be installed: {shlex.join(command)} failed: {_shown(output)}")
     return output
+
+
+def _shown(output: bytes) -> str:
+    return without_middle(output.decode(errors="replace").strip(), 1500)
 
 
 def _mounts(folder: Path, interpreter: Path) -> list[Mount]:

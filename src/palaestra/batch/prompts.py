@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from palaestra.batch.batch_files import write_batch_files
-from palaestra.core.config import local_path, setting
+from palaestra.core.config import host_path, local_path, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message, Outcome, Score, Task
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
@@ -60,7 +60,9 @@ class BatchConfig(HermesAgentEnvConfig):
         [],
         f"Discard samples that lack one of these: {', '.join(REQUIREMENTS)}. Discarded samples are not sampled again.",
     )
-    prefill_messages_file: str | None = setting(None, "A file with a JSON list of messages to put before every prompt.")
+    prefill_messages_file: str | None = host_path(
+        None, "A file with a JSON list of messages to put before every prompt."
+    )
     ephemeral_system_prompt: str | None = setting(None, "A system message that the written conversations leave out.")
     reasoning_disabled: bool = setting(False, "Ask the server not to reason.")
     providers_allowed: list[str] = setting([], "OpenRouter: only these providers.")

@@ -19,7 +19,7 @@ from palaestra.chat.folders import settings_file, state_folder
 from palaestra.chat.service import SYSTEM_PROMPT, TOOLSETS, ChatService, ChatSettings
 from palaestra.chat.store import ConversationStore
 from palaestra.chat.workdir import WorkFolder
-from palaestra.core.config import setting
+from palaestra.core.config import host_path, setting
 from palaestra.core.types import Limits, Network
 from palaestra.envs.config.build import extra_body, make_pool, mcp_servers, prices, server_settings, tools_with
 from palaestra.envs.config.command_line import Answer, CommandLine
@@ -42,12 +42,12 @@ class ChatConfig(HermesAgentEnvConfig):
     )
     max_agent_turns: int = setting(60, "Maximum model calls for one message.", ge=1)
     system_prompt: str | None = setting(SYSTEM_PROMPT, "The system message; the instructions of AGENTS.md are added.")
-    image: str | None = setting(None, "The image of the sandbox. Default: this machine's system directories.")
-    workdir: str | None = setting(None, "The folder that is copied into the sandbox as its workspace.")
+    image: str | None = host_path(None, "The image of the sandbox. Default: this machine's system directories.")
+    workdir: str | None = host_path(None, "The folder that is copied into the sandbox as its workspace.")
     write: Literal["ask", "yes", "no"] = setting(
         "ask", "Whether the agent's changes are written back to the shared folder after each turn."
     )
-    store: str | None = setting(None, "The file that stores conversations. Default: one in your state folder.")
+    store: str | None = host_path(None, "The file that stores conversations. Default: one in your state folder.")
     context_tokens: int | None = setting(
         None, "The size of the model's context window in tokens. Default: what the server reports.", gt=0
     )

@@ -29,6 +29,7 @@ import msgspec
 from palaestra.chat.folders import state_folder
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import private
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Message
 from palaestra.tools.builtin.session_search import EXCERPTS, Session, SessionMatch, message_text
 
@@ -635,10 +636,7 @@ def shortened(message: Message, chars: int | None) -> Message:
 
 
 def _without_middle(text: str, chars: int) -> str:
-    missing = len(text) - chars
-    if missing <= 0:
-        return text
-    return f"{text[: chars // 2]}\n[… {missing} characters left out to fit the context window …]\n{text[-chars // 2 :]}"
+    return without_middle(text, chars, "\n[… {} characters left out to fit the context window …]\n")
 
 
 def _opened(path: Path) -> sqlite3.Connection:

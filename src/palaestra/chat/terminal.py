@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from palaestra.chat.folders import state_folder
 from palaestra.core.errors import ConfigError, ContextExceeded, PalaestraError
 from palaestra.core.exits import DONE, plural
-from palaestra.core.printable import escaped, printable, quoted
+from palaestra.core.printable import escaped, one_line, printable, quoted
 
 try:
     from prompt_toolkit import PromptSession
@@ -696,7 +696,7 @@ class Screen:
         self._leave()
         reply = _object(event.text)
         if event.error:
-            self.write(f"{RED}  ✗ {printable(_first_line(event.error))}{PLAIN}\n")
+            self.write(f"{RED}  ✗ {one_line(event.error, 300)}{PLAIN}\n")
         elif isinstance(reply.get("diff"), str):
             self.diff(str(reply["diff"]))
         elif event.call_id not in self._shown:
@@ -848,10 +848,6 @@ def _read_options(words: Sequence[str]) -> ChatOptions:
     from palaestra.chat.config import read_options
 
     return read_options(words, "palaestra chat")
-
-
-def _first_line(text: str) -> str:
-    return next((line for line in text.splitlines() if line.strip()), "")[:300]
 
 
 def _object(text: str) -> dict[str, object]:

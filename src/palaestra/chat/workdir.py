@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.printable import without_middle
 from palaestra.sandbox.slot import WORKSPACE, Slot
 
 MAX_BYTES, MAX_FILES = 512 << 20, 20_000
@@ -88,7 +89,9 @@ class WorkFolder:
             await slot.upload(Path(file.name), _ARCHIVE)
         done = await slot.execute(f"tar -xf {_ARCHIVE} -C {WORKSPACE} && rm -f {_ARCHIVE}", timeout_s=300)
         if not done.success:
-            raise SandboxError(f"{self.root} could not be copied into the sandbox: {done.output.strip()[-500:]}")
+            raise SandboxError(
+                f"{self.root} could not be copied into the sandbox: {without_middle(done.output.strip(), 500)}"
+            )
         self._listed = await self._list(slot)
 
     async def changes(self, slot: Slot) -> list[FolderChange]:
@@ -211,7 +214,9 @@ class WorkFolder:
         """Return the size and the modification time of every file in the workspace."""
         done = await slot.execute(_LIST, cwd=WORKSPACE, timeout_s=120, max_output_bytes=_LIST_BYTES, spill=False)
         if not done.success or done.metadata.get("truncated"):
-            raise SandboxError(f"the files of the sandbox could not be listed: {done.output.strip()[-300:]}")
+            raise SandboxError(
+                f"the files of the sandbox could not be listed: {without_middle(done.output.strip(), 300)}"
+            )
         entries = (entry.split("\t") for entry in done.output.split("\0") if entry.count("\t") == 2)
         return {path: (size, time) for path, size, time in entries}
 

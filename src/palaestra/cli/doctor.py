@@ -29,7 +29,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Rung, RungStatus
 
 if TYPE_CHECKING:
-    from palaestra.inference.doctor import Diagnosis
+    from palaestra.inference.doctor import Diagnosis, DoctorCheck
     from palaestra.sandbox.backend_check import BackendFindings
 
 _EXAMPLES = {
@@ -131,10 +131,26 @@ def _show_diagnosis(found: Diagnosis, as_json: bool) -> None:
         facts = {"target": found.target, "server": found.server, "model": found.model, "ok": found.ok}
         click.echo(json.dumps({**facts, "checks": checks}, indent=2))
         return
-    for each in found.checks:
-        click.echo(f"{each.state.value:<15} {each.name}: {each.found}")
-        if each.way_out:
-            click.echo(f"{'':<15} fix: {each.way_out}")
+    for state, names, why, way_out in _grouped(found.checks):
+        click.echo(f"{state:<15} {names}: {why}")
+        if way_out:
+            click.echo(f"{'':<15} fix: {way_out}")
+
+
+def _grouped(checks: Sequence[DoctorCheck]) -> list[tuple[str, str, str, str]]:
+    """Return the lines of the checks: state, names, finding and fix. The checks that do not apply share one line."""
+    from palaestra.inference.doctor import AGREES, SAMPLING, WRITING, CheckState
+
+    left_out = [each for each in checks if each.state is CheckState.NOT_APPLICABLE]
+    lines = [(each.state.value, each.name, each.found, each.way_out) for each in checks if each not in left_out]
+    if left_out:
+        names = ", ".join(each.name for each in left_out)
+        if len(left_out) > 1 and {each.name for each in left_out} <= {*SAMPLING, *WRITING, AGREES}:
+            names = f"training checks ({names})"
+        whys = "; ".join(dict.fromkeys(each.found for each in left_out))
+        ways = " ".join(dict.fromkeys(each.way_out for each in left_out if each.way_out))
+        lines.append((CheckState.NOT_APPLICABLE.value, names, whys, ways))
+    return lines
 
 
 def _show_backends(names: Sequence[str], settings: Sequence[str], as_json: bool) -> bool:

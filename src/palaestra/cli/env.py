@@ -18,6 +18,7 @@ from palaestra.cli.completion import (
     complete_environments,
     complete_settings,
 )
+from palaestra.cli.host_path import HostPath
 from palaestra.cli.main import PluginGroup
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
@@ -198,7 +199,7 @@ def _about(reference: str) -> dict[str, JSON]:
 @click.option(
     "--run", "trial", is_flag=True, help="Also run one rollout with the oracle, or with noop if there is no solution."
 )
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=HostPath())
 @click.pass_context
 def port(context: click.Context, write: bool, as_json: bool, trial: bool, file: Path) -> None:
     """Rewrite the imports of a script that was written for another runtime.

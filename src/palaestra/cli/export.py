@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import complete_formats, complete_runs
+from palaestra.cli.host_path import HostPath
 from palaestra.core.exits import plural
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class _Help(click.Command):
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, allow_dash=True),
+    type=HostPath(allow_dash=True),
     help="The file to write, a folder for it, or - for stdout.",
 )
 @click.option(

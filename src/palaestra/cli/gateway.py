@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
 
@@ -66,14 +67,14 @@ platforms:
 )
 @click.option(
     "--home",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=HostPath(file_okay=False),
     default=_HOME,
     show_default=True,
     help="The gateway's folder.",
 )
 @click.option(
     "--config",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=HostPath(dir_okay=False),
     help="The configuration file. [default: HOME/gateway.yaml]",
 )
 @click.option("--base-url", help="The model server, in place of the configured one.")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from palaestra.cli.host_path import HostPath
+
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
@@ -37,7 +39,7 @@ def command() -> None:
     tools. Any program that loads a model from a folder can load it. Needs the extra 'train'.
     """,
 )
-@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("out", type=HostPath(file_okay=False))
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random weights.")
 @click.option("--hidden", type=int, default=128, show_default=True, help="Hidden size, a multiple of 32.")
 @click.option("--layers", type=int, default=3, show_default=True, help="Number of layers.")

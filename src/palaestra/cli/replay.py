@@ -78,7 +78,7 @@ def command(
 
 
 def _lines(comparison: Comparison, recording: Recording) -> list[str]:
-    from palaestra.core.printable import printable
+    from palaestra.core.printable import one_line, printable
 
     rate = "none to compare" if comparison.rate is None else f"{100 * comparison.rate:.2f} % equal"
     kinds = ", ".join(f"{kind} {count}" for kind, count in comparison.kinds.most_common())
@@ -95,6 +95,6 @@ def _lines(comparison: Comparison, recording: Recording) -> list[str]:
         lines += [f"  call      {printable(each.call.strip())[:200]}"] if each.turn else []
         lines += [f"  recorded  {printable(each.recorded)}", f"  replayed  {printable(each.replayed)}"]
     for end in comparison.other_ends[:_SHOWN]:
-        lines.append(f"{end.rollout_id}: {end.what} was {end.recorded}, is {printable(end.replayed)[:300]}")
+        lines.append(f"{end.rollout_id}: {end.what} was {end.recorded}, is {one_line(end.replayed, 300)}")
     hidden = max(0, len(comparison.differences) - _SHOWN) + max(0, len(comparison.other_ends) - _SHOWN)
     return [*lines, f"… and {hidden} more; --json lists all of them"] if hidden else lines

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from palaestra.cli.completion import complete_runs
+from palaestra.cli.host_path import HostPath
 
 
 @click.command(
@@ -25,9 +26,7 @@ from palaestra.cli.completion import complete_runs
     """,
 )
 @click.argument("run", default="last", shell_complete=complete_runs)
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), help="The file to write. [default: RUN/report.html]"
-)
+@click.option("--out", type=HostPath(dir_okay=False), help="The file to write. [default: RUN/report.html]")
 @click.option("--json", "as_json", is_flag=True, help="Print the path, the run and its state as JSON.")
 def command(run: str, out: Path | None, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.host_path import HostPath
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--root",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=HostPath(exists=True, file_okay=False),
     help="The folder of the runs. [default: runs]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from palaestra.cli.host_path import HostPath
 from palaestra.cli.serve_tools import executor, json_option, print_url, read_token, token_file, tools
 from palaestra.core.exits import told_to_stop
 
@@ -50,7 +51,7 @@ def command() -> None:
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="The port; 0 picks a free one."
 )
-@click.option("--store", type=click.Path(path_type=Path, dir_okay=False), help="The file that stores received groups.")
+@click.option("--store", type=HostPath(dir_okay=False), help="The file that stores received groups.")
 @click.option(
     "--max-groups",
     type=click.IntRange(min=1),
@@ -175,7 +176,7 @@ async def _serve_model(
 )
 @click.option(
     "--checkpoints",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=HostPath(file_okay=False),
     default=Path("tinker-checkpoints"),
     show_default=True,
     help="The folder for saved states and sampler weights.",

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from palaestra.core.config import ConfigLayer, Settings, has_effect, later, merge, nearest, sent_secret
+from palaestra.cli.host_path import HostPath
+from palaestra.core.config import ConfigLayer, Settings, has_effect, host_path, later, merge, nearest, sent_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
 from palaestra.core.types import JSON
@@ -37,7 +38,7 @@ _ON_REQUEST = frozenset({"terminal_stateful", "tmux", "web_crawl"})
 _host = click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 token_file = click.option(
     "--token-file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=HostPath(dir_okay=False),
     help="A file with the token that callers must send.",
 )
 
@@ -95,7 +96,7 @@ class _ToolsOptions:
 @click.option(
     "--mcp",
     "mcp_files",
-    type=click.Path(path_type=Path),
+    type=HostPath(),
     multiple=True,
     metavar="FILE",
     help="Serve the tools of the MCP servers in this file. Repeatable.",
@@ -109,7 +110,7 @@ class _ToolsOptions:
 )
 @token_file
 @json_option
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, type=HostPath())
 def tools(**options: JSON) -> None:
     asyncio.run(_serve_tools(_ToolsOptions(**options)))
 
@@ -184,8 +185,7 @@ class ExecutorSettings(Settings, use_attribute_docstrings=True):
     world: Literal["live", "record", "replay", "fill"] = "live"
     """Whether tools that reach the outside run live, are recorded or are replayed; `fill` also records missing
     calls."""
-    world_file: str | None = None
-    """The recording: a file, or a folder that contains one."""
+    world_file: str | None = host_path(None, "The recording: a file, or a folder that contains one.")
     world_miss: Literal["reply", "fail"] = "reply"
     """The result of a call that is not in the recording: an error that the model reads, or a failed request."""
     nomad_address: str = later("", "Slots run on this machine.")

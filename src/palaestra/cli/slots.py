@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
@@ -19,14 +20,14 @@ from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _directory = click.option(
     "--directory",
-    type=click.Path(path_type=Path),
+    type=HostPath(),
     help="The folder of the slot services. Default: your user's folder under /run.",
 )
 _store = click.option(
     "--workspace-store",
     "--store",
     "store",
-    type=click.Path(path_type=Path),
+    type=HostPath(),
     help="The store of prepared workspaces. Default: your user's store.",
 )
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.host_path import HostPath
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--mcp",
     "files",
-    type=click.Path(path_type=Path),
+    type=HostPath(),
     multiple=True,
     metavar="FILE",
     help="Also list the tools of the MCP servers in this file.",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_settings
+from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ _OPTIONS: dict[str, type] = {
 @click.option("--batch", type=click.IntRange(min=2), default=64, hidden=True)
 @click.option("--most-tokens", type=click.IntRange(min=2), default=16384, hidden=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=8001, hidden=True)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), hidden=True)
+@click.option("--out", type=HostPath(file_okay=False), hidden=True)
 @_training_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="ENV [SETTINGS]", shell_complete=complete_settings)
 @click.pass_context

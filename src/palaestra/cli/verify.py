@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from palaestra.cli.completion import complete_runs
+from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import FAILED, report
 
@@ -32,10 +33,8 @@ from palaestra.core.exits import FAILED, report
     """,
 )
 @click.argument("run", shell_complete=complete_runs)
-@click.option("--groups", type=click.Path(path_type=Path), help="The groups file, if not the one in RUN.")
-@click.option(
-    "--rows", "exported", type=click.Path(path_type=Path, exists=True), help="Also verify this file of exported rows."
-)
+@click.option("--groups", type=HostPath(), help="The groups file, if not the one in RUN.")
+@click.option("--rows", "exported", type=HostPath(exists=True), help="Also verify this file of exported rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def command(context: click.Context, run: str, groups: Path | None, exported: Path | None, as_json: bool) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +40,8 @@ COMMAND_LINE = "command line"
 ARGUMENT = "argument"
 """The source of a value that a Python caller passes."""
 
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{\w+\})")
+
 _NO_EFFECT = " (no effect yet)"
 
 
@@ -56,6 +60,14 @@ class Settings(BaseModel):
         if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
             raise ConfigError("must be a number")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _expand_host_paths(cls, value: JSON, info: ValidationInfo) -> JSON:
+        """Expand `~` and variables in the fields that `host_path` declares."""
+        if not isinstance(value, str | Path) or not {"~", "$"} & {*str(value)}:
+            return value
+        return str(local_path(value)) if _is_host_path(cls, str(info.field_name)) else value
 
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
@@ -86,6 +98,21 @@ def later(default: T, description: str, why: str = "") -> T:
     return setting(default, description + _NO_EFFECT, json_schema_extra={"no_effect": why or description})
 
 
+def host_path(default: T, description: str, **options: Any) -> T:
+    """Return a field for a path on this machine, in which `~` and `$NAME` are expanded. Its value may also be a name,
+    which has neither."""
+    return setting(default, description, json_schema_extra={"host_path": True}, **options)
+
+
+def _is_host_path(model_type: type[BaseModel], name: str) -> bool:
+    """Return whether `host_path` declares the field, in this class or in one that it derives from."""
+    for each in model_type.__mro__:
+        found = each.model_fields.get(name) if issubclass(each, BaseModel) and each is not BaseModel else None
+        if found is not None and isinstance(found.json_schema_extra, dict) and found.json_schema_extra.get("host_path"):
+            return True
+    return False
+
+
 def has_effect(model_type: type[BaseModel], name: str) -> bool:
     """Return whether the field has an effect in this version."""
     return not why_no_effect(model_type, name)
@@ -98,14 +125,29 @@ def why_no_effect(model_type: type[BaseModel], name: str) -> str:
 
 
 def local_path(text: str | Path) -> Path:
-    """Return the path that a setting gives, with `~` expanded. Raises `ConfigError` if the user has no home
-    directory."""
+    """Return the path that a setting gives, with `~` and variables (`$NAME`, `${NAME}`) expanded as a shell does.
+
+    Raises `ConfigError` for a variable that is not set, and if the user has no home directory."""
+    for name in _VARIABLE.findall(str(text)):
+        if name.strip("{}") not in os.environ:
+            raise ConfigError(f"{str(text)!r} cannot be used: the variable {name.strip('{}')} is not set")
     try:
-        return Path(text).expanduser()
+        return Path(os.path.expandvars(text)).expanduser()
     except RuntimeError:
         raise ConfigError(
             f"{str(text)!r} cannot be used: there is no home directory; set HOME, or use another path"
         ) from None
+
+
+def slot_path(text: str) -> str:
+    """Return an absolute path in a slot, in which `~` and `$HOME` mean `/root`, the home of its commands. Raises
+    `ConfigError` for a path that cannot be meant."""
+    path = re.sub(r"^(?:~|\$HOME|\$\{HOME\})(?=/|$)", "/root", text)
+    if not path.startswith("/") or "*" in path or "$" in path or ".." in path.split("/"):
+        raise ConfigError(
+            f"{text!r} is not an absolute path in the sandbox; write for example /data or ~/out, without *, .. and $"
+        )
+    return posixpath.normpath(path)
 
 
 def sent_secret(text: str | None, name: str) -> str | None:

@@ -84,6 +84,21 @@ def escaped(text: str) -> str:
     )
 
 
+def without_middle(text: str, most: int, note: str = " … ") -> str:
+    """Return at most `most` characters of a text: its beginning and its end, with `note` between them, in which `{}` is
+    the number of characters that were left out. A message starts with what failed and often ends with the cause."""
+    missing = len(text) - most
+    if missing <= 0:
+        return text
+    head = most // 2
+    return text[:head] + note.format(missing) + text[head + missing :]
+
+
+def one_line(text: str, most: int) -> str:
+    """Return a text as one `printable` line, without its middle if it is longer than `most` characters."""
+    return without_middle(printable(" ".join(without_middle(text, 20 * most).split())), most)
+
+
 def quoted(text: str) -> str:
     """Return the `escaped` lines of a text, each with a mark in front, so that none can imitate a question."""
     return "\n".join(f"  | {escaped(line)}" for line in text.split("\n"))

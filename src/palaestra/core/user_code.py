@@ -176,9 +176,9 @@ def place(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """Return the type and text of the error, or of each error in a group, without characters that UTF-8 cannot
+    """Return the type, text and notes of the error, or of each error in a group, without characters that UTF-8 cannot
     encode."""
-    each = (f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
+    each = ("; ".join((f"{type(leaf).__name__}: {leaf}", *getattr(leaf, "__notes__", ()))) for leaf in leaves(error))
     return "; ".join(each).encode(errors="replace").decode()
 
 

@@ -11,6 +11,7 @@ import ast
 import builtins
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,6 +74,7 @@ CLASSES = ("BaseEnv", "HermesAgentBaseEnv", "AgentEnv")
 """Classes that scripts subclass."""
 
 _WIDTH = 100
+_FOLDERS_ABOVE = 3
 _NO_COUNTERPART = "it has no counterpart of this name"
 _IMPORT_ERRORS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
@@ -100,8 +102,10 @@ def counterpart(name: str) -> str | None:
     return "palaestra" if name in palaestra.__all__ else ELSEWHERE.get(name)
 
 
-def advice(name: str) -> str:
-    """Return advice on a name without a counterpart."""
+def advice(name: str, module: str = "") -> str:
+    """Return advice on a name without a counterpart. `registry` is the registry of tools only in a module of tools."""
+    if name == "registry" and "reward" in module:
+        return f"{_NO_COUNTERPART}: copy the reward functions that the script uses into it"
     return NOT_NEEDED.get(name, _NO_COUNTERPART)
 
 
@@ -170,7 +174,7 @@ class _Script:
             comparable = method.name in HOOKS - TWO_SHAPES and not method.decorator_list
             if comparable and inspect.isfunction(ours) and (problem := _differs(ours, method.args)) is not None:
                 self._leave(method, f"{kind.name}.{method.name}", problem)
-        for node in ast.walk(kind):
+        for node in _without_nested_classes(kind):
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
                 continue
             owner = _owner(node)
@@ -179,7 +183,7 @@ class _Script:
             theirs = {name for each in relatives if each is not kind for name in _defined(each)}
             if node.attr not in (known if owner == "self" else set(_attributes(base)) | theirs):
                 self._leave(node, f"{owner}.{node.attr}", f"Palaestra's {base.__name__} has no {node.attr}")
-        for node in ast.walk(kind):
+        for node in _without_nested_classes(kind):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 owner, name = _owner(node.func), node.func.attr
                 own = {name for each in relatives for name in _defined(each)}
@@ -231,7 +235,7 @@ class _Script:
         elif where is not None:
             self._leave(node, f"{module}.{node.attr}", f"write from {where} import {node.attr}")
         else:
-            self._leave(node, f"{module}.{node.attr}", advice(node.attr))
+            self._leave(node, f"{module}.{node.attr}", advice(node.attr, module))
 
     def _port_from(self, node: ast.ImportFrom) -> None:
         module = "." * node.level + (node.module or "")
@@ -259,7 +263,7 @@ class _Script:
                 self._names.add(alias.name)
                 self._ours[alias.asname or alias.name] = alias.name
             if where is None:
-                self._leave(node, f"from {module} import {alias.name}", advice(alias.name))
+                self._leave(node, f"from {module} import {alias.name}", advice(alias.name, module))
                 where = module
             if statements and statements[-1][0] == where:
                 statements[-1][1].append(alias)
@@ -284,7 +288,7 @@ class _Script:
         first = next(each for each in stars if _is_theirs(each))
         if all(_is_theirs(each) for each in stars):
             for name in sorted(free - set(known)):
-                self._leave(node, f"{name} from {module} import *", advice(name))
+                self._leave(node, f"{name} from {module} import *", advice(name, module))
         if node is not first or not known:
             self._replace(node, ["pass"])
             return
@@ -311,12 +315,18 @@ class _Script:
         return node.module if node.module is not None and self._is_own(node.module) else None
 
     def _is_own(self, module: str) -> bool:
-        place = self._folder.joinpath(*module.split("."))
-        return place.with_suffix(".py").is_file() or place.is_dir()
+        return _is_module(self._folder, module)
+
+    def _is_nearby(self, root: str) -> bool:
+        """Return whether a module is next to the script, in a folder above it, or in a folder next to or below the
+        script. A script may extend `sys.path` by such a folder, or be started from it."""
+        above = [self._folder, *self._folder.parents][:_FOLDERS_ABOVE]
+        below = (Path(each.path) for folder in above[:2] for each in _entries(folder) if each.is_dir())
+        return any(_is_module(folder, root) for folder in (*above, *below))
 
     def _check_installed(self, node: ast.Import | ast.ImportFrom, module: str) -> None:
         root = module.partition(".")[0]
-        if node in self._optional or root in sys.stdlib_module_names or root == "palaestra" or self._is_own(root):
+        if node in self._optional or root in sys.stdlib_module_names or root == "palaestra" or self._is_nearby(root):
             return
         try:
             found = importlib.util.find_spec(root) is not None
@@ -365,6 +375,18 @@ class _Script:
         return None if base is None else (base, relatives)
 
 
+def _is_module(folder: Path, module: str) -> bool:
+    place = folder.joinpath(*module.split("."))
+    return place.with_suffix(".py").is_file() or place.is_dir()
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
+
+
 def _is_theirs(node: ast.ImportFrom) -> bool:
     """Return whether an import is from a module of the contract, or relative."""
     return node.level > 0 or (node.module or "").partition(".")[0] in ROOTS
@@ -386,6 +408,15 @@ def _guarded(tree: ast.Module) -> Iterator[ast.AST]:
 
 def _classes(tree: ast.Module) -> list[ast.ClassDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def _without_nested_classes(kind: ast.ClassDef) -> Iterator[ast.AST]:
+    """Yield the nodes of a class, but not those of the classes inside it, whose `self` is another object."""
+    waiting: list[ast.AST] = [kind]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.ClassDef)]
 
 
 def _dotted(node: ast.expr | None) -> str | None:

@@ -10,7 +10,7 @@ from typing import Literal
 import yaml
 from pydantic import Field
 
-from palaestra.core.config import Settings, local_path, sent_secret, setting
+from palaestra.core.config import Settings, host_path, local_path, sent_secret, setting
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.gateway.platform import ChatAddress, ChatType
@@ -40,7 +40,7 @@ class PlatformConfig(Settings):
 
     enabled: bool = setting(True, "Whether the gateway connects to this platform.")
     token: str | None = setting(None, "The bot's token or password.")
-    token_file: Path | None = setting(None, "The file that holds the token, instead of `token`.")
+    token_file: Path | None = host_path(None, "The file that holds the token, instead of `token`.")
     api_key: str | None = setting(None, "A second secret, if the platform needs one.")
     home_channel: HomeChannel | None = setting(None, "The chat that gets notices.")
     allowed_users: list[str] = Field(
@@ -97,7 +97,9 @@ class GatewayConfig(Settings):
     prices: ModelPrices | None = setting(None, "The prices of the model; needed for limits.cost_per_day.")
     isolation: str = setting("best", "The isolation level of sandboxes: best, full, userns, confined or none.")
     network: Literal["on", "off"] = setting("off", "Whether sandboxes have a network.")
-    image: str | None = setting(None, "The root file system of sandboxes. Default: this machine's system directories.")
+    image: str | None = host_path(
+        None, "The root file system of sandboxes. Default: this machine's system directories."
+    )
     max_sandboxes: int | None = setting(
         None, "Maximum number of sandboxes. Default: as many as this machine can hold.", ge=1
     )

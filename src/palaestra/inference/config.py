@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from palaestra.core.config import Settings, later, setting
+from palaestra.core.config import Settings, host_path, later, setting
 
 ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", "trl", "vllm"]
 """The kind of server; `server_group.ENGINES` lists those that this version supports."""
@@ -28,7 +28,7 @@ class ServerBaseline(Settings):
         "Additional requests in flight that are reserved for evaluation, so that it proceeds while training "
         "rollouts run.",
     )
-    model_name: str = setting(
+    model_name: str = host_path(
         "default",
         "The model's name at the server; for transformers, a folder or a model on the hub; for scripted, oracle, noop, "
         "patch:FILE or replay:FILE.",
@@ -42,7 +42,7 @@ class ServerBaseline(Settings):
         "token-exact model in this process. scripted: a policy that needs no model.",
         json_schema_extra={"not_offered": ["trl"]},
     )
-    tokenizer_name: str = setting(
+    tokenizer_name: str = host_path(
         "none",
         "The tokenizer of a token-exact server: a folder or a model's name; none means the tokenizer of model_name.",
     )
@@ -50,7 +50,7 @@ class ServerBaseline(Settings):
         "hermes",
         "The name of the parser for a token-exact model's tool calls; none leaves calls in the text.",
     )
-    chat_template: str | None = setting(
+    chat_template: str | None = host_path(
         None,
         "A file with the chat template of a token-exact model. Default: the tokenizer's own.",
     )
@@ -79,7 +79,7 @@ class APIServerConfig(ServerBaseline):
     health_check: bool = setting(
         True, "Check at the start that the server answers and accepts tools. The check samples at most one short reply."
     )
-    replay_file: str | None = setting(
+    replay_file: str | None = host_path(
         None,
         "The JSONL file of recorded trajectories that the model name `replay` plays.",
     )

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import GraderError, InfraError, SlotEnded
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import run_hook
 from palaestra.rollouts.grading.grader import Grading
@@ -22,6 +23,10 @@ from palaestra.rollouts.rollout import Rollout, checked_score
 from palaestra.rollouts.spec import AgentSettings, Kit, Phase, Projection, RecordedTools, network_of
 from palaestra.sandbox.slot import Slot, SlotSpec
 from palaestra.tools.tool import States
+
+MISSING = "missing_in_check"
+"""The key of a score's detail with the commands of a check that failed because a network, a program or a file is
+missing, as a list of text."""
 
 LIVE_PROCESSES = "live_processes"
 """The part of a score's detail with the number of processes that ran while the work was graded in its own slot."""
@@ -181,7 +186,7 @@ class Environment(ABC):
                 raise error from None
             if live and not grading.live:  # the repetition no longer saw the agent's processes
                 raise
-            return replace(repeated, detail={**repeated.detail, "first_check_failed": str(error)[:2000]})
+            return replace(repeated, detail={**repeated.detail, "first_check_failed": without_middle(str(error), 2000)})
 
     @abstractmethod
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
@@ -203,7 +208,7 @@ class Environment(ABC):
 
 
 def _broken(error: InfraError) -> Score:
-    return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: str(error)[:2000]})
+    return Score(0.0, {WORK_BREAKS_CHECK: 1.0}, {WORK_BREAKS_CHECK: without_middle(str(error), 2000)})
 
 
 async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:

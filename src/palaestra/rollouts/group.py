@@ -16,13 +16,16 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from palaestra.core.errors import ImageError, InfraError, PrepareError, SandboxError, TaskError
+from palaestra.core.config import slot_path
+from palaestra.core.errors import ConfigError, ImageError, InfraError, PrepareError, SandboxError, TaskError
 from palaestra.core.exits import plural
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Blame, Limits, Network, NetworkPolicy, Task
 from palaestra.core.user_code import call_hook, run_hook, told
 from palaestra.rollouts.environment import Environment, GroupCollection
@@ -43,7 +46,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import Places
-from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded
+from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded, image_of
 from palaestra.rollouts.watchdog import Stages
 from palaestra.sandbox.images.reference import check_image
 from palaestra.sandbox.slot import Slot, Snapshot
@@ -101,7 +104,7 @@ class GroupRun:
         asked = self.task
         try:
             self.task = await run_hook(PrepareError, self.env.resolve(self.task), f"resolving task {self.task.id}")
-            _check(self.task)
+            self.task = _checked(self.task)
             changed = self._prompt_changed(asked)
             self._kit = call_hook(TaskError, self._choose_tools, f"choosing tools for task {self.task.id}")
             incomplete = not changed and self._is_incomplete
@@ -228,7 +231,8 @@ class GroupRun:
         on the task."""
         workspaces, spec = self.run_context.workspaces, self.env.slot_spec(self.task, Phase.PREPARE)
         before = stages.seconds.get("acquire", 0.0)
-        slot = await workspaces.lease(f"{self.group.group_id}:prepare", spec, base, stages)
+        with image_of(self.task):
+            slot = await workspaces.lease(f"{self.group.group_id}:prepare", spec, base, stages)
         started = time.perf_counter() - (stages.seconds["acquire"] - before)
         try:
             with stages.stage("prepare"):
@@ -247,7 +251,9 @@ class GroupRun:
         if task.setup:
             done = await slot.execute(task.setup, timeout_s=SETUP_TIMEOUT_S)
             if not done.success:
-                raise PrepareError(f"the setup script of {task.id} failed ({done.error}):\n{done.output[-2000:]}")
+                raise PrepareError(
+                    f"the setup script of {task.id} failed ({done.error}):\n{without_middle(done.output, 2000)}"
+                )
         await self.env.prepare(task, slot)
 
     async def _restore(self) -> None:
@@ -461,8 +467,8 @@ _KINDS = {"network": NetworkPolicy, "limits": Limits, "files": Mapping, "image":
 _MAY_BE_NONE = frozenset({"image", "setup", "recipe"})
 
 
-def _check(task: Task) -> None:
-    """Raise `TaskError` for a task with invalid fields, such as one made from a bad row of a data set."""
+def _checked(task: Task) -> Task:
+    """Return the task with complete paths. Raises `TaskError` for invalid fields, such as those from a bad row."""
     for name, kind in _KINDS.items():
         value = getattr(task, name)
         if not isinstance(value, kind) and not (value is None and name in _MAY_BE_NONE):
@@ -479,12 +485,18 @@ def _check(task: Task) -> None:
         raise TaskError(f"task {task.id}: toolsets must be a list, such as [{task.toolsets!r}]")
     if task.grading not in ("sealed", "live"):
         raise TaskError(f"task {task.id}: grading must be sealed or live, not {task.grading!r}")
+    try:
+        paths = [slot_path(path) for path in task.paths]
+    except ConfigError as error:
+        raise TaskError(f"task {task.id}: its paths: {error}") from None
+    task = task if paths == [*task.paths] else replace(task, paths=paths)
     if isinstance(task.prompt, str):
-        return
+        return task
     messages: JSON = task.prompt
     fine = isinstance(messages, Sequence) and all(isinstance(each, Mapping) and each.get("role") for each in messages)
     if not fine or not messages:
         raise TaskError(f"task {task.id}: its prompt is {messages!r:.100}, neither text nor messages with roles")
+    return task
 
 
 def _bytes(content: str | bytes) -> bytes:

@@ -44,6 +44,7 @@ from palaestra.core.errors import (
     ToolUnavailable,
 )
 from palaestra.core.io.durable_files import private
+from palaestra.core.printable import without_middle
 from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.engines.openai import PROBE
@@ -280,7 +281,7 @@ class _Play:
         if self._limit is not None and not (never_answered and self._conversations.refused):
             return *self._limit, None
         if never_answered:
-            told = b"".join(self.log.parts())[-1500:].decode(errors="replace").strip()
+            told = without_middle(b"".join(self.log.parts()).decode(errors="replace").strip(), 1500)
             missing = exit_code == 127 or "No such file" in told
             if self._conversations.refused:
                 told = f"{told}\nRefused requests: {self._conversations.refused}. The last was refused with: "

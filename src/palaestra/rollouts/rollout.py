@@ -47,7 +47,7 @@ from palaestra.rollouts.middleware import MiddlewareServer, freezing
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.records import Beside, Fork, Trajectory, inner_calls_of, subagents_of, tool_errors_of, turns_of
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
-from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpec, RunContext
+from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpec, RunContext, image_of
 from palaestra.rollouts.turn_log import TakenTurn, TurnLog
 from palaestra.rollouts.watchdog import Stage, Stages
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
@@ -423,7 +423,8 @@ class Rollout:
 
     async def lease(self, name: str, spec: SlotSpec, snapshot: Snapshot | None) -> Slot:
         """Lease a slot for this rollout or its grading. Raises `CutShort` if the rollout may not start."""
-        return await self.run_context.workspaces.lease(name, spec, snapshot, self.stages, self.check_start)
+        with image_of(self.task):
+            return await self.run_context.workspaces.lease(name, spec, snapshot, self.stages, self.check_start)
 
     @property
     def tools(self) -> ToolRuntime:

@@ -12,20 +12,23 @@ of several groups in a row.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
 from palaestra.core.types import Task
-from palaestra.rollouts.environment import Environment
+from palaestra.rollouts.environment import MISSING, Environment
 from palaestra.rollouts.events import GroupFinished, GroupsPlanned
 from palaestra.rollouts.group import GroupRun, failed_for_the_engine, prompt_checksum
-from palaestra.rollouts.records import Group
+from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.schedule import Numbered, Places, counted, groups_ahead, numbered, slowest_first
 from palaestra.rollouts.spec import RunContext, RunSettings
 
 GIVE_UP_AFTER = 3
 """The run stops when the model server has failed in every rollout of this many groups in a row."""
+
+_MOST_CAUSES = 20
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class Totals:
 
     `tampered` lists the rollouts whose work interfered with its check. `cut_off` lists the rollouts with reward 0 that
     still had processes running at their end. `uncontrolled` lists the tasks with tests that no control covers.
+    `missing` counts the rollouts with reward 0 by a cause in their check: a missing network, program or file.
     """
 
     groups: int = 0
@@ -45,6 +49,7 @@ class Totals:
     tampered: list[str] = field(default_factory=list)
     cut_off: list[str] = field(default_factory=list)
     uncontrolled: list[str] = field(default_factory=list)
+    missing: Counter[str] = field(default_factory=Counter)
 
     @property
     def failed(self) -> int:
@@ -66,11 +71,19 @@ class Totals:
         self.reward_sum += sum(trajectory.reward or 0.0 for trajectory in scored)
         self.tampered += [each.rollout_id for each in group.trajectories if each.detail.get("tampering")]
         self.cut_off += [each.rollout_id for each in scored if not each.reward and each.detail.get("processes_at_end")]
+        for each in scored:
+            self._add_missing(each)
         if any(each.detail.get("uncontrolled") for each in scored):
             self.uncontrolled.append(group.task_id)
         for error in [group.error, *(t.error for t in group.trajectories if not t.scored)]:
             if error and error not in self.errors and len(self.errors) < 5:
                 self.errors.append(error)
+
+    def _add_missing(self, trajectory: Trajectory) -> None:
+        causes = trajectory.detail.get(MISSING)
+        if isinstance(causes, list) and causes and not trajectory.reward:
+            cause = str(causes[0])
+            self.missing[cause if cause in self.missing or len(self.missing) < _MOST_CAUSES else "other causes"] += 1
 
 
 class Runner:

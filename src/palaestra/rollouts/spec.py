@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Protocol
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
+from palaestra.core.errors import ImageError, TaskError
 from palaestra.core.types import JSON, AllowList, Message, Network, Prices, Task
 from palaestra.inference.chat_server import Engine
 from palaestra.inference.ledger.records import TokenRow
@@ -130,6 +132,18 @@ class Kit:
     def tools_hash(self) -> str:
         """The `schema_hash` of the definitions, which identifies them in records."""
         return self.registry.shown()[1] if self.offered is None else schema_hash(self.offered)
+
+
+@contextmanager
+def image_of(task: Task) -> Iterator[None]:
+    """Turn an `ImageError` into a `TaskError` if the task names an image, so that one bad row does not end the run. An
+    image of the settings concerns all tasks."""
+    try:
+        yield
+    except ImageError as error:
+        if task.image is None:
+            raise
+        raise TaskError(f"task {task.id}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

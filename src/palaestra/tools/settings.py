@@ -149,15 +149,19 @@ class ToolSettings(Settings):
         default=None,
         description="The folder of skills for skills_list, skill_view and skill_manage; None disables these tools, so "
         "that rollouts do not learn from each other.",
+        json_schema_extra={"host_path": True},
     )
 
     rl_dir: str | None = Field(
         default=None,
         description="The folder of the training runs that rl_* tools start; None disables these tools. Rollouts with a "
         "common folder see each other's training runs.",
+        json_schema_extra={"host_path": True},
     )
     rl_model: str | None = Field(
-        default=None, description="The model that agents train: a folder, or the OWNER/NAME of a model on the hub."
+        default=None,
+        description="The model that agents train: a folder, or the OWNER/NAME of a model on the hub.",
+        json_schema_extra={"host_path": True},
     )
     rl_trainer: Literal["trl", "tinker"] = Field(
         default="trl", description="The trainer, as in `palaestra train --trainer`."

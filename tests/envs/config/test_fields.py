@@ -1,18 +1,23 @@
 """The contract's fields and defaults, and what this version refuses."""
 
+import asyncio
+import os
+
 import pytest
 from pydantic import BaseModel
 
 from palaestra.agent.budget import Budget
 from palaestra.core.config import ConfigLayer, has_effect, merge, why_no_effect
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import Prices
+from palaestra.core.types import JSON, Prices
 from palaestra.envs.api.agent_env import AgentEnvConfig
 from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
-from palaestra.envs.run.run import concurrency, eval_workers
+from palaestra.envs.run.run import concurrency, eval_workers, slots_elsewhere
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 
 CONTRACT = {
     "group_size": 4,
@@ -225,3 +230,36 @@ def test_every_setting_without_effect_says_why(model_type: type[BaseModel]) -> N
     for name, field in model_type.model_fields.items():
         if not has_effect(model_type, name):
             assert why_no_effect(model_type, name) != str(field.description), name
+
+
+class TenSlots(LocalBackend):
+    @property
+    def capacity(self) -> int:
+        return 10
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    ("backend", "more", "groups"),
+    [
+        ("modal", {}, 5),
+        ("ssh=a,b", {}, 5),
+        ("docker=ssh://a", {}, 5),
+        ("docker", {"docker_hosts": ["ssh://a"]}, 5),
+        ("docker", {}, None),
+        ("docker modal=overflow", {}, None),
+        ("local", {}, None),
+        ("modal", {"max_num_workers": 3}, 3),
+    ],
+)
+def test_slots_on_other_machines_decide_how_many_groups_run(
+    backend: str, more: dict[str, JSON], groups: int | None
+) -> None:
+    config = HermesAgentEnvConfig(tool_pool_mode=backend, group_size=2, **more)
+
+    async def found() -> int | None:
+        async with SlotPool(SlotPoolConfig(), TenSlots()) as pool:
+            return slots_elsewhere(config, pool)
+
+    here = max(2, 2 * (os.cpu_count() or 1))
+    assert concurrency(config, 1, asyncio.run(found())) == (here if groups is None else groups)

@@ -25,7 +25,7 @@ from palaestra.inference.http.transport import refused, server_says, shown
         (b"", ""),
         (b"null", "null"),
         (b'{"error": "caf\xe9"}', '{"error": "caf\N{REPLACEMENT CHARACTER}"}'),
-        (b"x" * 900, "x" * 500 + "…"),
+        (b"x" * 900, "x" * 250 + " … " + "x" * 250),
     ],
 )
 def test_what_the_server_says(body: bytes, says: str) -> None:

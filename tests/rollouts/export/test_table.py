@@ -26,7 +26,7 @@ def test_means_are_over_scored_rollouts_only() -> None:
     task, failed, total = table(sky(), broken())
     assert (task["rollouts"], task["scored"], task["mean"], task["best"]) == ("4", "3", "0.416667", "1")
     assert (task["rewards"], task["outcomes"]) == ("1 0.25 0", "natural:2 max_turns:1 infra_error:1")
-    assert task["error"] == "SlotLost: it died"
+    assert task["error"] == "SlotLost: it died at once"
     assert (failed["rollouts"], failed["mean"], failed["error"]) == ("0", "", "PrepareError: set-up | failed")
     assert (total["task"], total["rollouts"], total["scored"], total["rewards"]) == ("TOTAL", "4", "3", "")
 

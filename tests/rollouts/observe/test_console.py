@@ -67,6 +67,14 @@ def log():
     return io.StringIO()
 
 
+def test_a_long_error_keeps_its_end():
+    error = f"preparing t failed:\n{'hint: Using master' * 200}\nfatal: unable to access 'https://x': no such host"
+    for line in (describe(group(error=error)), describe(group(lost(error=error)))):
+        assert "preparing t failed: hint" in line
+        assert line.endswith("fatal: unable to access 'https://x': no such host")
+        assert len(line) < 400
+
+
 def test_a_log_gets_one_line_per_finished_group(log, clock):
     with make_console(log, clock=clock) as progress:
         tell(progress, GroupsPlanned(2, 2))

@@ -39,3 +39,12 @@ def test_causes_are_bounded_and_short() -> None:
     assert len(causes) == 101
     assert sum(cause.rollouts for cause in causes) == 300
     assert max(len(cause.line()) for cause in causes) < 400
+
+
+def test_a_cause_keeps_the_end_of_its_error() -> None:
+    error = f"its tests do not pass: {', '.join(f'test_{number}' for number in range(200))}\nNo module named 'attrs'"
+    failures = Failures()
+    failures.add(Group(group_id="g", number=0, task_id="t", error=error, blame=Blame.TASK))
+    (cause,) = failures.causes()
+    assert cause.error.startswith("its tests do not pass: test_0")
+    assert cause.error.endswith("No module named 'attrs'")

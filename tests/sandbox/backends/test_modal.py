@@ -468,7 +468,17 @@ def test_a_run_that_is_killed_at_any_moment_leaves_nothing_that_the_next_start_d
     assert left > 0
 
 
-LONG = ENVIRONMENT.replace("wc -l", "touch begun; sleep 3; wc -l")
+LONG = ENVIRONMENT.replace("wc -l", "sleep 3.0307; wc -l")
+"""Each rollout's command can be found among this machine's processes by the time that it sleeps."""
+
+
+def is_working() -> bool:
+    """Whether a rollout's command runs in a sandbox."""
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has ended
+            if place.read_bytes().split(b"\0")[:2] == [b"sleep", b"3.0307"]:
+                return True
+    return False
 
 
 def test_rollouts_whose_sandbox_dies_start_again_and_are_scored(
@@ -477,12 +487,12 @@ def test_rollouts_whose_sandbox_dies_start_again_and_are_scored(
     monkeypatch.chdir(tmp_path)
     Path("there_env.py").write_text(LONG)
     ended: list[str] = []
+    over = threading.Event()
 
     def end_one() -> None:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if fake.calls["TaskExecStdinWrite"] > 12 and fake.running:  # the server has been delivered and is used
-                time.sleep(2)
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline and not over.is_set():
+            if fake.running and is_working():
                 ended.append(fake.running[0].sandbox_id)
                 fake.end(ended[0])
                 return
@@ -491,6 +501,7 @@ def test_rollouts_whose_sandbox_dies_start_again_and_are_scored(
     thread = threading.Thread(target=end_one)
     thread.start()
     code = palaestra(["run", "there_env.py", "--policy", "oracle", "--backend", "modal", "--group", "3"])
+    over.set()
     thread.join()
     assert code == 0
     assert ended

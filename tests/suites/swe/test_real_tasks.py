@@ -196,9 +196,14 @@ def test_public_rows_install_the_repository_and_prove_themselves_first(built: Bu
     tasks = built.cache / f"{tmp_path.name}.jsonl"  # above the repositories of the rows
     broken = public | {"instance_id": "x.broken.1", "PASS_TO_PASS": [*row["PASS_TO_PASS"], "tests/test_utils.py::gone"]}
     unnoticed = public | {"instance_id": "x.unnoticed.1", "FAIL_TO_PASS": row["PASS_TO_PASS"][:1]}
-    tasks.write_text("\n".join(map(json.dumps, (public, broken, unnoticed, {"instance_id": "no columns"}))) + "\n")
+    stops = "--- /dev/null\n+++ b/tests/test_stops.py\n@@ -0,0 +1 @@\n+raise RuntimeError('no such plugin')\n"
+    stopped = broken | {"instance_id": "x.stopped.1", "test_patch": stops}
+    stopped["PASS_TO_PASS"] = [*row["PASS_TO_PASS"], *(f"tests/test_stops.py::test_{number}" for number in range(9))]
+    rows = (public, broken, unnoticed, stopped, {"instance_id": "no columns"})
+    tasks.write_text("\n".join(map(json.dumps, rows)) + "\n")
     groups = {group.task_id: group for group in rolled_out(built, tmp_path, tasks, "oracle", "--env.total_steps=-1")}
     assert groups[row["instance_id"]].trajectories[0].reward == 1.0
     assert "must pass before and after" in groups["x.broken.1"].error
     assert "must detect the bug" in groups["x.unnoticed.1"].error
-    assert len(groups) == 3
+    assert "no such plugin" in groups["x.stopped.1"].error.partition("test_stops")[0]
+    assert len(groups) == 4

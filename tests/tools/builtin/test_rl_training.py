@@ -199,7 +199,10 @@ def test_a_training_survives_the_kill_of_its_agent_and_is_found_again(tmp_path: 
         os.killpg(training.request().pid, signal.SIGKILL)
         while training.alive():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        assert (await desk("check_status", run_id=run_id))["status"] == "failed"
+        for tool in ("check_status", "get_results"):
+            reply = await desk(tool, run_id=run_id)
+            assert reply["status"] == "failed"
+            assert reply["message"].removeprefix("The training run failed: ")
 
     at(Desk(tmp_path, "--sampling-s=1"), scenario)
 
@@ -211,7 +214,10 @@ def test_a_training_that_cannot_start_says_why(tmp_path: Path) -> None:
         await desk("edit_config", field="groups", value=0)
         reply = await desk("start_training")
         assert "groups" in reply["error"]
-        assert (await desk("check_status", run_id=reply["run_id"]))["status"] == "failed"
+        for tool in ("check_status", "get_results"):
+            ended = await desk(tool, run_id=reply["run_id"])
+            assert ended["status"] == "failed"
+            assert "groups" in ended["message"]
 
     settings = ToolSettings(rl_dir=str(tmp_path / "rl"), rl_model="/nowhere")
     desk = Desk(tmp_path)

@@ -31,6 +31,7 @@ from palaestra.envs.api.base_env import (
 )
 from palaestra.envs.api.class_environment import CollectedEnvironment, in_rollout
 from palaestra.envs.api.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
+from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.api.rollout_parts import offered_kit, tools_of
 from palaestra.envs.api.scored_data import Row, ScoredDataItem, checked_row, row_and_backlog
 from palaestra.envs.config.build import agent_settings, network_policy
@@ -259,25 +260,26 @@ class ContractEnvironment(CollectedEnvironment):
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         assert rollout.result is not None
         await grading.carry_scratch()
+        commands = HookCommands(grading, in_class=True)
         tools = grading.tools(self._settings.tool_timeout_s)
-        exec_tool = ExecTool(grading.slot, lambda: tools)
+        exec_tool = ExecTool(commands.slot, lambda: tools)
         meta = rollout.meta.get("workspace_meta")
         if grading.untouched and self._sets_up(rollout):  # otherwise a check could fail whatever the agent did
             meta = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
-        if self._verifies and self._hooks(rollout):
-            context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
-            with assigned(GRADING, context):
-                answer = await bridged(self.verify(rollout, rollout.result, exec_tool, meta))
-            said = f"{self.name}.verify_and_score_trajectory"
-        else:
-            context = ToolContext(rollout.rollout_id, slot=grading.slot, tools=tools)
-            answer = await bridged(called(self.inner.compute_reward, rollout.task.data, rollout.result, context))
-            said = f"{self.name}.compute_reward"
+        context = ToolContext(rollout.rollout_id, slot=commands.slot, tools=tools)
+        with commands.explained():
+            if self._verifies and self._hooks(rollout):
+                with assigned(GRADING, context):
+                    answer = await bridged(self.verify(rollout, rollout.result, exec_tool, meta))
+                said = f"{self.name}.verify_and_score_trajectory"
+            else:
+                answer = await bridged(called(self.inner.compute_reward, rollout.task.data, rollout.result, context))
+                said = f"{self.name}.compute_reward"
         score = score_of(answer, said)
         detail = score.detail if isinstance(answer, Score) else score.metrics  # the detail may hold more than numbers
         if grading.processes_at_end and not grading.live:
             detail = {**detail, "processes_at_end": grading.processes_at_end}
-        return replace(score, metrics=numbers(score.metrics), detail=detail)
+        return commands.noted(replace(score, metrics=numbers(score.metrics), detail=detail))
 
     async def verify(self, rollout: Rollout, result: AgentResult, exec_tool: ExecTool, meta: JSON) -> JSON:
         """Call the verification hook with the arguments that this kind of class expects."""

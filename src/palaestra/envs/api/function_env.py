@@ -19,6 +19,7 @@ from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.core.user_code import run_hook, score_of, settled
 from palaestra.envs import cache_key
 from palaestra.envs.api.function_form import FunctionEnvConfig, FunctionForm, Hook, Source, TaskSource
+from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.run import pass_at_k
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
@@ -144,18 +145,20 @@ class FunctionEnvironment(EvaluatedEnvironment):
         ]
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        commands = HookCommands(grading, in_class=False)
         sources: dict[str, Source] = {
             "task": _known(rollout.task),
             "rollout": _known(rollout),
-            "sandbox": grading.slot,
+            "sandbox": commands.slot,
             "rng": _known(rollout.rng),
         }
-        parts = [
-            (each.hook.name, each.weight, score_of(await _call(each.hook, sources), f"the score {each.hook.name}"))
-            for each in self.form.scores
-        ]
+        with commands.explained():
+            parts = [
+                (each.hook.name, each.weight, score_of(await _call(each.hook, sources), f"the score {each.hook.name}"))
+                for each in self.form.scores
+            ]
         if len(parts) == 1:
-            return parts[0][2]
+            return commands.noted(parts[0][2])
         total = sum(weight for _, weight, _ in parts)
         reward = sum(weight * part.reward for _, weight, part in parts) / total
         metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
@@ -164,13 +167,9 @@ class FunctionEnvironment(EvaluatedEnvironment):
         if any(part.official is not None for _, _, part in parts):
             verdicts = [(weight, part.reward if part.official is None else part.official) for _, weight, part in parts]
             official = sum(weight * verdict for weight, verdict in verdicts) / total
-        return Score(
-            reward,
-            metrics,
-            {key: value for _, _, part in parts for key, value in part.detail.items()},
-            official=official,
-            labels=[label for _, _, part in parts for label in part.labels],
-        )
+        detail = {key: value for _, _, part in parts for key, value in part.detail.items()}
+        labels = [label for _, _, part in parts for label in part.labels]
+        return commands.noted(Score(reward, metrics, detail, official, labels))
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from palaestra.core.errors import ConfigError
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Message
 from palaestra.core.user_code import called, score_of
 from palaestra.envs.api.base_env import Attempt, BaseEnv, Item, adapted
@@ -263,8 +264,8 @@ class HermesAgentBaseEnv(BaseEnv):
                 "turn": error.turn,
                 "tool": error.tool_name,
                 "args": error.arguments[:150],
-                "error": error.error[:300],
-                "result": error.tool_result[:300],
+                "error": without_middle(error.error, 300),
+                "result": without_middle(error.tool_result, 300),
             }
             for error in result.tool_errors
         )
@@ -276,6 +277,7 @@ class HermesAgentBaseEnv(BaseEnv):
         found: dict[str, JSON] = {"train/tool_errors_count": len(errors)}
         if errors:
             found["train/tool_error_details"] = "\n".join(
-                f"[turn {each['turn']}] {each['tool']}({each['args'][:80]}) -> {each['error'][:150]}" for each in errors
+                f"[turn {each['turn']}] {each['tool']}({each['args'][:80]}) -> {without_middle(each['error'], 150)}"
+                for each in errors
             )
         await super().wandb_log({**found, **(wandb_metrics or {})})

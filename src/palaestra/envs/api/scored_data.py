@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypedDict
 
@@ -52,6 +54,8 @@ class ScoredDataGroup(TypedDict, total=False):
     images: JSON
 
 
+_UNPACK = dis.opmap["UNPACK_SEQUENCE"]
+
 PLACEHOLDER = "placeholder"
 """The token source of rows whose server returns no tokens."""
 
@@ -64,10 +68,14 @@ def placeholder_tokens(messages: Sequence[Message]) -> list[int]:
 
 class ScoredRow(dict[str, JSON]):
     """A training row that also unpacks into `(row, [])`, because some scripts expect a row and others a pair from the
-    hook that builds it."""
+    hook that builds it. Every other iteration yields the row's keys."""
 
-    def __iter__(self) -> Iterator[JSON]:  # `dict(row)`, `**row` and `items` do not call this
-        return iter((self, []))
+    def __iter__(self) -> Iterator[JSON]:
+        # Only the caller's current instruction distinguishes `row, backlog = …` from a loop over the keys.
+        caller = sys._getframe(1)
+        code = caller.f_code.co_code
+        unpacks = code[caller.f_lasti : caller.f_lasti + 2] == bytes((_UNPACK, 2))
+        return iter((self, [])) if unpacks else super().__iter__()
 
 
 def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:

@@ -29,6 +29,7 @@ from palaestra.core.config import (
     Merged,
     has_effect,
     is_secret,
+    local_path,
     merge,
     nearest,
 )
@@ -469,7 +470,7 @@ def _known_parser(config: Merged[BaseModel], field_name: str) -> Iterator[str]:
 def _with_run(policy: str) -> str:
     """Return the policy. In `replay:RUN`, a run's id or `last` is replaced by the path of that run's journal."""
     name, _, run = policy.partition(":")
-    if name == "replay" and run and not Path(run).exists():
+    if name == "replay" and run and not local_path(run).exists():
         from palaestra.rollouts.journal.reader import journal_of  # imported here, because most policies replay nothing
 
         with contextlib.suppress(ConfigError):  # the policy reports a missing file

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from palaestra.core.config import ARGUMENT, COMMAND_LINE, Settings, later, nearest, setting
+from palaestra.core.config import ARGUMENT, COMMAND_LINE, Settings, host_path, later, nearest, setting, slot_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.idle_limits import IDLE_LIMITS
@@ -45,10 +45,10 @@ class BaseEnvConfig(Settings):
         -1, "Groups whose rollouts run concurrently; -1: a number that suits this machine.", ge=-1
     )
     max_token_length: int = setting(2048, "Maximum tokens that one model call may generate.", ge=1)
-    data_path_to_save_groups: str | None = setting(
+    data_path_to_save_groups: str | None = host_path(
         None, "A JSONL file for a copy of the groups. An existing file is kept: the new one gets a number."
     )
-    data_dir_to_save_evals: str | None = setting(None, "A folder for a copy of the results of `evaluate`.")
+    data_dir_to_save_evals: str | None = host_path(None, "A folder for a copy of the results of `evaluate`.")
     include_messages: bool = setting(False, "Keep each rollout's messages in the JSONL file.")
     ensure_scores_are_not_same: bool = setting(
         True, "Leave groups with equal scores out of the training data (off for groups of one)."
@@ -79,7 +79,7 @@ class BaseEnvConfig(Settings):
     keep_workspaces: bool = setting(
         True, "Share prepared workspaces with other runs on this machine, if their task or environment has a cache key."
     )
-    workspace_store: str | None = setting(None, "The folder of shared workspaces; None: the user's cache folder.")
+    workspace_store: str | None = host_path(None, "The folder of shared workspaces; None: the user's cache folder.")
     workspace_store_bytes: int = setting(
         DEFAULT_STORE_BYTES,
         "Maximum disk space of shared workspaces in bytes; beyond it, the least recently used are deleted.",
@@ -109,7 +109,7 @@ class BaseEnvConfig(Settings):
         "Tools that reach outside (web, browser, …): record keeps their replies in the run's folder, live does not, "
         "replay answers from world_file only, and fill also makes calls that the file lacks and adds their replies.",
     )
-    world_file: str | None = setting(None, "The recording for replay and fill: a file, or the folder of a run.")
+    world_file: str | None = host_path(None, "The recording for replay and fill: a file, or the folder of a run.")
     world_miss: Literal["reply", "fail"] = setting(
         "reply",
         "What happens after a call that the recording lacks: with reply, the model gets an error; with fail, the "
@@ -143,7 +143,7 @@ class BaseEnvConfig(Settings):
         "0: no limit.",
     )
     drain_s: float = setting(60, "Seconds that rollouts in flight get to finish after SIGTERM.", ge=0)
-    timings_from: str | None = setting(
+    timings_from: str | None = host_path(
         None,
         "The folder of an earlier run; tasks that were slow in it begin first. A resumed run uses its own timings.",
     )
@@ -323,10 +323,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         None, "Additional fields of every model request, as the provider defines them."
     )
 
-    memory_dir: str | None = setting(
+    memory_dir: str | None = host_path(
         None, "The folder of the `memory` tool. None disables the tool, so that rollouts do not learn from each other."
     )
-    sessions_dir: str | None = setting(
+    sessions_dir: str | None = host_path(
         None, "The folder of earlier conversations for the `session_search` tool. None disables the tool."
     )
 
@@ -349,7 +349,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     slot_prices: dict[str, float] = setting(
         {}, "Price of an hour of a container or sandbox, by backend, for the report and max_cost, such as modal=0.14."
     )
-    drain_file: str | None = setting(
+    drain_file: str | None = host_path(
         None, "A file with hosts that get no new slots, separated by white space. It may change during the run."
     )
     backend_options: dict[str, JSON] = setting({}, "Settings of a backend from another package, NAME: VALUE.")
@@ -363,11 +363,11 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     docker_runtime: str | None = setting(
         None, "Docker: a runtime of the daemon, such as gVisor's `runsc`; None: the daemon's default."
     )
-    singularity_image: str | None = setting(None, "Singularity: the image for tasks that name none.")
+    singularity_image: str | None = host_path(None, "Singularity: the image for tasks that name none.")
     ssh_hosts: list[str] = setting([], "SSH: the machines, by any name that `ssh` accepts or as user@host:port.")
     ssh_user: str | None = setting(None, "SSH: the user on all machines; None: as in ~/.ssh/config.")
     ssh_port: int | None = setting(None, "SSH: the port on all machines; None: as in ~/.ssh/config.", ge=1, le=65535)
-    ssh_key: str | None = setting(None, "SSH: the file of the private key; None: as in ~/.ssh/config.")
+    ssh_key: str | None = host_path(None, "SSH: the file of the private key; None: as in ~/.ssh/config.")
     ssh_slots_per_host: int = setting(64, "SSH: maximum slots on one machine.", ge=1)
     slots_per_container: int = setting(10, "Docker, Singularity, Nomad: maximum slots in one container.", ge=1)
     max_containers: int = setting(10, "Docker, Singularity, Nomad: maximum containers for one image.", ge=1)
@@ -386,7 +386,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     )
     graded_paths: list[str] = setting(
         [],
-        "Paths that sealed grading shows as the agent left them, in addition to /workspace and temporary directories.",
+        "Paths that sealed grading shows as the agent left them, in addition to /workspace and temporary directories. "
+        "`~` is the home in the sandbox, /root.",
     )
     graded_programs: list[str] = setting(
         [], "Names of programs below graded_paths that an agent may install or replace."
@@ -396,7 +397,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
         False, "Run setup_trajectory_workspace once per group, and fork its result for each rollout."
     )
 
-    dataset_name: str | None = setting(None, "The data set: a JSONL or Parquet file, or a name.")
+    dataset_name: str | None = host_path(None, "The data set: a JSONL or Parquet file, or a name.")
     dataset_split: str = setting("train", "The split of a named data set.")
     prompt_field: str = setting("prompt", "The column that holds the prompt.")
 
@@ -453,11 +454,8 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     @field_validator("graded_paths")
     @classmethod
-    def _graded_paths_are_absolute(cls, paths: list[str]) -> list[str]:
-        for path in paths:
-            if not path.startswith("/"):
-                raise ConfigError(f"{path!r} is not an absolute path of the sandbox; its home is usually /root")
-        return paths
+    def _graded_paths_are_in_the_slot(cls, paths: list[str]) -> list[str]:
+        return [slot_path(path) for path in paths]
 
     @field_validator("distribution")
     @classmethod

@@ -60,7 +60,7 @@ from palaestra.rollouts.spec import Middleware, RunContext, RunSettings
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Rung
+from palaestra.sandbox.slot import Rung, SlotSource
 
 if TYPE_CHECKING:
     from palaestra.envs.run.feed_trainer import Serving
@@ -163,7 +163,9 @@ async def run(
         environment.world = recorded_tools
         stream.write(f"run {output.folder.path}: {form.name} with {engine.name}, isolation {pool.rung.label}\n")
         stream.write(f"slots: {pool.limit}{'' if config.slots else ' (set it with --slots N)'}\n")
-        groups = concurrency(config, len(servers))
+        groups = concurrency(config, len(servers), slots_elsewhere(config, pool))
+        if parsed.command == "evaluate":
+            groups = eval_workers(config, groups)
         if groups * config.group_size < pool.limit.slots:
             set_it = "" if config.max_num_workers > 0 else " (set it with --concurrency N)"
             stream.write(
@@ -299,14 +301,36 @@ def task_limit(parsed: RunLine, environment: EvaluatedEnvironment) -> int | None
     return total_steps if total_steps > 0 else None
 
 
-def concurrency(config: BaseEnvConfig, servers: int = 1) -> int:
+def concurrency(config: BaseEnvConfig, servers: int = 1, slots: int | None = None) -> int:
     """Return the maximum number of groups in flight: `max_num_workers` if that is set, otherwise
-    `max_num_workers_per_node` per model server if that is set, otherwise twice this machine's number of cores."""
+    `max_num_workers_per_node` per model server if that is set.
+
+    Otherwise, it is the number of groups that the `slots` on other machines hold. On this machine (`slots` is None), it
+    is twice the number of cores.
+    """
     if config.max_num_workers > 0:
         return config.max_num_workers
     if "max_num_workers_per_node" in config.model_fields_set:
         return config.max_num_workers_per_node * max(1, servers)
+    if slots is not None:
+        return max(2, -(-slots // max(1, config.group_size)))
     return max(2, 2 * (os.cpu_count() or 1))
+
+
+_ON_THIS_MACHINE = frozenset({"local", "singularity", "docker", "docker_direct"})
+"""The backends whose slots are on this machine unless the setting names hosts."""
+
+
+def slots_elsewhere(config: BaseEnvConfig, pool: SlotSource) -> int | None:
+    """Return the number of slots of a run if all of them are on other machines, otherwise None."""
+    if not isinstance(config, HermesAgentEnvConfig) or not isinstance(pool, SlotPool):
+        return None
+    for word in config.slot_backend.split():
+        name, _, hosts = word.partition("=")
+        listed = name.startswith("docker") and (config.docker_hosts or hosts not in ("", "overflow"))
+        if name in _ON_THIS_MACHINE and not listed:
+            return None
+    return pool.limit.slots
 
 
 def eval_workers(config: BaseEnvConfig, workers: int) -> int:
@@ -343,6 +367,12 @@ class CommandRun:
     """Whether the run, if unfinished, can be resumed."""
     reason: str = "failed"
     """How the run ended: done, failed, or why it stopped."""
+
+    @property
+    def _concurrency(self) -> int:
+        config = self.parsed.env_config
+        slots = slots_elsewhere(config, self.context.workspaces.pool)
+        return concurrency(config, len(self.parsed.server_configs), slots)
 
     async def run(self, console: Console, stream: TextIO) -> Totals:
         """Run the command with its console on `stream`, and return the totals. However the run ends, its output is
@@ -509,7 +539,7 @@ class CommandRun:
         runner = Runner(
             self.environment,
             self.context,
-            concurrency=concurrency(self.parsed.env_config, len(self.parsed.server_configs)),
+            concurrency=self._concurrency,
             limit=limit,
             on_group=on_group,
             gate=open_gate,
@@ -529,7 +559,7 @@ class CommandRun:
             return None
         from palaestra.envs.run.periodic_evaluation import PeriodicEvaluation  # most runs have none
 
-        workers = concurrency(config, len(self.parsed.server_configs))
+        workers = self._concurrency
         return PeriodicEvaluation(
             self.environment,
             self.context,
@@ -547,7 +577,7 @@ class CommandRun:
         self.begun = True
         context = replace(self.context, earlier=replace(self.context.earlier, ended={}))
         config = self.parsed.env_config
-        workers = eval_workers(config, concurrency(config, len(self.parsed.server_configs)))
+        workers = eval_workers(config, self._concurrency)
         evaluation = Evaluation(self.environment, context, workers, self._keep, context.limits.gate, limit)
         totals = await evaluation.run()
         note = context.events.note
@@ -671,8 +701,8 @@ def _files(output: RunOutput) -> list[str]:
 
 
 def _suspects(totals: Totals) -> Iterator[str]:
-    """Yield lines that name the rollouts that tampered with their check, the rollouts that may need live grading, and
-    the tasks whose tests have no control."""
+    """Yield lines that name the rollouts that tampered with their check, the rollouts that may need live grading, the
+    tasks whose tests have no control, and what checks that scored 0 lacked."""
     for what, names in (
         ("rollouts tampered with their check and were scored 0", totals.tampered),
         (
@@ -684,6 +714,8 @@ def _suspects(totals: Totals) -> Iterator[str]:
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             yield f"{len(names)} {what}: {', '.join(names[:5])}{more}"
+    for cause, count in totals.missing.most_common(_SHOWN_CAUSES):
+        yield f"{plural(count, 'rollout')} scored 0 after a command of the check failed: {cause}"
 
 
 def _interval(figures: dict[str, float], name: str) -> str:

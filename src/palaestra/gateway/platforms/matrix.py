@@ -46,6 +46,7 @@ from nio import (
 from nio.responses import ErrorResponse
 
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.gateway.config import PlatformConfig
 from palaestra.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, PlatformLimits
@@ -362,7 +363,8 @@ class Matrix:
         return PlatformRefused(problem)
 
     def _status_failure(self, status: int, data: bytes) -> PlatformError:
-        problem = f"{self.name}: {self._homeserver} answers HTTP {status}: {data[:200].decode(errors='replace')}"
+        said = without_middle(data.decode(errors="replace"), 200)
+        problem = f"{self.name}: {self._homeserver} answers HTTP {status}: {said}"
         return PlatformUnavailable(problem) if status == 429 or status >= 500 else PlatformRefused(problem)
 
 

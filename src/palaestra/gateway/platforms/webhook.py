@@ -31,6 +31,7 @@ from aiohttp import web
 from palaestra.core.clock import SystemClock
 from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
 from palaestra.core.io.http_server import guard, listening
+from palaestra.core.printable import without_middle
 from palaestra.core.retry import RETRIED_STATUSES, retry_after_s
 from palaestra.core.types import JSON
 from palaestra.gateway.config import PlatformConfig
@@ -141,7 +142,7 @@ class Webhook:
             async with self._client.post(self._reply_url, json=body, headers=headers, allow_redirects=False) as reply:
                 if reply.status < 300:
                     return key
-                said = (await reply.text(errors="replace"))[:300]
+                said = without_middle(await reply.text(errors="replace"), 300)
                 problem = f"{self.name}: {self._reply_url} answers HTTP {reply.status}: {said}"
                 if reply.status in RETRIED_STATUSES or reply.status >= 500:
                     wait_s = retry_after_s(reply.headers.get("Retry-After"), SystemClock().wall())

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from palaestra.core.config import nearest
+from palaestra.core.config import local_path, nearest
 from palaestra.core.errors import ConfigError, EngineUnavailable, TaskError
 from palaestra.core.types import JSON, Message, Say, Task, ToolStep
 from palaestra.inference.chat_server import ChatServer, ServerEngine, SessionContext
@@ -377,7 +377,7 @@ def policy_named(model_name: str, replay_file: str | None = None) -> Policy:
         file = file or (replay_file if name == "replay" else None) or ""
         if not file:
             raise ConfigError(f"Policy '{name}' needs a file: use {name}:FILE.")
-        return _NEEDS_FILE[name](Path(file))
+        return _NEEDS_FILE[name](local_path(file))
     hint = nearest(name, POLICIES)
     raise ConfigError(
         f"There is no scripted policy '{model_name}'.{hint} Available: oracle, noop, patch:FILE, replay:FILE."

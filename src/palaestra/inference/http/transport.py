@@ -24,6 +24,7 @@ from yarl import URL
 from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.config import sent_secret
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
+from palaestra.core.printable import without_middle
 from palaestra.core.redaction import HIDDEN, redacted
 from palaestra.core.retry import AT_START, RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
@@ -362,7 +363,7 @@ def server_says(body: bytes) -> str:
         found = None
     text = found if found is not None else body.decode(errors="replace")
     text = redacted(" ".join(text.split()))
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"
+    return without_middle(text, _SHOWN_CHARS)
 
 
 def _message(value: JSON) -> str | None:

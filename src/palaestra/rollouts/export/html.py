@@ -26,7 +26,7 @@ from markupsafe import Markup
 
 from palaestra.core.config import DEFAULT, is_secret
 from palaestra.core.io.durable_files import replaced
-from palaestra.core.printable import StyledText, printable, spans
+from palaestra.core.printable import StyledText, printable, spans, without_middle
 from palaestra.core.types import JSON, Message
 from palaestra.rollouts.grading.reward import DIFFERENCE
 from palaestra.rollouts.observe.console import duration
@@ -535,7 +535,7 @@ def _pairs(entries: Mapping[str, JSON]) -> list[tuple[str, str]]:
     pairs = []
     for name, value in entries.items():
         text = value if isinstance(value, str) else as_json(value)
-        pairs.append((printable(name), printable(text[:500])))
+        pairs.append((printable(name), printable(without_middle(text, 500))))
     return pairs
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
-from palaestra.core.printable import printable
+from palaestra.core.printable import one_line, printable
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group
 
@@ -91,7 +91,7 @@ def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> I
             task=group.task_id,
             rewards=[trajectory.reward for trajectory in chosen if trajectory.reward is not None],
             outcomes=Counter(trajectory.outcome.value for trajectory in chosen),
-            error=_short(next(filter(None, errors), "")),
+            error=one_line(next(filter(None, errors), ""), _ERROR_CHARS),
         )
         total.rewards += line.rewards
         total.outcomes += line.outcomes
@@ -104,11 +104,6 @@ def _lines(groups: Iterable[Group], meta: ExportMeta, report: ExportReport) -> I
 def _number(value: float) -> str:
     """Return the number with at most six significant digits, without an exponent for usual scores."""
     return f"{value:.6g}"
-
-
-def _short(error: str) -> str:
-    line = printable(error.strip().partition("\n")[0])
-    return line if len(line) <= _ERROR_CHARS else line[: _ERROR_CHARS - 1] + "…"
 
 
 def _cell(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.exits import plural
-from palaestra.core.printable import printable
+from palaestra.core.printable import one_line, printable
 from palaestra.rollouts.events import (
     GroupFinished,
     GroupsPlanned,
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 10.0
 """The shortest time between two status lines in a log; short enough to show that a run is alive."""
+
+SHOWN_CHARS = 300
+"""The most characters of an error or of a task's name in a line about a group."""
 
 REFRESH_PER_S = 4.0
 """The live view's redraws per second: smooth to the eye, at a fraction of a percent of one core."""
@@ -278,11 +281,11 @@ def describe(
 
     def error(name: str, text: str) -> str:
         first = causes[name].first
-        return _one_line(text) if first in causes else f"same as {first}"
+        return one_line(text, SHOWN_CHARS) if first in causes else f"same as {first}"
 
     if not group.trajectories:
         first = causes[group.group_id].first == group.group_id
-        return f"{_one_line(group.task_id)}: not run: {_one_line(group.error)}" if first else ""
+        return f"{one_line(group.task_id, SHOWN_CHARS)}: not run: {one_line(group.error, SHOWN_CHARS)}" if first else ""
     rewards = " ".join("–" if t.reward is None else f"{t.reward:g}" for t in group.trajectories)
     if any(t.official_reward != t.reward for t in group.trajectories):
         official = ("–" if t.official_reward is None else f"{t.official_reward:g}" for t in group.trajectories)
@@ -295,7 +298,9 @@ def describe(
         f"{t.outcome.value}{f' ({t.blame.value})' if t.blame else ''}: {error(t.rollout_id, t.error)}"
         for t in reversed(kinds.values())
     ]
-    return "; ".join([f"{_one_line(group.task_id)}: {score_name} {rewards} · {duration(seconds)}", *dict.fromkeys(why)])
+    return "; ".join(
+        [f"{one_line(group.task_id, SHOWN_CHARS)}: {score_name} {rewards} · {duration(seconds)}", *dict.fromkeys(why)]
+    )
 
 
 def duration(seconds: float) -> str:
@@ -317,11 +322,6 @@ def _of(done: int, total: int | None) -> str:
 def _pace(per_s: float) -> str:
     """Return a rate as text: in rollouts per second, or per minute if it is below one per second."""
     return f"{per_s:.1f} rollouts/s" if per_s >= 1 else f"{per_s * 60:.1f} rollouts/min"
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(printable(text[:2000]).split())
-    return line if len(line) <= 200 else line[:199] + "…"
 
 
 def _joined(*parts: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from palaestra.core.printable import printable
+from palaestra.core.printable import one_line
 from palaestra.rollouts.events import (
     AttemptDiscarded,
     Graded,
@@ -39,7 +39,7 @@ class EventLog:
 
     def _on_turn(self, event: TurnTaken) -> None:
         calls = [
-            f"{call['function']['name']}({_short(str(call['function']['arguments']))})"
+            f"{call['function']['name']}({one_line(str(call['function']['arguments']), _LONGEST)})"
             for message in event.messages
             for call in message.get("tool_calls") or ()
         ]
@@ -53,11 +53,6 @@ class EventLog:
 
     def _on_end(self, event: RolloutEnded | AttemptDiscarded) -> None:
         each = event.trajectory
-        error = f": {_short(each.error)}" if each.error else ""
+        error = f": {one_line(each.error, _LONGEST)}" if each.error else ""
         what = "ended" if isinstance(event, RolloutEnded) else "is tried again"
         logger.debug("%s %s: %s after %.2f s%s", each.rollout_id, what, each.outcome, each.beside.duration_s, error)
-
-
-def _short(text: str) -> str:
-    line = " ".join(printable(text[: 4 * _LONGEST]).split())
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"

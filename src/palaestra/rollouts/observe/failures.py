@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from palaestra.core.exits import plural
-from palaestra.core.printable import printable
+from palaestra.core.printable import one_line
 from palaestra.core.types import Blame
 from palaestra.rollouts.records import Group
 
@@ -59,7 +59,7 @@ class Failures:
         if key not in self._causes and len(self._causes) >= _MOST_CAUSES:
             key, error = ("", ""), "further causes"
         if key not in self._causes:
-            self._causes[key] = Cause(whose, _short(error), name)
+            self._causes[key] = Cause(whose, one_line(error, _LONGEST), name)
         return self._causes[key]
 
     def blames(self, blame: Blame, *, only: bool = False) -> bool:
@@ -70,8 +70,3 @@ class Failures:
     def causes(self) -> list[Cause]:
         """Return the causes, the most frequent first."""
         return sorted(self._causes.values(), key=lambda cause: -(cause.rollouts + cause.groups))
-
-
-def _short(error: str) -> str:
-    text = printable(" ".join(error.split()))
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -42,7 +42,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from palaestra.core.errors import ConfigError, IsolationUnavailable
+from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.server_backend import (
     SYSTEM_PATH,
@@ -54,6 +54,7 @@ from palaestra.sandbox.backends.server_backend import (
     snapshot_of,
 )
 from palaestra.sandbox.images.image_store import ImageStore
+from palaestra.sandbox.images.reference import is_path
 from palaestra.sandbox.local.client import SlotClient
 from palaestra.sandbox.local.direct.direct_slot import DirectClient
 from palaestra.sandbox.service import service_client
@@ -161,6 +162,14 @@ class LocalBackend(ServerBackend):
         if spec.image is None:
             return None
         self._images = self._images or ImageStore()
+        if spec.image and not is_path(
+            spec.image
+        ):  # a row of a data set must not select a file of this folder by its name
+            raise ImageError(
+                f"{spec.image!r} is the name of an image, which slots on this machine cannot use: give a root "
+                f"directory, a tar file or an OCI layout (./{spec.image} for one in this folder), or use the backend "
+                "docker"
+            )
         return await self._images.directory(spec.image)
 
     async def save(self, snapshot: Snapshot, folder: str) -> int:

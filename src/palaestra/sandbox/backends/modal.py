@@ -37,6 +37,7 @@ import yaml
 
 from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
 from palaestra.core.extras import install_command
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
@@ -678,7 +679,7 @@ async def _output_of(sandbox: modal.Sandbox, program: str, *arguments: str) -> s
     process = await sandbox.exec.aio("python3", "-I", "-S", "-c", program, *arguments)
     output, errors = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
     if await process.wait.aio() != 0:
-        raise OSError(f"python3 does not run in the sandbox: {errors.strip()[-500:]}")
+        raise OSError(f"python3 does not run in the sandbox: {without_middle(errors.strip(), 500)}")
     return str(output)
 
 
@@ -694,7 +695,7 @@ async def _copy_in(sandbox: modal.Sandbox, source: str, target: str = "", skippe
     await process.stdin.drain.aio()
     output, errors = await asyncio.gather(process.stdout.read.aio(), process.stderr.read.aio())
     if await process.wait.aio() != 0:
-        raise OSError(f"{source} cannot be copied to {target or 'the sandbox'}: {errors.strip()[-500:]}")
+        raise OSError(f"{source} cannot be copied to {target or 'the sandbox'}: {without_middle(errors.strip(), 500)}")
     return str(output).strip()
 
 

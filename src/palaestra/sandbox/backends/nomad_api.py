@@ -14,6 +14,7 @@ import aiohttp
 
 from palaestra.core.clock import SystemClock
 from palaestra.core.errors import ConfigError, SandboxError
+from palaestra.core.printable import without_middle
 from palaestra.core.retry import RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
 
@@ -119,11 +120,12 @@ class NomadAPI:
                 method, self.address + path, json=body, params=query, timeout=limit
             ) as answer:
                 text = await answer.text()
+                said = without_middle(text.strip(), 500)
                 if answer.status in _TRANSIENT:
-                    refused = NomadRefused(f"{method} {path}: {answer.status} {text.strip()[:500]}", answer.status)
+                    refused = NomadRefused(f"{method} {path}: {answer.status} {said}", answer.status)
                     raise TransientFailure(refused, retry_after_s(answer.headers.get("Retry-After"), 0))
                 if answer.status >= 400:
-                    raise NomadRefused(f"{method} {path}: {answer.status} {text.strip()[:500]}", answer.status)
+                    raise NomadRefused(f"{method} {path}: {answer.status} {said}", answer.status)
                 index = int(answer.headers.get("X-Nomad-Index", "0"))
                 kind = answer.content_type
                 return (await answer.json() if kind == "application/json" else text), index

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError, SandboxError, SlotLost
 from palaestra.core.io.host_process import run_process
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.backends.server_backend import ServerBackend, StartedBackend, allowed_hosts, environment
 from palaestra.sandbox.creation_gate import CreationGate
@@ -490,10 +491,10 @@ def bound(mount: Mount, separators: str) -> str:
 
 
 async def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
-    """Run a command on this machine and return its exit status (127 if there is no such program) and the end of
-    its output."""
+    """Run a command on this machine and return its exit status (127 if there is no such program) and its output,
+    without its middle if it is long."""
     try:
         done = await run_process(command, timeout_s=timeout_s)
     except FileNotFoundError:
         return 127, f"{command[0]} is not installed"
-    return done.returncode, done.text.strip()[-1000:]
+    return done.returncode, without_middle(done.text.strip(), 1000)

@@ -20,6 +20,7 @@ from functools import partial
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, PrepareError, SandboxError, SlotLost
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
@@ -232,7 +233,8 @@ async def _do(slot: Slot, step: Put | Run, name: str) -> None:
         return
     result = await slot.execute(step.command, timeout_s=step.timeout_s)
     if not result.success:
-        raise PrepareError(f"{name} ({step.command[:80]!r}) failed: {result.error}\n{result.output[-2000:]}")
+        said = without_middle(result.output, 2000)
+        raise PrepareError(f"{name} ({step.command[:80]!r}) failed: {result.error}\n{said}")
 
 
 def _cannot(store: SnapshotStore, what: str) -> ConfigError:

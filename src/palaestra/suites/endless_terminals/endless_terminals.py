@@ -62,7 +62,11 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
         description="A JSONL file of `tasks build terminal`, or a folder of task folders. By default, tasks are "
         "generated.",
     )
-    local_tasks_dir: str | None = Field(default=None, description="A folder of task folders; same as dataset_name.")
+    local_tasks_dir: str | None = Field(
+        default=None,
+        description="A folder of task folders; same as dataset_name.",
+        json_schema_extra={"host_path": True},
+    )
     n: int = Field(default=100, ge=1, description="Number of tasks to generate if there is no dataset.")
     level: int | None = Field(
         default=None, ge=1, le=5, description="Generate only this level. By default, levels are mixed."
@@ -72,12 +76,19 @@ class EndlessTerminalsEnvConfig(ListedEnvConfig):
     image: str | None = Field(
         default=None,
         description="A root file system for all slots, over which Dockerfiles are built. `host` means this machine's.",
+        json_schema_extra={"host_path": True},
     )
     roots: str | None = Field(
-        default=None, description="A folder of prebuilt root file systems, named after their task folders."
+        default=None,
+        description="A folder of prebuilt root file systems, named after their task folders.",
+        json_schema_extra={"host_path": True},
     )
     test_timeout_s: float = Field(default=120, gt=0, description="Time limit in seconds of a task folder's tests.")
-    cache_dir: str = Field(default=CACHE_DIR, description="The folder of test tools for task folders.")
+    cache_dir: str = Field(
+        default=CACHE_DIR,
+        description="The folder of test tools for task folders.",
+        json_schema_extra={"host_path": True},
+    )
     max_agent_turns: int = Field(default=32, ge=1, description="Maximum number of model calls per rollout.")
     enabled_toolsets: list[str] | None = Field(default=["default"], description="The agent's toolsets.")
     total_steps: int = Field(default=-1, ge=-1, description="Maximum number of groups; -1 means one for every task.")

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import PrepareError, TaskError
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Score, Task, ToolStep
 from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import Item
@@ -105,7 +106,9 @@ class HermesSweEnvironment(ContractEnvironment):
                     await fork.write_text(path, text)
                 after = await self._run(fork, item.suite.text)
                 for name, error in errors_of(after, item.suite.names).items():
-                    raise PrepareError(f"{task.id}: its reference solution does not pass {name}:\n{error[-1000:]}")
+                    raise PrepareError(
+                        f"{task.id}: its reference solution does not pass {name}:\n{without_middle(error, 1000)}"
+                    )
 
     def recipe(self, task: Task) -> JSON:
         """Return the cache key of the preparation, which depends only on the task and the time limit. Return None if a

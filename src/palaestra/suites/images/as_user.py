@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from palaestra.core.errors import PrepareError
+from palaestra.core.printable import without_middle
 from palaestra.sandbox.slot import (
     DEFAULT_OUTPUT_BYTES,
     MAX_FILE_BYTES,
@@ -52,7 +53,9 @@ async def home_of(slot: Slot, user: str) -> str:
         return "/root"
     trial = await slot.execute(as_user(["/bin/sh", "-c", "true"], user), cwd="/")
     if not trial.success:
-        raise PrepareError(f"its image's user {user} cannot be used (setpriv is needed): {trial.output[-300:].strip()}")
+        raise PrepareError(
+            f"its image's user {user} cannot be used (setpriv is needed): {without_middle(trial.output.strip(), 300)}"
+        )
     name = user.partition(":")[0]
     for line in (await slot.read_text("/etc/passwd", missing="")).splitlines():
         fields = line.split(":")

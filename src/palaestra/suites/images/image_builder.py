@@ -22,6 +22,7 @@ from pathlib import Path
 from palaestra.core.errors import ImageError, TaskError
 from palaestra.core.io.file_lock import file_lock
 from palaestra.core.io.host_process import ProcessResult, check_process, run_process
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.sandbox.images.reference import is_image_name
 from palaestra.sandbox.images.unpack import stated_config
@@ -127,7 +128,7 @@ class ImageBuilder:
                 return
             if _LAYER_REMOVED not in done.text:
                 break
-        raise TaskError(f"its image does not build with {tool[0]}:\n{done.text[-_SHOWN:].strip()}")
+        raise TaskError(f"its image does not build with {tool[0]}:\n{without_middle(done.text.strip(), _SHOWN)}")
 
     async def _pull(self, tool: list[str], image: str) -> None:
         there = [*tool, *(["inspect", "--type", "image"] if tool[0] == "buildah" else ["image", "inspect"]), image]
@@ -135,7 +136,7 @@ class ImageBuilder:
             return
         done = await run_process([*tool, "pull", image], timeout_s=_EXPORT_S)
         if done.returncode:
-            raise TaskError(f"its image {image} cannot be pulled: {done.text[-_SHOWN:].strip()}")
+            raise TaskError(f"its image {image} cannot be pulled: {without_middle(done.text.strip(), _SHOWN)}")
 
 
 async def _export(tool: list[str], image: str, archive: Path) -> ImageConfig:

@@ -301,10 +301,11 @@ class SweEnvironment(ContractEnvironment):
         passing, total = verdict.pass_to_pass
         if passing < total:
             bad = [f"{name}: {verdict.not_passed[name]}" for name in row.pass_to_pass if name in verdict.not_passed]
-            reason = name_missing_packages(run, row) or "the environment differs from the one the row was made in"
+            errors = [text.strip().rpartition("\n")[2] for text in run.collect_errors.values()]
+            reason = name_missing_packages(run, row) or next(filter(None, errors), "its environment is not the row's")
             raise PrepareError(
-                f"{row.instance_id}: only {passing} of {total} tests that must pass before and after the fix pass now; "
-                f"{reason} ({', '.join(bad[:3])}):\n{run.output[-1500:]}"
+                f"{row.instance_id}: {reason}; only {passing} of {total} tests that must pass before and after the fix "
+                f"pass now ({', '.join(bad[:3])}):\n{run.output[-1500:]}"
             )
         if not set(row.fail_to_pass) & set(verdict.not_passed):
             raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from palaestra.core.errors import ToolUnavailable
 from palaestra.core.io.file_lock import file_lock
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.human.approval import Permit
@@ -298,11 +299,18 @@ async def _check_status(settings: ToolSettings, arguments: Mapping[str, JSON], r
         "metrics": _metrics(training),
         **_files(training),
     }
+    return reply | _reason(training, status)
+
+
+def _reason(training: TrainingProcess, status: str) -> dict[str, JSON]:
+    """Return why a training run failed or stopped, as a message."""
     if status == FAILED:
-        reply["message"] = f"The training run failed: {training.error()}"
-    elif status == INTERRUPTED:
-        reply["message"] = "The run stopped when its agent ended. Start it again with the same settings to continue it."
-    return reply
+        return {"message": f"The training run failed: {training.error()}"}
+    if status == INTERRUPTED:
+        return {
+            "message": "The run stopped when its agent ended. Start it again with the same settings to continue it."
+        }
+    return {}
 
 
 async def _stop(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
@@ -323,20 +331,21 @@ async def _stop(settings: ToolSettings, arguments: Mapping[str, JSON], run: Tool
 
 async def _results(settings: ToolSettings, arguments: Mapping[str, JSON], run: ToolRun) -> ToolReply:
     training = _training(settings, arguments)
-    lines = training.lines()
+    status, lines = training.status(), training.lines()
     steps = [each for each in lines if each.get("kind") == "step"]
     chosen = sorted({round(place * (len(steps) - 1) / (HISTORY - 1)) for place in range(HISTORY)}) if steps else []
     result = training.result() or {}
     checkpoints = sorted((training.run / "training" / "checkpoints").glob("step-" + "[0-9]" * 6))
     return {
         "run_id": training.id,
-        "status": training.status(),
+        "status": status,
         "environment": training.request().environment,
         "final_metrics": steps[-1] if steps else {},
         "history": [steps[place] for place in chosen],
         "evaluations": [{"step": each["step"], "reward": each["reward"]} for each in lines if each["kind"] != "step"],
         "result": result.get("training"),
         "checkpoints": [str(path) for path in checkpoints],
+        **_reason(training, status),
     }
 
 
@@ -500,4 +509,4 @@ async def _palaestra(*words: str, timeout_s: float = COMMAND_S) -> JSON:
         text = log.decode("utf-8", "replace").strip()
         with contextlib.suppress(ValueError, LookupError, TypeError):
             text = json.loads(text.rpartition("\n")[2])["error"]["message"]
-        raise ToolMistake(f"palaestra {' '.join(words[:2])} failed: {text[-2000:]}") from None
+        raise ToolMistake(f"palaestra {' '.join(words[:2])} failed: {without_middle(text, 2000)}") from None

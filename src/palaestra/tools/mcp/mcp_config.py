@@ -53,7 +53,9 @@ class MCPServerConfig(Settings):
         description="The program's variables, in addition to HOME, LOGNAME, PATH, SHELL, TERM and USER.",
     )
     cwd: str | None = Field(
-        default=None, description="The program's working directory. Default: the directory where palaestra was started."
+        default=None,
+        description="The program's working directory. Default: the directory where palaestra was started.",
+        json_schema_extra={"host_path": True},
     )
     url: str | None = Field(default=None, description="The address of a running server.")
     headers: dict[str, str] = Field(default_factory=dict, description="Headers of every request to the url.")

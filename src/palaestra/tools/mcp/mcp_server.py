@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ConfigError, ToolServerUnavailable
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.tools.arguments import compiled
 from palaestra.tools.human.approval import Permit
@@ -239,11 +240,7 @@ def _reply(result: CallToolResult, most_chars: int) -> dict[str, JSON]:
 def _bounded(text: str, most_chars: int) -> str:
     """Return the text. If it is too long, return its beginning and end, with the number of missing characters between
     them."""
-    if len(text) <= most_chars:
-        return text
-    head = most_chars // 2
-    tail = most_chars - head
-    return f"{text[:head]}\n... ({len(text) - most_chars} characters left out) ...\n{text[-tail:]}"
+    return without_middle(text, most_chars, "\n... ({} characters left out) ...\n")
 
 
 def _says(text: str, structured: JSON) -> bool:

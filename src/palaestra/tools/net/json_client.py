@@ -20,9 +20,9 @@ from yarl import URL
 
 from palaestra.core.clock import Clock, SystemClock, take_turn
 from palaestra.core.errors import ToolUnavailable
+from palaestra.core.printable import without_middle
 from palaestra.core.retry import RETRIED_STATUSES, RetryPolicy, TransientFailure, persist, retry_after_s
 from palaestra.core.types import JSON
-from palaestra.tools.call_text import shortened
 from palaestra.tools.tool import ToolMistake
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def text(row: Mapping[str, JSON], *names: str) -> str:
 
 
 def _said(told: bytes) -> str:
-    return shortened(" ".join(told.decode(errors="replace").split()), _SHOWN_CHARS)
+    return without_middle(" ".join(told.decode(errors="replace").split()), _SHOWN_CHARS)
 
 
 def _times(tries: int) -> str:

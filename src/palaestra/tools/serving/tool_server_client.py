@@ -22,9 +22,10 @@ from palaestra.core.errors import (
     ToolServerReplyError,
     ToolServerUnavailable,
 )
+from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
-from palaestra.tools.call_text import ToolCall, reply_of, shortened
+from palaestra.tools.call_text import ToolCall, reply_of
 from palaestra.tools.human.approval import Permit
 from palaestra.tools.serving.payloads import (
     ToolCallPayload,
@@ -205,4 +206,4 @@ def _detail(body: bytes) -> str:
 
 
 def _shown(body: bytes) -> str:
-    return repr(shortened(body.decode(errors="replace"), _SHOWN_CHARS))
+    return repr(without_middle(body.decode(errors="replace"), _SHOWN_CHARS))

@@ -144,7 +144,7 @@ class TrainingProcess:
         try:
             return str(json.loads(text.rpartition("\n")[2])["error"]["message"])
         except (ValueError, LookupError, TypeError):
-            return text
+            return text or f"its process ended without a message; it may have been killed (its log is {self.log})"
 
     def lines(self) -> list[dict[str, JSON]]:
         """Return the metrics of steps and evaluations, in order. An incomplete last line is left out."""

@@ -20,6 +20,7 @@ import msgspec
 
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import TrainerRefused, TrainerUnavailable
+from palaestra.core.printable import without_middle
 from palaestra.core.retry import retry_after_s
 from palaestra.core.types import JSON
 from palaestra.inference.http.transport import NOT_JSON, encode_json
@@ -68,7 +69,7 @@ class ServerAnswer:
     def detail(self) -> str:
         """The reason for a failure, as text for an error message."""
         detail = self.body.get("detail") if isinstance(self.body, dict) else self.body
-        return f"HTTP {self.status}: {str(detail)[:500]}"
+        return f"HTTP {self.status}: {without_middle(str(detail), 500)}"
 
 
 class TrajectoryClient:

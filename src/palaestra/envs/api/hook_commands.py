@@ -1,0 +1,144 @@
+"""Finds the commands of a reward hook that failed because a network, a program or a file is missing.
+
+A hook often turns such a failure into reward 0, which then looks like the agent's. The cause is added to the score's
+detail, from which the run reports it, and to the error if the hook raises.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+from palaestra.core.printable import one_line
+from palaestra.core.types import Network, Score
+from palaestra.rollouts.environment import MISSING
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.sandbox.slot import ExecutionResult, Shell, Slot
+
+_MOST_CAUSES = 5
+_SHOWN_CHARS, _SHOWN_COMMAND = 160, 80
+_NETWORK = re.compile(
+    r"could not resolve|name resolution|name or service not known|nodename nor servname|no address associated"
+    r"|network is unreachable|no route to host|unable to resolve|bad address '|getaddrinfo|failed to resolve"
+    r"|could ?n[o']t connect to server|temporary failure resolving|failed to establish a new connection",
+    re.IGNORECASE,
+)
+_PROGRAM = re.compile(r": (?:command )?not found|no module named", re.IGNORECASE)
+_FILE = re.compile(r"no such file or directory|file or directory not found", re.IGNORECASE)
+_NOT_FOUND = 127
+"""The exit code of a command whose program does not exist."""
+
+
+class HookCommands:
+    """Watches the commands that a reward hook runs in the slot of `grading`. `in_class` is true for class environments,
+    whose settings differ."""
+
+    def __init__(self, grading: Grading, *, in_class: bool) -> None:
+        self._grading = grading
+        self._in_class = in_class
+        self._watched: _WatchedSlot | None = None
+        self.causes: list[str] = []
+
+    async def slot(self) -> Slot:
+        """Return the grading slot, whose failed commands are examined."""
+        slot = await self._grading.slot()
+        if self._watched is None or self._watched.watched is not slot:
+            self._watched = _WatchedSlot(slot, self)
+        return cast("Slot", self._watched)
+
+    def see(self, command: str | Sequence[str], done: ExecutionResult) -> None:
+        """Keep the cause if the command failed for want of a network, a program or a file."""
+        if done.success or len(self.causes) >= _MOST_CAUSES:
+            return
+        told = f"{done.output}\n{done.error}\n{done.metadata.get('stderr', '')}"
+        found = self._cause(told, done.exit_code)
+        if found is None:
+            return
+        shown = one_line(command if isinstance(command, str) else shlex.join(command), _SHOWN_COMMAND)
+        line, advice = found
+        cause = f"`{shown}` failed: {one_line(line, _SHOWN_CHARS)}; {advice}"
+        if cause not in self.causes:
+            self.causes.append(cause)
+
+    def _cause(self, told: str, exit_code: int) -> tuple[str, str] | None:
+        """Return the line of the output that names the cause, and how to change it."""
+        lines = [line.strip() for line in told.splitlines()]
+        for pattern, advice in (
+            (_NETWORK, self._network),
+            (_PROGRAM, self._program),
+            (_FILE, self._program if exit_code == _NOT_FOUND else self._file),
+        ):
+            line = next((line for line in reversed(lines) if pattern.search(line)), None)
+            if line is not None:
+                return line, advice()
+        return None
+
+    def _network(self) -> str:
+        if self._grading.spec.network == Network.ON:
+            return "the check has a network, but it cannot reach this host"
+        if self._in_class:
+            return "the check has no network; set --env.allow_network true"
+        return "the check has no network; give the task network=NetworkPolicy(grade=Network.ON)"
+
+    def _program(self) -> str:
+        return "the check's sandbox lacks it; add it to the task's image or to the preparation"
+
+    def _file(self) -> str:
+        if self._grading.live:
+            return "the file does not exist in the agent's sandbox"
+        how = "--env.graded_paths" if self._in_class else "the task's paths"
+        return f"a sealed check sees changes only in the workspace and in {how}"
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add the causes to an error that the hook raises."""
+        try:
+            yield
+        except Exception as error:
+            if self.causes:
+                error.add_note(f"its command {'; its command '.join(self.causes)}")
+            raise
+
+    def noted(self, score: Score) -> Score:
+        """Return the score, with the causes in its detail if the reward is 0."""
+        if score.reward or not self.causes:
+            return score
+        return replace(score, detail={**score.detail, MISSING: list(self.causes)})
+
+
+class _WatchedSlot:
+    def __init__(self, slot: Slot, commands: HookCommands) -> None:
+        self.watched = slot
+        self._commands = commands
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.watched, name)
+
+    def __repr__(self) -> str:
+        return repr(self.watched)
+
+    async def execute(self, command: str | Sequence[str], **settings: Any) -> ExecutionResult:
+        done = await self.watched.execute(command, **settings)
+        self._commands.see(command, done)
+        return done
+
+    async def shell(self, **settings: Any) -> Shell:
+        return cast("Shell", _WatchedShell(await self.watched.shell(**settings), self._commands))
+
+
+class _WatchedShell:
+    def __init__(self, shell: Shell, commands: HookCommands) -> None:
+        self._shell = shell
+        self._commands = commands
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._shell, name)
+
+    async def run(self, command: str, **settings: Any) -> ExecutionResult:
+        done = await self._shell.run(command, **settings)
+        self._commands.see(command, done)
+        return done

@@ -1,0 +1,35 @@
+"""The row that `_build_scored_item` returns is a mapping that also unpacks into a pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from palaestra.core.types import JSON
+from palaestra.envs.api.scored_data import ScoredRow
+
+
+def made() -> ScoredRow:
+    return ScoredRow(scores=1.0, messages=[])
+
+
+def test_a_row_unpacks_into_itself_and_an_empty_backlog() -> None:
+    row, backlog = made()
+    assert row == {"scores": 1.0, "messages": []}
+    assert backlog == []
+    pairs = [(row, backlog) for row, backlog in [made()]]
+    assert pairs == [({"scores": 1.0, "messages": []}, [])]
+
+
+def test_every_other_iteration_yields_keys() -> None:
+    row = made()
+    assert sorted(row) == ["messages", "scores"]
+    assert list(row) == ["scores", "messages"]
+    assert [key for key in row] == ["scores", "messages"]  # noqa: C416
+    assert set(row) == {"scores", "messages"}
+    assert {**row} == dict(row) == json.loads(json.dumps(row))
+
+    def keys() -> Iterator[JSON]:
+        yield from row
+
+    assert list(keys()) == ["scores", "messages"]
