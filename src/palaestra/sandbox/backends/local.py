@@ -162,9 +162,7 @@ class LocalBackend(ServerBackend):
         if spec.image is None:
             return None
         self._images = self._images or ImageStore()
-        if spec.image and not is_path(
-            spec.image
-        ):  # a row of a data set must not select a file of this folder by its name
+        if spec.image and not is_path(spec.image):  # a row must not select a file of this folder by its name
             raise ImageError(
                 f"{spec.image!r} is the name of an image, which slots on this machine cannot use: give a root "
                 f"directory, a tar file or an OCI layout (./{spec.image} for one in this folder), or use the backend "
