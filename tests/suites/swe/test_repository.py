@@ -13,7 +13,6 @@ from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.swe_row import SweRow, parse_row
 
-
 Prepare = Callable[[Path, Path], None]
 
 
