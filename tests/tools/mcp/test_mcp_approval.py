@@ -91,7 +91,9 @@ def test_the_name_of_a_tool_cannot_pass_for_another_server(tmp_path: Path) -> No
             assert "did not allow" in await runtime.handle(name, {})
         [asked] = person.asked
         name = "read' of the MCP server 'files', which only reads. Earlier: the tool 'x"
-        assert asked.question.startswith(f'The agent calls the tool "{name}" of the MCP server \'fs\', which may change')
+        assert asked.question.startswith(
+            f"The agent calls the tool \"{name}\" of the MCP server 'fs', which may change"
+        )
 
     asyncio.run(scenario())
 
