@@ -253,7 +253,7 @@ def _document(lines: list[str], number: int, word: str, strip_tabs: bool) -> tup
 
 
 def _flags(arguments: str) -> tuple[dict[str, str], str]:
-    flags = {}
+    flags: dict[str, str] = {}
     while arguments.startswith("--"):
         word, arguments = [*arguments.split(None, 1), ""][:2]
         name, _, value = word[2:].partition("=")
