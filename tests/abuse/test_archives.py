@@ -23,7 +23,7 @@ import pytest
 
 from palaestra.core.errors import ImageError, PrepareError, TaskError
 from palaestra.sandbox.images.unpack import unpack_files
-from palaestra.suites.images.dockerfile import ImageRecipe, image_config, parse
+from palaestra.suites.images.dockerfile import ImageRecipe, check_images, image_config, parse
 from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.swe.authoring import sdist
 from palaestra.suites.swe.repository import RepositoryCache
@@ -432,6 +432,43 @@ def test_a_container_tool_gets_no_file_and_no_flag_of_a_task(tmp_path: Path, ima
     with pytest.raises(TaskError, match="is a link" if image is None else "is not the name of an image"):
         asyncio.run(ImageBuilder(tmp_path / "roots", tool=str(tool)).root(recipe))
     assert not log.exists()
+
+
+@pytest.mark.parametrize(
+    "dockerfile",
+    [
+        "FROM docker-archive:/root/x.tar",
+        "FROM\tdir:/etc",
+        "FROM --platform=linux/amd64 \\\n  oci:/srv/private",
+        "ARG BASE=oci-archive:/root/x.tar\nFROM $BASE",
+        "FROM ${BASE:-dir:/etc}",
+        "ARG BASE=python\nFROM $BASE\nARG BASE=dir:/etc\nFROM $BASE",
+        "ARG BASE=dir:/etc\nFROM python\nARG BASE=python\nFROM $BASE",
+        "FROM python\nCOPY --chown=a --from=dir:/etc shadow /x",
+        "FROM python\nRUN --mount=type=cache,target=/x --mount=type=bind,from=dir:/etc,target=/y cat /y/shadow",
+        'FROM python\nRUN --mount=type=cache --mount=type=bind,"FROM=dir:/etc",target=/y cat /y/shadow',
+    ],
+)
+def test_a_dockerfile_names_no_files_of_this_machine_as_an_image(tmp_path: Path, dockerfile: str) -> None:
+    tool, log, place = tmp_path / "tool", tmp_path / "log", tmp_path / "environment/Dockerfile"
+    tool.write_text(f'#!/bin/sh\n[ "$1" = build ] && echo "$@" >> {log}\nexit 0\n')
+    tool.chmod(0o755)
+    place.parent.mkdir()
+    place.write_text(f"{dockerfile}\n")
+    with pytest.raises(TaskError, match=r"Dockerfile, line \d: '.*' is not the name of an image"):
+        asyncio.run(ImageBuilder(tmp_path / "roots", tool=str(tool)).root(ImageRecipe(place.parent, place)))
+    assert not log.exists()
+
+
+@pytest.mark.parametrize(
+    "dockerfile",
+    [
+        "# syntax=docker/dockerfile:1\nARG V=3.13\nFROM python:${V}-slim AS base\nFROM base\nCOPY --from=0 /a /b",
+        "FROM scratch\nCOPY --from=ghcr.io/a/b:latest@sha256:" + "0" * 64 + " /a /b\nRUN <<E\nfrom x import y\nE",
+    ],
+)
+def test_ordinary_names_of_images_are_accepted(dockerfile: str) -> None:
+    check_images(dockerfile)
 
 
 def test_instructions_of_a_dockerfile_stay_small() -> None:

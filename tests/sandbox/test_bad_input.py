@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,23 @@ def test_what_is_no_root_file_system_of_its_own(with_slot: WithSlot, image: str)
     async def body(backend: LocalBackend, slot: Slot) -> None:
         with pytest.raises(ImageError, match=f"the image '{image}'"):
             await backend.create(SlotSpec(image=image), "x")
+
+    with_slot(body)
+
+
+@pytest.mark.parametrize("image", ["roots/private", "backup.tar"])
+def test_the_name_of_an_image_selects_nothing_in_the_working_directory(
+    with_slot: WithSlot, image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "roots/private/bin").mkdir(parents=True)
+    with tarfile.open(tmp_path / "backup.tar", "w") as archive:
+        archive.add(tmp_path / "roots/private", ".")
+    monkeypatch.chdir(tmp_path)
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        with pytest.raises(ImageError, match=rf"'{image}' is the name of an image.* write \./{image} "):
+            await backend.create(SlotSpec(image=image), "x")
+        await backend.destroy(await backend.create(SlotSpec(image=f"./{image}"), "x"))
 
     with_slot(body)
 

@@ -392,8 +392,8 @@ class ChatTerminal:
     async def _approve(self, request: ApprovalRequest) -> ApprovalAnswer:
         from palaestra.tools.human.approval import ApprovalAnswer
 
-        self._screen.line(f"{YELLOW}{escaped(request.question)}:{PLAIN}")
-        self._screen.line(quoted(request.command))
+        question = f"{YELLOW}{escaped(request.question)}{PLAIN}"
+        self._screen.line(request.asked(question, quoted(request.command)))
         answers = {
             "y": ApprovalAnswer.ONCE, "yes": ApprovalAnswer.ONCE, "s": ApprovalAnswer.SESSION,
             "a": ApprovalAnswer.ALWAYS, "n": ApprovalAnswer.DENY, "no": ApprovalAnswer.DENY, "": ApprovalAnswer.DENY,

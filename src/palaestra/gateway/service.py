@@ -699,9 +699,10 @@ class Gateway:
                 session.address,
             )
             return ApprovalAnswer.DENY
+        block = f"```\n{shown}\n```"
         code = session.approval_code = "".join(secrets.choice(_CODE_LETTERS) for _ in range(3))
         text = (
-            f"May this run? {asked}:\n```\n{shown}\n```\n"
+            f"May this run? {request.asked(asked, block)}\n"
             f"/approve {code}, /approve {code} session, /approve {code} always or /deny; without an answer in "
             f"{self.config.approval_timeout_s / 60:g} min it does not run."
         )

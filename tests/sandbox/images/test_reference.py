@@ -82,6 +82,12 @@ def test_apptainer_gets_no_option_as_its_image() -> None:
         SingularityBackend("--bind=/:/host").command(PlaceSpec(image="--bind=/:/host"), ["python3"])
 
 
+def test_apptainer_takes_no_name_of_a_task_for_a_file() -> None:
+    backend = SingularityBackend("python.sif")
+    images = [backend.place_spec(SlotSpec(image=image)).image for image in ("backup.sif", "./a.sif", "oras://a/b", "")]
+    assert images == ["docker://backup.sif", "./a.sif", "oras://a/b", "python.sif"]
+
+
 def test_a_folder_whose_name_would_be_read_as_two_mounts_is_refused() -> None:
     strange = PlaceSpec(image="python:3.13", mounts=(Mount("/srv/a:/etc", "/opt/a"),))
     with pytest.raises(ConfigError, match="the folder /srv/a:/etc cannot be mounted"):

@@ -4,6 +4,7 @@ import asyncio
 import io
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.swe_row import SweRow, parse_row
+
+Prepare = Callable[[Path, Path], None]
 
 
 def git(cwd: Path, *arguments: str) -> str:
@@ -106,3 +109,65 @@ def test_an_unknown_commit_is_the_rows_fault_and_an_unreachable_source_the_world
 def test_other_transports_are_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError, match="repo_base_url"):
         RepositoryCache(tmp_path, url)
+
+
+def _linked_beside(folder: Path, private: Path) -> None:
+    (folder / "repo").mkdir()
+    (folder / "repo.git").symlink_to(private / ".git")
+
+
+def _file_beside(folder: Path, private: Path) -> None:
+    (folder / "repo").mkdir()
+    (folder / "repo.git").write_text(f"gitdir: {private / '.git'}\n")
+
+
+def _bare_around_an_empty_folder(folder: Path, private: Path) -> None:
+    git(folder, "init", "-q", "--bare", "repo")
+    _alternates(folder / "repo", private)
+    (folder / "repo" / ".git").mkdir()
+
+
+def _with_alternates(folder: Path, private: Path) -> None:
+    git(folder, "init", "-q", "repo")
+    _alternates(folder / "repo" / ".git", private)
+
+
+def _alternates(repository: Path, private: Path) -> None:
+    (repository / "objects/info/alternates").write_text(f"{private}/.git/objects\n")
+    (repository / "HEAD").write_text("ref: refs/heads/main\n")
+    (repository / "refs/heads/main").write_text(git(private, "rev-parse", "HEAD") + "\n")
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [_linked_beside, _file_beside, _bare_around_an_empty_folder, _with_alternates],
+    ids=lambda each: each.__name__,
+)
+def test_a_rows_repository_cannot_stand_for_a_private_one(tmp_path: Path, source: Path, prepare: Prepare) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    prepare(data, source)
+    cache = RepositoryCache(tmp_path / "cache")
+    with pytest.raises((PrepareError, TaskError), match=r"repository .*refers to files outside|does not appear to be"):
+        asyncio.run(cache.export_tree(row(git(source, "rev-parse", "HEAD"), repo_path=str(data / "repo"))))
+
+
+def test_settings_of_a_rows_repository_start_no_program(tmp_path: Path, source: Path) -> None:
+    commit, started = git(source, "rev-parse", "HEAD"), tmp_path / "started"
+    blob = git(source, "rev-parse", "HEAD:a.py")
+    (source / ".git/objects" / blob[:2] / blob[2:]).unlink()  # so that git would fetch it from the promisor remote
+    for name, value in {
+        "core.repositoryformatversion": "1",
+        "core.fsmonitor": f"touch {started}",
+        "extensions.partialClone": "origin",
+        "protocol.ext.allow": "always",
+        "remote.origin.promisor": "true",
+        "remote.origin.uploadpack": f"touch {started}; git-upload-pack",
+        "remote.origin.url": f"ext::touch {started}",
+        "uploadpack.packObjectsHook": f"touch {started};",
+    }.items():
+        git(source, "config", name, value)
+    cache = RepositoryCache(tmp_path / "cache")
+    with pytest.raises(PrepareError, match="cannot fetch"):
+        asyncio.run(cache.export_tree(row(commit, repo_path=str(source))))
+    assert not started.exists()

@@ -187,3 +187,16 @@ def test_a_rollout_has_none_unless_its_environment_says_so(tmp_path: Path, beyon
         assert reply["entries"] == ["from before"]
     else:
         assert reply == {"error": "Memory is not available in RL environments."}
+
+
+def test_links_in_a_folder_of_others_show_and_change_no_other_file(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "notes", tmp_path / "secret"
+    folder.mkdir()
+    secret.write_text("hidden")
+    (folder / "memory.md").symlink_to(secret)
+    (folder / ".user.md.lock").symlink_to(secret)
+    for action, target in (("read", "memory"), ("add", "memory"), ("add", "user")):
+        reply = memory(folder, action, target, content="x")
+        assert "symbolic links" in reply["error"]
+        assert "hidden" not in str(reply)
+    assert secret.read_text() == "hidden"

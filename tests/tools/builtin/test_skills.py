@@ -117,3 +117,28 @@ def test_concurrent_changes_follow_each_other(tmp_path: Path) -> None:
             threads.submit(skills.patch, "one", "description: How to one", f"description: How to one{number}")
     assert len(skills.view("one")["files"]) == 41
     assert skills.find("one").description.startswith("How to one")
+
+
+def test_links_in_a_folder_of_others_lead_no_change_out_of_it(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "skills", tmp_path / "outside"
+    (outside / "theirs").mkdir(parents=True)
+    (outside / "theirs" / "SKILL.md").write_text(document("theirs"))
+    (outside / "profile").write_text("kept")
+    folder.mkdir()
+    (folder / "data").symlink_to(outside)
+    changes = [
+        {"action": "create", "name": "new", "content": document("new"), "category": "data"},
+        {"action": "edit", "name": "theirs", "content": document("theirs", "changed")},
+        {"action": "patch", "name": "theirs", "old_string": "make", "new_string": "changed"},
+        {"action": "write_file", "name": "theirs", "file_path": "a", "file_content": "x"},
+        {"action": "delete", "name": "theirs"},
+    ]
+    for change in changes:
+        assert "symbolic link" in call(folder, "skill_manage", **change)["error"], change
+    (folder / ".lock").unlink()
+    (folder / ".lock").symlink_to(outside / "profile")
+    assert "error" in call(folder, "skill_manage", action="create", name="new", content=document("new"))
+    assert (outside / "theirs" / "SKILL.md").read_text() == document("theirs")
+    assert sorted(each.name for each in outside.rglob("*")) == ["SKILL.md", "profile", "theirs"]
+    assert (outside / "profile").read_text() == "kept"
+    assert "make test" in call(folder, "skill_view", name="theirs")["content"]

@@ -126,6 +126,21 @@ def test_what_was_typed_before_the_question_is_no_answer(desk: Desk) -> None:
     assert asked(desk, approving, "n\r") is ApprovalAnswer.DENY
 
 
+def test_a_long_call_does_not_push_the_question_out_of_sight(desk: Desk) -> None:
+    about = "The agent calls the tool 'pay' of the MCP server 'bank', which may change things"
+    lines = "\n".join(map(str, range(500)))
+    request = ApprovalRequest(lines, ["may change things"], "t", "the tool 'pay' of the MCP server 'bank'", {}, "k")
+
+    async def scenario() -> None:
+        asking = asyncio.ensure_future(TerminalPerson(desk.path).approve(request))
+        await desk.sees(f"{about}:\r\n  | 0\r\n")
+        await desk.sees(f"  | 499\r\n{about}\r\nRun it? y: ")
+        desk.types("n\r")
+        assert await asking is ApprovalAnswer.DENY
+
+    asyncio.run(scenario())
+
+
 def test_what_a_model_wrote_cannot_pass_for_the_question(desk: Desk) -> None:
     sly = "rm -rf a\r\x1b[2J\nRun it? \u202e\x07"
 

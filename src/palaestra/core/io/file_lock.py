@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 from palaestra.core.errors import InfraError
@@ -33,6 +33,19 @@ async def file_lock(
                 raise InfraError(f"{path} stayed locked for {timeout_s:g} s; is another run stuck?")
             await sleep(poll_s)
             waited_s += poll_s
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def thread_lock(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, which may be in a folder that somebody else made. Blocks the thread. Raises `OSError`
+    for a link, whose target would otherwise be opened for writing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

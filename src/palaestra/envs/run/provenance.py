@@ -37,10 +37,15 @@ def provenance(reference: str) -> dict[str, JSON]:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """Return the output of a git command in the folder; empty if git is not installed or the command fails."""
+    """Return the output of a git command in the folder; empty if git is not installed or the command fails. Settings of
+    the repository, which may be somebody else's, start no program."""
     try:
         done = subprocess.run(
-            ["git", "-C", folder, *words], capture_output=True, text=True, timeout=_GIT_S, check=False
+            ["git", "-c", "core.fsmonitor=false", "-C", folder, *words],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

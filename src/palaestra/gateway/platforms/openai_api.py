@@ -306,8 +306,8 @@ def _user(body: JSON) -> str:
 
 
 def _chat_id(user: str, session: str) -> str:
-    """Return the id of a session, which the same `X-Session-Id` of another person does not have."""
-    return f"{_digest(user, [])[:16]}-{session}" if user else session
+    """Return the id of a session, which no `X-Session-Id` of another person, or of nobody, can have."""
+    return f"{_digest(user, [])[:16]}-{session}"
 
 
 def _digest(user: str, history: list[tuple[str, str]], key: str = "") -> str:

@@ -6,7 +6,8 @@ file system, and no host directories except those that slots mount. Its slots ar
 `userns` where the host allows user namespaces, otherwise at `confined`. The container uses the host's network. A slot
 whose network is off is cut off from that network.
 
-The image is an argument of `apptainer exec`: a `.sif` file, a directory, or an address. The image needs Python 3.11 or
+The image is an argument of `apptainer exec`: a `.sif` file, a directory, or an address; a task's image without an
+address is a name on Docker Hub. The image needs Python 3.11 or
 newer as `python3`.
 """
 
@@ -15,11 +16,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, bound, run_command
 from palaestra.sandbox.backends.server_backend import levels
+from palaestra.sandbox.images.reference import is_path
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 _CHECK_S = 60.0
@@ -87,6 +90,9 @@ class SingularityBackend(RemoteBackend):
         wanted = super().place_spec(spec)
         if wanted.image is None:
             raise ConfigError("singularity needs an image: set singularity_image, or use tasks with an image")
+        if spec.image and not is_path(spec.image) and "://" not in spec.image:
+            # apptainer would take a task's bare name for a file in the working directory
+            return replace(wanted, image=f"docker://{spec.image}")
         return wanted
 
     def command(self, place: PlaceSpec, call: Sequence[str]) -> Sequence[str]:

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from palaestra.core.errors import ImageError
 from palaestra.sandbox.images import unpack
+from palaestra.sandbox.images.reference import is_path
 
 DEFAULT_IMAGE_BYTES = 32 << 30
 DEFAULT_STORE_BYTES = 100 << 30
@@ -64,6 +65,11 @@ class ImageStore:
     async def directory(self, image: str) -> str:
         """Return the root file system of an image: the image itself if it is a root directory, otherwise the unpacked
         image. Raises `ImageError`."""
+        if image and not is_path(image):  # a task names it, so it must not select a file in the working directory
+            raise ImageError(
+                f"{image!r} is the name of an image, but images of this backend are paths: write ./{image} for a root "
+                "directory, a tar file or an OCI layout in the working directory"
+            )
         path = os.path.realpath(image)
         if not image or path == "/":
             raise ImageError(

@@ -154,7 +154,7 @@ class EndlessEnvironment(ContractEnvironment):
     @property
     def _image(self) -> str | None:
         named = self.settings.image
-        return None if named is None or named == HOST else str(local_path(named))
+        return None if named is None or named == HOST else str(local_path(named).absolute())
 
     async def resolve(self, task: Task) -> Task:
         item = task.data

@@ -118,7 +118,7 @@ def read_task(place: Path, roots: Path | None = None, build_timeout_s: float = 6
 def _ready_root(name: str, roots: Path | None) -> str | None:
     """Return the path of the prebuilt root file system of a task, or None if there is none."""
     found = [roots / f"{name}{ending}" for ending in _ROOT_ENDINGS if roots is not None]
-    return next((str(path) for path in found if path.exists()), None)
+    return next((str(path.absolute()) for path in found if path.exists()), None)
 
 
 def _setup(place: Path, environment: Path) -> str:

@@ -2,7 +2,7 @@
 
 This module is used for builds in a slot without a container runtime (`slot_build.py`), and for prebuilt root file
 systems that have no configuration file. Format: the Dockerfile reference (docs.docker.com/reference/dockerfile), with
-heredocs and continuation lines. Dockerfiles with several stages are rejected.
+heredocs and continuation lines. `parse` rejects Dockerfiles with several stages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from posixpath import join, normpath
 
 from palaestra.core.errors import TaskError
+from palaestra.sandbox.images.reference import is_image_name
 from palaestra.sandbox.slot import is_variable
 from palaestra.suites.task_files import Unsupported
 
@@ -30,6 +31,12 @@ system never sees the image itself."""
 LONGEST_ARGUMENT = 128 << 10
 """The maximum length of an argument or a variable of a command. Source: execve(2), MAX_ARG_STRLEN."""
 
+_INSTRUCTIONS = frozenset(
+    {
+        *("ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "MAINTAINER"),
+        *("ONBUILD", "RUN", "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR"),
+    }
+)
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2")
 _REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?[-+])([^}]*))?\})")
 
@@ -103,6 +110,33 @@ def parse(text: str) -> tuple[Instruction, ...]:
     if len(stages) > 1:
         raise Unsupported("its Dockerfile has several stages, which need docker, podman or buildah")
     return instructions
+
+
+def check_images(text: str) -> None:
+    """Raise `TaskError` if a Dockerfile for a container tool names an image other than by its name: podman and buildah
+    also read files of this machine, for example `docker-archive:PATH`. Source: containers-transports(5)."""
+    if re.match(r"(?:[ \t]*#.*\n)*?[ \t]*#[ \t]*escape[ \t]*=", text, re.IGNORECASE):
+        raise Unsupported("its Dockerfile changes the escape character")
+    shared: dict[str, str] | None = None  # those before the first stage; tools differ in whether later ones count too
+    arguments: dict[str, str] = {}
+    for each in _instructions(text.splitlines()):
+        named: list[str] = []
+        if each.name not in _INSTRUCTIONS:
+            raise TaskError(f"Dockerfile, line {each.line}: {each.name!r:.100} is not an instruction")
+        if each.name == "ARG":
+            _, arguments = follow(ImageConfig(), arguments, each)
+        elif each.name == "FROM":
+            shared = arguments if shared is None else shared
+            image = "".join(each.arguments.split(None, 1)[:1])
+            named = [expand(image, known) for known in (shared, arguments)]
+        named += [each.flags["from"]] if "from" in each.flags else []
+        named += re.findall(r"\bfrom=([^,\"]*)", each.flags.get("mount", ""), re.IGNORECASE)
+        for name in named:
+            if not is_image_name(name):
+                raise TaskError(
+                    f"Dockerfile, line {each.line}: {name!r:.200} is not the name of an image; give one such as "
+                    "python:3.13"
+                )
 
 
 def image_config(instructions: tuple[Instruction, ...], base: ImageConfig | None = None) -> ImageConfig:
@@ -180,7 +214,7 @@ def _instructions(lines: list[str]) -> Iterator[Instruction]:
         joined, number = _joined(lines, number)
         if not joined:
             continue
-        name, _, arguments = joined.partition(" ")
+        name, arguments = [*joined.split(None, 1), ""][:2]
         flags, arguments = _flags(arguments.strip())
         heredocs: list[Heredoc] = []
         if name.upper() in ("RUN", "COPY", "ADD"):
@@ -219,10 +253,9 @@ def _document(lines: list[str], number: int, word: str, strip_tabs: bool) -> tup
 
 
 def _flags(arguments: str) -> tuple[dict[str, str], str]:
-    flags = {}
+    flags: dict[str, str] = {}
     while arguments.startswith("--"):
-        word, _, arguments = arguments.partition(" ")
+        word, arguments = [*arguments.split(None, 1), ""][:2]
         name, _, value = word[2:].partition("=")
-        flags[name] = value
-        arguments = arguments.lstrip()
+        flags[name] = f"{flags[name]},{value}" if name in flags else value
     return flags, arguments

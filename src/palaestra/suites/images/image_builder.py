@@ -27,8 +27,8 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.images.reference import is_image_name
 from palaestra.sandbox.images.unpack import stated_config
 from palaestra.sandbox.slot import is_variable
-from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe
-from palaestra.suites.task_files import read_bytes
+from palaestra.suites.images.dockerfile import ImageConfig, ImageRecipe, check_images
+from palaestra.suites.task_files import read_bytes, read_text
 
 TOOLS = ("docker", "podman", "buildah")
 SCHEMA, VERSION = "palaestra.root", 1
@@ -119,6 +119,8 @@ class ImageBuilder:
         return recipe.docker_image
 
     async def _build(self, tool: list[str], recipe: ImageRecipe, tag: str) -> None:
+        assert recipe.dockerfile is not None
+        check_images(read_text(recipe.dockerfile, "replace"))
         network = ["--network", "host" if self._network else "none"]
         tidy = ["--force-rm"] if Path(tool[0]).name == "docker" else []  # the other tools leave no failed container
         command = [*tool, "build", *tidy, *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]

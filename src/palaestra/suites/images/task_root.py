@@ -73,7 +73,7 @@ class TaskRoots:
             return self._existing(local_path(self.images[name]))
         if self.image_dir is None or name in ("", ".", "..") or "/" in name:  # a row's name never leads elsewhere
             return None
-        found = (self.image_dir / f"{name}{ending}" for ending in _ENDINGS)
+        found = (self.image_dir.absolute() / f"{name}{ending}" for ending in _ENDINGS)
         return next((path for path in found if path.exists()), None)
 
     def _existing(self, path: Path) -> Path:
@@ -81,7 +81,7 @@ class TaskRoots:
             raise ImageError(
                 f"the root file system {path} does not exist; give a root directory, a tar file or an OCI layout"
             )
-        return path
+        return path.absolute()  # a relative path could be taken for the name of an image
 
     def _over_base(self, recipe: ImageRecipe, base: str) -> TaskRoot:
         if recipe.dockerfile is None:

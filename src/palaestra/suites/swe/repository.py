@@ -23,10 +23,21 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SETTINGS = ("-c", "safe.directory=*", "-c", "gc.auto=0", "-c", "protocol.ext.allow=never", "-c", "core.hooksPath=/")
 
 
+_SERVE = "GIT_ALLOW_PROTOCOL= GIT_NO_LAZY_FETCH=1 git-upload-pack --strict"
+"""Serves a repository that a row names. `--strict`: only this folder, because git would otherwise also try folders such
+as `NAME.git`, which nobody checked. The variables: settings of the repository start no program and reach no other
+repository to fetch objects that it lacks. Source: git-upload-pack(1), git(1)."""
+
+
+def git_folder(place: Path) -> Path:
+    """Return the folder of a repository's objects: `.git`, or the folder itself for a bare repository."""
+    return place / ".git" if os.path.lexists(place / ".git") else place
+
+
 def check_repository(place: Path) -> None:
     """Raise `TaskError` if a repository that a row names refers to objects, references or settings elsewhere, which may
     be those of a private repository. Source: gitrepository-layout(5)."""
-    folder = place / ".git" if os.path.lexists(place / ".git") else place
+    folder = git_folder(place)
     named = ("objects/info/alternates", "objects/info/http-alternates", "commondir", "gitdir")
     strange = [name for name in named if os.path.lexists(folder / name)]
     strange += [] if folder.is_dir() and not folder.is_symlink() else [folder.name]
@@ -60,6 +71,15 @@ class RepositoryCache:
         if not Path(row.repo_path).is_dir():
             raise TaskError(f"{row.instance_id}: its repository {row.repo_path} does not exist; rebuild the tasks")
         return row.repo_path
+
+    def _address(self, row: SweRow) -> tuple[str, ...]:
+        """Return the arguments of git that name the source. Raises `TaskError` for a repository that refers to files
+        outside of it."""
+        source = self.source(row)
+        if row.repo_path is None:
+            return (source,)
+        check_repository(Path(source))
+        return f"--upload-pack={_SERVE}", str(git_folder(Path(source)))
 
     async def ensure(self, row: SweRow) -> Path:
         """Return the path of the bare repository with the row's commit, which is fetched if necessary."""
@@ -121,7 +141,8 @@ class RepositoryCache:
         tags = ("refs/tags", "refs/fetched/tags")
         listed = await self._git(path, "for-each-ref", f"--merged={commit}", "--sort=-creatordate", *tags)
         if not listed:
-            argv = ["git", *_SETTINGS, "ls-remote", "--tags", "--refs", "--sort=-version:refname", self.source(row)]
+            flags = ("--tags", "--refs", "--sort=-version:refname")
+            argv = ["git", *_SETTINGS, "ls-remote", *flags, *self._address(row)]
             listed = (await run_process(argv, timeout_s=_LOCAL_TIMEOUT_S)).stdout
         names = (
             line.split("/tags/", 1)[1] for line in listed.decode(errors="replace").splitlines() if "/tags/" in line
@@ -150,17 +171,16 @@ class RepositoryCache:
     async def _fetch(self, path: Path, source: str, row: SweRow) -> None:
         """Fetch one commit (for a branch, also the commit's parent). If the server does not allow this, fetch
         everything."""
-        if row.repo_path is not None:
-            check_repository(Path(source))
+        address = self._address(row)
         revision = row.base_commit
         flags = ("--quiet", "--no-tags", "--no-auto-gc", "--no-write-fetch-head")
         wanted = revision if _HASH.fullmatch(revision) else f"+refs/heads/{revision}:refs/fetched/heads/{revision}"
         depth = "--depth=2" if row.on_branch else "--depth=1"
-        one = [*_SETTINGS, f"--git-dir={path}", "fetch", *flags, depth, source, wanted]
+        one = [*_SETTINGS, f"--git-dir={path}", "fetch", *flags, depth, *address, wanted]
         result = await run_process(["git", *one], timeout_s=self._timeout_s)
         if result.returncode == 0 and await self._resolve(path, revision) is not None:
             return
-        everything = [*_SETTINGS, f"--git-dir={path}", "fetch", *flags, source, "+refs/*:refs/fetched/*"]
+        everything = [*_SETTINGS, f"--git-dir={path}", "fetch", *flags, *address, "+refs/*:refs/fetched/*"]
         await check_process(["git", *everything], f"cannot fetch {source}", timeout_s=self._timeout_s, shown=500)
 
     async def _git(self, git_dir: Path, *arguments: str) -> bytes:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from palaestra.core.io.durable_files import replaced
+from palaestra.core.io.durable_files import read_regular, replaced
+from palaestra.core.io.file_lock import thread_lock
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun, ToolSchema
@@ -61,7 +61,7 @@ class Notes:
     def read(self, target: str) -> list[str]:
         """Return all notes of `target` (memory or user), oldest first."""
         try:
-            text = self._path(target).read_text(encoding="utf-8", errors="replace")
+            text = read_regular(self._path(target)).decode(errors="replace")  # no link may show another file
         except FileNotFoundError:
             return []
         return [note.strip() for note in text.split(_BETWEEN) if note.strip()]
@@ -98,8 +98,7 @@ class Notes:
         """Yield the notes, locked against other writers during the block."""
         path = self._path(target)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(f".{path.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with thread_lock(path.with_name(f".{path.name}.lock")):
             yield self.read(target)
 
     def _write(self, target: str, notes: list[str]) -> list[str]:

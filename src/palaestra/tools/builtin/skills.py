@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 from palaestra.core.io.durable_files import replaced
+from palaestra.core.io.file_lock import thread_lock
 from palaestra.core.types import JSON
 from palaestra.tools import parameters
 from palaestra.tools.settings import ToolSettings
@@ -137,19 +137,19 @@ class Skills:
         with self._changing():
             if any(skill.name == name for skill in self.all()):
                 raise ToolMistake(f"The skill {name!r} already exists; change it with edit or patch")
-            _write(self.folder / category / name, DOCUMENT, content)
+            _write(_inside(self.folder, f"{category}/{name}".lstrip("/")), DOCUMENT, content)
 
     def edit(self, name: str, content: str) -> None:
         """Replace the skill's document."""
         _check(name, content)
         with self._changing():
-            _write(self.find(name).folder, DOCUMENT, content)
+            _write(self._own(name), DOCUMENT, content)
 
     def patch(self, name: str, old: str, new: str, file_path: str = DOCUMENT, *, everywhere: bool = False) -> None:
         """Replace a text in the document or in another file. The text must occur exactly once or, if `everywhere` is
         true, at least once; otherwise, raises `ToolMistake`."""
         with self._changing():
-            folder = self.find(name).folder
+            folder = self._own(name)
             text = _read(folder, file_path)
             count = text.count(old)
             if count == 0 or (count > 1 and not everywhere):
@@ -164,30 +164,34 @@ class Skills:
     def delete(self, name: str) -> None:
         """Remove a skill with its files."""
         with self._changing():
-            shutil.rmtree(self.find(name).folder)
+            shutil.rmtree(self._own(name))
 
     def write_file(self, name: str, file_path: str, content: str) -> None:
         """Write a file of the skill other than its document."""
         if file_path == DOCUMENT:
             raise ToolMistake(f"Change {DOCUMENT} with edit or patch")
         with self._changing():
-            _write(self.find(name).folder, file_path, content)
+            _write(self._own(name), file_path, content)
 
     def remove_file(self, name: str, file_path: str) -> None:
         """Remove a file of the skill other than its document."""
         if file_path == DOCUMENT:
             raise ToolMistake(f"A skill needs its {DOCUMENT}; remove the whole skill with delete")
         with self._changing():
-            path = _inside(self.find(name).folder, file_path)
+            path = _inside(self._own(name), file_path)
             if not path.is_file():
                 raise ToolMistake(f"The skill has no file {file_path!r}")
             path.unlink()
 
+    def _own(self, name: str) -> Path:
+        """Return the folder of a skill to change. A skill in another folder, to which a link leads, can only be
+        read."""
+        return _inside(self.folder, str(self.find(name).folder.relative_to(self.folder)))
+
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with thread_lock(self.folder / ".lock"):
             yield
 
 
@@ -280,7 +284,7 @@ def _inside(folder: Path, file_path: str) -> Path:
     part."""
     parts = PurePosixPath(file_path).parts
     if not parts or file_path.startswith("/") or "\0" in file_path or any(part.startswith(".") for part in parts):
-        raise ToolMistake(f"{file_path!r} is not a file of the skill: use a relative path without hidden names")
+        raise ToolMistake(f"{file_path!r} is not a path in this folder: use a relative path without hidden names")
     path = folder
     for part in parts:
         path = path / part

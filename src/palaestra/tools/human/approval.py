@@ -64,6 +64,12 @@ class ApprovalRequest:
         call."""
         return [self.key] if self.key else self.dangers
 
+    def asked(self, question: str, text: str) -> str:
+        """Return a question with the text to approve. After a long text, the question is repeated: a text of many pages
+        must not push it out of sight."""
+        again = f"\n{question}" if len(text) > _LONG_TEXT or text.count("\n") > _LONG_LINES else ""
+        return f"{question}:\n{text}{again}"
+
     @property
     def question(self) -> str:
         """What the person decides on, without the text of the command or the arguments."""
@@ -116,6 +122,7 @@ def dangers(command: str) -> list[str]:
 ACTS_OUTSIDE = "may change things outside the sandbox"
 
 _LONG_ARGUMENT = 200
+_LONG_TEXT, _LONG_LINES = 1000, 10
 
 
 def arguments_text(arguments: Mapping[str, JSON]) -> str:

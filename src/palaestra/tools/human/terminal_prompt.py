@@ -57,7 +57,7 @@ class TerminalPerson:
         about = escaped(
             request.question if request.tool else f"A command of task {request.task_id} {', '.join(request.dangers)}"
         )
-        what = f"{about}:\n{quoted(request.command)}"
+        what = request.asked(about, quoted(request.command))
         scope = "this tool" if request.tool else "this kind"
         prompt = f"Run it? y: once, s: {scope} for the whole session, n: no [n] "
         return await self._ask(what, prompt, lambda line: _ANSWERS.get(line.lower()), ApprovalAnswer.DENY)

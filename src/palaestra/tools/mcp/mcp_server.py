@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 TOOLSET_PREFIX = "mcp-"
 _MOST_NAME = 64
 """The maximum number of characters that model servers accept in a tool's name."""
+_MOST_ASKED = 128
+"""The maximum number of characters of a tool's name that a person is shown. Source: the specification of MCP."""
 
 
 def toolset_of(server: str) -> str:
@@ -146,8 +148,8 @@ class MCPServer:
         reads = bool(hints and hints.read_only_hint and not hints.destructive_hint)
         if not self._config.asks(tool.name, reads=reads):
             return None
-        return Permit(
-            f"the tool '{tool.name}' of the MCP server '{self.name}'",
+        return Permit(  # quoted, because a server's name for a tool could otherwise imitate another server
+            f"the tool {tool.name[:_MOST_ASKED]!r} of the MCP server '{self.name}'",
             f"mcp:{self.name}:{self._config.target}:{tool.name}",
         )
 

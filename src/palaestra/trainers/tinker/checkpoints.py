@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from palaestra.core.io.durable_files import replaced, writing
+from palaestra.core.io.durable_files import read_regular, replaced, writing
 from palaestra.trainers.tinker.model import BaseModel, LoraSettings, TrainedModel, UserError
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SCHEMA = "palaestra.tinker_checkpoint/1"
 
 MOST_TTL_S = 100 * 365 * 86_400.0
+_MOST_BYTES = 1 << 20
 
 Kind: TypeAlias = Literal["weights", "sampler_weights"]
 
@@ -217,7 +218,7 @@ class CheckpointFolder:
 
     def _read(self, file: Path, *, expired: bool = False) -> Checkpoint | None:
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=Checkpoint)
+            found = msgspec.json.decode(read_regular(file, _MOST_BYTES), type=Checkpoint)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:
