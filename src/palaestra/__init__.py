@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TaskError,
         ToolUnavailable,
         TrainerError,
+        WorkError,
     )
     from palaestra.core.types import (
         JSON,
@@ -296,6 +297,7 @@ __all__ = [
     "Usage",
     "User",
     "View",
+    "WorkError",
     "build_swe_tasks",
     "build_tool_registry",
     "check_tool_availability",
@@ -472,6 +474,7 @@ _MODULES = {
     "Usage": "core.types",
     "User": "tools.builtin.clarify",
     "View": "sandbox.slot",
+    "WorkError": "core.errors",
     "build_swe_tasks": "suites.swe.authoring.build_tasks:build",
     "build_tool_registry": "tools.registry.build",
     "check_tool_availability": "tools.registry.catalog",
