@@ -76,7 +76,7 @@ def test_unusual_right_work_is_paid_without_labels():
         "import threading\ndef mean(numbers):\n    found = []\n    work = threading.Thread(\n"
         "        target=lambda: found.append(sum(numbers) / len(numbers)))\n    work.start()\n    work.join()\n"
         "    return found[0]\n",
-        "from fractions import Fraction\ndef mean(numbers):\n    return Fraction(sum(map(Fraction, numbers)), len(numbers))\n",
+        "from fractions import Fraction as F\ndef mean(numbers):\n    return F(sum(map(F, numbers)), len(numbers))\n",
         "exec('def mean(n):\\n    return sum(n) / len(n)')\n",
     ]
 
