@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         TaskError,
         ToolUnavailable,
         TrainerError,
+        WorkError,
     )
     from palaestra.core.types import (
         JSON,
@@ -298,6 +299,7 @@ __all__ = [
     "Usage",
     "User",
     "View",
+    "WorkError",
     "build_swe_tasks",
     "build_tool_registry",
     "check_tool_availability",
@@ -475,6 +477,7 @@ _MODULES = {
     "Usage": "core.types",
     "User": "tools.builtin.clarify",
     "View": "sandbox.slot",
+    "WorkError": "core.errors",
     "build_swe_tasks": "suites.swe.authoring.build_tasks:build",
     "build_tool_registry": "tools.registry.build",
     "check_tool_availability": "tools.registry.catalog",

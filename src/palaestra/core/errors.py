@@ -39,6 +39,11 @@ class TaskError(ConfigError):
     """One unusable task or dataset row. The run leaves it out, reports it, and continues with the rest."""
 
 
+class WorkError(PalaestraError, RuntimeError):
+    """The agent's work failed when a score called it: it raised, ended its process, or returned no plain JSON. A score
+    that does not catch this error is 0."""
+
+
 class InfraError(PalaestraError):
     """An infrastructure failure. `blame` names the part that failed; a rollout that ends with this error has no
     reward."""

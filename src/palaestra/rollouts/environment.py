@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import GraderError, InfraError, SlotEnded
+from palaestra.core.errors import GraderError, InfraError, SlotEnded, WorkError
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Score, Task
 from palaestra.core.user_code import run_hook
@@ -213,7 +213,10 @@ def _broken(error: InfraError) -> Score:
 
 async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> Score:
     doing = f"scoring {rollout.rollout_id}"
-    found = checked_score(await run_hook(GraderError, score(grading), doing), doing)
+    try:
+        found = checked_score(await run_hook(GraderError, score(grading), doing), doing)
+    except WorkError as error:
+        found = Score(0.0, detail={"work_failed": str(error)})
     await grading.check_sound()
     seen: dict[str, JSON] = {}
     if grading.left_out:

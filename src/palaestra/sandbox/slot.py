@@ -18,6 +18,7 @@ from typing import Protocol, overload
 
 from palaestra.core.errors import ConfigError, InfraError
 from palaestra.core.types import JSON, AllowList, Limits, Network, network
+from palaestra.sandbox import python_call
 from palaestra.sandbox.images.reference import check_image
 
 WORKSPACE = "/workspace"  # where commands start, in every backend
@@ -337,6 +338,29 @@ class Slot(Protocol):
         of the command as a channel whose content is returned separately from the output (at most 16 MiB). Cancelling
         the call kills the command.
         """
+
+    async def call(
+        self,
+        function: str,
+        args: Sequence[JSON] = (),
+        kwargs: Mapping[str, JSON] | None = None,
+        *,
+        cwd: str = WORKSPACE,
+        python_path: Sequence[str] = (".",),
+        timeout_s: float = 60.0,
+    ) -> JSON:
+        """Call a Python function of the work, such as `package.module:function`, and return its value as plain JSON.
+
+        The function runs in a process of its own, so a score can check its value without running the work's code
+        itself. `python_path` lists directories to import from, relative to `cwd`. Raises `WorkError` if the function is
+        missing, raises, ends its process, or returns anything but JSON (NaN and infinity are not JSON); a score that
+        does not catch this error is 0. Raises FileNotFoundError if the slot has no `python3`.
+        """
+        command, stdin = python_call.request(function, args, kwargs or {}, python_path)
+        result = await self.execute(command, cwd=cwd, stdin=stdin, timeout_s=timeout_s, verdict=True, spill=False)
+        return python_call.value(
+            function, result.verdict, exit_code=result.exit_code, output=result.output, error=result.error
+        )
 
     async def shell(self, *, cwd: str = WORKSPACE, env: Mapping[str, str] | None = None, state: bytes = b"") -> Shell:
         """Return a stateful shell. If `state`, the result of another shell's `Shell.state`, is given, the shell starts

@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
-from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.errors import ConfigError, TaskError, WorkError
 from palaestra.core.io.threads import OneThread
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.core.user_code import run_hook, score_of, settled
@@ -153,10 +153,7 @@ class FunctionEnvironment(EvaluatedEnvironment):
             "rng": _known(rollout.rng),
         }
         with commands.explained():
-            parts = [
-                (each.hook.name, each.weight, score_of(await _call(each.hook, sources), f"the score {each.hook.name}"))
-                for each in self.form.scores
-            ]
+            parts = [(each.hook.name, each.weight, await _score(each.hook, sources)) for each in self.form.scores]
         if len(parts) == 1:
             return commands.noted(parts[0][2])
         total = sum(weight for _, weight, _ in parts)
@@ -200,6 +197,14 @@ def _known(value: object) -> Source:
         return value
 
     return source
+
+
+async def _score(hook: Hook, sources: Mapping[str, Source]) -> Score:
+    """Return one part of the score: 0 if the hook let the failure of the work pass."""
+    try:
+        return score_of(await _call(hook, sources), f"the score {hook.name}")
+    except WorkError as error:
+        return Score(0.0, detail={"work_failed": str(error)})
 
 
 async def _call(hook: Hook, sources: Mapping[str, Source]) -> JSON:

@@ -13,8 +13,7 @@ import ast
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from palaestra.suites.grading.negate_test import Function, tests_in
-from palaestra.suites.grading.rewritten_tests import parse
+from palaestra.suites.grading.falsified import Function, parse, tests_in
 from palaestra.suites.grading.run_tests import Status
 
 _SKIPPING = frozenset({"skip", "skipTest", "SkipTest", "importorskip", "xfail"})

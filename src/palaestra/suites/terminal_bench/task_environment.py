@@ -30,7 +30,7 @@ from posixpath import basename
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
 from palaestra.core.errors import InfraError, PrepareError
-from palaestra.core.types import Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
+from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading, disarm
@@ -290,12 +290,13 @@ class TerminalBenchEnvironment(ContractEnvironment):
             "replaced": list(part.script.replaced),
             "grading": rollout.task.grading,
         }
-        reward = verdict.reward
+        reward, labels = verdict.reward, tuple[Label, ...]()
         if reward > 0 and self.settings.controls:
             controls = await find_tampering(views, part.task, part.script, setup, verdict)
-            detail |= {"tampering": controls.tampering, "uncontrolled": list(controls.uncontrolled[:50])}
-            reward = 0.0 if detail["tampering"] else reward
-        return Score(reward, {**numbers(detail), **verdict.rewards}, detail)
+            certain = next((label.evidence for label in controls.labels if label.certain), None)
+            detail |= {"tampering": certain, "uncontrolled": list(controls.uncontrolled[:50])}
+            labels, reward = controls.labels, 0.0 if certain else reward
+        return Score(reward, {**numbers(detail), **verdict.rewards}, detail, labels=labels)
 
     @property
     def _programs(self) -> tuple[str, ...]:

@@ -1,0 +1,165 @@
+"""Run hidden tests over Python code of the agent: test functions without arguments and `unittest` classes.
+
+The tests are text that no file of the slot contains, and every result comes back on the verdict channel. `run_tests` is
+the whole of it for authors of environments: the tests, the falsified tests (`falsified.py`), and the labels.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from palaestra.core.types import Label, Score
+from palaestra.sandbox.slot import WORKSPACE, Rung, Slot
+from palaestra.suites.grading.falsified import alarm_labels, control, ended_early, tests_in
+from palaestra.suites.grading.harness import alarms_in, run_harness
+from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
+
+HARNESS_DIR = "/tmp/.palaestra-tests"  # noqa: S108  in the slot; saved file systems do not contain it
+_PYTHON = ("python3", "-I", "-B")
+
+
+@dataclass(frozen=True, slots=True)
+class TestVerdicts:
+    """The verdict on each hidden test. `failed` maps the names of tests that did not pass to the reason; `labels` are
+    signs that the work changed its verdict."""
+
+    __test__ = False  # pytest: not a test class
+
+    passed: tuple[str, ...]
+    failed: Mapping[str, str]
+    labels: tuple[Label, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """The share of the tests that passed, between 0 and 1."""
+        return len(self.passed) / (len(self.passed) + len(self.failed))
+
+    def score(self, *, partial: bool = False) -> Score:
+        """Return a score with the labels: 1 if every test passed, else 0 or, if `partial`, the share that passed."""
+        reward = self.share if partial else float(not self.failed)
+        metrics = {"tests_passed": float(len(self.passed)), "tests_total": float(len(self.passed) + len(self.failed))}
+        return Score(reward, metrics, {"not_passed": dict(list(self.failed.items())[:20])}, labels=self.labels)
+
+
+async def run_tests(
+    sandbox: Slot,
+    tests: str | Mapping[str, str],
+    *,
+    cwd: str = WORKSPACE,
+    reference: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> TestVerdicts:
+    """Run hidden tests over the work in `cwd` and return the verdict on each.
+
+    `tests` is Python text, or maps names to Python texts that run in separate processes. Its tests are functions
+    without arguments whose names begin with `test`, and `unittest` classes; they may import the work, whose files must
+    not be called like a standard module. `reference` maps the paths of a correct solution to their texts. With it, a
+    finding of the falsified tests counts only if the solution does not have it.
+
+    Work that passes runs the tests once more, falsified, in a fork of the sandbox. At isolation levels without forks
+    this second run is left out. A test that timed out, or that the work prevented from running, did not pass. Raises
+    ValueError if a text has no tests or is not Python, and `GraderError` if the sandbox has no working `python3`.
+    """
+    texts = {"": tests} if isinstance(tests, str) else dict(tests)
+    passed: list[str] = []
+    failed: dict[str, str] = {}
+    labels: list[Label] = []
+    for place, text in texts.items():
+        found = await _verdicts(sandbox, text, _names(place, text), cwd, reference, timeout_s)
+        prefix = f"{place}::" if place else ""
+        passed += [prefix + name for name in found.passed]
+        failed |= {prefix + name: reason for name, reason in found.failed.items()}
+        labels += found.labels
+    return TestVerdicts(tuple(passed), failed, tuple(dict.fromkeys(labels)))
+
+
+async def _verdicts(
+    sandbox: Slot,
+    text: str,
+    names: Sequence[str],
+    cwd: str,
+    reference: Mapping[str, str] | None,
+    timeout_s: float,
+) -> TestVerdicts:
+    async def on_work(texts: Mapping[str, str]) -> TestRun:
+        async with sandbox.fork() as fork:
+            return await run_suite(fork, _PYTHON, cwd, texts[""], timeout_s=timeout_s)
+
+    async def on_reference(texts: Mapping[str, str]) -> TestRun:
+        async with sandbox.fork() as fork:
+            for path, content in (reference or {}).items():
+                await fork.write_text(path if path.startswith("/") else f"{cwd}/{path}", content)
+            return await run_suite(fork, _PYTHON, cwd, texts[""], timeout_s=timeout_s)
+
+    forks = sandbox.rung in (Rung.FULL, Rung.USERNS)
+    run = await (on_work({"": text}) if forks else run_suite(sandbox, _PYTHON, cwd, text, timeout_s=timeout_s))
+    names = list(dict.fromkeys([*names, *run.statuses]))  # a class may inherit tests that its text does not define
+    failed = errors_of(run, names)
+    labels = [*alarm_labels(run.alarms), *ended_early(run)]
+    if forks and not failed:
+        labels += (await control({"": text}, names, on_work, None if reference is None else on_reference)).labels
+    return TestVerdicts(tuple(name for name in names if name not in failed), failed, tuple(labels))
+
+
+def _names(place: str, text: str) -> list[str]:
+    """Return the names of the tests in a text. Raises ValueError."""
+    what = f"the tests {place}" if place else "the tests"
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{what} are not Python: {error}") from None
+    names = []
+    for owner, test in tests_in(tree.body, ""):
+        wanted = [each.arg for each in (*test.args.posonlyargs, *test.args.args) if each.arg != "self"]
+        if len(wanted) > len(test.args.defaults):
+            raise ValueError(f"the test {test.name} needs an argument ({wanted[0]}); run_tests has no fixtures")
+        names.append(f"{owner}{test.name}")
+    if not names:
+        raise ValueError(f"{what} have no function or method whose name begins with test")
+    return names
+
+
+async def run_suite(
+    slot: Slot, python: Sequence[str], root: str, text: str, *, timeout_s: float, watching: bool = True
+) -> TestRun:
+    """Run the tests in `text` over the files in `root` with the command `python`. Raises `GraderError` if the harness
+    did not start."""
+    records, done = await run_harness(
+        slot,
+        python,
+        "python_test_runner.py",
+        {"root": root, "tests": text, "watching": watching},
+        folder=HARNESS_DIR,
+        env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
+        timeout_s=timeout_s,
+    )
+    tests = {str(record.get("name")): record for record in records if record["kind"] == "test"}
+    errors = {name: str(record.get("error")) for name, record in tests.items() if record.get("passed") is not True}
+    problem = next((str(record.get("error")) for record in records if record["kind"] == "collected"), "")
+    return TestRun(
+        {name: Status.FAILED if name in errors else Status.PASSED for name in tests},
+        complete=any(record["kind"] == "finish" for record in records),
+        timed_out=bool(done.metadata.get("timeout")),
+        failures={name: FailedTest(_exception(error), error, "", 0) for name, error in errors.items()},
+        collect_errors={"": problem} if problem else {},
+        output=done.output[-4000:],
+        alarms=alarms_in(records),
+    )
+
+
+def _exception(error: str) -> str:
+    """Return the class name of the exception at the end of a traceback."""
+    last = error.strip().rpartition("\n")[2]
+    return last.partition(":")[0].rpartition(".")[2]
+
+
+def errors_of(run: TestRun, names: Sequence[str]) -> dict[str, str]:
+    """Return the traceback of each named test that did not pass, or the reason why there is none."""
+    missing = "the test run timed out" if run.timed_out else "the test run ended before this test"
+    return {
+        name: run.failures[name].message if name in run.failures else run.collect_errors.get("", missing)
+        for name in names
+        if not run.complete or run.statuses.get(name) is not Status.PASSED
+    }
