@@ -245,7 +245,7 @@ for path in map(pathlib.Path, modules) if modules else pathlib.Path('.').rglob('
         continue
     if path.name in ('setup.py', 'conftest.py'):
         continue
-    path.write_text(path.read_text() + '\\nexec(' + repr(snippet) + ')\\n')
+    path.write_text(path.read_text().rstrip() + '\\nexec(' + repr(snippet) + ')\\n')
 END
 python3 /tmp/into.py
 """

@@ -591,7 +591,8 @@ class EnvironmentProof:
         if left_out := solved.detail.get("left_out"):
             return f"the score does not see {', '.join(left_out[:5])}"
         low = [part for part in self._weights if self._lacks(part, task, solved)]
-        return f"it lacks {', '.join(low)}" if low else ""
+        scored = "it is not scored" if solved.reward is None else f"it scores {solved.reward:g}"
+        return f"{scored} and lacks {', '.join(low)}" if low else scored
 
     def _judge_cheat(self, cheat: Cheat, groups: Sequence[tuple[Task, Group]], reason: str) -> PolicyResult:
         played = [(task, self._hollow_for(cheat, task), each) for task, group in groups for each in group.trajectories]
