@@ -274,7 +274,7 @@ def check(
     environment: str,
     settings: tuple[str, ...],
 ) -> None:
-    """Prove that the reference solution gets the full score, and that doing nothing and every known cheat score 0.
+    """Prove that reference solutions get the full score, and that doing nothing and every known cheat score 0.
 
     \b
       palaestra env check my_env.py
@@ -282,8 +282,9 @@ def check(
       palaestra env check my_env.py --only conftest-skip --only git-parent --env.n 20
 
     Every policy plays the same tasks with the real loop, slots and grading. If a task sets a floor, doing nothing and
-    cheats may score up to it. If the reference solution or doing nothing gets a wrong score, the cheats are played only
-    if --only names them. The exit code is 1 if any policy got a wrong score.
+    cheats may score up to it. Cheats that attack tests are played over the reference solution with wrong results. A
+    cheat that could not decide anything is reported as not tested, with the reason. If a solution or doing nothing gets
+    a wrong score, the cheats are played only if --only names them. The exit code is 1 if any policy got a wrong score.
     """
     from palaestra.envs.config.command_line import first_word
 
