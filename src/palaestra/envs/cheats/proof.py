@@ -65,6 +65,7 @@ from palaestra.rollouts.spec import Phase, RunContext
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import WORKSPACE, Rung
+from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
 
 CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "files that a test run loads": PLANTS,
@@ -97,7 +98,7 @@ _MOST_BASES = 3
 _SLOWER, _SLOWER_S = 3.0, 30.0
 """Hollow work whose play takes longer than the solution's, by this factor and these seconds, is not used."""
 _PIECE = 90_000
-"""The length of the pieces of base64 in which files are written; a command may have at most 128 KiB."""
+"""The length of the pieces of base64 in which files are written; less than a command may have."""
 
 
 class State(StrEnum):
@@ -124,18 +125,25 @@ class CheatPolicy(Policy):
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         if any(message.get("role") == "assistant" for message in messages):
             return "Done."
-        return [_attack(self._cheat, messages)]
+        return _calls([_attack(self._cheat, messages)])
 
 
-def _attack(cheat: Cheat, messages: Sequence[Message], files: Sequence[str] = ()) -> ToolStep:
-    """Return the call that runs a cheat, over hollow work whose hollowed files have these paths."""
+def _attack(cheat: Cheat, messages: Sequence[Message], files: Sequence[str] = ()) -> str:
+    """Return the command that runs a cheat, over hollow work whose hollowed files have these paths."""
     asked = "\n".join(str(message.get("content")) for message in messages if message.get("role") == "user")
     known = f"export TASK={shlex.quote(asked)}\n" if "$TASK" in cheat.script else ""
     if modules := "\n".join(path for path in files if is_code(path)):
         known += f"export {MODULES}={shlex.quote(modules)}\n"
     if files and not any(is_below(path, [WORKSPACE]) for path in files):
         known += f"cd {shlex.quote(posixpath.commonpath([posixpath.dirname(path) for path in files]))}\n"
-    return ToolStep(COMMANDS, {"command": known + cheat.script, "timeout": 60})
+    return known + cheat.script
+
+
+def _calls(commands: Sequence[str]) -> list[ToolStep]:
+    """Return terminal calls that run the commands, in one call if it is not too long."""
+    whole = "".join(commands)
+    fits = len(whole.encode()) <= MAX_COMMAND_BYTES
+    return [ToolStep(COMMANDS, {"command": each, "timeout": 60}) for each in ([whole] if fits else commands)]
 
 
 class HollowPolicy(OraclePolicy):
@@ -154,7 +162,7 @@ class HollowPolicy(OraclePolicy):
             return super().act(context, messages)
         if turn == acts:
             attack = [] if self._cheat is None else [_attack(self._cheat, messages, [*self._files])]
-            return [*_writing(self._files), *attack]
+            return _calls([*_writing(self._files), *attack])
         rest = [step.text for step in solution_steps(context.task)[acts:] if isinstance(step, Say)]
         return (*rest, "Done.")[min(turn - acts - 1, len(rest))]
 
@@ -165,13 +173,13 @@ def actions(task: Task) -> int:
     return max((place for place, step in enumerate(steps, start=1) if not isinstance(step, Say)), default=0)
 
 
-def _writing(files: Mapping[str, bytes]) -> Iterator[ToolStep]:
-    """Yield terminal calls that write the files, which keep their modes."""
+def _writing(files: Mapping[str, bytes]) -> Iterator[str]:
+    """Yield commands that write the files, which keep their modes."""
     for path, data in files.items():
         text = base64.b64encode(data).decode()
         for start in range(0, max(len(text), 1), _PIECE):
             to = f"{'>>' if start else '>'} {shlex.quote(path)}"
-            yield ToolStep(COMMANDS, {"command": f"base64 -d <<'END' {to}\n{text[start : start + _PIECE]}\nEND"})
+            yield f"base64 -d <<'END' {to}\n{text[start : start + _PIECE]}\nEND\n"
 
 
 class PolicyRuns:
