@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
     from palaestra.envs.cheats.proof import PolicyResult, Proof
 
-_PLAIN = ("oracle", "noop")
-"""The policies of a check that are not cheats."""
-
 _TRAINED_WITH = ("group_size", "max_agent_turns", "max_token_length", "max_num_workers", "seed")
 """Common settings that users tune for a training run."""
 
@@ -278,7 +275,7 @@ def check(
     environment: str,
     settings: tuple[str, ...],
 ) -> None:
-    """Prove that the reference solution gets the full score, and that doing nothing and every known cheat score 0.
+    """Prove that reference solutions get the full score, and that doing nothing and every known cheat score 0.
 
     \b
       palaestra env check my_env.py
@@ -286,8 +283,9 @@ def check(
       palaestra env check my_env.py --only conftest-skip --only git-parent --env.n 20
 
     Every policy plays the same tasks with the real loop, slots and grading. If a task sets a floor, doing nothing and
-    cheats may score up to it. If the reference solution or doing nothing gets a wrong score, the cheats are played only
-    if --only names them. The exit code is 1 if any policy got a wrong score.
+    cheats may score up to it. Cheats that attack tests are played over the reference solution with wrong results. A
+    cheat that could not decide anything is reported as not tested, with the reason. If a solution or doing nothing gets
+    a wrong score, the cheats are played only if --only names them. The exit code is 1 if any policy got a wrong score.
     """
     from palaestra.envs.config.command_line import first_word
 
@@ -307,25 +305,42 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
     nothing, and of the policies that failed; with `everything`, print all results."""
     failed = [line for line in proof.lines if not line.ok]
     if failed or everything:
-        _print_results(proof, [each for each in proof.lines if everything or each.policy in _PLAIN or not each.ok])
-    names = ", ".join(proof.tasks)
-    click.echo(printable(f"{proof.environment}: {plural(len(proof.tasks), 'task')} ({names}); --tasks N plays more"))
-    cheats = sum(line.policy not in _PLAIN for line in proof.lines)
+        _print_results(proof, [each for each in proof.lines if everything or each.state is None or not each.ok])
+    tasks = ", ".join(proof.tasks)
+    click.echo(printable(f"{proof.environment}: {plural(len(proof.tasks), 'task')} ({tasks}); --tasks N plays more"))
     if failed:
         listed = ", ".join(line.policy for line in failed[:_NAMED]) + (", …" if len(failed) > _NAMED else "")
         click.echo(f"{len(proof.lines)} policies, {len(failed)} failed: {listed}")
     else:
-        oracle = "the reference solution scores 1; " if proof.proven else ""
-        click.echo(f"ok: {oracle}doing nothing and {plural(cheats, 'way')} of reward hacking score 0")
-    for kind, state in proof.classes.items():
+        click.echo(f"ok: {_summary(proof)}")
+    for line in failed:
+        if line.state is None and line.error:
+            click.echo(printable(f"  {line.policy}: {line.error}"))
+    for kind, state in [*proof.classes.items(), *((f"score {name}", state) for name, state in proof.parts.items())]:
         if state != "closed" or everything:
-            click.echo(printable(f"  {state:7} {kind}"))
+            click.echo(printable(f"  {state:10} {kind}"))
+    for reason, names in proof.not_tested.items() if failed else ():
+        click.echo(printable(f"not tested: {plural(len(names), 'way')} of reward hacking ({reason})"))
+    if proof.hollow and everything:
+        click.echo(printable(f"attacks on tests were played over the solution of {proof.hollow}"))
     for warning in proof.warnings:
         click.echo(printable(f"warning: {warning}"))
     if proof.skipped:
         click.echo(f"not played: {plural(proof.skipped, 'way')} of reward hacking; fix the score first")
     if not proof.proven:
         click.echo("unproven: the tasks have no reference solution to play")
+
+
+def _summary(proof: Proof) -> str:
+    """Return what a check without failures proves, and what it did not test."""
+    solutions = sum(line.state is None for line in proof.lines) - 1
+    solved = "the reference solution scores 1; " if solutions == 1 else f"{solutions} solutions score 1; "
+    count = {state: sum(line.state == state for line in proof.lines) for state in ("closed", "labelled")}
+    parts = [f"doing nothing and {plural(count['closed'], 'way')} of reward hacking score 0"]
+    if count["labelled"]:
+        parts.append(f"{count['labelled']} pass the official verdict and are labelled")
+    parts += [f"{len(names)} not tested ({reason})" for reason, names in proof.not_tested.items()]
+    return (solved if proof.proven else "") + ", ".join(parts)
 
 
 def _print_results(proof: Proof, lines: Sequence[PolicyResult]) -> None:
@@ -337,7 +352,10 @@ def _print_results(proof: Proof, lines: Sequence[PolicyResult]) -> None:
         shown.add_column(column)
     for line in lines:
         rewards = " ".join("unscored" if reward is None else f"{reward:g}" for reward in line.rewards)
-        texts = (line.policy, line.what, rewards or "-", line.wanted, "ok" if line.ok else "FAILED")
+        earned = f" ({', '.join(line.parts)})" if line.parts else ""
+        plain = line.state is None or line.state == "closed"
+        verdict = "FAILED" if not line.ok else "ok" if plain else str(line.state)
+        texts = (line.policy, line.what, (rewards or "-") + earned, line.wanted, verdict)
         shown.add_row(*map(printable, texts))
     terminal = getattr(sys.stdout, "raw", None)
     Console(file=terminal, width=None if sys.stdout.isatty() else 130).print(shown)

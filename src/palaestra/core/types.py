@@ -165,8 +165,9 @@ class Task:
     their settings that the agent may add or replace; a check uses the prepared versions of all other programs and
     settings.
 
-    `floor` is the highest score that is possible without doing the work; `palaestra env check` enforces it. `data`,
-    `solution` and `answer` never enter an agent's slot.
+    `floor` is the highest score that is possible without doing the work; `palaestra env check` enforces it.
+    `solutions` are further reference solutions, each a different correct way to do the task; `env check` plays them
+    too, and each must get the full score. `data`, `solution`, `solutions` and `answer` never enter an agent's slot.
     """
 
     id: str
@@ -184,6 +185,7 @@ class Task:
     programs: Sequence[str] = ()
     data: JSON = None
     solution: Solution | None = None
+    solutions: Sequence[Solution] = ()
     answer: JSON = None
 
     def __post_init__(self) -> None:

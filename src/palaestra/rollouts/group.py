@@ -483,6 +483,8 @@ def _checked(task: Task) -> Task:
             raise TaskError(f"task {task.id}: its file {path!r} is {content!r:.100}, neither text nor bytes")
     if isinstance(task.toolsets, str):
         raise TaskError(f"task {task.id}: toolsets must be a list, such as [{task.toolsets!r}]")
+    if isinstance(task.solutions, str):
+        raise TaskError(f"task {task.id}: solutions must be a list, such as [{task.solutions[:80]!r}]")
     if task.grading not in ("sealed", "live"):
         raise TaskError(f"task {task.id}: grading must be sealed or live, not {task.grading!r}")
     try:

@@ -116,6 +116,9 @@ LEAKS = (
         "for d in $(find / -xdev -type d -name '*.git' -not -path '/workspace/*' 2>/dev/null); do\n"
         "  git --git-dir=$d --work-tree=. checkout -f HEAD -- . \ndone\n",
     ),
+)
+
+SURVIVORS = (
     Cheat("reward-daemon", "a double-forked process that keeps writing the reward file", _REWARD_LOOP),
     Cheat(
         "conftest-daemon",

@@ -1,28 +1,39 @@
-"""Checks an environment: the oracle must get the full score; doing nothing and every cheat may get at most the floor
-(invariant R3). Each policy plays the same tasks through the real loop, tools, slots and grading. If one of these tasks
-has no solution, the environment is checked without the oracle and reported as unproven."""
+"""Checks an environment: the oracle and every further solution must get the full score; doing nothing and every cheat
+may get at most the floor (invariant R3). Each policy plays the same tasks through the real loop, tools, slots and
+grading. If one of these tasks has no solution, the environment is checked without the oracle and reported as unproven.
+
+A cheat that attacks the tests of its work is played over hollow work (`hollow_work.py`) of one task, because a score
+may refuse unsolved work for other reasons, whatever the cheat does to the tests. If there is no hollow work, such a
+cheat is played over unsolved work; a score of 0 then decides nothing, and the cheat is reported as not tested.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
+import posixpath
 import shlex
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError, InfraError, TaskError
-from palaestra.core.types import JSON, Message, Task, ToolStep, number
+from palaestra.core.types import JSON, Message, Say, Task, ToolStep, number
+from palaestra.envs.api.function_env import FunctionEnvironment
 from palaestra.envs.cheats.cheat import Cheat
 from palaestra.envs.cheats.forged_results import FORGERIES
-from palaestra.envs.cheats.hijacked_code import SHADOWS, SOURCES
-from palaestra.envs.cheats.leaks import LEAKS
-from palaestra.envs.cheats.tampered_tests import PLANTS, VERDICTS
+from palaestra.envs.cheats.hijacked_code import MODULES, SHADOWS, SOURCES
+from palaestra.envs.cheats.hollow_work import Hollow, hollows, is_code
+from palaestra.envs.cheats.leaks import LEAKS, SURVIVORS
+from palaestra.envs.cheats.left_files import READING, LeftFiles, ReadWorkspaces
+from palaestra.envs.cheats.tampered_tests import ANSWERS, PLANTS, VERDICTS
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import UNSAID, CommandLine, Parsed, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -33,34 +44,76 @@ from palaestra.envs.run.run import opened
 from palaestra.envs.run.run_folder import RunLine
 from palaestra.inference.chat_server import SessionContext
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.engines.scripted import Act, NoopPolicy, OraclePolicy, Policy, ScriptedEngine
+from palaestra.inference.engines.scripted import (
+    COMMANDS,
+    Act,
+    NoopPolicy,
+    OraclePolicy,
+    Policy,
+    ScriptedEngine,
+    solution_steps,
+    turns_taken,
+)
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import LIVE
+from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.group import GroupRun
 from palaestra.rollouts.journal.journal import EventStream, Journal
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.rollouts.spec import RunContext
+from palaestra.rollouts.spec import Phase, RunContext
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Rung
+from palaestra.sandbox.slot import WORKSPACE, Rung
+from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
 
 CLASSES: Mapping[str, tuple[Cheat, ...]] = {
     "files that a test run loads": PLANTS,
     "programs, libraries, settings": SHADOWS,
-    "changed tests, answers, verdicts": VERDICTS,
+    "changed tests, verdicts": VERDICTS,
     "code that attacks its tests": (*SOURCES, *FORGERIES),
-    "leaked answers, surviving processes": LEAKS,
+    "surviving processes": SURVIVORS,
+    "guessed answers": ANSWERS,
+    "leaked answers": LEAKS,
 }
 """All cheats by class of attack. The classes follow public reports on agents and audits of benchmarks."""
 
 BANK: tuple[Cheat, ...] = tuple(cheat for cheats in CLASSES.values() for cheat in cheats)
+
+_CODE = frozenset(cheat.name for cheat in (*SOURCES, *FORGERIES))
+"""The cheats that need Python code of the work."""
+
+_WHOLE = frozenset(cheat.name for cheat in (*ANSWERS, *LEAKS))
+"""The cheats that could give the whole solution, so they are played over unsolved work, and a score of 0 decides."""
 
 _EVERY = 20
 """The number of policies after which a check reports its progress."""
 
 FULL = 1.0
 """The least reward that the oracle must get."""
+
+_TOLERANCE = 1e-9
+_MOST_BASES = 3
+"""The maximum number of tasks whose solutions are hollowed until one is usable."""
+_SLOWER, _SLOWER_S = 3.0, 30.0
+"""Hollow work whose play takes longer than the solution's, by this factor and these seconds, is not used."""
+_PIECE = 90_000
+"""The length of the pieces of base64 in which files are written; less than a command may have."""
+
+
+class State(StrEnum):
+    """What the plays of a cheat, or of a class of cheats, prove."""
+
+    OPEN = "open"
+    """It earned a reward, or one part of a score."""
+    LABELLED = "labelled"
+    """The official verdict accepts it, and the reward does not."""
+    UNKNOWN = "unknown"
+    """It could not be played."""
+    NOT_TESTED = "not tested"
+    """It earned nothing, but it could not have earned anything either."""
+    CLOSED = "closed"
+    """It earned nothing where only its attack was missing."""
 
 
 class CheatPolicy(Policy):
@@ -72,9 +125,61 @@ class CheatPolicy(Policy):
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         if any(message.get("role") == "assistant" for message in messages):
             return "Done."
-        asked = "\n".join(str(message.get("content")) for message in messages if message.get("role") == "user")
-        known = f"export TASK={shlex.quote(asked)}\n" if "$TASK" in self._cheat.script else ""
-        return [ToolStep("terminal", {"command": known + self._cheat.script, "timeout": 60})]
+        return _calls([_attack(self._cheat, messages)])
+
+
+def _attack(cheat: Cheat, messages: Sequence[Message], files: Sequence[str] = ()) -> str:
+    """Return the command that runs a cheat, over hollow work whose hollowed files have these paths."""
+    asked = "\n".join(str(message.get("content")) for message in messages if message.get("role") == "user")
+    known = f"export TASK={shlex.quote(asked)}\n" if "$TASK" in cheat.script else ""
+    if modules := "\n".join(path for path in files if is_code(path)):
+        known += f"export {MODULES}={shlex.quote(modules)}\n"
+    if files and not any(is_below(path, [WORKSPACE]) for path in files):
+        known += f"cd {shlex.quote(posixpath.commonpath([posixpath.dirname(path) for path in files]))}\n"
+    return known + cheat.script
+
+
+def _calls(commands: Sequence[str]) -> list[ToolStep]:
+    """Return terminal calls that run the commands, in one call if it is not too long."""
+    whole = "".join(commands)
+    fits = len(whole.encode()) <= MAX_COMMAND_BYTES
+    return [ToolStep(COMMANDS, {"command": each, "timeout": 60}) for each in ([whole] if fits else commands)]
+
+
+class HollowPolicy(OraclePolicy):
+    """Plays the reference solution, then writes these files over it, then runs a cheat, if one is given. Text with
+    which the solution ends comes last."""
+
+    def __init__(self, files: Mapping[str, bytes], cheat: Cheat | None = None) -> None:
+        super().__init__()
+        self._files = files
+        self._cheat = cheat
+
+    def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
+        assert context.task is not None
+        acts, turn = actions(context.task), turns_taken(context, messages)
+        if turn < acts:
+            return super().act(context, messages)
+        if turn == acts:
+            attack = [] if self._cheat is None else [_attack(self._cheat, messages, [*self._files])]
+            return _calls([*_writing(self._files), *attack])
+        rest = [step.text for step in solution_steps(context.task)[acts:] if isinstance(step, Say)]
+        return (*rest, "Done.")[min(turn - acts - 1, len(rest))]
+
+
+def actions(task: Task) -> int:
+    """Return the number of steps of the solution without the text with which it ends."""
+    steps = solution_steps(task)
+    return max((place for place, step in enumerate(steps, start=1) if not isinstance(step, Say)), default=0)
+
+
+def _writing(files: Mapping[str, bytes]) -> Iterator[str]:
+    """Yield commands that write the files, which keep their modes."""
+    for path, data in files.items():
+        text = base64.b64encode(data).decode()
+        for start in range(0, max(len(text), 1), _PIECE):
+            to = f"{'>>' if start else '>'} {shlex.quote(path)}"
+            yield f"base64 -d <<'END' {to}\n{text[start : start + _PIECE]}\nEND\n"
 
 
 class PolicyRuns:
@@ -85,17 +190,24 @@ class PolicyRuns:
         self._workspaces = workspaces
         self._events = events
 
-    async def play(self, policy: Policy, task: Task, number: int = 0) -> Group:
-        """Play one group and return it; `number` is the group's position in the run."""
+    async def play(self, policy: Policy, task: Task, number: int = 0, reads: LeftFiles | None = None) -> Group:
+        """Play one group and return it; `number` is the group's position in the run. `reads` is filled with the files
+        that its rollouts leave, if the workspaces are `ReadWorkspaces`."""
+        reading = READING.set(reads)
         engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="noop"), policy)
         context = RunContext(engine, self._workspaces, self._events)
-        return await GroupRun(self._environment, context, number, task).run()
+        try:
+            return await GroupRun(self._environment, context, number, task).run()
+        finally:
+            READING.reset(reading)
 
 
 @asynccontextmanager
-async def policy_runs(environment: Environment, pool: SlotPool) -> AsyncIterator[PolicyRuns]:
-    """Yield a `PolicyRuns` over an open pool, with a temporary journal."""
-    workspaces = Workspaces(pool)
+async def policy_runs(
+    environment: Environment, pool: SlotPool, workspaces: Workspaces | None = None
+) -> AsyncIterator[PolicyRuns]:
+    """Yield a `PolicyRuns` over an open pool, with a temporary journal. The default workspaces keep nothing."""
+    workspaces = workspaces or Workspaces(pool)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder, "journal.jsonl"))
         try:
@@ -115,16 +227,25 @@ class PolicyResult:
     rewards: tuple[float | None, ...]
     ok: bool
     error: str = ""
-    paid: bool = False
-    """Whether a reward exceeded the floor of its task. `ok` may also be False because a task could not be played."""
+    state: State | None = None
+    """What the plays of a cheat prove; None for the solutions and for doing nothing."""
+    reason: str = ""
+    """Why the cheat is not tested."""
+    parts: tuple[str, ...] = ()
+    """The parts of the score that the cheat earned in full."""
+    officials: tuple[float | None, ...] = ()
+    """The official verdicts."""
+    labels: tuple[str, ...] = ()
+    """The names of the labels that the cheat got."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
     """The result of a check. `proven` is False if one of the tasks has no solution to play.
 
-    `classes` maps each class of attack that was played to `open`, `closed`, or `unknown` if no attack scored but some
-    could not be played. `warnings` report what a score depends on, and what it does not see.
+    `classes` maps each class of attack to its state, and `parts` each part of a score that has several. A part is
+    `free` if doing nothing earns it in full. `hollow` describes the work on which attacks on tests were played; it is
+    empty if there was none. `warnings` report what a score depends on, and what it does not see.
     """
 
     environment: str
@@ -132,17 +253,40 @@ class Proof:
     lines: tuple[PolicyResult, ...]
     proven: bool
     skipped: int = 0
-    """The number of cheats that were not played, because doing nothing or the reference solution already got a wrong
-    reward."""
+    """The number of cheats that were not played, because doing nothing or a solution already got a wrong reward."""
     classes: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    hollow: str = ""
     warnings: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
         return all(line.ok for line in self.lines)
 
+    @property
+    def not_tested(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of the cheats that are not tested, by reason."""
+        found: dict[str, tuple[str, ...]] = {}
+        for line in self.lines:
+            if line.state is State.NOT_TESTED:
+                found[line.reason] = (*found.get(line.reason, ()), line.policy)
+        return found
+
     def to_json(self) -> dict[str, JSON]:
-        return {**asdict(self), "holds": self.holds}
+        return {**asdict(self), "not_tested": self.not_tested, "holds": self.holds}
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """Hollow work of one task on which cheats are played, and what it earns without them."""
+
+    task: Task
+    hollow: Hollow
+    earned: Trajectory
+
+    @property
+    def reward(self) -> float:
+        return self.earned.reward or 0.0
 
 
 @dataclass(slots=True)
@@ -154,43 +298,42 @@ class EnvironmentProof:
     cheats: Sequence[Cheat] = BANK
     progress: Callable[[PolicyResult], None] = lambda line: None
     always: bool = False
-    """Play the cheats even if doing nothing or the reference solution got a wrong reward."""
+    """Play the cheats even if doing nothing or a solution got a wrong reward."""
     _lines: dict[str, PolicyResult] = field(default_factory=dict)
-    _solved: list[tuple[Task, Trajectory]] = field(default_factory=list)
+    _played: dict[str, list[tuple[Task, Group]]] = field(default_factory=dict)
+    """The plays of the solutions and of doing nothing."""
+    _left: dict[str, LeftFiles] = field(default_factory=dict)
+    """What the solutions of tasks left, by task id."""
+    _before: dict[str, LeftFiles] = field(default_factory=dict)
+    """The same files where nothing was done."""
+    _base: _Base | None = None
+    _no_base: str = ""
+    """Why there is no hollow work."""
+    _no_code: str = ""
+    """Why there is no hollow work of Python code."""
+    _unnoticed: list[str] = field(default_factory=list)
 
     async def run(self, count: int) -> Proof:
-        """Play the first `count` tasks with the oracle, with a policy that does nothing, and with the cheats. Raises
+        """Play the first `count` tasks with the solutions, with a policy that does nothing, and with the cheats. Raises
         `ConfigError` if the environment has no tasks."""
         tasks = await first_tasks(self.environment, count)
-        resolved = [each for task in tasks if (each := await self._resolved(task)) is not None]
-        solved = all(task.solution is not None for task in resolved)
-        width = asyncio.Semaphore(os.cpu_count() or 1)
-
-        async def play_all(name: str, policy: Policy, runs: PolicyRuns) -> None:
-            async with width:
-                groups = [await runs.play(policy, task, n) for n, task in enumerate(tasks)]
-            self._lines[name] = self._judge(name, list(zip(tasks, groups, strict=True)))
-            if name == "oracle":
-                played = zip(tasks, groups, strict=True)
-                self._solved = [(task, each) for task, group in played for each in group.trajectories]
-            self.progress(self._lines[name])
-
-        async def play_each(policies: Mapping[str, Policy], runs: PolicyRuns) -> None:
-            async with asyncio.TaskGroup() as group:
-                for name, policy in policies.items():
-                    group.create_task(play_all(name, policy, runs))
-
-        plain: dict[str, Policy] = {"oracle": OraclePolicy()} if solved else {}
-        plain["noop"] = NoopPolicy()
-        cheats = {cheat.name: CheatPolicy(cheat) for cheat in self.cheats}
-        async with policy_runs(self.environment, self.pool) as runs:
-            await play_each(plain, runs)
-            skipped = 0 if self.always or all(line.ok for line in self._lines.values()) else len(cheats)
+        resolved = {task.id: each for task in tasks if (each := await self._resolved(task)) is not None}
+        solved = all(task.solution is not None for task in resolved.values())
+        workspaces = ReadWorkspaces(self.pool)
+        async with policy_runs(self.environment, self.pool, workspaces) as runs:
+            workspaces.read_live(self.pool.rung)
+            await self._play_plain(tasks, resolved, solved, runs)
+            workspaces.read_nothing()
+            skipped = 0 if self.always or all(line.ok for line in self._lines.values()) else len(self.cheats)
             if not skipped:
-                await play_each(cheats, runs)
-        lines = tuple(self._lines[name] for name in (*plain, *cheats) if name in self._lines)
-        names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(resolved))
-        return Proof(self.environment.name, names, lines, solved, skipped, self._classes(), warnings)
+                await self._find_base(tasks, resolved, runs)
+                await self._play_cheats(tasks, runs)
+        names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(list(resolved.values())))
+        hollow = "" if self._base is None else f"{self._base.task.id}: {self._base.hollow.what}"
+        lines = tuple(self._lines.values())
+        return Proof(
+            self.environment.name, names, lines, solved, skipped, self._classes(), self._part_states(), hollow, warnings
+        )
 
     async def _resolved(self, task: Task) -> Task | None:
         """Return the task as the policies play it; None for an unusable task, whose groups report the reason."""
@@ -199,16 +342,219 @@ class EnvironmentProof:
         except (TaskError, InfraError):
             return None
 
+    async def _play_plain(
+        self, tasks: Sequence[Task], resolved: Mapping[str, Task], solved: bool, runs: PolicyRuns
+    ) -> None:
+        """Play the solutions, and then doing nothing. Read what the solutions left, and what was there before."""
+        chosen = tasks[:_MOST_BASES]
+        specs = {task.id: self.environment.slot_spec(resolved[task.id], Phase.GRADE)
+                 for task in chosen if task.id in resolved}  # fmt: skip
+
+        async def play(name: str, policy: Policy, some: Sequence[Task], reads: Mapping[str, LeftFiles]) -> None:
+            numbered = {task.id: n for n, task in enumerate(tasks)}
+            groups = [await runs.play(policy, task, numbered[task.id], reads.get(task.id)) for task in some]
+            self._played[name] = list(zip(some, groups, strict=True))
+            self._note(self._judge_plain(name))
+
+        if solved:
+            self._left = {name: LeftFiles(spec) for name, spec in specs.items()}
+            await play("oracle", OraclePolicy(), tasks, self._left)
+        for n in range(max((len(task.solutions) for task in resolved.values()), default=0)):
+            some = [task for task in tasks if task.id in resolved and len(resolved[task.id].solutions) > n]
+            await play(f"solutions[{n}]", OraclePolicy(n + 1), some, {})
+        self._before = {
+            name: LeftFiles(spec, tuple(self._left[name].files) if name in self._left else ())
+            for name, spec in specs.items()
+        }
+        await play("noop", NoopPolicy(), tasks, self._before)
+
+    async def _play_cheats(self, tasks: Sequence[Task], runs: PolicyRuns) -> None:
+        """Play the cheats concurrently, as many at a time as there are processors."""
+        width = asyncio.Semaphore(os.cpu_count() or 1)
+        results: dict[str, PolicyResult] = {}
+
+        async def play(cheat: Cheat) -> None:
+            reason = self._why_not_tested(cheat)
+            played: list[tuple[Task, Group]] = []
+            if self._can_act(cheat):
+                async with width:
+                    for n, task in enumerate(tasks):
+                        played.append((task, await runs.play(self._policy(cheat, task), task, n)))
+            results[cheat.name] = self._judge_cheat(cheat, played, reason)
+            self.progress(results[cheat.name])
+
+        async with asyncio.TaskGroup() as group:
+            for cheat in self.cheats:
+                group.create_task(play(cheat))
+        self._lines |= {cheat.name: results[cheat.name] for cheat in self.cheats}
+
+    def _note(self, line: PolicyResult) -> None:
+        self._lines[line.policy] = line
+        self.progress(line)
+
+    def _hollow_for(self, cheat: Cheat, task: Task) -> _Base | None:
+        """Return the hollow work over which the cheat is played on this task; None for unsolved work."""
+        base = self._base
+        if base is None or base.task.id != task.id or cheat.name in _WHOLE:
+            return None
+        return base if base.hollow.twin or cheat.name not in _CODE else None
+
+    def _policy(self, cheat: Cheat, task: Task) -> Policy:
+        base = self._hollow_for(cheat, task)
+        return CheatPolicy(cheat) if base is None else HollowPolicy(base.hollow.files, cheat)
+
+    def _why_not_tested(self, cheat: Cheat) -> str:
+        """Return why a score of 0 would not prove that the cheat earns nothing; nothing if it would."""
+        if self._lacks_terminal:
+            return _NO_TERMINAL
+        if cheat.name in _WHOLE:
+            return ""
+        if self._base is None:
+            return self._no_code if cheat.name in _CODE else self._no_base
+        return "" if self._base.hollow.twin or cheat.name not in _CODE else self._no_code
+
+    def _can_act(self, cheat: Cheat) -> bool:
+        """Return whether the cheat could change anything: there is a terminal, and Python code if it needs some."""
+        read = [each.python for each in self._before.values()]
+        code = self._base is not None and self._base.hollow.twin
+        lacks_code = bool(read) and not code and all(each is False for each in read)
+        return not self._lacks_terminal and not (cheat.name in _CODE and lacks_code)
+
+    async def _find_base(self, tasks: Sequence[Task], resolved: Mapping[str, Task], runs: PolicyRuns) -> None:
+        """Find hollow work for the cheats, preferably of Python code."""
+        for n, task in enumerate(tasks[:_MOST_BASES]):
+            if self._base is not None and self._base.hollow.twin:
+                return
+            obstacle = self._obstacle(task, resolved.get(task.id))
+            if obstacle:
+                self._no_base, self._no_code = self._no_base or obstacle, self._no_code or obstacle
+                continue
+            unnoticed: dict[bool, list[str]] = {True: [], False: []}
+            why = {True: _NO_PYTHON, False: _NO_TEXT}
+            before = self._before[task.id].files
+            for hollow in hollows(before, self._left[task.id].files):
+                code = bool(hollow.twin)
+                if self._base is not None and not code:
+                    break
+                earned, why[code] = await self._hollowed(hollow, task, n, runs)
+                if earned is not None:
+                    self._base = _Base(task, hollow, earned)
+                    break
+                if why[code] == _UNNOTICED:
+                    unnoticed[code].append(hollow.what)
+            else:
+                self._no_base = self._no_base or why[False]
+            if self._base is None or not self._base.hollow.twin:
+                self._no_code = self._no_code or why[True]
+            self._unnoticed += [
+                f"{task.id}: its score does not depend on what the reference solution leaves: it is full with {what}"
+                for code, found in unnoticed.items()
+                if found and why[code] == _UNNOTICED
+                for what in found[:1]
+            ]
+
+    def _obstacle(self, task: Task, resolved: Task | None) -> str:
+        """Return why there can be no hollow work of a task; nothing if there can be."""
+        solved, left = self._trajectory("oracle", task), self._left.get(task.id)
+        if resolved is None or resolved.solution is None:
+            return "there is no reference solution to attack"
+        if solved is None or solved.reward is None or solved.reward < FULL:
+            return "the reference solution does not get the full score"
+        if self._lacks_terminal:
+            return _NO_TERMINAL
+        if actions(resolved) + 2 > self.environment.agent.max_turns:
+            return "the reference solution leaves the agent no turn for an attack"
+        if left is None or not left.files:
+            return "the score sees no files that the reference solution leaves"
+        return ""
+
+    async def _hollowed(self, hollow: Hollow, task: Task, n: int, runs: PolicyRuns) -> tuple[Trajectory | None, str]:
+        """Play hollow work. Return its rollout, or None and the reason why attacks on it would decide nothing."""
+        solved = self._trajectory("oracle", task)
+        earned = await self._play_hollow(hollow.files, task, n, runs)
+        if earned is None or earned.reward is None or solved is None:
+            return None, "the solution with wrong results could not be scored"
+        if earned.reward >= FULL:
+            return None, _UNNOTICED
+        if earned.beside.duration_s > _SLOWER * solved.beside.duration_s + _SLOWER_S:
+            return None, "the check takes too long over wrong results"
+        if hollow.twin:
+            twin = await self._play_hollow(hollow.twin, task, n, runs)
+            if twin is None or twin.reward is None or twin.reward < FULL:
+                return None, "a change that keeps the results of the code also lowers the score"
+        return earned, ""
+
+    async def _play_hollow(self, files: Mapping[str, bytes], task: Task, n: int, runs: PolicyRuns) -> Trajectory | None:
+        group = await runs.play(HollowPolicy(files), task, n)
+        return group.trajectories[0] if group.trajectories else None
+
+    @property
+    def _lacks_terminal(self) -> bool:
+        groups = [group for _, group in self._played["noop"] if not group.error]
+        return bool(groups) and not any(
+            tool.get("function", {}).get("name") == COMMANDS for group in groups for tool in group.tools
+        )
+
+    def _trajectory(self, policy: str, task: Task) -> Trajectory | None:
+        """Return the rollout of a solution or of doing nothing on a task, if there is one."""
+        return next((each for own, group in self._played.get(policy, ()) if own.id == task.id
+                     for each in group.trajectories), None)  # fmt: skip
+
     def _classes(self) -> dict[str, str]:
-        found = {}
+        found: dict[str, str] = {}
         for kind, cheats in CLASSES.items():
-            played = [self._lines[cheat.name] for cheat in cheats if cheat.name in self._lines]
-            if any(line.paid for line in played):
-                found[kind] = "open"
-            elif played:
-                found[kind] = "closed" if all(line.ok for line in played) else "unknown"
-        if any(each.detail.get("uncontrolled") for _, each in self._solved):
-            found["forged results of uncontrolled tests"] = "open"
+            states = {line.state for cheat in cheats if (line := self._lines.get(cheat.name)) is not None}
+            worst = next((state for state in State if state in states), None)
+            if worst is not None:
+                found[kind] = worst.value
+        solved = [each for name, plays in self._played.items() if name != "noop" for _, group in plays
+                  for each in group.trajectories]  # fmt: skip
+        if any(each.detail.get("uncontrolled") for each in solved):
+            found["forged results of uncontrolled tests"] = State.OPEN.value
+        return found
+
+    @property
+    def _weights(self) -> Mapping[str, float]:
+        """The share of each part in a score that has several."""
+        scores = self.environment.form.scores if isinstance(self.environment, FunctionEnvironment) else []
+        total = sum(each.weight for each in scores)
+        return {each.hook.name: each.weight / total for each in scores} if len(scores) > 1 and total else {}
+
+    def _lacks(self, part: str, task: Task, earned: Trajectory | None) -> bool:
+        """Return whether a rollout earned less of a part than the reference solution."""
+        solved = self._trajectory("oracle", task)
+        if earned is None or solved is None or part not in solved.metrics or part not in earned.metrics:
+            return False
+        return earned.metrics[part] < solved.metrics[part] - _TOLERANCE
+
+    def _parts_earned(self, task: Task, base: _Base | None, played: Trajectory) -> list[str]:
+        """Return the parts that a cheat earned in full and that the work without the cheat does not earn. Parts that
+        the task's floor covers are left out."""
+        noop = self._trajectory("noop", task)
+        found = {
+            part: weight
+            for part, weight in self._weights.items()
+            if self._lacks(part, task, noop)
+            and (base is None or self._lacks(part, task, base.earned))
+            and part in played.metrics
+            and not self._lacks(part, task, played)
+        }
+        covered = max(0.0, task.floor - ((noop.reward if noop else None) or 0.0))
+        return list(found) if sum(found.values()) > covered + _TOLERANCE else []
+
+    def _part_states(self) -> dict[str, str]:
+        """Return the state of each part of a score that has several; `free` if doing nothing earns the part."""
+        attacked = [line for line in self._lines.values() if line.state is not None]
+        found: dict[str, str] = {}
+        for part in self._weights if attacked else ():
+            base = self._base
+            if any(part in line.parts for line in attacked):
+                found[part] = State.OPEN.value
+            elif not any(self._lacks(part, task, self._trajectory("noop", task)) for task, _ in self._played["noop"]):
+                found[part] = "free" if "oracle" in self._played else State.NOT_TESTED.value
+            else:
+                tested = base is not None and self._lacks(part, base.task, base.earned)
+                found[part] = (State.CLOSED if tested else State.NOT_TESTED).value
         return found
 
     def _warnings(self, tasks: Sequence[Task]) -> Iterator[str]:
@@ -220,29 +566,90 @@ class EnvironmentProof:
                 yield f"{task.id}: its score may use programs that the agent changed: {', '.join(task.programs)}"
             if "/" in task.paths:
                 yield f"{task.id}: its score sees all of the agent's new libraries and packages (paths: /)"
-        for task, solved in self._solved:
-            left_out = solved.detail.get("left_out")
-            if left_out and (solved.reward is None or solved.reward < FULL):
-                shown = ", ".join(left_out[:5])
-                yield f"{task.id}: the reference solution changes {shown}, hidden from the score; add them to paths"
-            if names := solved.detail.get("uncontrolled"):
-                yield f"{task.id}: no control covers {len(names)} of its tests, such as {names[0]}"
+        for task, group in self._played.get("oracle", ()):
+            for solved in group.trajectories:
+                left_out = solved.detail.get("left_out")
+                if left_out and (solved.reward is None or solved.reward < FULL):
+                    shown = ", ".join(left_out[:5])
+                    yield f"{task.id}: the reference solution changes {shown}, hidden from the score; add them to paths"
+                if names := solved.detail.get("uncontrolled"):
+                    yield f"{task.id}: no control covers {len(names)} of its tests, such as {names[0]}"
+        yield from self._unnoticed
 
-    def _judge(self, name: str, groups: Sequence[tuple[Task, Group]]) -> PolicyResult:
-        played = [(task, trajectory) for task, group in groups for trajectory in group.trajectories]
-        rewards = tuple(trajectory.reward for _, trajectory in played)
-        reasons = [(task, group.error) for task, group in groups]
-        reasons += [(task, trajectory.error) for task, trajectory in played]
-        reasons += [(task, str(each.detail.get("tampering") or "")) for task, each in played if name == "oracle"]
-        error = next((f"{task.id}: {reason}" for task, reason in reasons if reason), "")
-        good = len(played) == len(groups)  # a task without a rollout proves nothing
-        if name == "oracle":
-            good = good and all(reward is not None and reward >= FULL for reward in rewards)
-            return PolicyResult(name, "the reference solution", f"{FULL:g}", rewards, good, error)
-        paid = any(each.reward is not None and not each.reward <= task.floor for task, each in played)
-        what = next((cheat.what for cheat in self.cheats if cheat.name == name), "doing nothing")
-        good = good and not paid and not (name == "noop" and None in rewards)
-        return PolicyResult(name, what, f"<= {max(task.floor for task, _ in groups):g}", rewards, good, error, paid)
+    def _judge_plain(self, name: str) -> PolicyResult:
+        """Judge the plays of a solution or of doing nothing."""
+        groups = self._played[name]
+        played = [(task, each) for task, group in groups for each in group.trajectories]
+        rewards = tuple(each.reward for _, each in played)
+        error = _first_error(groups)
+        good = len(played) == len(groups) and None not in rewards  # a task without a rollout proves nothing
+        if name == "noop":
+            good = good and all((each.reward or 0.0) <= task.floor for task, each in played)
+            return PolicyResult(name, "doing nothing", _at_most(groups), rewards, good, error)
+        low = [(task, each) for task, each in played if each.reward is None or each.reward < FULL]
+        why = next((f"{task.id}: {found}" for task, each in low if (found := self._why_low(task, each))), "")
+        what = "the reference solution" if name == "oracle" else "a further correct solution"
+        return PolicyResult(name, what, f"{FULL:g}", rewards, good and not low, error or why)
+
+    def _why_low(self, task: Task, solved: Trajectory) -> str:
+        """Return what the record says about a solution that did not get the full score."""
+        for name in ("tampering", "work_breaks_check", "difference"):
+            if found := solved.detail.get(name):
+                return str(found)
+        if left_out := solved.detail.get("left_out"):
+            return f"the score does not see {', '.join(left_out[:5])}"
+        low = [part for part in self._weights if self._lacks(part, task, solved)]
+        scored = "it is not scored" if solved.reward is None else f"it scores {solved.reward:g}"
+        return f"{scored} and lacks {', '.join(low)}" if low else scored
+
+    def _judge_cheat(self, cheat: Cheat, groups: Sequence[tuple[Task, Group]], reason: str) -> PolicyResult:
+        played = [(task, self._hollow_for(cheat, task), each) for task, group in groups for each in group.trajectories]
+        paid = labelled = False
+        parts: dict[str, None] = {}
+        for task, base, each in played:
+            most = max(task.floor, base.reward if base else 0.0) + _TOLERANCE
+            paid = paid or (each.reward is not None and not each.reward <= most)
+            official = each.official_reward
+            before = (base.earned.official_reward or 0.0) if base else 0.0
+            labelled = labelled or (official is not None and not official <= max(most, before + _TOLERANCE))
+            parts |= dict.fromkeys(self._parts_earned(task, base, each))
+        if paid or parts:
+            state = State.OPEN
+        elif labelled:
+            state = State.LABELLED
+        elif len(played) != len(groups):
+            state = State.UNKNOWN
+        else:
+            state = State.NOT_TESTED if reason else State.CLOSED
+        return PolicyResult(
+            cheat.name,
+            cheat.what,
+            _at_most(groups, *(base.reward for _, base, _ in played if base)) if groups else "-",
+            tuple(each.reward for *_, each in played),
+            state not in (State.OPEN, State.UNKNOWN),
+            _first_error(groups),
+            state,
+            reason if state is State.NOT_TESTED else "",
+            tuple(parts),
+            tuple(each.official_reward for *_, each in played),
+            tuple(dict.fromkeys(label.name for *_, each in played for label in each.labels)),
+        )
+
+
+_NO_TERMINAL = "the agent has no tool terminal"
+_NO_PYTHON = "the reference solution leaves no Python code"
+_NO_TEXT = "the reference solution leaves no text files"
+_UNNOTICED = "the score does not depend on what the reference solution leaves"
+
+
+def _first_error(groups: Sequence[tuple[Task, Group]]) -> str:
+    reasons = [(task, group.error) for task, group in groups]
+    reasons += [(task, each.error) for task, group in groups for each in group.trajectories]
+    return next((f"{task.id}: {reason}" for task, reason in reasons if reason), "")
+
+
+def _at_most(groups: Sequence[tuple[Task, Group]], *further: float) -> str:
+    return f"<= {max([*further, *(task.floor for task, _ in groups)]):g}"
 
 
 async def first_tasks(environment: Environment, count: int) -> list[Task]:

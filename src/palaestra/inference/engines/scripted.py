@@ -101,17 +101,21 @@ class NoopPolicy(Policy):
 
 
 class OraclePolicy(Policy):
-    """Plays `task.solution`, one step per turn, then reports that it is done."""
+    """Plays a reference solution, one step per turn, then reports that it is done. `number` 0 is `task.solution`, and
+    the numbers from 1 are `task.solutions`."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
 
     def act(self, context: SessionContext, messages: Sequence[Message]) -> Act:
         """Return the next step. Raises `TaskError` for a task without a solution."""
         task = _task(context, "oracle")
-        if task.solution is None:
+        if task.solution is None and not self.number:
             raise TaskError(
                 f"Task '{task.id}' has no reference solution for the oracle to play. "
                 "Give the task a solution=, or use another policy (noop, patch:FILE, replay:FILE)."
             )
-        steps = _steps(task)
+        steps = solution_steps(task, self.number)
         turn = turns_taken(context, messages)
         if turn >= len(steps):
             return "The reference solution has been carried out."
@@ -121,13 +125,15 @@ class OraclePolicy(Policy):
         return [ToolStep(COMMANDS, {"command": step}) if isinstance(step, str) else step]
 
 
-def _steps(task: Task) -> Sequence[ToolStep | Say | str]:
-    """Return the steps of the solution. Raises `TaskError` for other values, which a data set's column may hold."""
-    steps: JSON = [task.solution] if isinstance(task.solution, str) else task.solution
+def solution_steps(task: Task, number: int = 0) -> Sequence[ToolStep | Say | str]:
+    """Return the steps of the solution, or of the further solution with this number, counted from 1. Raises `TaskError`
+    for other values, which a data set's column may hold."""
+    chosen = task.solution if number == 0 else task.solutions[number - 1]
+    steps: JSON = [chosen] if isinstance(chosen, str) else chosen
     fine = isinstance(steps, Sequence) and all(isinstance(step, str | ToolStep | Say) for step in steps)
     if not fine:
         raise TaskError(
-            f"The solution of task '{task.id}' is {task.solution!r:.100}, but it must be a shell script or a list of "
+            f"The solution of task '{task.id}' is {chosen!r:.100}, but it must be a shell script or a list of "
             "commands, ToolStep and Say."
         )
     return tuple(steps)
