@@ -156,7 +156,12 @@ class FunctionEnvironment(EvaluatedEnvironment):
         reward = sum(weight * part.reward for _, weight, part in parts) / total
         metrics = {name: value for _, _, part in parts for name, value in part.metrics.items()}
         metrics |= {name: part.reward for name, _, part in parts}  # last, because each score is recorded under its name
-        return Score(reward, metrics, {key: value for _, _, part in parts for key, value in part.detail.items()})
+        return Score(
+            reward,
+            metrics,
+            {key: value for _, _, part in parts for key, value in part.detail.items()},
+            labels=[label for _, _, part in parts for label in part.labels],
+        )
 
 
 async def _each(source: TaskSource, settings: Mapping[str, JSON]) -> AsyncIterator[object]:
