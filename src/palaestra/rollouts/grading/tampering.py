@@ -237,10 +237,10 @@ class Rule:
         if _LOADER.fullmatch(path):
             return REPLACED
         inside = self._is_work(path)
-        if _STARTS.fullmatch(path) and (not inside or "PYTHONPATH" in self.env or ".local" in path.split("/")):
-            return SHADOWED if change.kind != "deleted" else REPLACED
         if "/__pycache__/" in path and not inside and self._is_brought(path):
             return CACHES
+        if _STARTS.fullmatch(path) and (not inside or "PYTHONPATH" in self.env or ".local" in path.split("/")):
+            return SHADOWED if change.kind != "deleted" else REPLACED
         if (site := _SITE.fullmatch(path)) and not inside:
             return await self._of_package(site[1], site[2], path)
         if self._is_brought(path) and await self._has(path):

@@ -440,8 +440,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
         )
         if copies_tests(script):
             without = (*without, *await changed_conftests(changes, work.scope.words, grading.prepared))
-        changed = {change.path for change in changes}
-        grading.note("test_settings_ignored", [path for path in without if path in changed - {*table.without}])
+        shown = {change.path for change in changes if "/__pycache__/" not in change.path} - {*table.without}
+        grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
 
     def _setup(self, task: Task, part: GradedPart, ignored: Collection[str]) -> VerifierSetup:
