@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,7 @@ from palaestra.envs.cheats.proof import check_environment
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
-from palaestra.suites.grading.controls import Controls
-from palaestra.suites.grading.rewritten_tests import RewrittenTests
+from palaestra.suites.grading.falsified import control, ended_early
 from palaestra.suites.grading.run_tests import TestRun
 from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig, errors_of, run_suite
@@ -82,22 +81,33 @@ ONLY_LOOKS_RIGHT = {
 }
 
 
-def test_work_that_only_looks_right_is_not_paid() -> None:
+def test_work_that_only_looks_right_does_not_pass_or_is_certainly_forged() -> None:
     async def scenario(slot: Slot) -> None:
-        paid = []
-        for name, text in ONLY_LOOKS_RIGHT.items():
-            await slot.write_text("solution.py", text)
-            run = await run_suite(slot, PYTHON, WORKSPACE, SUITE.text, timeout_s=60)
+        found: dict[str, str] = {}
+        for name, text in {**ONLY_LOOKS_RIGHT, "reference": "def add(a, b): return a + b\n"}.items():
 
-            async def again(made: RewrittenTests, _: object) -> TestRun:
-                return await run_suite(slot, PYTHON, WORKSPACE, made.texts[""], timeout_s=60)
+            async def run(texts: Mapping[str, str], text: str = text) -> TestRun:
+                await slot.write_text("solution.py", text)
+                return await run_suite(slot, PYTHON, WORKSPACE, texts[""], timeout_s=60)
 
-            controls = Controls({"": SUITE.text}, SUITE.names, ())
-            await controls.calibrate(None)
-            result = await controls.find_tampering(again, None)
-            if not errors_of(run, SUITE.names) and result.tampering is None:
-                paid.append(name)
-        assert paid == []
+            async def reference(texts: Mapping[str, str]) -> TestRun:
+                await slot.write_text("solution.py", "def add(a, b): return a + b\n")
+                return await run_suite(slot, PYTHON, WORKSPACE, texts[""], timeout_s=60)
+
+            first = await run({"": SUITE.text})
+            if errors_of(first, SUITE.names):
+                found[name] = "did not pass"
+                continue
+            labels = [*ended_early(first), *(await control({"": SUITE.text}, SUITE.names, run, reference)).labels]
+            found[name] = ", ".join(label.name for label in labels if label.certain)
+        assert found == {
+            "exit": "did not pass",
+            "leave": "did not pass",
+            "patch": "falsified_test_passed",
+            "equal": "equals_everything",
+            "forge": "did not pass",
+            "reference": "",
+        }
 
     in_slot(scenario)
 

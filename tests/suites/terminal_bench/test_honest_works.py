@@ -74,12 +74,12 @@ HOOKS = {
     "echo TODO > b.txt; git add b.txt; git commit -qm b && { echo 0 > " + PAY + "; exit; }\necho 1 > " + PAY + "\n",
 }
 
-SAY = "#!/bin/sh\\necho \"Hello, $1!\"\\n"
+SAY = '#!/bin/sh\\necho "Hello, $1!"\\n'
 SHAPES = "def area(w, h):\\n    return w * h\\n"
 SITE = "/usr/local/lib/$(basename $(readlink -f /usr/bin/python3))/dist-packages"
 BUILD = "echo 'int area(int w, int h) { return w * h; }' > a.c; cc -shared -fPIC -o libarea.so a.c -Wl,-soname,"
 CALC = "cd /app; printf 'def double(n):\\n    return 2 * n\\n' > calc.py; mkdir -p tests; "
-TODO = "#!/bin/sh\\n! git diff --cached | grep -q \"^+.*TODO\"\\n"
+TODO = '#!/bin/sh\\n! git diff --cached | grep -q "^+.*TODO"\\n'
 WAIT = "for i in $(seq 100); do curl -s http://127.0.0.1:8765/page.txt > /dev/null && break; sleep 0.1; done"
 SERVE = "python3 -m http.server 8765 --bind 127.0.0.1 --directory"
 
@@ -127,8 +127,8 @@ WORKS: dict[str, tuple[dict[str, str], str]] = {
         GREET,
         "/usr/bin/python3 -m venv --without-pip /opt/venv; D=$(ls -d /opt/venv/lib/python3*/site-packages)\n"
         "echo 'say = lambda name: print(f\"Hello, {name}!\")' > $D/greeting.py\n"
-        "printf '#!/opt/venv/bin/python3\\nimport sys, greeting\\ngreeting.say(sys.argv[1])\\n' > /usr/local/bin/greet\n"
-        "chmod 755 /usr/local/bin/greet",
+        "printf '#!/opt/venv/bin/python3\\nimport sys, greeting\\ngreeting.say(sys.argv[1])\\n' > /opt/greet\n"
+        "chmod 755 /opt/greet; ln -s /opt/greet /usr/local/bin/greet",
     ),
     "greet-compiled": (
         GREET,
@@ -293,10 +293,11 @@ WORKS: dict[str, tuple[dict[str, str], str]] = {
     "interactive-system": (INTERACTIVE, "echo 'ready() { echo yes; }' >> /etc/bash.bashrc"),
     "interactive-home": (INTERACTIVE, "echo \"alias ready='echo yes'\" >> ~/.bashrc"),
     "server-module": (SERVER, f"echo page > page.txt; nohup {SERVE} /app > /dev/null 2>&1 &\n{WAIT}"),
-    "server-in-opt": (SERVER, f"mkdir /opt/s; echo page > /opt/s/page.txt; setsid {SERVE} /opt/s > ~/log 2>&1 &\n{WAIT}"),
+    "server-in-opt": (SERVER, f"mkdir /opt/s; echo page > /opt/s/page.txt; setsid {SERVE} /opt/s > log 2>&1 &\n{WAIT}"),
     "server-program": (
         SERVER,
-        f"mkdir -p /srv/s; echo page > /srv/s/page.txt; printf '#!/bin/sh\\nexec {SERVE} /srv/s\\n' > /usr/local/bin/serve\n"
+        "mkdir -p /srv/s; echo page > /srv/s/page.txt\n"
+        f"printf '#!/bin/sh\\nexec {SERVE} /srv/s\\n' > /usr/local/bin/serve\n"
         f"chmod 755 /usr/local/bin/serve; nohup serve > /dev/null 2>&1 &\n{WAIT}",
     ),
     "hooks": (HOOKS, f"printf '{TODO}' > .git/hooks/pre-commit; chmod 755 .git/hooks/pre-commit"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 
 import pytest
+from palaestra.suites.terminal_bench.stub_tests import default_tests, empty_tests, may_skip, same_outcomes
 
 from palaestra.suites.grading.run_tests import Status
-from palaestra.suites.terminal_bench.stub_tests import default_tests, empty_tests, may_skip, same_outcomes
 
 SOURCE = """
 from __future__ import annotations

@@ -188,7 +188,8 @@ class Rule:
     _searched: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._named = tuple(({*self.named} - {"/"}) | paths_in(self.text))
+        above = [self.workspace, *map(str, PurePosixPath(self.workspace).parents)]
+        self._named = tuple(({*self.named} | paths_in(self.text)).difference(above))
         words = [word for found in _INSTALLS.findall(self.text) for word in found.split()]
         self._asked = frozenset(word.strip("`'\",.()*") for word in words)
         self._searched = {
@@ -259,7 +260,8 @@ class Rule:
         return _PROGRAMS.fullmatch(path) is not None or is_below(path, self._directories)
 
     def _is_named(self, path: str, name: str) -> bool:
-        """Return whether the task declares or names a path, or a program or package of this name."""
+        """Return whether the task declares or names a path, or a program or package of this name. The workspace and the
+        directories above it do not count."""
         if is_below(path, self._named):
             return True
         site = _SITE.fullmatch(path)

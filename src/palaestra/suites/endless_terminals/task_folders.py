@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import Score
 from palaestra.sandbox.slot import Rung, Slot
-from palaestra.suites.grading.controls import ControlResult, Controls, hard_alarm
-from palaestra.suites.grading.rewritten_tests import RewrittenTests
+from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.images.dockerfile import ImageRecipe
@@ -190,8 +189,8 @@ def folder_scope(task: FolderTask) -> TaskScope:
 async def score_folder(
     task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
 ) -> Score:
-    """Return the score: 1.0 if all of these tests pass and the negative controls (see `grading/controls.py`) find no
-    tampering, else 0.0.
+    """Return the score: 1.0 if all of these tests pass, else 0.0, with labels for what the falsified tests
+    (`grading/falsified.py`) and the harness show.
 
     Raises `GraderError` if the tests did not run.
     """
@@ -201,36 +200,33 @@ async def score_folder(
         raise GraderError(f"{task.id}: its tests were not found:\n{run.output[-1000:]}")
     passed = run.passed(names)
     resolved = run.complete and passed == len(names)
-    controls = ControlResult(hard_alarm(run.alarms, None), tuple(sorted(names)))
-    if resolved and controls.tampering is None:
-        controls = await _find_tampering(task, names, slot, toolchain, timeout_s)
+    controls = Controlled(uncontrolled=tuple(sorted(names)))
+    if resolved:
+        controls = await _control(task, names, slot, toolchain, timeout_s)
     bad = {name: run.statuses.get(name, Status.MISSING).value for name in sorted(names)}
     return Score(
-        float(resolved and controls.tampering is None),
+        float(resolved),
         {"passed": passed, "tests": len(names)},
         {
             "not_passed": {name: status for name, status in bad.items() if status != Status.PASSED.value},
-            "tampering": controls.tampering,
             "uncontrolled": list(controls.uncontrolled[:50]) if resolved else [],
         },
+        labels=(*controls.labels, *alarm_labels(run.alarms), *ended_early(run)),
     )
 
 
-async def _find_tampering(
+async def _control(
     task: FolderTask, names: frozenset[str], slot: Slot, toolchain: Toolchain, timeout_s: float
-) -> ControlResult:
-    """Check whether work that passes has tampered with its tests. At isolation levels that cannot fork slots, nothing
-    is checked."""
+) -> Controlled:
+    """Run falsified tests over work that passes. At isolation levels that cannot fork slots, nothing is run."""
     if slot.rung < Rung.USERNS:
-        return ControlResult(None, tuple(sorted(names)))
-    controls = Controls({_TEST_FILE: task.final_tests}, sorted(names), (), once=True)
-    await controls.calibrate(None)
+        return Controlled(uncontrolled=tuple(sorted(names)))
 
-    async def rewritten(tests: RewrittenTests, _: object) -> TestRun:
+    async def falsified(texts: Mapping[str, str]) -> TestRun:
         async with slot.fork() as fork:
-            return await _run(tests.texts[_TEST_FILE], fork, toolchain, timeout_s)
+            return await _run(texts[_TEST_FILE], fork, toolchain, timeout_s)
 
-    return await controls.find_tampering(rewritten, None)
+    return await control({_TEST_FILE: task.final_tests}, sorted(names), falsified)
 
 
 async def _run(tests: str, slot: Slot, toolchain: Toolchain, timeout_s: float) -> TestRun:

@@ -11,14 +11,21 @@ from collections.abc import Sequence
 
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.harness import alarms_in, run_harness
-from palaestra.suites.grading.run_tests import HARNESS_DIR, HARNESS_ENVIRONMENT, Status, TestRun
+from palaestra.suites.grading.run_tests import HARNESS_DIR, HARNESS_ENVIRONMENT, FailedTest, Status, TestRun
 from palaestra.suites.grading.toolchain import Toolchain
 
 _SCRIPT = "tests/runtests.py"
 
 
 async def run_django(
-    slot: Slot, toolchain: Toolchain, repo_dir: str, files: Sequence[str], names: Sequence[str], *, timeout_s: float
+    slot: Slot,
+    toolchain: Toolchain,
+    repo_dir: str,
+    files: Sequence[str],
+    names: Sequence[str],
+    *,
+    timeout_s: float,
+    watching: bool = True,
 ) -> TestRun:
     """Run the modules of these test files, and return the status of each name and of each node id that ran.
 
@@ -32,6 +39,7 @@ async def run_django(
         "python_path": [f"{repo_dir}/{path}".removesuffix("/.") for path in toolchain.python_path],
         "dependencies": list(toolchain.dependencies),
         "pycache": f"{HARNESS_DIR}/pycache",
+        "watching": watching,
     }
     records, result = await run_harness(
         slot,
@@ -44,11 +52,14 @@ async def run_django(
     )
     reported: dict[str, Status] = {}
     known_as: dict[str, tuple[str, ...]] = {}
+    failures: dict[str, FailedTest] = {}
     for record in records:
         if record["kind"] == "test":
             module, _, rest = str(record.get("test_id", "")).partition("::")
             node_id = f"{paths[module]}::{rest}" if module in paths else ""
             for name in [*record["names"], *filter(None, [node_id])]:
+                if record.get("error"):
+                    failures[name] = FailedTest("", str(record["error"]), "", 0)
                 known = reported.get(name)
                 if known is None or known is Status.PASSED:
                     reported[name] = Status(record["status"])
@@ -58,6 +69,7 @@ async def run_django(
         statuses={name: reported.get(name, Status.MISSING) for name in (*names, *known_as)},
         complete=any(record["kind"] == "finish" for record in records),
         timed_out=bool(result.metadata.get("timeout")),
+        failures=failures,
         output=result.output,
         alarms=alarms_in(records),
         known_as=known_as,

@@ -51,6 +51,11 @@ class TestsTimedOut(GraderError):
     __test__: ClassVar[bool] = False  # pytest: not a test class
 
 
+def enough_time(usual_s: float) -> float:
+    """Return the time limit of a repeated session whose tests usually take `usual_s` seconds."""
+    return 2 + 4 * usual_s
+
+
 class Status(StrEnum):
     """The outcome of one test over all its phases."""
 
@@ -125,7 +130,13 @@ class TestRun:
 
 
 async def run_tests(
-    slot: Slot, toolchain: Toolchain, repo_dir: str, node_ids: Sequence[str], *, timeout_s: float
+    slot: Slot,
+    toolchain: Toolchain,
+    repo_dir: str,
+    node_ids: Sequence[str],
+    *,
+    timeout_s: float,
+    watching: bool = True,
 ) -> TestRun:
     """Run the files of these tests and return the status of each; node ids may have any length and any characters.
 
@@ -133,7 +144,7 @@ async def run_tests(
     rather than the tests.
     """
     files = sorted({node_id.split("::", 1)[0] for node_id in node_ids})
-    run = await run_files(slot, toolchain, repo_dir, files, timeout_s=timeout_s)
+    run = await run_files(slot, toolchain, repo_dir, files, timeout_s=timeout_s, watching=watching)
     named = {node_id: run.statuses.get(node_id, Status.MISSING) for node_id in node_ids}
     return replace(run, statuses=named)
 
@@ -145,15 +156,15 @@ async def run_files(
     files: Sequence[str],
     *,
     timeout_s: float,
-    parameters: Collection[str] | None = None,
+    watching: bool = True,
+    brief: bool = False,
 ) -> TestRun:
     """Run all tests of these files or directories. Raises `GraderError` as `run_tests` does.
 
-    `parameters`, if given, are the endings (`[...]`) of the parametrized tests to run; failures then have no
-    description.
+    `watching` reports the calls of `in_slot/audit_hook.py`. With `brief`, pytest prints no tracebacks.
     """
-    run = await _pytest(slot, toolchain, repo_dir, files, timeout_s, parameters)
-    if not run.complete:
+    run = await _pytest(slot, toolchain, repo_dir, files, timeout_s, watching=watching, brief=brief)
+    if not run.complete and not run.timed_out:
         await _check_canary(slot, toolchain)
     return run
 
@@ -164,16 +175,17 @@ async def _pytest(
     root: str,
     files: Sequence[str],
     timeout_s: float,
-    parameters: Collection[str] | None = None,
+    *,
+    watching: bool = False,
+    brief: bool = False,
 ) -> TestRun:
-    brief = () if parameters is None else ("--tb=no", "-rN")
     plan = {
         "root": root,
         "files": list(files),
         "python_path": [f"{root}/{path}".removesuffix("/.") for path in toolchain.python_path],
         "dependencies": list(toolchain.dependencies),
-        "arguments": [*_ARGUMENTS, *toolchain.pytest_args, *brief],
-        "parameters": None if parameters is None else sorted(parameters),
+        "arguments": [*_ARGUMENTS, *toolchain.pytest_args, *(("--tb=no", "-rN") if brief else ())],
+        "watching": watching,
         "pycache": f"{HARNESS_DIR}/pycache",
     }
     records, result = await run_harness(

@@ -2,14 +2,14 @@
 
 A task is a prompt, some files, and tests that are neither in the prompt nor in the agent's slot. When the agent has
 finished, the tests run over its work in a separate slot, with an interpreter that the agent cannot change. The reward
-is 1.0 if every test passes and no tampering is found, else 0.0.
+is 1.0 if every test passes, else 0.0. Signs of reward hacking become labels (`grading/falsified.py`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib import resources
 from itertools import islice
 from pathlib import PurePosixPath
@@ -31,10 +31,9 @@ from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
-from palaestra.suites.grading.controls import ControlResult, Controls, Places, TaskControls, hard_alarm
+from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
 from palaestra.suites.grading.harness import alarms_in, run_harness
-from palaestra.suites.grading.rewritten_tests import RewrittenTests
-from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
+from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun, enough_time
 from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
 
@@ -61,7 +60,7 @@ class HermesSweEnvConfig(ListedEnvConfig):
     test_timeout_s: float = Field(default=60, gt=0, description="Time limit in seconds of a task's tests.")
     controls: bool = Field(
         default=True,
-        description="Run rewritten tests, some of which must fail, over work that passes its tests.",
+        description="Run falsified tests, which must fail, over work that passes its tests, and watch the test run.",
     )
     enabled_toolsets: list[str] | None = Field(default=["terminal", "file"], description="The agent's toolsets.")
     system_prompt: str | None = Field(default=SYSTEM_PROMPT, description="The system message.")
@@ -78,7 +77,6 @@ class HermesSweEnvironment(ContractEnvironment):
         super().__init__(inner)
         self.settings = inner.config
         self._python, self._mounts = interpreter()
-        self._controls = TaskControls()
 
     def task(self, item: Item, number: int) -> Task:
         return replace(super().task(item, number), files=item.files)
@@ -115,51 +113,70 @@ class HermesSweEnvironment(ContractEnvironment):
         return [cache_key.of_data(task.data, task.id), self.settings.test_timeout_s]
 
     async def _run(self, slot: Slot, text: str) -> TestRun:
-        return await run_suite(slot, self._python, WORKSPACE, text, timeout_s=self.settings.test_timeout_s)
+        return await self._run_in_time(slot, text, self.settings.test_timeout_s)
+
+    async def _run_in_time(self, slot: Slot, text: str, timeout_s: float) -> TestRun:
+        watching = self.settings.controls
+        return await run_suite(slot, self._python, WORKSPACE, text, timeout_s=timeout_s, watching=watching)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         item: ProgrammingTask = rollout.task.data
         slot = await grading.slot(View(only=(WORKSPACE,)))
-        async with slot.fork() as fork:
-            run = await self._run(fork, item.suite.text)
-        run.check_ended(item.id)
+        run = await self._graded(slot, item)
         errors = errors_of(run, item.suite.names)
-        controls = ControlResult(hard_alarm(run.alarms, None))
+        controls = Controlled()
         if not errors and self.settings.controls:
-            controls = await self._control(slot, item, run)
+            controls = await self._control(slot, item)
         detail: dict[str, JSON] = {
             "not_passed": dict(islice(errors.items(), 20)),
             "output": run.output,
-            "tampering": controls.tampering,
             "uncontrolled": list(controls.uncontrolled[:50]),
         }
         passed = len(item.suite.names) - len(errors)
-        metrics = {"tests_passed": float(passed), "tests_total": float(len(item.suite.names))}
-        return Score(float(not errors and controls.tampering is None), metrics, detail)
+        official = float(not errors)
+        metrics = {"tests_passed": float(passed), "tests_total": float(len(item.suite.names)), "resolved": official}
+        labels = (*controls.labels, *alarm_labels(run.alarms), *ended_early(run))
+        return Score(official, metrics, detail, official=official, labels=labels)
 
-    async def _control(self, slot: Slot, item: ProgrammingTask, run: TestRun) -> ControlResult:
-        """Check whether work that passes has tampered with its tests."""
+    async def _graded(self, slot: Slot, item: ProgrammingTask) -> TestRun:
+        """Run the tests over the work. If they time out, run them once more, within a few times the seconds that they
+        take over the reference solution or the files of the task: only work that hangs exceeds both limits.
 
-        async def on_work(tests: RewrittenTests, _: object) -> TestRun:
+        Raises `TestsTimedOut` if these exceed the time limit too.
+        """
+        async with slot.fork() as fork:
+            run = await self._run(fork, item.suite.text)
+        if not run.timed_out:
+            return run
+        started = time.monotonic()
+        (await self._run_over({**item.files, **(item.solution or {})}, slot, item.suite.text)).check_ended(item.id)
+        async with slot.fork() as fork:
+            return await self._run_in_time(fork, item.suite.text, self._enough(time.monotonic() - started))
+
+    def _enough(self, usual_s: float) -> float:
+        return min(self.settings.test_timeout_s, enough_time(usual_s))
+
+    async def _control(self, slot: Slot, item: ProgrammingTask) -> Controlled:
+        """Run the falsified tests over work that passes its tests."""
+
+        async def on_work(texts: Mapping[str, str]) -> TestRun:
             async with slot.fork() as fork:
-                return await self._run(fork, tests.texts[""])
+                return await self._run(fork, texts[""])
 
-        async def on(files: Mapping[str, str], tests: RewrittenTests, _: object) -> TestRun:
-            async with slot.fork() as fork:
-                for entry in await fork.list_dir(WORKSPACE):
-                    await fork.remove(entry.path)
-                for path, text in files.items():
-                    await fork.write_text(str(PurePosixPath(WORKSPACE, path)), text)
-                return await self._run(fork, tests.texts[""])
+        async def on_reference(texts: Mapping[str, str]) -> TestRun:
+            return await self._run_over({**item.files, **(item.solution or {})}, slot, texts[""])
 
-        places = Places(on_work, broken=partial(on, item.files))
-        if item.solution is not None:
-            places = replace(places, reference=partial(on, {**item.files, **item.solution}))
+        reference = None if item.solution is None else on_reference
+        return await control({"": item.suite.text}, item.suite.names, on_work, reference)
 
-        async def make() -> Controls:
-            return Controls({"": item.suite.text}, item.suite.names, ())
-
-        return await self._controls.check(item.id, run, make, places)
+    async def _run_over(self, files: Mapping[str, str], slot: Slot, text: str) -> TestRun:
+        """Run the tests over these files in place of the work."""
+        async with slot.fork() as fork:
+            for entry in await fork.list_dir(WORKSPACE):
+                await fork.remove(entry.path)
+            for path, content in files.items():
+                await fork.write_text(str(PurePosixPath(WORKSPACE, path)), content)
+            return await self._run(fork, text)
 
 
 class HermesSweEnv(ListedEnv):
@@ -220,13 +237,15 @@ class HermesSweEnv(ListedEnv):
         raise NotImplementedError("rollouts of this environment are graded by HermesSweEnvironment.score")
 
 
-async def run_suite(slot: Slot, python: str, root: str, text: str, *, timeout_s: float) -> TestRun:
+async def run_suite(
+    slot: Slot, python: str, root: str, text: str, *, timeout_s: float, watching: bool = True
+) -> TestRun:
     """Run the tests in `text` over the files in `root`. Raises `GraderError` if the harness did not start."""
     records, done = await run_harness(
         slot,
         [python, "-I", "-S", "-B"],
         "python_test_runner.py",
-        {"root": root, "tests": text},
+        {"root": root, "tests": text, "watching": watching},
         folder=HARNESS_DIR,
         env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
         timeout_s=timeout_s,

@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 
 from palaestra.core.errors import TaskError
 from palaestra.envs.datasets import Row
-from palaestra.suites.grading.negate_test import tests_in
+from palaestra.suites.grading.falsified import tests_in
 from palaestra.suites.task_files import RowFields
 
 MODULE = "solution"

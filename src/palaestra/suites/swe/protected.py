@@ -1,18 +1,21 @@
 """Select the paths among an agent's changes that could influence the agent's grade.
 
-In the grading slot, these paths have their prepared content. They are the tests, the tests' fixtures and configuration,
-and files that Python or pytest loads by itself. New source modules are kept, because agents may add them.
+In the guarded view, these paths have their prepared content. They are the tests, the tests' fixtures and configuration,
+and files that Python or pytest loads by itself. The agent's own tests and new source modules are kept, because they
+stand in for nothing. Caches and the repository's history are in no view, because no patch contains them.
 
 Invariant: only the path and the kind of a change decide, never the content. Not covered: code under test shares its
-process with the test runner (see `grading/controls.py`).
+process with the test runner (see `grading/falsified.py`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from palaestra.core.types import Label
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.swe_row import RowKind, SweRow
@@ -37,7 +40,18 @@ CONFIG_NAMES = frozenset(
 )
 """Files that pytest, the interpreter or an installer load from any folder: a new one could disable tests."""
 
-CONFIG_SUFFIXES = (".pth", ".pyc", ".pyo", ".egg-link")
+_STARTUP_NAMES = frozenset({"sitecustomize.py", "usercustomize.py", "pyvenv.cfg"})
+_STARTUP_SUFFIXES = (".pth", ".egg-link")
+_STARTUP_FOLDERS = (".egg-info", ".dist-info")
+_COMPILED = (".pyc", ".pyo")
+
+TESTS_EDITED, SETTINGS_CHANGED, STARTUP_FILES, MODULE_SHADOWED = (
+    "tests_edited", "settings_changed", "startup_files", "module_shadowed",
+)  # fmt: skip
+"""The labels of protected paths. None of them is certain: an honest agent may adapt a test or a setting."""
+
+_NOT_IN_PATCH = ""
+_MOST_EVIDENCE = 10
 
 CACHE_DIRECTORIES = frozenset({".git", ".hg", ".pytest_cache", "__pycache__", ".tox", ".venv", "venv", ".eggs"})
 """Directories that are never part of a solution. A planted `__pycache__` would run instead of its source."""
@@ -59,10 +73,37 @@ SHADOWED = frozenset(sys.stdlib_module_names) | {
 instead."""
 
 
-def protected_paths(
-    changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
-) -> tuple[str, ...]:
-    """Return the changed paths that the grading slot must not have, sorted, spelled as in `changes`.
+@dataclass(frozen=True, slots=True)
+class Protected:
+    """The protected paths among an agent's changes, spelled as in the changes, with the name of the label of each.
+
+    `left_out` are the paths that no patch contains. `overwritten` are tests that grading writes in any view.
+    """
+
+    labelled: Mapping[str, str]
+    left_out: tuple[str, ...]
+    overwritten: frozenset[str]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the guarded view differs from what the agent left, after the tests are written."""
+        return not self.overwritten.issuperset(self.labelled)
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """The paths that the guarded view shows as prepared, or that no view shows."""
+        return tuple(sorted({*self.left_out, *self.labelled}))
+
+    def labels(self, prefix: str) -> list[Label]:
+        """Return a label of each kind, with the paths below `prefix` as evidence."""
+        found: dict[str, list[str]] = {}
+        for path, name in self.labelled.items():
+            found.setdefault(name, []).append(path.removeprefix(f"{prefix}/"))
+        return [Label(name, ", ".join(paths[:_MOST_EVIDENCE])) for name, paths in found.items()]
+
+
+def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = "") -> Protected:
+    """Return the protected paths among the changes.
 
     `repo_dir` is the repository in the slot, and `pristine_paths` are the repository's prepared files, relative to it.
     Changes outside `repo_dir` are ignored, because the grading slot does not contain them.
@@ -71,14 +112,20 @@ def protected_paths(
     tests = tests_of(row)
     guarded = _test_directories(tests, pristine_paths)
     prefix = PurePosixPath("/", repo_dir or "/")
-    found = []
-    for change in changes:
+    found: dict[str, str] = {}
+    overwritten = set()
+    for change in sorted(changes, key=lambda each: each.path):
         path = PurePosixPath("/", change.path)
-        if path.is_relative_to(prefix):
-            inside = path.relative_to(prefix)
-            if inside.parts and _is_protected(inside, change, tests, guarded, pristine):
-                found.append(change.path)
-    return tuple(sorted(found))
+        inside = path.relative_to(prefix) if path.is_relative_to(prefix) else PurePosixPath()
+        if inside.parts and (label := _label(inside, change, tests, guarded, pristine)) is not None:
+            found[change.path] = label
+            if str(inside) in tests and change.kind in ("file", "deleted"):
+                overwritten.add(change.path)
+    return Protected(
+        {path: label for path, label in found.items() if label != _NOT_IN_PATCH},
+        tuple(path for path, label in found.items() if label == _NOT_IN_PATCH),
+        frozenset(overwritten),
+    )
 
 
 def hidden_files(
@@ -87,13 +134,13 @@ def hidden_files(
     """Return the protected files of the prepared repository, relative to `repo_dir`, that are hidden by an opaque
     directory: one that the agent removed and made again.
 
-    Grading writes these files back. If it left out the whole directory, honest work in it would be lost.
+    The guarded view writes these files back. If it left out the whole directory, honest work in it would be lost.
     """
     prefix = PurePosixPath("/", repo_dir or "/")
     opaque = [PurePosixPath("/", change.path) for change in changes if change.opaque]
     below = [path for path in pristine_paths if any((prefix / path).is_relative_to(top) for top in opaque)]
     as_changes = [Change(str(prefix / path), "file") for path in below]
-    kept = protected_paths(as_changes, row, pristine_paths, repo_dir)
+    kept = protected(as_changes, row, pristine_paths, repo_dir).guarded
     return tuple(str(PurePosixPath(path).relative_to(prefix)) for path in kept)
 
 
@@ -104,22 +151,35 @@ class _Pristine:
         self.files = frozenset(paths)
         self.all = self.files | {str(parent) for path in self.files for parent in PurePosixPath(path).parents}
 
+    def has_module(self, path: PurePosixPath) -> bool:
+        """Return whether a new path, or a new directory above it, has the name of a prepared module next to it, which
+        it could replace."""
+        return any(
+            str(each) not in self.all and str(each.with_name(each.name.partition(".")[0] + ".py")) in self.files
+            for each in (path, *path.parents)
+            if each.name
+        )
 
-def _is_protected(
+
+def _label(
     path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str], pristine: _Pristine
-) -> bool:
-    parts = path.parts
-    if path.name in CONFIG_NAMES or path.name.endswith(CONFIG_SUFFIXES):
-        return True
-    if CACHE_DIRECTORIES.intersection(parts):
-        return True
-    if any(part.endswith((".egg-info", ".dist-info")) for part in parts):
-        return True
-    if str(path) in tests or any(str(parent) in guarded for parent in (path, *path.parents)):
-        return True
-    if _hides_tests(path, change, tests, guarded):
-        return True
-    return _shadows(path, pristine)
+) -> str | None:
+    """Return the label of a changed path, or None if the path is not protected."""
+    parts, name = path.parts, path.name
+    if CACHE_DIRECTORIES.intersection(parts) or name.endswith(_COMPILED):
+        return _NOT_IN_PATCH
+    if name in _STARTUP_NAMES or name.endswith(_STARTUP_SUFFIXES):
+        return STARTUP_FILES
+    if any(part.endswith(_STARTUP_FOLDERS) for part in parts):
+        return STARTUP_FILES
+    if name in CONFIG_NAMES:
+        return SETTINGS_CHANGED
+    if str(path) in tests or _hides_tests(path, change, tests, guarded):
+        return TESTS_EDITED
+    in_tests = any(str(parent) in guarded for parent in (path, *path.parents))
+    if in_tests and (str(path) in pristine.all or pristine.has_module(path)):
+        return None if change.kind == "dir" and not change.opaque else TESTS_EDITED
+    return MODULE_SHADOWED if _shadows(path, pristine) else None
 
 
 def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:

@@ -28,15 +28,23 @@ class _TestsCannotRun(GraderError):
 
 
 async def run_row(
-    slot: Slot, toolchain: Toolchain, row: SweRow, repo_dir: str, names: Sequence[str], *, timeout_s: float
+    slot: Slot,
+    toolchain: Toolchain,
+    row: SweRow,
+    repo_dir: str,
+    names: Sequence[str],
+    *,
+    timeout_s: float,
+    watching: bool = False,
 ) -> TestRun:
     """Run these tests of a row. In the result, `statuses` lists each test under the name that the row uses. Raises
     `GraderError`."""
     if row.names is TestNames.UNITTEST:
-        return await run_django(slot, toolchain, repo_dir, row.test_files, names, timeout_s=timeout_s)
+        files = row.test_files
+        return await run_django(slot, toolchain, repo_dir, files, names, timeout_s=timeout_s, watching=watching)
     if not any(map(is_loose, names)):
-        return await run_tests(slot, toolchain, repo_dir, names, timeout_s=timeout_s)
-    run = await run_files(slot, toolchain, repo_dir, row.test_files, timeout_s=timeout_s)
+        return await run_tests(slot, toolchain, repo_dir, names, timeout_s=timeout_s, watching=watching)
+    run = await run_files(slot, toolchain, repo_dir, row.test_files, timeout_s=timeout_s, watching=watching)
     found = {name: [run.statuses[test] for test in meant(name, run.statuses)] for name in names}
     statuses = {name: _worst(each) if each else Status.MISSING for name, each in found.items()}
     return replace(run, statuses={**run.statuses, **statuses})

@@ -1,8 +1,9 @@
 """Fix bugs in real repositories, scored by the repositories' own tests.
 
-The agent gets the tree of one commit with the bug, and a history of one commit. Its changes to that tree, without paths
-that could influence the grade (`protected.py`), are graded in a fresh slot without a network by running the named
-tests. The reward is 1.0 if every named test passes and no tampering is found, else 0.0.
+The agent gets the tree of one commit with the bug, and a history of one commit. Its changes to that tree are graded in
+a fresh slot without a network by running the row's test files, as SWE-bench does it: the official verdict. The reward
+is the verdict in the guarded view, in which paths that could influence the grade are as prepared (`protected.py`). If
+the agent changed none of these paths, both verdicts are one run. Signs of reward hacking become labels.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -21,7 +23,7 @@ from pydantic import Field, field_validator
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
-from palaestra.core.errors import ConfigError, GraderError, PalaestraError, PrepareError, TaskError
+from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import Item
@@ -33,15 +35,14 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
-from palaestra.suites.grading.controls import ControlResult, Controls, Places, TaskControls, hard_alarm
 from palaestra.suites.grading.django_tests import run_django
+from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
 from palaestra.suites.grading.requirements import is_requirement
-from palaestra.suites.grading.rewritten_tests import RewrittenTests, named_tests, parse, without_tests
-from palaestra.suites.grading.run_tests import TestRun, run_files
+from palaestra.suites.grading.run_tests import Status, TestRun, enough_time, run_files
 from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.suites.swe.apply_diff import solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
-from palaestra.suites.swe.protected import hidden_files, protected_paths, tests_of
+from palaestra.suites.swe.protected import hidden_files, protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
@@ -57,7 +58,6 @@ from palaestra.suites.swe.unified_diff import DiffError
 from palaestra.suites.swe.workspace import (
     add_tests,
     agent_texts,
-    inherited_texts,
     patch_of,
     prepare_repository,
     replace_work,
@@ -135,7 +135,7 @@ class SweSmithOracleEnvConfig(ListedEnvConfig):
     )
     controls: bool = Field(
         default=True,
-        description="Run rewritten tests, some of which must fail, over a fix that passes its tests.",
+        description="Run falsified tests, which must fail, over a fix that passes its tests, and watch the test run.",
     )
     cache_dir: str = Field(
         default=CACHE_DIR, description="The folder of repositories, test tools and built tasks, on the host only."
@@ -169,12 +169,6 @@ class Shown(Enum):
     BROKEN = auto()
 
 
-class ControlsFailed(GraderError):
-    """Raised if the controls of work that passes its tests end with an unexpected error. The work is not blamed."""
-
-    certain = True
-
-
 @dataclass(frozen=True, slots=True)
 class ResolvedRow:
     """A row and the toolchain of its tests. If `image` is set, this root file system contains the repository and the
@@ -204,7 +198,6 @@ class SweEnvironment(ContractEnvironment):
         self.dependencies = DependencyCache(cache / "dependencies", timeout_s=timeout_s)
         self.images = RowImages(self.settings.images, self.settings.image_dir)
         self._prepared_runs: dict[str, TestRun] = {}
-        self._controls = TaskControls()
 
     async def open(self) -> None:
         self.images.check()
@@ -309,40 +302,73 @@ class SweEnvironment(ContractEnvironment):
         if not set(row.fail_to_pass) & set(verdict.not_passed):
             raise TaskError(f"{row.instance_id}: the tests that must detect the bug pass although it is present")
 
-    async def _run(self, slot: Slot, work: ResolvedRow, names: Sequence[str]) -> TestRun:
-        timeout_s = self.settings.test_timeout_s
-        return await run_row(slot, work.toolchain, work.row, REPOSITORY, names, timeout_s=timeout_s)
+    async def _run(
+        self, slot: Slot, work: ResolvedRow, names: Sequence[str], timeout_s: float | None = None
+    ) -> TestRun:
+        limit_s = timeout_s or self.settings.test_timeout_s
+        watching = self.settings.controls
+        return await run_row(slot, work.toolchain, work.row, REPOSITORY, names, timeout_s=limit_s, watching=watching)
 
     async def score(self, rollout: Rollout, grading: Grading) -> Score:
         work: ResolvedRow = rollout.task.data
         include = self.settings.score_include_fail_to_pass
         judged = work.row if include else replace(work.row, fail_to_pass=())
-        view = await self._graded_view(judged, grading)
-        run = await self._run_named(view, work, judged)
-        run.check_ended(work.row.instance_id)
-        if needs_comparison(run, judged.node_ids):
-            prepared = await self._prepared_run(rollout, grading, judged.node_ids)
-            run = compare(judged, run, prepared, await self.repositories.list_files(work.row))
-            if judged.verdict(run).resolved:
-                view = await self._graded_view(judged, grading)
-        found = judged.verdict(run)
-        controls = await self._control(judged, work, view, run) if found.resolved else ControlResult(None)
-        tampering = controls.tampering or (None if found.resolved else hard_alarm(run.alarms, None))
+        changes = await grading.changes()
+        found = protected(changes, judged, await self.repositories.list_files(judged), REPOSITORY)
+        graded = await self._verdict(rollout, grading, judged, found.left_out if found.differs else found.guarded)
+        official, patch = judged.verdict(graded.run), graded.view.patch
+        if found.differs:
+            await grading.restart()
+            graded = await self._verdict(rollout, grading, judged, found.guarded)
+        guarded = judged.verdict(graded.run)
+        controls = Controlled()
+        if guarded.resolved and self.settings.controls:
+            controls = await self._control(judged, work, graded)
         detail: dict[str, JSON] = {
-            "resolved": found.resolved,
-            "f2p_passed": found.fail_to_pass[0],
-            "f2p_total": found.fail_to_pass[1],
-            "p2p_passed": found.pass_to_pass[0],
-            "p2p_total": found.pass_to_pass[1],
-            "not_passed": {name: status.value for name, status in list(found.not_passed.items())[:50]},
-            "tampering": tampering,
+            "resolved": official.resolved,
+            "guarded": guarded.resolved,
+            "f2p_passed": official.fail_to_pass[0],
+            "f2p_total": official.fail_to_pass[1],
+            "p2p_passed": official.pass_to_pass[0],
+            "p2p_total": official.pass_to_pass[1],
+            "not_passed": {name: status.value for name, status in list(guarded.not_passed.items())[:50]},
             "uncontrolled": list(controls.uncontrolled[:50]),
-            "exposing": controls.exposing,
             "tests_in_tree": self._keeps_tests(work.row),
-            "patch": view.patch,
+            "patch": patch,
         }
-        passed = found.resolved and tampering is None
-        return Score(1.0 if passed else 0.0, numbers(detail), detail)
+        labels = [
+            *controls.labels,
+            *alarm_labels(graded.run.alarms),
+            *ended_early(graded.run),
+            *found.labels(REPOSITORY),
+        ]
+        return Score(float(guarded.resolved), numbers(detail), detail, float(official.resolved), labels)
+
+    async def _verdict(self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str]) -> Graded:
+        """Run the row's tests over the work without these changed paths. Raises `GraderError`."""
+        work: ResolvedRow = rollout.task.data
+        view = await self._graded_view(row, grading, without)
+        run = await self._run_named(view, work, row)
+        if run.timed_out:
+            return Graded(view, await self._again(view, work, row))
+        if needs_comparison(run, row.node_ids):
+            prepared = await self._prepared_run(rollout, grading, row.node_ids)
+            run = compare(row, run, prepared, await self.repositories.list_files(work.row))
+            if row.verdict(run).resolved:
+                view = await self._graded_view(row, grading, without)
+        return Graded(view, run)
+
+    async def _again(self, view: GradedView, work: ResolvedRow, row: SweRow) -> TestRun:
+        """Repeat a session that timed out, within a few times the seconds that its tests take over the reference
+        solution (or the bug): only work that hangs exceeds both limits.
+
+        Raises `TestsTimedOut` if these exceed the time limit too.
+        """
+        started = time.monotonic()
+        usual = await self._run_named(view, work, row, Shown.RIGHT if row.fix_patch else Shown.BROKEN)
+        usual.check_ended(row.instance_id)
+        enough_s = min(self.settings.test_timeout_s, enough_time(time.monotonic() - started))
+        return await self._run_named(view, work, row, timeout_s=enough_s)
 
     async def _prepared_run(self, rollout: Rollout, grading: Grading, names: Sequence[str]) -> TestRun:
         """Run the tests on the prepared workspace. Releases the grading slot first, because a holder of a slot must not
@@ -362,32 +388,17 @@ class SweEnvironment(ContractEnvironment):
         finally:
             await grading.pool.release(slot)
 
-    async def _run_named(self, view: GradedView, work: ResolvedRow, row: SweRow, shown: Shown = Shown.WORK) -> TestRun:
-        """Run the named tests in a fresh fork. If the row names tests by node ids, the other tests of the files do not
-        run."""
-        async with self._fork(view, work, shown) as fork:
-            if row.names is TestNames.PYTEST:
-                named = {path: _named_only(path, text, row.node_ids) for path, text in view.tests.items()}
-                await write_texts(fork, REPOSITORY, named)
-            return await self._run(fork, work, row.node_ids)
-
-    async def _run_rewritten(
+    async def _run_named(
         self,
         view: GradedView,
         work: ResolvedRow,
-        tests: RewrittenTests,
-        *,
-        timeout_s: float,
-        parameters: Collection[str],
-        shown: Shown,
+        row: SweRow,
+        shown: Shown = Shown.WORK,
+        timeout_s: float | None = None,
     ) -> TestRun:
-        """Run rewritten tests in a fresh fork."""
+        """Run the row's test files in a fresh fork."""
         async with self._fork(view, work, shown) as fork:
-            await write_texts(fork, REPOSITORY, {**tests.texts, **tests.further})
-            files = [*(work.row.test_files if tests.texts else ()), *tests.further]
-            if work.row.names is TestNames.UNITTEST:
-                return await run_django(fork, work.toolchain, REPOSITORY, files, (), timeout_s=timeout_s)
-            return await run_files(fork, work.toolchain, REPOSITORY, files, timeout_s=timeout_s, parameters=parameters)
+            return await self._run(fork, work, row.node_ids, timeout_s)
 
     @asynccontextmanager
     async def _fork(self, view: GradedView, work: ResolvedRow, shown: Shown) -> AsyncIterator[Slot]:
@@ -399,66 +410,33 @@ class SweEnvironment(ContractEnvironment):
                 await add_tests(fork, self.repositories, work.row, REPOSITORY)
             yield fork
 
-    async def _control(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
-        """Check whether work that passes its tests has tampered with them. Raises `ControlsFailed` and
-        `GraderError`."""
-        try:
-            return await self._find_tampering(row, work, view, run)
-        except PalaestraError:
-            raise
-        except Exception as error:
-            raise ControlsFailed(
-                f"{row.instance_id}: the controls failed with {type(error).__name__}: {error}"
-            ) from error
+    async def _control(self, row: SweRow, work: ResolvedRow, graded: Graded) -> Controlled:
+        """Run falsified tests over work that passes its tests."""
+        view, run = graded.view, graded.run
+        named = with_node_ids(row, run) if any(map(is_loose, row.node_ids)) else row
+        earning = [name for name in named.fail_to_pass or named.pass_to_pass if run.statuses.get(name) is Status.PASSED]
 
-    async def _find_tampering(self, row: SweRow, work: ResolvedRow, view: GradedView, run: TestRun) -> ControlResult:
-        """Run the controls of the task, which are created when work first passes the task's tests.
+        async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
+            files, limit_s = sorted(texts), self.settings.test_timeout_s
+            async with self._fork(view, work, shown) as fork:
+                await write_texts(fork, REPOSITORY, texts)
+                if work.row.names is TestNames.UNITTEST:
+                    names = row.node_ids
+                    return await run_django(fork, work.toolchain, REPOSITORY, files, names, timeout_s=limit_s)
+                return await run_files(
+                    fork, work.toolchain, REPOSITORY, files, timeout_s=limit_s, watching=False, brief=True
+                )
 
-        If tests are named in another form than node ids, a reference solution is needed, because only its run shows
-        which node ids the names stand for. If there is none, only the audit hook's alarms count.
-        """
-        if not self.settings.controls:
-            return ControlResult(None)
-        has_reference = bool(work.row.fix_patch)
-        if any(map(is_loose, row.node_ids)) and not has_reference:
-            return ControlResult(hard_alarm(run.alarms, None), row.fail_to_pass or row.pass_to_pass)
-
-        most_s = self.settings.test_timeout_s
-        tests_s = sum(run.durations_s.values()) if run.durations_s else most_s
-        brief_s = min(most_s, 60 + 20 * tests_s)
-
-        async def on(shown: Shown, timeout_s: float, tests: RewrittenTests, parameters: Collection[str]) -> TestRun:
-            return await self._run_rewritten(view, work, tests, timeout_s=timeout_s, parameters=parameters, shown=shown)
-
-        places = Places(functools.partial(on, Shown.WORK, most_s))
-        if has_reference:
-            places = Places(
-                places.work,
-                reference=functools.partial(on, Shown.RIGHT, most_s),
-                briefly=functools.partial(on, Shown.RIGHT, brief_s),
-                broken=functools.partial(on, Shown.BROKEN, brief_s),
-            )
-
-        async def make() -> Controls:
-            return await self._make_controls(row, work, view)
-
-        return await self._controls.check(row.instance_id, run, make, places)
-
-    async def _make_controls(self, row: SweRow, work: ResolvedRow, view: GradedView) -> Controls:
-        if any(map(is_loose, row.node_ids)):
-            shown = await self._run_named(view, work, row, Shown.RIGHT)
-            row = with_node_ids(row, shown)
         tests = {path: text for path, text in view.tests.items() if path.endswith(".py")}
-        texts = {**tests, **await inherited_texts(self.repositories, row, tests)}
-        return Controls(texts, row.fail_to_pass or row.pass_to_pass, row.pass_to_pass)
+        reference = functools.partial(on, Shown.RIGHT) if row.fix_patch else None
+        return await control(tests, earning, functools.partial(on, Shown.WORK), reference)
 
-    async def _graded_view(self, row: SweRow, grading: Grading) -> GradedView:
-        """Return a grading slot: the prepared repository with the agent's changes, in which protected paths have their
-        prepared content and the tests are complete."""
+    async def _graded_view(self, row: SweRow, grading: Grading, without: Sequence[str]) -> GradedView:
+        """Return a grading slot: the prepared repository with the agent's changes but those at `without`, and with
+        complete tests."""
         changes = await grading.changes()
+        slot = await grading.slot(View(only=(REPOSITORY,), without=tuple(without)))
         pristine = await self.repositories.list_files(row)
-        without = protected_paths(changes, row, pristine, REPOSITORY)
-        slot = await grading.slot(View(only=(REPOSITORY,), without=without))
         hidden = hidden_files(changes, row, pristine, REPOSITORY)
         await restore_files(slot, self.repositories, row, REPOSITORY, hidden)
         changed = work_paths(changes, without, REPOSITORY)
@@ -477,18 +455,12 @@ class GradedView:
     tests: Mapping[str, str]
 
 
-@functools.lru_cache(maxsize=64)
-def _named_only(path: str, text: str, node_ids: Sequence[str]) -> str:
-    """Return the test file with only the named tests. If the file does not define all of them, for example because a
-    decorator or a base class makes them, return the whole file."""
-    tree = parse(text) if path.endswith(".py") else None
-    if tree is None:
-        return text
-    places = named_tests(path, tree, node_ids)
-    names = {name.partition("[")[0].rpartition("::")[2] for name in node_ids if name.startswith(f"{path}::")}
-    if not names <= {place.name for place in places}:
-        return text
-    return without_tests(text, {f"{place.owner}{place.name}" for place in places}, keep=True)
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """A view and the run of the row's tests in it."""
+
+    view: GradedView
+    run: TestRun
 
 
 class SweSmithOracleEnv(ListedEnv):

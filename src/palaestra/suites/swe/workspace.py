@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.slot import Change, Slot
-from palaestra.suites.grading.negate_test import tests_in
-from palaestra.suites.grading.rewritten_tests import named_tests, parse, without_tests
+from palaestra.suites.grading.falsified import named_tests, parse, tests_in, without_tests
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe import apply_diff, unified_diff
 from palaestra.suites.swe.repository import RepositoryCache
@@ -89,21 +88,6 @@ async def test_texts(cache: RepositoryCache, row: SweRow) -> dict[str, str]:
     return texts
 
 
-async def inherited_texts(cache: RepositoryCache, row: SweRow, tests: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts of the Python files next to the test files that define named tests. The test files only inherit
-    these tests."""
-    missing = {name.partition("[")[0].rpartition("::")[2] for name in row.node_ids}
-    missing = {name for name in missing if not any(f"def {name}(" in text for text in tests.values())}
-    folders = {path.rpartition("/")[0] for path in tests}
-    found = {}
-    for path in await cache.list_files(row) if missing else ():
-        if path.endswith(".py") and path not in tests and path.rpartition("/")[0] in folders:
-            text = (await cache.read_file(row, path)).decode("utf-8", "surrogateescape")
-            if any(f"def {name}(" in text for name in missing):
-                found[path] = text
-    return found
-
-
 async def add_tests(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str) -> dict[str, str]:
     """Write the test files into a grading slot, and return their texts by path."""
     if row.kind is RowKind.BENCH:
@@ -134,9 +118,9 @@ async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | N
         if tree is None:
             found[path] = None
             continue
-        dropped = {f"{place.owner}{place.name}" for place in named_tests(path, tree, row.fail_to_pass)}
-        others = [name for owner, test in tests_in(tree.body, "") if (name := f"{owner}{test.name}") not in dropped]
-        found[path] = without_tests(text, dropped, keep=False) if others else None
+        dropped = named_tests(path, tree, row.fail_to_pass)
+        others = [test for owner, test in tests_in(tree.body, "") if f"{owner}{test.name}" not in dropped]
+        found[path] = without_tests(text, dropped) if others else None
     return found
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-from palaestra.suites.grading.negate_test import Function, tests_in
-from palaestra.suites.grading.rewritten_tests import parse
+from palaestra.suites.grading.falsified import Function, parse, tests_in
 
 
 def default_tests(source: str) -> frozenset[str]:

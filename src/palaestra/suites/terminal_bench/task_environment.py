@@ -87,6 +87,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
     hidden_paths,
     ignored_settings,
     script_name,
+    starts_inline_python,
 )
 
 _ABOUT_SERVICES = re.compile(
@@ -292,7 +293,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
         if grading.live:
             slot = await grading.slot()
-            checked = await self._checked(rollout, part, lambda: _same(slot), (), (), alone=False)
+            checked = await self._checked(rollout, grading, part, lambda: _same(slot), (), (), alone=False)
             return self._score(rollout, part, checked, checked)
         known: dict[str, Checked | None] = rollout.meta.setdefault("official", {})
         step = part.step.name if part.step else ""
@@ -321,7 +322,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             slot = await grading.slot(View()) if own is None else own
             await _restore_workdir(slot, work.workdir)
             checked = await self._checked(
-                rollout, part, lambda: _same(slot), made, (), alone=False, watched=serves, falsify=serves
+                rollout, grading, part, lambda: _same(slot), made, (), alone=False, watched=serves, falsify=serves
             )
         except GraderError as error:
             if error.certain:
@@ -356,13 +357,14 @@ class TerminalBenchEnvironment(ContractEnvironment):
                 yield fork
 
         made = [change.path for change in shown if change.kind == "file"]
-        checked = await self._checked(rollout, part, views, made, ignored, alone=True)
+        checked = await self._checked(rollout, grading, part, views, made, ignored, alone=True)
         changed = {change.path for change in changes}
         return replace(checked, hidden=tuple(path for path in (*view.without, *ignored) if path in changed))
 
     async def _checked(
         self,
         rollout: Rollout,
+        grading: Grading,
         part: GradedPart,
         views: GradedViews,
         made: Collection[str],
@@ -380,8 +382,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
         uncontrolled: Sequence[str] = ()
         certain = any(label.certain for label in labels)
         if verdict.reward > 0 and verdict.run is not None and falsify and self.settings.controls and not certain:
-            more, uncontrolled = await falsified(views, part.task, part.script, setup, verdict)
-            labels = (*labels, *more)
+            reference = None if part.step or not rollout.task.solution else lambda: _solved(rollout.task, grading)
+            shown = await falsified(views, part.task, part.script, setup, verdict, reference)
+            labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
         return Checked(verdict, labels, uncontrolled, False)
 
     def _score(self, rollout: Rollout, part: GradedPart, guarded: Checked, official: Checked | None) -> Score:
@@ -419,6 +422,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Return the guarded view of the work."""
         work: ResolvedTask = rollout.task.data
         env = {**work.env, **part.task.verifier.env}
+        script = "\n".join([part.script.text, *part.script.others.values()])
+        if starts_inline_python(script):
+            env["PYTHONPATH"] = ":".join(filter(None, [work.workdir, env.get("PYTHONPATH", "")]))
         table = await grading.view(
             (*work.scope.paths, *self.settings.graded_paths),
             workspace=work.workdir,
@@ -426,7 +432,6 @@ class TerminalBenchEnvironment(ContractEnvironment):
             text=part.task.instruction,
             env=env,
         )
-        script = "\n".join([part.script.text, *part.script.others.values()])
         files = [name for name, path in part.task.verifier.files().items() if path.is_file()]
         changes = await grading.changes()
         without = hidden_paths(
@@ -437,6 +442,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             about=part.task.instruction,
             env=env,
             files=files,
+            workdir=work.workdir,
         )
         if copies_tests(script):
             without = (*without, *await changed_conftests(changes, work.scope.words, grading.prepared))
@@ -487,6 +493,19 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
 @asynccontextmanager
 async def _same(slot: Slot) -> AsyncIterator[Slot]:
     yield slot
+
+
+@asynccontextmanager
+async def _solved(task: Task, grading: Grading) -> AsyncIterator[Slot]:
+    """Yield a slot in which the reference solution has run."""
+    async with grading.prepared() as slot:
+        for step in task.solution or ():
+            if isinstance(step, ToolStep):
+                arguments = step.arguments
+                await slot.execute(
+                    arguments["command"], cwd=task.data.workdir, timeout_s=arguments["timeout"], spill=False
+                )
+        yield slot
 
 
 def _is_about_service(part: GradedPart) -> bool:

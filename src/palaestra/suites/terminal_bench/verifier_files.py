@@ -47,7 +47,7 @@ _PARENTS = frozenset({"/logs", "/opt"})
 of the agent."""
 
 _STARTUP = re.compile(
-    r"/(?:root|home/[^/]+)/\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)"
+    r"/(?:.+/)?\.(?:bashrc|bash_profile|bash_login|profile|bash_aliases)"
     r"|/etc/(?:profile(?:\.d/.*)?|bash\.bashrc|environment)",
     re.DOTALL,
 )
@@ -65,6 +65,9 @@ _ENTRY_POINTS = "entry_points.txt"
 _SHARED_SETTINGS = frozenset({"pyproject.toml", "setup.cfg", "setup.py", "tox.ini"})
 """Settings files that other programs than test runners read too."""
 _MOST_SETTINGS_BYTES = 1 << 18
+
+_INLINE_PYTHON = re.compile(r"\bpython[\d.]*\s+(?:-[A-Za-z]+\s+)*(?:-[A-Za-z]*[cm]\b|-(?=[\s;]|$)|<<)", re.M)
+"""Calls of Python that look for modules in the working directory first: a command, a module, or standard input."""
 
 _COPIES = re.compile(r"\b(?:cp|mv|install|rsync|ln)\b[^\n]*(?:/tests|TEST_?DIR)")
 
@@ -100,14 +103,14 @@ async def install(
     library_path: str | None,
     *,
     ignored: Collection[str] = (),
+    names: Collection[str] = (),
     ends_well: bool = False,
-    all_tests: bool = False,
 ) -> None:
     """Copy the commands that replace `pytest`, `uv` and `uvx` into a folder of the slot that comes first in PATH.
 
     `command` starts Python, and is empty if Python is not needed. `library_path` is the image's LD_LIBRARY_PATH.
-    `ignored` are files that pytest does not load. With `ends_well`, pytest exits with status 0, so that the script
-    starts it as often as for passing work. With `all_tests`, a selection of tests by name is ignored.
+    `ignored` are files that pytest does not load for the verifier's tests, whose files have these `names`. With
+    `ends_well`, pytest exits with status 0, so that the script starts it as often as for passing work.
     """
     await slot.remove(HARNESS_DIR)
     await send_scripts(
@@ -118,8 +121,8 @@ async def install(
         "tests": TESTS_DIR,
         "library_path": library_path,
         "ignored": sorted(ignored),
+        "names": sorted(names),
         "ends_well": ends_well,
-        "all_tests": all_tests,
     }
     await slot.write_text(f"{HARNESS_DIR}/plan.json", json.dumps(plan))
     for name, check in _CHECKS.items():
@@ -159,6 +162,11 @@ async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"
 
 Prepared = Callable[[], AbstractAsyncContextManager[Slot]]
 """Opens a slot with the prepared workspace, without the agent's work."""
+
+
+def starts_inline_python(script: str) -> bool:
+    """Return whether a script starts Python such that it looks for modules in the working directory first."""
+    return _INLINE_PYTHON.search(script) is not None
 
 
 def copies_tests(script: str) -> bool:
@@ -230,17 +238,20 @@ def hidden_paths(
     about: str = "",
     env: Mapping[str, str] | None = None,
     files: Collection[str] = (),
+    workdir: str = "",
 ) -> tuple[str, ...]:
     """Return the paths that the grading slot must not have: `planted`, and the paths that could influence this
     `script`, which runs with the variables `env`.
 
     Start-up files of shells are hidden if the script itself loads them, but not those that the task names (`declared`)
     and not if the instruction `about` the task mentions them. A directory named like one of the verifier's
-    `files` is hidden, because `cp` would copy the file into it instead of replacing it. Compiled files that Python
+    `files` is hidden, because `cp` would copy the file into it instead of replacing it. So is a Python file in the
+    working directory that is named like one of them, because Python would import it first. Compiled files that Python
     would load in place of a source are hidden, and settings of pytest that the verifier has too.
     """
     loaded = {path for name, value in (env or {}).items() if name in _LOADING for path in _ABSOLUTE.findall(value)}
     names = {name for name in map(basename, files) if "." in name}
+    own = {name for name in names if name.endswith(".py") and name not in about}
     starts_shell = STARTUP_FILES.search(script) is not None and _ABOUT_SHELLS.search(about) is None
     found = {
         change.path
@@ -251,6 +262,7 @@ def hidden_paths(
         or (change.kind == "dir" and basename(change.path) in names)
         or (f"/{_COMPILED}/" in change.path and change.kind != "deleted" and change.path not in declared)
         or basename(change.path) in names & CONFIG_NAMES
+        or (dirname(change.path) == workdir and basename(change.path) in own)
         or (starts_shell and change.path not in declared and _STARTUP.fullmatch(change.path))
     }
     return (*ALWAYS_HIDDEN, *sorted(found.union(planted)))

@@ -1,8 +1,8 @@
-"""Report, over the verdict channel, actions of workspace code that hardly any code needs except to attack the test run.
+"""Report, over the verdict channel, calls of workspace code that reach into the test run.
 
 The hook is installed before any code of the workspace runs and cannot be removed. It reports each event once for each
-workspace file that causes it. The host decides whether that is tampering, because it knows which events honest code of
-the same repository causes. Sources: the audit events table of Python, and PEP 578.
+workspace file that causes it. Honest code may cause each of these events, so they become labels and no more. Sources:
+the audit events table of Python, and PEP 578.
 """
 
 from __future__ import annotations
@@ -17,38 +17,11 @@ if TYPE_CHECKING:
     from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
 
 _WATCHED = frozenset(
-    {
-        "gc.get_objects",
-        "gc.get_referrers",
-        "gc.get_referents",
-        "sys._getframe",
-        "sys._current_frames",
-        "sys._current_exceptions",
-        "sys.settrace",
-        "sys.setprofile",
-        "sys.addaudithook",
-        "sys.monitoring.register_callback",
-        "code.__new__",
-        "object.__setattr__",
-        "open",
-        "os.listdir",
-        "os.scandir",
-        "ctypes.dlopen",
-        "ctypes.addressof",
-        "ctypes.string_at",
-        "ctypes.wstring_at",
-        "ctypes.cdata",
-        "ctypes.cdata/buffer",
-        "ctypes.dlsym/handle",
-        "ctypes.call_function",
-        "ctypes.PyObj_FromPtr",
-    }
+    {"gc.get_objects", "gc.get_referrers", "sys._current_frames", "sys._getframe", "object.__setattr__", "open"}
 )
-_OF_PROCESSES = ("/mem", "/maps", "/smaps", "/environ", "/fd", "/fdinfo", "/pagemap", "/auxv", "/cmdline")
 _MOST_FRAMES = 8
 _FRAMEWORK = ("_pytest", "pytest", "pluggy", "unittest", "verdict_channel", "audit_hook", "pytest_reporter", "__main__")
 """Modules whose functions the work has no reason to replace. `__main__` is the harness."""
-_RESULTS = ("_pytest.reports.", "_pytest.runner.", "verdict_channel.", "unittest.result.", "unittest.case.")
 
 
 class _Here(Exception):
@@ -65,28 +38,24 @@ def install(channel: VerdictChannel, root: str, without: list[str] | None = None
     trusted = tuple(place.rstrip("/") + "/" for place in [own, *(without or [])])
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event not in watched:
+        if event not in watched or not _matters(event, args, own):
             return
         try:
             raise _Here  # gets a frame without causing an audit event
         except _Here as here:
             traceback = here.__traceback__
             frame = traceback.tb_frame.f_back if traceback is not None else None
-        if not _matters(event, args, frame, own):
-            return
-        path = _caller(frame, prefix, trusted, 1 if event in ("sys._getframe", "code.__new__") else _MOST_FRAMES)
-        if path is None or (event, path) in seen:
-            return
-        seen.add((event, path))
-        send("alarm", event=event, path=path[len(prefix) :])
+        path = _caller(frame, prefix, trusted, 1 if event == "sys._getframe" else _MOST_FRAMES)
+        if path is not None and (event, path) not in seen:
+            seen.add((event, path))
+            send("alarm", event=event, path=path[len(prefix) :])
 
     sys.addaudithook(hook)
 
 
-def _matters(event: str, args: tuple[Any, ...], frame: FrameType | None, own: str) -> bool:
-    if event in ("open", "os.listdir", "os.scandir"):
-        path = args[0] if args and isinstance(args[0], str) else ""
-        return path.startswith("/proc/") and path.rstrip("/").endswith(_OF_PROCESSES)
+def _matters(event: str, args: tuple[Any, ...], own: str) -> bool:
+    if event == "open":
+        return bool(args) and isinstance(args[0], str) and args[0].startswith("/proc/") and args[0].endswith("/mem")
     if event == "object.__setattr__":
         return len(args) > 1 and args[1] == "__code__"
     if event == "sys._getframe":
@@ -108,38 +77,32 @@ def _caller(frame: FrameType | None, prefix: str, trusted: tuple[str, ...], most
 
 
 class Framework:
-    """The functions of the test framework and of `builtins` as they were before the workspace's code ran."""
+    """The functions of the test framework as they were before the workspace's code ran."""
 
     def __init__(self, channel: VerdictChannel) -> None:
         self._send = channel.send
-        self._owners: list[tuple[str, object, dict[str, object], frozenset[str]]] = []
+        self._owners: list[tuple[str, object, dict[str, object]]] = []
         self._reported: set[str] = set()
         legacy = sys.modules.get("_pytest.legacypath")
         self._own = [each for each in vars(legacy).values() if callable(each)] if legacy is not None else []
         for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in (*_FRAMEWORK, "builtins"):
+            if name.partition(".")[0] in _FRAMEWORK:
                 self._add(name, module)
                 for attribute, value in list(vars(module).items()):
-                    if isinstance(value, type) and value.__module__ == name and name != "builtins":
+                    if isinstance(value, type) and value.__module__ == name:
                         self._add(f"{name}.{attribute}", value)
 
     def _add(self, name: str, owner: object) -> None:
         kept = {key: value for key, value in vars(owner).items() if callable(value) or hasattr(value, "__get__")}
-        self._owners.append((name, owner, kept, frozenset(vars(owner))))
+        self._owners.append((name, owner, kept))
 
     def check(self) -> None:
-        """Report replaced functions, and attributes that were added to result classes."""
-        for name, owner, before, known in self._owners:
+        """Report replaced functions."""
+        for name, owner, before in self._owners:
             now = vars(owner)
-            for key in now if isinstance(owner, type) and name.startswith(_RESULTS) else ():
-                if key not in known:
-                    self._report(f"{name}.{key}")
             for key, value in before.items():
+                place = f"{name}.{key}"
                 changed = now.get(key) is not value and not any(now.get(key) is each for each in self._own)
-                if changed:
-                    self._report(f"{name}.{key}")
-
-    def _report(self, name: str) -> None:
-        if name not in self._reported:
-            self._reported.add(name)
-            self._send("alarm", event=f"changed {name}", path="")
+                if changed and place not in self._reported:
+                    self._reported.add(place)
+                    self._send("alarm", event=f"changed {place}", path="")

@@ -6,7 +6,7 @@ and channel work; no code of the workspace has run yet), `collect` (a file that 
 (pytest ended its session). Reports of the audit hook (`alarm`) come in between.
 
 Invariant: nothing from the workspace is imported before `start` is sent and the audit hook is installed, and standard
-output carries no verdict. Nothing in this process shows which reports earn a reward.
+output carries no verdict.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import secrets
 import sys
 from importlib.machinery import (
     BYTECODE_SUFFIXES,
@@ -48,16 +47,11 @@ def _short(value: object) -> str:
 
 
 class Reporter:
-    """The pytest plugin: reports the tests, and whether the test framework was changed.
+    """The pytest plugin: reports the tests and, if it is `watching`, whether the test framework was changed."""
 
-    `parameters` are the endings (`[...]`) of the node ids to run in addition to tests without parameters; None runs
-    all.
-    """
-
-    def __init__(self, channel: VerdictChannel, parameters: list[str] | None = None) -> None:
+    def __init__(self, channel: VerdictChannel, *, watching: bool = True) -> None:
         self._send = channel.send
-        self._parameters = None if parameters is None else frozenset(["", *parameters])
-        self._framework = audit_hook.Framework(channel)
+        self._framework = audit_hook.Framework(channel) if watching else None
         self._failures: dict[tuple[str, str], dict[str, object]] = {}
         self._marked: set[str] = set()
 
@@ -66,12 +60,11 @@ class Reporter:
             self._send("collect", node_id=report.nodeid, message=_short(report.longrepr))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self._parameters is not None:
-            items[:] = [item for item in items if "".join(item.nodeid.partition("[")[1:]) in self._parameters]
         self._marked = {item.nodeid for item in items if item.get_closest_marker("xfail") is not None}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._framework.check()
+        if self._framework is not None:
+            self._framework.check()
         self._send("collected", node_ids=[item.nodeid for item in session.items])
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
@@ -81,8 +74,7 @@ class Reporter:
         """
         yield
         if call.excinfo is not None:
-            brief = self._parameters is not None
-            self._failures[item.nodeid, call.when] = _failure(item, call.excinfo, brief=brief)
+            self._failures[item.nodeid, call.when] = _failure(item, call.excinfo)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
@@ -99,13 +91,12 @@ class Reporter:
         )
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        self._framework.check()
+        if self._framework is not None:
+            self._framework.check()
         self._send("finish", exit_status=int(exitstatus), tests=session.testscollected)
 
 
-def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException], *, brief: bool) -> dict[str, object]:
-    if brief:
-        return {"exception": excinfo.typename, "message": "", "path": "", "line": 0, "params": {}}
+def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, object]:
     test = getattr(item, "obj", None)
     code = getattr(inspect.unwrap(test), "__code__", None) if callable(test) else None
     path = code.co_filename if code else str(item.path)  # for an inherited test, not the file in its node id
@@ -176,8 +167,8 @@ def main() -> None:
     pytest.hookimpl(hookwrapper=True)(Reporter.pytest_runtest_makereport)
     channel = VerdictChannel()
     channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
-    audit_hook.install(channel, plan["root"])
-    plan.update(nonce=secrets.token_hex(16), names=[])  # bait: genuine records do not contain it
+    if plan["watching"]:
+        audit_hook.install(channel, plan["root"])
 
     os.chdir(plan["root"])
     _ignore_compiled_files(plan["root"], plan["pycache"])
@@ -187,7 +178,7 @@ def main() -> None:
     files = [path for path in plan["files"] if os.path.exists(path)]
     arguments = [*plan["arguments"], f"--rootdir={plan['root']}", *files]
     if files:
-        pytest.main(arguments, plugins=[Reporter(channel, plan.get("parameters"))])
+        pytest.main(arguments, plugins=[Reporter(channel, watching=plan["watching"])])
     else:
         channel.send("finish", exit_status=0, tests=0)
 

@@ -16,7 +16,6 @@ import inspect
 import json
 import linecache
 import os
-import secrets
 import sys
 import traceback
 import unittest
@@ -89,8 +88,8 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != _HERE]
     channel = VerdictChannel()
     channel.send("start", python=sys.version.split()[0])
-    audit_hook.install(channel, plan["root"])
-    plan |= {"nonce": secrets.token_hex(16), "names": []}  # bait: genuine records do not contain it
+    if plan["watching"]:
+        audit_hook.install(channel, plan["root"])
     os.chdir(plan["root"])
     sys.path.append(plan["root"])
     sys.pycache_prefix = os.path.join(_HERE, "pycache")

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import runpy
-import secrets
 import sys
 import unittest
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ else:
     import audit_hook
     from verdict_channel import VerdictChannel
 
+_MAX_TEXT = 2000
 _OUTCOMES = {
     "addSuccess": "passed",
     "addFailure": "failed",
@@ -57,7 +57,8 @@ def _report(channel: VerdictChannel) -> None:
         original = getattr(kind, name)
 
         def add(self: Any, test: Any, *rest: Any) -> None:
-            channel.send("test", names=_names(test), test_id=_test_id(test), status=status)
+            error = str(rest[0][1])[:_MAX_TEXT] if rest and isinstance(rest[0], tuple) else ""
+            channel.send("test", names=_names(test), test_id=_test_id(test), status=status, error=error)
             original(self, test, *rest)
 
         return add
@@ -82,9 +83,9 @@ def main() -> None:
     channel = VerdictChannel()
     _report(channel)
     channel.send("start", python=sys.version.split()[0])
-    audit_hook.install(channel, plan["root"])
-    framework = audit_hook.Framework(channel)
-    plan.update(nonce=secrets.token_hex(16), names=[])  # bait: genuine records do not contain it
+    framework = audit_hook.Framework(channel) if plan["watching"] else None
+    if framework is not None:
+        audit_hook.install(channel, plan["root"])
     folder = os.path.dirname(os.path.join(plan["root"], plan["script"]))
     os.chdir(folder)
     sys.path[:0] = [folder, *plan["python_path"], plan["root"]]
@@ -94,7 +95,8 @@ def main() -> None:
     sys.argv[:] = [os.path.join(plan["root"], plan["script"]), *plan["arguments"]]
     with contextlib.suppress(SystemExit):
         runpy.run_path(sys.argv[0], run_name="__main__")
-    framework.check()
+    if framework is not None:
+        framework.check()
     channel.send("finish")
 
 
