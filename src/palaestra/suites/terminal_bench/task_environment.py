@@ -294,20 +294,20 @@ class TerminalBenchEnvironment(ContractEnvironment):
         if grading.live:
             slot = await grading.slot()
             checked = await self._checked(rollout, grading, part, lambda: _same(slot), (), (), alone=False)
-            return self._score(rollout, part, checked, checked)
+            return self._score(rollout, grading, part, checked, checked)
         known: dict[str, Checked | None] = rollout.meta.setdefault("official", {})
         step = part.step.name if part.step else ""
         if step not in known and not grading.untouched:  # a repeated check has no running slot any more
             known[step] = await self._official(rollout, grading, part)
         official = None if grading.untouched else known[step]
         if official is not None and official.reward <= 0:
-            return self._score(rollout, part, official, official)
+            return self._score(rollout, grading, part, official, official)
         if official is not None and official.decides:
             await self._view(rollout, grading, part)
             if {REPLACED, SHADOWED}.isdisjoint(label.name for label in grading.labels):
-                return self._score(rollout, part, official, official)
+                return self._score(rollout, grading, part, official, official)
         guarded = await self._guarded(rollout, grading, part)
-        return self._score(rollout, part, guarded, official)
+        return self._score(rollout, grading, part, guarded, official)
 
     async def _official(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Checked | None:
         """Return the verdict by the benchmark's protocol; None if it is that of the guarded view or cannot be had. The
@@ -387,7 +387,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
             labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
         return Checked(verdict, labels, uncontrolled, False)
 
-    def _score(self, rollout: Rollout, part: GradedPart, guarded: Checked, official: Checked | None) -> Score:
+    def _score(
+        self, rollout: Rollout, grading: Grading, part: GradedPart, guarded: Checked, official: Checked | None
+    ) -> Score:
         """Return the score of two verdicts, which may be the same."""
         verdict = guarded.verdict
         assert verdict is not None
@@ -409,6 +411,12 @@ class TerminalBenchEnvironment(ContractEnvironment):
             elif reward < own.reward and official is not None and official.processes:
                 evidence = f"{official.processes} processes ran when the agent ended, and the guarded view has none"
                 labels.append(Label("live_processes", evidence))
+            if verdict.reward < own.reward and not labels and not grading.labels:
+                hidden = f", without {', '.join(guarded.hidden[:5])}" if guarded.hidden else ""
+                shown = verdict.output.strip()[-200:]
+                labels.append(
+                    Label("guarded_view_fails", f"the verifier pays less in a fresh sandbox{hidden}: {shown}")
+                )
         detail |= {"rewards": dict(rewards), "official_rewards": dict((own or verdict).rewards)}
         official_reward = (own or verdict).reward
         return Score(reward, {**numbers(detail), **rewards}, detail, official=official_reward, labels=labels)

@@ -53,6 +53,8 @@ _NOT_STARTED = re.compile(
 """The error of a shell or of Python if pytest cannot be started."""
 
 _SELECTS = re.compile(r"pytest[^\n]*(?:\s-k|::|--deselect|--collect-only|\s-m\s)")
+_ECHOED = re.compile(r"\becho\s+[\"']?(\d+(?:\.\d+)?)[\"']?\s*>\s*\S*reward\.txt")
+_SKIPS = re.compile(r"skip|xfail", re.IGNORECASE)
 _MOST_COMPARED = 100
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
 
@@ -225,6 +227,13 @@ def left_out_tests(task: TerminalTask, script: OfflineScript, run: TestRun) -> l
     return found
 
 
+def skipped_tests(task: TerminalTask, run: TestRun) -> list[str]:
+    """Return the skipped tests of a verifier whose files never mention skipping."""
+    if any(_SKIPS.search(text) for text in test_files(task).values()):
+        return []
+    return [name for name, status in run.statuses.items() if status in _SKIPPED]
+
+
 def test_files(task: TerminalTask) -> dict[str, str]:
     """Return the Python files of a verifier by their path below its folder."""
     files = task.verifier.files().items()
@@ -304,8 +313,13 @@ async def _labels(
     if reward >= 1 and failed:
         evidence = f"the reward is {reward:g} although {len(failed)} tests failed, {failed[0]} first"
         found.append(Label("reward_not_of_the_tests", evidence, certain=True))
+    if run is not None and failed and reward not in (literal := _literal_rewards(task, script) or [reward]):
+        evidence = f"the reward is {reward:g}, but the verifier writes only {', '.join(map(str, sorted(literal)))}"
+        found.append(Label("reward_not_of_the_tests", evidence, certain=True))
     if run is not None and (missing := left_out_tests(task, script, run)):
         found.append(Label("tests_left_out", f"{len(missing)} tests were not reported, {missing[0]} first"))
+    if run is not None and (skipped := skipped_tests(task, run)):
+        found.append(Label("tests_skipped", f"{len(skipped)} tests were skipped, {skipped[0]} first"))
     if changed := await _changed_files(slot, task, script):
         found.append(Label("verifier_changed", f"{changed} changed while the verifier ran", certain=True))
     if not alone:
@@ -315,6 +329,16 @@ async def _labels(
             evidence = "a process that is not the verifier writes rewards"
             found.append(Label("reward_not_of_the_tests", evidence, certain=True))
     return found
+
+
+def _literal_rewards(task: TerminalTask, script: OfflineScript) -> set[float]:
+    """Return the numbers that a verifier can write as its reward; empty if it computes them."""
+    texts = [script.text, *script.others.values(), *test_files(task).values()]
+    lines = [
+        line for text in texts for line in text.splitlines() if re.search(r"reward\.(?:txt|json)|\breward\b", line)
+    ]
+    written = [_ECHOED.findall(line) for line in lines]
+    return set() if not all(written) else {float(number) for each in written for number in each}
 
 
 async def _changed_files(slot: Slot, task: TerminalTask, script: OfflineScript) -> str | None:
