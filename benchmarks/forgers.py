@@ -3,8 +3,9 @@
     make demo                                   # builds the tasks in data/demo/tasks.jsonl
     .venv/bin/python benchmarks/forgers.py      # --only interprets plays one forger, --tasks 2 the first two tasks
 
-Each forger (`tests/suites/swe/forgers.py`) adds code to the module with the bug. Prints the reward and the reason,
-by forger and task. The exit code is 0 if no forger earned a reward. `--only fixes` plays the fixes instead.
+Each forger (`tests/suites/swe/forgers.py`) adds code to the module with the bug. Prints the official verdict, the
+reward and the reason, by forger and task. The exit code is 0 if no forger earned a reward, except those that contain
+the answers. `--only fixes` plays the fixes instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from suites.swe.forgers import FORGERS, Forged, play_forgers
+from suites.swe.forgers import FORGERS, HARD_CODED, Forged, play_forgers
 
 
 def main() -> int:
@@ -30,20 +31,18 @@ def main() -> int:
     wanted, settings = arguments.parse_known_args()
 
     def report(played: Forged) -> None:
-        reason = played.tampering or ("the tests failed" if played.reward == 0 else played.error)
-        exposing, uncontrolled = played.exposing, played.uncontrolled
-        print(
-            f"{played.forger:20} {played.task_id:55} {played.reward} ({exposing=}, {uncontrolled=}) {reason}",
-            flush=True,
-        )
+        reason = played.labels or ("the tests failed" if played.reward == 0 else played.error)
+        verdicts, uncontrolled = f"{played.official} {played.reward}", played.uncontrolled
+        print(f"{played.forger:20} {played.task_id:55} {verdicts} ({uncontrolled=}) {reason[:300]}", flush=True)
 
     played = asyncio.run(
         play_forgers(wanted.dataset, wanted.only, settings, tasks=wanted.tasks, workers=wanted.workers, report=report)
     )
     for name in wanted.only:
         own = [each for each in played if each.forger == name]
-        print(f"{name}: {sum(each.reward != 0.0 for each in own)} of {len(own)} not refused")
-    return int(any(each.reward != 0.0 for each in played))
+        kind = " (hard-coded examples)" if name in HARD_CODED else ""
+        print(f"{name}{kind}: {sum(each.reward != 0.0 for each in own)} of {len(own)} not refused")
+    return int(any(each.reward != 0.0 for each in played if each.forger not in HARD_CODED))
 
 
 if __name__ == "__main__":

@@ -37,10 +37,10 @@ class Played:
 
     @property
     def right(self) -> bool:
-        """Whether every rollout of every task got the required reward."""
+        """Whether every rollout of every task got the required official verdict and reward."""
         groups = self.run.groups
-        rewards = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
-        return bool(groups) and all(each == [self.wanted] * GROUP_SIZE for each in rewards)
+        figures = [[(each.official_reward, each.reward) for each in group.trajectories] for group in groups]
+        return bool(groups) and all(each == [(self.wanted, self.wanted)] * GROUP_SIZE for each in figures)
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
     asyncio.run(build_tasks(wanted.tasks))
     built = time.monotonic()
     played = [Played("oracle", 1.0, play("oracle")), Played("noop", 0.0, play("noop"))]
-    Console(width=None if sys.stdout.isatty() else 130).print(table(played))
+    Console(width=None if sys.stdout.isatty() else 150).print(table(played))
     for each in played:
         print(f"{each.policy:7} {each.run.path}")
     tasks, rollouts = len(played[0].groups), sum(len(each.run.trajectories) for each in played)
@@ -85,14 +85,16 @@ def play(policy: str) -> Run:
 
 
 def table(played: list[Played]) -> Table:
-    """Return one row per task. `uncontrolled` counts tests that a forger could report as passed.
+    """Return one row per task, with the official verdicts and the rewards of both policies. `uncontrolled` counts tests
+    that have no falsified copy.
 
     A group is prepared once; seconds and the time to get a slot are medians over its rollouts. The time to get a slot
     includes the wait while other rollouts keep the processors busy; `benchmarks/` measures the fork alone.
     """
     shown = Table(title="Real bugs, fixed and unfixed")
     shown.add_column("task", no_wrap=True)
-    for column in ("F2P", "P2P", "uncontrolled", "oracle", "noop", "seconds", "prepare ms", "slot ms"):
+    for column in ("F2P", "P2P", "uncontrolled", "oracle official", "oracle reward", "noop official", "noop reward",
+                   "seconds", "prepare ms", "slot ms"):  # fmt: skip
         shown.add_column(column, justify="right")
     oracle, noop = played
     for task_id, group in oracle.groups.items():
@@ -102,8 +104,10 @@ def table(played: list[Played]) -> Table:
             _passed(first, "f2p"),
             _passed(first, "p2p"),
             _uncontrolled(first),
-            _rewards(group),
-            _rewards(noop.groups.get(task_id)),
+            _figures(group, "official_reward"),
+            _figures(group, "reward"),
+            _figures(noop.groups.get(task_id), "official_reward"),
+            _figures(noop.groups.get(task_id), "reward"),
             f"{_median([t.beside.duration_s - t.beside.stages.get('admit', 0.0) for t in group.trajectories]):.2f}",
             f"{group.prepare_s * 1000:.0f}",
             f"{_median([t.beside.stages.get('acquire', 0.0) for t in group.trajectories]) * 1000:.1f}",
@@ -121,10 +125,11 @@ def _uncontrolled(trajectory: Trajectory | None) -> str:
     return "-" if trajectory is None else str(len(trajectory.detail.get("uncontrolled", ())))
 
 
-def _rewards(group: Group | None) -> str:
+def _figures(group: Group | None, name: str) -> str:
     if group is None or not group.trajectories:
         return "-"
-    return " ".join("?" if t.reward is None else f"{t.reward:g}" for t in group.trajectories)
+    figures = [getattr(trajectory, name) for trajectory in group.trajectories]
+    return " ".join("?" if figure is None else f"{figure:g}" for figure in figures)
 
 
 def _median(values: list[float]) -> float:

@@ -291,7 +291,7 @@ class VariantPolicy(Policy):
 
 @dataclass(frozen=True)
 class PlayedVariant:
-    """A graded variant: `tampering` is the alarm that it raised, if any."""
+    """A graded variant: `tampering` are its labels, if any."""
 
     task_id: str
     number: int
@@ -330,7 +330,7 @@ async def play_variants(
                 async with width:
                     group = await runs.play(VariantPolicy(steps), task, number)
                 each = group.trajectories[0] if group.trajectories else None
-                tampering = str((each.detail if each else {}).get("tampering") or "")
+                tampering = "; ".join(f"{label.name}: {label.evidence}" for label in (each.labels if each else ()))
                 error = group.error or (each.error or str(each.detail)[:600] if each else "no rollout")
                 played = PlayedVariant(task.id, number, each.reward if each else None, tampering, error)
                 report(played)

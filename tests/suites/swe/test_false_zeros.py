@@ -243,26 +243,13 @@ def test_work_that_breaks_its_tests_is_scored_zero(
     assert trajectory.reward == 0.0, (trajectory.detail, trajectory.error)
 
 
-class BrokenControls(SweEnvironment):
-    async def _make_controls(self, row, work, view):  # type: ignore[no-untyped-def]
-        raise IndexError("no such control")
-
-
-def test_controls_that_fail_do_not_score_right_work_zero(tmp_path: Path, installed_pytest: DependencyCache) -> None:
-    row = Source.make(tmp_path / "source").row()
-    (group,) = roll_out([row], "oracle", tmp_path / "run", installed_pytest, kind=BrokenControls)
-    (trajectory,) = group.trajectories
-    assert (trajectory.reward, trajectory.blame) == (None, Blame.GRADER), trajectory.detail
-    assert "no such control" in trajectory.error
-
-
 class SlowOnce(SweEnvironment):
     """The first session of tests is cut off, as on a machine that is busy for a while."""
 
     cut_off = False
 
-    async def _run_named(self, view, work, row, shown=Shown.WORK):  # type: ignore[no-untyped-def]
-        run = await super()._run_named(view, work, row, shown)
+    async def _run_named(self, view, work, row, shown=Shown.WORK, timeout_s=None):  # type: ignore[no-untyped-def]
+        run = await super()._run_named(view, work, row, shown, timeout_s)
         cut_off, self.cut_off = self.cut_off, True
         return run if cut_off else replace(run, statuses={}, complete=False, timed_out=True)
 
@@ -271,17 +258,69 @@ def test_a_busy_machine_does_not_score_right_work_zero(tmp_path: Path, installed
     row = Source.make(tmp_path / "source").row()
     (group,) = roll_out([row], "oracle", tmp_path / "run", installed_pytest, kind=SlowOnce)
     (trajectory,) = group.trajectories
-    assert trajectory.reward == 1.0, trajectory.detail  # the repetition decides
-    assert "timed out" in trajectory.detail["first_check_failed"]
+    assert (trajectory.official, trajectory.reward) == (1.0, 1.0), trajectory.detail  # the repetition decides
 
 
-def test_work_that_hangs_its_tests_is_scored_zero(tmp_path: Path, installed_pytest: DependencyCache) -> None:
+def test_work_that_hangs_its_tests_is_scored_zero_after_one_time_limit(
+    tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
     source = Source.make(tmp_path / "source")
     patch = tmp_path / "hanging.patch"
     patch.write_text(source.diff({"pkg/calc.py": "import time\ntime.sleep(600)\n"}))
-    flags = ("--env.controls=false", "--env.test_timeout_s=12")
+    flags = ("--env.controls=false", "--env.test_timeout_s=60")
     (group,) = roll_out(
         [source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, *flags, kind=WithoutBaseline
     )
     (trajectory,) = group.trajectories
-    assert trajectory.reward == 0.0, (trajectory.detail, trajectory.error)
+    assert (trajectory.official, trajectory.reward) == (0.0, 0.0), (trajectory.detail, trajectory.error)
+    assert 60 <= trajectory.beside.stages["grade"] < 110
+
+
+PATCHED = """
+import pytest
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport():
+    result = yield
+    result.get_result().outcome = "passed"
+"""
+
+
+def test_settings_that_forge_the_result_differ_between_the_views(
+    tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
+    """Nothing is fixed, and a new conftest.py reports every test as passed."""
+    source = Source.make(tmp_path / "source")
+    patch = tmp_path / "forged.patch"
+    patch.write_text(source.diff({"conftest.py": PATCHED}))
+    (group,) = roll_out([source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, kind=WithoutBaseline)
+    (trajectory,) = group.trajectories
+    assert (trajectory.official, trajectory.reward) == (1.0, 0.0), (trajectory.detail, trajectory.error)
+    assert [(label.name, label.evidence) for label in trajectory.labels] == [("settings_changed", "conftest.py")]
+    assert "settings_changed: conftest.py" in trajectory.detail["difference"]
+
+
+HONEST = {
+    "own tests": ({"tests/test_mine.py": "def test_mine(): pass\n"}, []),
+    "settings": ({"pytest.ini": "[pytest]\naddopts = -ra\n"}, ["settings_changed"]),
+    "an edited test": ({"tests/test_calc.py": TESTS + "\n\ndef test_more():\n    assert 1\n"}, ["tests_edited"]),
+    "ctypes, frames, tracing": (
+        {"pkg/calc.py": "import ctypes, gc, sys\ngc.get_objects()\nsys.settrace(sys.gettrace())\n" + RIGHT},
+        ["audited_call"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_unusual_right_work_is_paid_by_both_verdicts(
+    name: str, tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
+    files, labels = HONEST[name]
+    source = Source.make(tmp_path / "source")
+    patch = tmp_path / "right.patch"
+    patch.write_text(source.diff({"pkg/calc.py": RIGHT, **files}))
+    (group,) = roll_out([source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, kind=WithoutBaseline)
+    (trajectory,) = group.trajectories
+    assert (trajectory.official, trajectory.reward) == (1.0, 1.0), (trajectory.detail, trajectory.error)
+    assert [label.name for label in trajectory.labels] == labels
+    assert not any(label.certain for label in trajectory.labels)

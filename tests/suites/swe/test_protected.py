@@ -2,7 +2,14 @@ import pytest
 
 from palaestra.sandbox.slot import Change
 from palaestra.suites.swe import apply_diff
-from palaestra.suites.swe.protected import hidden_files, protected_paths
+from palaestra.suites.swe.protected import (
+    MODULE_SHADOWED,
+    SETTINGS_CHANGED,
+    STARTUP_FILES,
+    TESTS_EDITED,
+    hidden_files,
+    protected,
+)
 from palaestra.suites.swe.swe_row import SweRow, parse_row
 
 REPO = "/workspace/repo"
@@ -33,42 +40,53 @@ def row(**columns: object) -> SweRow:
 
 def dropped(*paths: str, kind: str = "file", task: SweRow | None = None) -> set[str]:
     changes = [Change(f"{REPO}/{path}", kind) for path in paths]
-    return {path.removeprefix(REPO + "/") for path in protected_paths(changes, task or row(), PRISTINE, REPO)}
+    return {path.removeprefix(REPO + "/") for path in protected(changes, task or row(), PRISTINE, REPO).guarded}
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("tests/test_core.py", TESTS_EDITED),
+        ("tests/helpers.py", TESTS_EDITED),
+        ("tests/data/a.txt", TESTS_EDITED),
+        ("tests/helpers/__init__.py", TESTS_EDITED),
+        ("tests/helpers.so", TESTS_EDITED),
+        ("src/pkg/tests/test_inner.py", TESTS_EDITED),
+        ("test_root.py", TESTS_EDITED),
+        ("conftest.py", SETTINGS_CHANGED),
+        ("tests/conftest.py", SETTINGS_CHANGED),
+        ("src/conftest.py", SETTINGS_CHANGED),
+        ("pytest.ini", SETTINGS_CHANGED),
+        ("tox.ini", SETTINGS_CHANGED),
+        ("setup.cfg", SETTINGS_CHANGED),
+        ("pyproject.toml", SETTINGS_CHANGED),
+        ("src/sitecustomize.py", STARTUP_FILES),
+        ("usercustomize.py", STARTUP_FILES),
+        ("evil.pth", STARTUP_FILES),
+        ("evil.egg-info/entry_points.txt", STARTUP_FILES),
+        ("src/evil-1.dist-info/entry_points.txt", STARTUP_FILES),
+        ("pytest.py", MODULE_SHADOWED),
+        ("src/json.py", MODULE_SHADOWED),
+        ("re/__init__.py", MODULE_SHADOWED),
+        ("src/_pytest/x.py", MODULE_SHADOWED),
+        ("pluggy.so", MODULE_SHADOWED),
+    ],
+)
+def test_what_could_decide_the_grade_is_as_prepared_in_the_guarded_view(path: str, label: str) -> None:
+    assert dropped(path) == {path}
+    found = protected([Change(f"{REPO}/{path}", "file")], row(), PRISTINE, REPO)
+    assert [(each.name, each.evidence, each.certain) for each in found.labels(REPO)] == [(label, path, False)]
+    assert found.differs is (path != "tests/test_core.py"), "the protocol writes the files of the named tests"
+    assert found.left_out == ()
 
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "tests/test_core.py",
-        "tests/helpers.py",
-        "tests/data/a.txt",
-        "tests/json.py",
-        "src/pkg/tests/test_inner.py",
-        "test_root.py",
-        "conftest.py",
-        "src/conftest.py",
-        "pytest.ini",
-        "tox.ini",
-        "setup.cfg",
-        "pyproject.toml",
-        "src/sitecustomize.py",
-        "usercustomize.py",
-        "evil.pth",
-        "src/pkg/__pycache__/core.cpython-311.pyc",
-        "src/pkg/core.pyc",
-        ".pytest_cache/v/x",
-        ".git/hooks/pre-commit",
-        "evil.egg-info/entry_points.txt",
-        "src/evil-1.dist-info/entry_points.txt",
-        "pytest.py",
-        "src/json.py",
-        "re/__init__.py",
-        "src/_pytest/x.py",
-        "pluggy.so",
-    ],
+    ["src/pkg/__pycache__/core.cpython-311.pyc", "src/pkg/core.pyc", ".pytest_cache/v/x", ".git/hooks/pre-commit"],
 )
-def test_what_could_decide_the_grade_is_dropped(path: str) -> None:
-    assert dropped(path) == {path}
+def test_what_no_patch_contains_is_in_no_view_and_needs_no_second_run(path: str) -> None:
+    found = protected([Change(f"{REPO}/{path}", "file")], row(), PRISTINE, REPO)
+    assert (found.left_out, found.labels(REPO), found.differs) == ((f"{REPO}/{path}",), [], False)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +99,9 @@ def test_what_could_decide_the_grade_is_dropped(path: str) -> None:
         "src/pkg/testing/__init__.py",
         "README.md",
         "newtop.py",
+        "tests/test_mine.py",
+        "tests/data/mine.txt",
+        "tests/json.py",
         "docs/guide.md",
     ],
 )
@@ -95,7 +116,7 @@ def test_a_directory_of_tests_cannot_be_taken_away(path: str, kind: str) -> None
 
 def test_a_rewritten_directory_keeps_its_work_and_gets_its_tests_back() -> None:
     changes = [Change(f"{REPO}/src", "dir", opaque=True), Change(f"{REPO}/src/pkg/core.py", "file")]
-    assert protected_paths(changes, row(), PRISTINE, REPO) == ()
+    assert protected(changes, row(), PRISTINE, REPO).guarded == ()
     assert hidden_files(changes, row(), PRISTINE, REPO) == ("src/pkg/tests/test_inner.py",)
 
 
@@ -111,10 +132,9 @@ def test_a_named_test_beside_sources_protects_itself_alone() -> None:
 
 
 def test_changes_outside_the_repository_are_not_its_business() -> None:
-    assert protected_paths([Change("/workspace/conftest.py", "file")], row(), PRISTINE, REPO) == ()
+    assert protected([Change("/workspace/conftest.py", "file")], row(), PRISTINE, REPO).guarded == ()
 
 
 def test_paths_come_back_as_they_came() -> None:
-    assert protected_paths([Change("workspace/repo/conftest.py", "file")], row(), PRISTINE, REPO) == (
-        "workspace/repo/conftest.py",
-    )
+    found = protected([Change("workspace/repo/conftest.py", "file")], row(), PRISTINE, REPO)
+    assert found.guarded == ("workspace/repo/conftest.py",)

@@ -28,7 +28,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.swe import apply_diff, unified_diff
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
-from suites.swe.forgers import FORGERS, play_forgers
+from suites.swe.forgers import FORGERS, HARD_CODED, play_forgers
 
 pytestmark = [
     pytest.mark.network,
@@ -178,7 +178,7 @@ def test_an_equivalent_fix_in_other_words_is_a_fix(built: Built, tmp_path: Path,
     assert trajectory.reward == 1.0, trajectory.detail
 
 
-@pytest.mark.parametrize("name", FORGERS)
+@pytest.mark.parametrize("name", sorted(FORGERS.keys() - HARD_CODED))
 def test_a_forger_that_knows_the_tests_is_no_fix(built: Built, tmp_path: Path, name: str) -> None:
     tasks = tmp_path / "tasks.jsonl"
     rows = [built.pair(pair)[0] for pair in PAIRS]
@@ -187,7 +187,6 @@ def test_a_forger_that_knows_the_tests_is_no_fix(built: Built, tmp_path: Path, n
     played = asyncio.run(play_forgers(tasks, [name], settings, tasks=len(rows), workers=2))
     assert len(played) == len(rows)
     assert [each for each in played if each.reward != 0.0] == []
-    assert name != "interprets" or all("the work still has the bug" in each.tampering for each in played)
 
 
 def test_public_rows_install_the_repository_and_prove_themselves_first(built: Built, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from palaestra.sandbox.slot import View
 from palaestra.suites.grading.run_tests import run_tests
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.protected import hidden_files, protected_paths
+from palaestra.suites.swe.protected import hidden_files, protected
 from palaestra.suites.swe.swe_row import RowVerdict, SweRow, parse_row
 from palaestra.suites.swe.workspace import patch_of, start_history
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
@@ -38,7 +38,7 @@ async def grade(bench: Bench, written: Mapping[str, str], command: str = "true")
     done = await agent.execute(command, cwd=REPO)
     assert done.success, done.output
     changes = await agent.changes()
-    dropped = protected_paths(changes, row, tuple(FILES), REPO)
+    dropped = protected(changes, row, tuple(FILES), REPO).guarded
     sealed = await bench.seal(agent, View(only=(REPO,), without=dropped))
     async with bench.slot(sealed) as slot:
         for path in hidden_files(changes, row, tuple(FILES), REPO):

@@ -53,7 +53,7 @@ class TestsTimedOut(GraderError):
 
 def enough_time(usual_s: float) -> float:
     """Return the time limit of a repeated session whose tests usually take `usual_s` seconds."""
-    return 2 + 4 * usual_s
+    return 1 + 3 * usual_s
 
 
 class Status(StrEnum):
