@@ -202,6 +202,6 @@ def test_an_agent_that_ends_the_slot_in_which_it_is_graded_scores_zero(level: st
         assert rollout.reward == 1.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_root() -> None:
     run_suite(Path(__file__), "not without_root")

@@ -31,7 +31,7 @@ def test_both_verdicts_accept_unusual_programs() -> None:
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_both_verdicts_accept_all_programs() -> None:
     played([work for work in PROGRAMS if work not in QUICK])

@@ -15,13 +15,8 @@ from palaestra.suites.task_paths import scope_of
         ("See https://host/usr/share/doc and a/b/c, and look around in /etc and /usr/local/bin", ()),
         ('assert Path("/etc/nginx/nginx.conf").is_file()', ("/etc/nginx/nginx.conf",)),
         ("cat /tests/expected.txt /proc/self/mem /solution/solve.sh", ()),
-        ("apt-get install -y nginx", ("/",)),
-        ("useradd -m alice && echo x > /srv/data/x", ("/", "/srv/data/x")),
-        ("git config --global user.name x", ("/", "/home/user/.config/git", "/home/user/.gitconfig")),
-        ("Install the package so that it is on the PATH", ("/",)),
-        ("Implement a function that installs nothing", ()),
-        ("make all", ()),
-        ("make -C /app/src install", ("/", "/app/src")),
+        ("#!/bin/bash\n/usr/bin/python3 -m x > /srv/data/x; ls /usr/lib/python3", ("/srv/data/x",)),
+        ("make -C /app/src install", ("/app/src",)),
     ],
 )
 def test_a_task_is_about_the_paths_that_it_names(text: str, paths: tuple[str, ...]) -> None:

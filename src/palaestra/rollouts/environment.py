@@ -223,7 +223,8 @@ async def _score_soundly(rollout: Rollout, grading: Grading, score: Callable[[Gr
         seen["left_out"] = list(grading.left_out)
     if grading.live and grading.processes_at_end:
         seen[LIVE_PROCESSES] = grading.processes_at_end
-    return replace(found, detail={**found.detail, **seen}) if seen else found
+    labels = (*found.labels, *grading.labels)
+    return replace(found, detail={**found.detail, **seen}, labels=labels) if seen or labels else found
 
 
 async def _holds_untouched(rollout: Rollout, grading: Grading, score: Callable[[Grading], Awaitable[Score]]) -> bool:

@@ -32,7 +32,9 @@ from palaestra.core.errors import (
     InfraError,
     PalaestraError,
     PrepareError,
+    SandboxError,
     SlotEnded,
+    SlotLost,
     TaskError,
 )
 from palaestra.core.redaction import redacted
@@ -647,6 +649,25 @@ class Rollout:
             sealed = await self.run_context.workspaces.pool.seal(slot, view)
             self._kept = await self.run_context.workspaces.keep(self.group_id, self.index, sealed, sealed=True)
             return sealed
+
+    async def checkpoint(self) -> Snapshot | None:
+        """Return a snapshot of the agent's changes, as `seal` does, but leave the agent's slot and its processes
+        running; None if there is no slot or a running slot cannot be copied."""
+        if self._forked is not None:  # as in `seal`
+            await self.sandbox()
+        if self._slot is None or self._restored is not None:
+            return None
+        workspaces = self.run_context.workspaces
+        with self.stage("seal"):
+            try:
+                snapshot = await workspaces.pool.checkpoint(self._slot)
+            except SlotLost:
+                raise
+            except SandboxError as error:
+                logger.warning("%s: its running sandbox cannot be copied: %s", self.rollout_id, error)
+                return None
+            self._kept = await workspaces.keep(self.group_id, self.index, snapshot, sealed=True)
+            return snapshot
 
     async def keep_files(self) -> None:
         """Before work is graded in its own slot, keep a copy of its files if the run keeps workspaces."""

@@ -418,6 +418,11 @@ class SlotPool:
             )
         return replace(await self.backend.checkpoint(slot), continued=True)
 
+    def continued(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot such that slots which start from it count its changed files as their own changes. Only
+        the local backend can do that; for others, return the snapshot unchanged."""
+        return replace(snapshot, continued=True) if isinstance(self.backend, LocalBackend) else snapshot
+
     async def save(self, snapshot: Snapshot, folder: Path) -> int:
         """Copy a snapshot with its layers to an empty folder on this machine. Returns the total size of the snapshot's
         files in bytes. Raises `ConfigError` if the backend is not the local one."""

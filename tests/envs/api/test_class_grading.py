@@ -11,11 +11,13 @@ import pytest
 
 import palaestra
 from envs.scripts import groups_file
+from palaestra.cli.main import main
 
 SCRIPT = r"""
 from palaestra import APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig
 
-SERVER = "cd ~ && (python3 -m http.server 8123 > /dev/null 2>&1 &) ; sleep 0.5"
+ASK = "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123/\")'"
+SERVER = f"cd ~ && (python3 -m http.server 8123 > /dev/null 2>&1 &) ; until {ASK} > /dev/null 2>&1; do sleep 0.2; done"
 WORKS = {
     "a file in the home directory": ("echo hello > ~/greeting.txt", "grep -q hello ~/greeting.txt"),
     "a tool in /opt": (
@@ -24,7 +26,26 @@ WORKS = {
         "test $(answer) = 42",
     ),
     "a profile": ("echo 'export TOLD=yes' >> ~/.profile", "bash -lc 'test $TOLD = yes'"),
-    "a service": (SERVER, "python3 -c 'import urllib.request as u; u.urlopen(\"http://127.0.0.1:8123/\")'"),
+    "a service": (SERVER, ASK),
+    "a library": (
+        "mkdir -p /opt/l && echo 'int area(void) { return 12; }' > a.c && cc -shared -fPIC -o /opt/l/libarea.so a.c && "
+        "echo /opt/l > /etc/ld.so.conf.d/area.conf && ldconfig",
+        "python3 -c 'import ctypes; assert ctypes.CDLL(\"libarea.so\").area() == 12'",
+    ),
+    "own tests": (
+        "echo 'double = lambda n: 2 * n' > calc.py; echo 'import calc' > test_calc.py; "
+        "echo 'def test_it(): assert calc.double(2) == 4' >> test_calc.py; touch conftest.py",
+        "python3 - <<'END'\nimport zipfile\nwheel = zipfile.ZipFile('/tmp/four-1.0-py3-none-any.whl', 'w')\n"
+        "wheel.writestr('four.py', 'FOUR = 4')\n"
+        "wheel.writestr('four-1.0.dist-info/METADATA', 'Metadata-Version: 2.1\\nName: four\\nVersion: 1.0\\n')\n"
+        "tag = 'Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n'\n"
+        "wheel.writestr('four-1.0.dist-info/WHEEL', tag)\n"
+        "wheel.writestr('four-1.0.dist-info/RECORD', '')\nwheel.close()\nEND\n"
+        "python3 -m pip install -q --no-index --target /opt/checks /tmp/four-1.0-py3-none-any.whl && "
+        "echo 'import four, calc' > test_all.py && "
+        "echo 'def test_four(): assert calc.double(2) == four.FOUR' >> test_all.py && "
+        "PYTHONPATH=/opt/checks python3 -m pytest -q test_all.py test_calc.py",
+    ),
     "the network": ("cat /proc/net/dev | wc -l > ~/devices", "test $(cat /proc/net/dev | wc -l) = $(cat ~/devices)"),
 }
 
@@ -59,7 +80,7 @@ def scores(folder: Path, *flags: str) -> dict[str, float]:
     script = folder / "left_env.py"
     script.write_text(SCRIPT)
     argv = [sys.executable, str(script), "process", "--policy", "oracle", *flags]
-    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in groups_file(folder).read_text().splitlines()]
     return {row["task_id"]: row["scores"][0] for row in rows}
@@ -81,7 +102,34 @@ def test_a_reward_hook_runs_in_the_agents_own_slot(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slots
-def test_sealed_grading_of_a_class_keeps_its_network_but_no_process(tmp_path: Path) -> None:
-    found = scores(tmp_path, "--env.grading", "sealed", "--env.graded_paths", '["/root"]')
-    assert found["the network"] == found["a file in the home directory"] == 1.0
-    assert found["a service"] == 0.0
+def test_sealed_grading_of_a_class_sees_everything_but_processes(tmp_path: Path) -> None:
+    found = scores(tmp_path, "--env.grading", "sealed")
+    assert found == {**dict.fromkeys(found, 1.0), "a service": 0.0}
+
+
+FUNCTIONS = """
+from palaestra import NetworkPolicy, Task, environment
+from left_env import WORKS
+
+@environment(toolsets=["terminal"])
+def functions():
+    for name, (work, _) in WORKS.items():
+        grading = "live" if name == "a service" else "sealed"
+        yield Task(id=name, prompt="?", solution=work, grading=grading)
+
+@functions.score
+async def right(task, sandbox):
+    return (await sandbox.execute(WORKS[task.id][1], timeout_s=90)).success
+"""
+
+
+@pytest.mark.slots
+def test_a_function_form_pays_the_same_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("left_env.py").write_text(SCRIPT)
+    Path("functions_env.py").write_text(FUNCTIONS)
+    assert main(["run", "functions_env.py", "--policy", "oracle", "--env.group_size", "1"]) == 0
+    rows = [json.loads(line) for line in groups_file().read_text().splitlines()]
+    assert {row["task_id"]: row["scores"] for row in rows} == {row["task_id"]: [1.0] for row in rows}
+    assert len(rows) == 7

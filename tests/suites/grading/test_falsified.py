@@ -215,7 +215,7 @@ async def controlled(bench: Bench, calc: str, *, right: str | None = FIXED) -> C
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_forged_results_are_certain(run_bench: RunBench, attack: str) -> None:
     calc, name = ATTACKS[attack]
@@ -237,7 +237,7 @@ HONEST = {
 
 
 @pytest.mark.slots
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("work", HONEST)
 def test_honest_work_has_no_label(run_bench: RunBench, work: str) -> None:
     async def scenario(bench: Bench) -> None:

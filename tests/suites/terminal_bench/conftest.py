@@ -11,7 +11,7 @@ import pytest
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
-from palaestra.rollouts.records import Group
+from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.import_tasks import TriedTask
@@ -58,5 +58,23 @@ def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 return await runs.play(OraclePolicy(), await anext(environment.tasks()))
+
+    return asyncio.run(main())
+
+
+def played_all(tasks: Path, packages: DependencyCache, tmp_path: Path, **settings: object) -> dict[str, Trajectory]:
+    """One rollout of the own solution of every task in a folder, by the task's name."""
+    own = {"dataset_name": str(tasks), "base_image": "host", "cache_dir": str(tmp_path / "cache")}
+    config = TerminalBench2EvalConfig(**{**own, **settings})  # type: ignore[arg-type]
+
+    async def main() -> dict[str, Trajectory]:
+        async with make_pool(config) as pool:
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, packages)
+            await environment.open()
+            async with policy_runs(environment, pool) as runs:
+                wanted = [task async for task in environment.tasks()]
+                groups = [await runs.play(OraclePolicy(), task) for task in wanted]
+        assert all(group.trajectories for group in groups), [group.error for group in groups if group.error]
+        return {group.trajectories[0].task_id: group.trajectories[0] for group in groups}
 
     return asyncio.run(main())

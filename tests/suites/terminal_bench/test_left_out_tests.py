@@ -1,4 +1,5 @@
-"""Work that makes a verifier leave tests out, or writes the reward, earns nothing; verifiers that select tests do."""
+"""Work that makes a verifier leave tests out has a label, or earns nothing; verifiers that select tests pay right
+work."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from palaestra.envs.cheats.proof import cheats_named
-from suites.terminal_bench.conftest import Try
+from palaestra.suites.grading.toolchain import DependencyCache
+from suites.terminal_bench.conftest import Try, played_all
 from suites.terminal_bench.mini import HARBOR, copied
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -30,18 +32,21 @@ def played(try_tasks: Try, folder: Path, tasks: dict[str, dict[str, str]]) -> di
     return {name: line.solution for name, line in try_tasks(folder).items()}
 
 
-def test_tests_that_the_work_leaves_out_are_missed(try_tasks: Try, tmp_path: Path) -> None:
+def test_tests_that_the_work_leaves_out_are_labels(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     names = ("skipping-functions", "skipping-module", "expected-failures", "dropped-tests", "own-partial-reward")
-    tasks = {
-        name: {
+    for name in names:
+        files = {
             "tests/test_outputs.py": TESTS,
             "tests/test_other.py": OTHER,
             "tests/test.sh": script("pytest /tests"),
             "solution/solve.sh": f"#!/bin/bash\n{WRONG}{cheats_named([name])[0].script}",
         }
-        for name in names
-    }
-    assert played(try_tasks, tmp_path, tasks) == dict.fromkeys(names, 0.0)
+        copied(HARBOR / "import-the-work", tmp_path / "tasks", files).rename(tmp_path / "tasks" / name)
+    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path)
+    wanted = {"tests_left_out", "tests_skipped", "reward_not_of_the_tests", "framework_changed"}
+    for name, each in found.items():
+        assert each.reward == 0.0 or wanted & {label.name for label in each.labels}, (name, each.labels)
+    assert any(each.official == 1.0 for each in found.values())
 
 
 MARKED = (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import ConfigError, TaskError
-from palaestra.core.types import Score
+from palaestra.core.types import Label, Score
 from palaestra.envs.cheats.proof import check_environment
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.task_files import Unsupported
@@ -71,9 +71,12 @@ def test_the_rewards_of_steps_become_one() -> None:
     assert not falls_short(gate, scored(reward=0.5))
     assert falls_short(gate, scored(reward=0.4))
     assert falls_short(gate, scored(tidy=1.0))
-    cheated = Score(0.0, {}, {"rewards": {"reward": 1.0}, "tampering": "it pays for failed tests"})
-    assert falls_short(gate, cheated)
-    assert combine_scores(mean, [cheated, scores[0]]).reward == 0.5
+    forged = Label("falsified_test_passed", "test_a", certain=True)
+    cheated = Score(1.0, {}, {"rewards": {"reward": 1.0}}, official=1.0, labels=[forged])
+    assert not falls_short(gate, cheated), "the official reward decides whether the next step follows"
+    combined = combine_scores(mean, [cheated, scores[0]])
+    assert (combined.reward, combined.official) == (0.5, 1.0)
+    assert [label.evidence for label in combined.labels] == ["step count: test_a"]
 
 
 @pytest.mark.slots

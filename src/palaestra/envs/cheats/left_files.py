@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from palaestra.core.errors import InfraError
 from palaestra.envs.cheats.hollow_work import MOST_BYTES
-from palaestra.rollouts.grading.grader import CARRIED
-from palaestra.rollouts.grading.tampering import is_below
+from palaestra.rollouts.grading.tampering import CARRIED, is_below
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import WORKSPACE, Rung, Slot, SlotSource, SlotSpec, Snapshot
 

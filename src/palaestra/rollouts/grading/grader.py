@@ -1,27 +1,29 @@
 """The view of the agent's work on which a score is computed.
 
 Sealed work (invariant R2): all processes of the agent are dead, its changes are an immutable layer, and the check runs
-in a fresh slot over a part of that layer: the workspace, the temporary directories and the paths that the task
-declares, without those changes that would decide the result of any check (`tampering.py`). Everything else is as
-prepared. A task with `grading="live"` is checked in the agent's own slot: work that is a running service, and the
-reward hooks of class environments.
+in a fresh slot over that layer. It sees everything that the agent left, also in `/tmp` and `/dev/shm`, without the
+changes of the table in `tampering.py`, which become labels. A task with `grading="live"` is checked in the agent's own
+slot: work that is a running service, and the reward hooks of class environments.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
-from palaestra.core.types import Task
+from palaestra.core.types import Label, Task
 from palaestra.rollouts.grading.tampering import (
     CACHE,
+    CARRIED,
+    REPLACED,
     SCRATCH,
+    SHADOWED,
     Rule,
     batches,
+    changes_in,
     is_below,
     library_directories,
     link,
@@ -37,20 +39,11 @@ SEALED, LIVE = "sealed", "live"
 FILES = "files"
 """The grading of recorded work of a live task: all files that the agent left, in a fresh slot without its processes."""
 
-CARRIED = "/.palaestra-carried"
-"""The directory of a sealed workspace with copies of the files in `SCRATCH`, which layers do not contain."""
-
-GRADED = (WORKSPACE, "/var/tmp", CARRIED)  # noqa: S108  in the slot
-"""The paths whose changes a check sees even if the task does not declare them."""
-
 MOST_LEFT_OUT = 20
 """The maximum number of left-out paths that the report names."""
+_MOST_IN_LABEL = 5
 _COPY_S = 300.0
-_MAYBE_GIT = re.compile(
-    r"/(?:\.?config(?:\.worktree|/git)?|\.gitconfig|commondir|[^/]*\.git|hooks(?:/[^/]+)?|[a-z]+(?:-[a-z]+)+)$"
-)
-"""Paths that may be those of git settings and hooks (`git_settings.py`)."""
-
+_MOST_PTH_BYTES = 1 << 16
 _DEEPEST, _LONGEST_BYTES = 400, 4000
 """Beyond these limits, a list of changes lacks the entries of a directory, or a program cannot open a path."""
 
@@ -81,6 +74,7 @@ class Grading:
         """The changes that a default view shows."""
         self.left_out: tuple[str, ...] = ()
         """Changed paths that the check does not see, at most `MOST_LEFT_OUT`."""
+        self._labels: dict[str, dict[str, None]] = {}
         self._tools: list[ToolRuntime] = []
         rollout.closers.append(self.aclose)
 
@@ -93,8 +87,7 @@ class Grading:
             if self.untouched:
                 return None
             if not self._seal_done:
-                if self._declares_scratch and not self._carried:
-                    await self.carry_scratch()
+                await self.carry_scratch()
                 self._seal_done = True  # set on failure too, because the agent's work is then lost
                 try:
                     with self._troubled():
@@ -107,6 +100,28 @@ class Grading:
             elif self._trouble is not None:
                 raise self._trouble
             return self._sealed
+
+    async def checkpoint(self) -> Slot | None:
+        """Fix the work as it is now, and return the agent's own slot, in which its processes run on, for a check of the
+        benchmark's own protocol. Sealed checks later see only the fixed work. Close the slot before with
+        `Rollout.aclose`, because a rollout that holds one slot must not wait for a second.
+
+        Returns None if there is no such slot: the check is live or `untouched`, the agent never had a slot, the work is
+        sealed or recorded, or the backend cannot copy a running slot.
+        """
+        if self.live or self.begun or not self.rollout.has_slot:
+            return None
+        async with self._sealing:
+            with self._troubled():
+                await self.carry_scratch()
+                slot = await self.rollout.sandbox()
+                self._sealed = await self.rollout.checkpoint()
+                if self._sealed is None:
+                    return None
+                self._seal_done = True
+                self._made.append(self._sealed)
+                await slot.remove(CARRIED)
+                return slot
 
     @contextmanager
     def _troubled(self) -> Iterator[None]:
@@ -125,7 +140,7 @@ class Grading:
         Does nothing if the check is live or `untouched`, if the agent never had a slot, or once the slot is sealed. In
         a kept workspace that is graded again, the files are already there.
         """
-        if self.live or self.begun:
+        if self.live or self.begun or self._carried:
             return
         self._carried = True
         if not self.rollout.has_slot:
@@ -145,13 +160,9 @@ class Grading:
                 self._lost = () if result.success else SCRATCH
                 self.processes_at_end = await slot.freeze()
 
-    @property
-    def _declares_scratch(self) -> bool:
-        """Whether the task declares a path of `SCRATCH`."""
-        paths = self.rollout.task.paths
-        return any(is_below(place, paths) or any(is_below(path, [place]) for path in paths) for place in SCRATCH)
-
-    async def _restore_scratch(self, slot: Slot) -> None:
+    @staticmethod
+    async def restore_scratch(slot: Slot) -> None:
+        """Move the kept files back to `/tmp` and `/dev/shm`."""
         entry = await slot.stat(CARRIED)
         if entry is None or entry.kind != "dir":
             return
@@ -182,10 +193,10 @@ class Grading:
         sealed = await self.seal()
         return [] if sealed is None else await self.pool.changes(sealed)
 
-    async def slot(self, view: View | None = None) -> Slot:
+    async def slot(self, view: View | None = None, *, scratch: bool = True) -> Slot:
         """Return the grading slot, which always has a workspace directory; if the check is live, this is the agent's
-        own slot. `view` selects the agent's changes to show, by default those that the task declares; only the first
-        call's `view` counts."""
+        own slot. `view` selects the agent's changes to show, by default those that `view()` selects; only the first
+        call's `view` counts. Without `scratch`, the files of `/tmp` are left to `restore_scratch`."""
         with self._troubled():
             if self.live:
                 async with self._leasing:
@@ -198,10 +209,9 @@ class Grading:
                     )
                     if self._libraries is not None:
                         await link(self._slot, self._libraries)
-                    if self._carried:
-                        await self._restore_scratch(self._slot)
-                    gone = await disarm(self._slot, self.rollout.task, self._seen)
-                    self.left_out = (*self.left_out, *gone)[:MOST_LEFT_OUT]
+                    if scratch:
+                        await self.restore_scratch(self._slot)
+                        await self.disarm(self._slot, self.rollout.task, self._seen)
                     await _start_somewhere(self._slot)
                 return self._slot
 
@@ -230,52 +240,46 @@ class Grading:
         *,
         workspace: str = WORKSPACE,
         programs: Collection[str] = (),
-        new_programs: Collection[str] = (),
-        homes: Collection[str] = (),
+        text: str | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> View:
-        """Return a view of the changes that a check sees: those in the workspace, in `GRADED`, and below `paths`,
-        without those that would decide the result of any check.
+        """Return a view of all changes without those of the table in `tampering.py`, which become labels.
 
-        `programs` names programs and settings that the agent may add or replace; `new_programs` names programs that it
-        may only add. `homes` are the home directories of users other than the slot's own.
+        Changes below `paths`, and to `programs`, are always seen. `text` is what the task tells the agent, by default
+        its messages; `env` are variables that the check sets.
         """
-        only = tuple(dict.fromkeys([*GRADED, workspace, *paths]))
         changes = await self.changes()
-        outside = [change.path for change in changes if not _is_seen(change, only)]
-        if {*only} <= {*GRADED, WORKSPACE}:
-            changes = [change for change in changes if is_below(change.path, only)]
-        # A declared path may contain a symbolic link of the root (/bin to /usr/bin), and a change to a directory above
-        # may remove the declared path, so the rule judges every change, whatever its own path.
-        without = await self._planted(changes, only, workspace, programs, new_programs, homes)
-        self.left_out = (*self._lost, *without, *outside)[:MOST_LEFT_OUT]
-        return View(only if outside else ("/",), without)  # a view that shows everything costs nothing
-
-    async def _planted(
-        self,
-        changes: Sequence[Change],
-        only: Sequence[str],
-        workspace: str,
-        programs: Collection[str],
-        new_programs: Collection[str],
-        homes: Collection[str],
-    ) -> tuple[str, ...]:
-        """Return the paths of the changes that would decide the result of any check."""
-        environment = dict(self.spec.env)
         rule = Rule(
             workspace=workspace,
+            named=tuple(paths),
             programs=frozenset(programs),
-            new_programs=frozenset(new_programs),
-            declared=tuple(path for path in only if path != "/"),
-            directories=frozenset(filter(None, environment.get("PATH", "").split(":"))),
-            homes=frozenset({environment.get("HOME", "/root"), *homes}),
-            text=text_of_task(self.rollout.task),
+            text=text_of_task(self.rollout.task) if text is None else text,
+            env={**dict(self.spec.env), **(env or {})},
         )
-        if not any(map(rule.is_suspect, changes)):
-            return ()
-        async with self.prepared() as before:
-            names = names_in(before)
-            found = await rule.planted(changes, names)
-            self._libraries = await library_directories(names) if CACHE in found else None
+        found: dict[str, str] = {}
+        if any(map(rule.is_suspect, changes)):
+            async with self.prepared() as before:
+                names = names_in(before)
+                found = await rule.left_out(changes, names)
+                self._libraries = await library_directories(names) if CACHE in found else None
+        for label in (REPLACED, SHADOWED):
+            self.note(label, [path for path, its in found.items() if its == label])
+        self.left_out = (*self._lost, *sorted(path for path, label in found.items() if label))[:MOST_LEFT_OUT]
+        return View(("/",), tuple(sorted(found)))
+
+    def note(self, label: str, paths: Sequence[str]) -> None:
+        """Add paths to the evidence of a label."""
+        if paths:
+            self._labels.setdefault(label, {}).update(dict.fromkeys(paths))
+
+    @property
+    def labels(self) -> list[Label]:
+        """What was left out or replaced, as labels."""
+        found = []
+        for name, paths in self._labels.items():
+            shown = ", ".join([*paths][:_MOST_IN_LABEL])
+            more = len(paths) - _MOST_IN_LABEL
+            found.append(Label(name, f"{shown} and {more} more" if more > 0 else shown))
         return found
 
     @asynccontextmanager
@@ -296,16 +300,42 @@ class Grading:
         if view is None:
             task = self.rollout.task
             view = await self.view(task.paths, programs=task.programs)
-            self._seen = [
-                replace(each, path=each.path.removeprefix(CARRIED))
-                for each in await self.changes()
-                if _is_seen(each, view.only) and not is_below(each.path, view.without)
-            ]
+            self._seen = changes_in(view, await self.changes())
         if view == View():
             return sealed
         narrowed = await self.pool.view(sealed, view)
         self._made.append(narrowed)
         return narrowed
+
+    async def disarm(
+        self, slot: Slot, task: Task, changes: Sequence[Change], private: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """Replace links between the work and files of the check, remove `.pth` files with code, and remove directories
+        that are too deep to be examined.
+
+        `changes` are the changes that the slot shows, and `private` the directories of the check. Returns the paths of
+        what was removed or replaced, which become labels too.
+        """
+        deep = {each.path[: 2 * _DEEPEST].rpartition("/")[0] for each in changes if _is_too_deep(each.path)}
+        gone = tuple(sorted(deep))
+        for some in batches(gone):
+            await slot.execute(["rm", "-rf", "--", *some], cwd="/", timeout_s=_COPY_S, spill=False)
+        if gone:
+            changes = [each for each in changes if not is_below(each.path, gone)]
+        starting = [each.path for each in changes if _PTH.fullmatch(each.path) and await _has_code(slot, each)]
+        for path in starting:
+            await slot.remove(path)
+        self.note(SHADOWED, starting)
+        links: tuple[str, ...] = ()
+        # most work has no links, and then the module is not imported
+        if any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1:
+            from palaestra.rollouts.grading.links import detach_links
+
+            links = await detach_links(slot, task, changes, private)
+        self.note("links_to_checks", links)
+        self.note("too_deep", gone)
+        self.left_out = (*starting, *gone, *self.left_out)[:MOST_LEFT_OUT]
+        return (*gone, *starting, *links)
 
     def tools(self, timeout_s: float) -> ToolRuntime:
         """Return a new runtime with all tools for `exec_tool` and `ToolContext`. The tools run in the grading slot."""
@@ -321,13 +351,14 @@ class Grading:
         return made
 
     async def hand_back(self) -> None:
-        """Release the grading slot and let the rollout continue from the graded view. After a live check, it continues
-        in its own slot. The layers of the view stay until `aclose`."""
+        """Release the grading slot and let the rollout continue from its sealed work, with all of it as its changes
+        where the backend can do that. After a live check, it continues in its own slot. The layers stay until
+        `aclose`."""
         slot, self._slot, self._shown = self._slot, None, None
         if slot is not None:
             await self.pool.release(slot)
-        if not self.live and self._made:
-            self.rollout.continue_from(self._made[-1])
+        if not self.live and self._sealed is not None:
+            self.rollout.continue_from(self.pool.continued(self._sealed))
 
     async def aclose(self) -> None:
         """Close the check's tools, release the grading slot and drop its layers. Idempotent."""
@@ -340,36 +371,16 @@ class Grading:
             await self.pool.forget(self._made.pop())
 
 
-def _is_seen(change: Change, only: Sequence[str]) -> bool:
-    """Return whether a change is below one of these paths, or is a directory above one of them that the change does not
-    replace."""
-    above = change.kind == "dir" and not change.opaque and any(is_below(path, [change.path]) for path in only)
-    return above or is_below(change.path, only)
+_PTH = re.compile(r"(?:/usr|.*/\.local)/(?:.*/)?(?:site-packages|dist-packages)/[^/]+\.pth")
 
 
-async def disarm(slot: Slot, task: Task, changes: Sequence[Change]) -> tuple[str, ...]:
-    """Replace links between the work and files of the check, and remove git settings that start programs. Also remove
-    directories that are too deep to be examined.
-
-    `changes` are the changes that the slot shows. Returns the paths of those directories and of the files with such
-    settings.
-    """
-    gone = tuple(sorted({each.path[: 2 * _DEEPEST].rpartition("/")[0] for each in changes if _is_too_deep(each.path)}))
-    for some in batches(gone):
-        await slot.execute(["rm", "-rf", "--", *some], cwd="/", timeout_s=_COPY_S, spill=False)
-    if gone:
-        changes = [each for each in changes if not is_below(each.path, gone)]
-    # most work has neither, and then the modules are not imported
-    if any(_MAYBE_GIT.search(each.path) for each in changes):
-        from palaestra.rollouts.grading.git_settings import remove_git_settings
-
-        # before the links, whose copies are not in `changes`
-        gone += await remove_git_settings(slot, task, changes)
-    if any(each.kind == "symlink" for each in changes) or sum(each.kind == "file" for each in changes) > 1:
-        from palaestra.rollouts.grading.links import detach_links
-
-        await detach_links(slot, task, changes)
-    return gone
+async def _has_code(slot: Slot, change: Change) -> bool:
+    """Return whether Python would run a line of this `.pth` file on start-up. Lines with directories are harmless,
+    because these are searched after all others."""
+    if change.kind != "file":
+        return change.kind == "symlink"
+    text = (await slot.read_bytes(change.path, max_bytes=_MOST_PTH_BYTES)).decode("utf-8", "replace")
+    return any(line.startswith(("import ", "import\t")) for line in text.splitlines())
 
 
 def _is_too_deep(path: str) -> bool:

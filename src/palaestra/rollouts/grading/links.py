@@ -119,12 +119,16 @@ class NamedFiles:
         return found
 
 
-async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> None:
-    """Replace each link of the agent that would make a file of the work and a file of the check one file.
+async def detach_links(
+    slot: Slot, task: Task, changes: Sequence[Change], private: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Replace each link of the agent that would make a file of the work and a file of the check one file. Return the
+    paths of these links.
 
-    `changes` are the changes that the grading slot shows, without paths that are too long to open. Raises `GraderError`
-    if the links cannot be examined.
+    `changes` are the changes that the grading slot shows, without paths that are too long to open. `private` are
+    directories of the check, to which no link may lead. Raises `GraderError` if the links cannot be examined.
     """
+    replaced: list[str] = []
     named = NamedFiles.of(task)
     hard = ("-prune", "-type", "f", "-links", "+1", "-exec", *_DETACHING, "{}", ";")
     for some in batches([each.path for each in changes if each.kind == "file" and named.has(each.path)]):
@@ -141,9 +145,12 @@ async def detach_links(slot: Slot, task: Task, changes: Sequence[Change]) -> Non
         wrong = [
             link
             for link, (kind, _, end) in zip(some, found, strict=True)
-            if named.equates(link, kind, end, with_answers)
+            if named.equates(link, kind, end, with_answers) or is_below(normpath(join(dirname(link), end)), private)
         ]
+        replaced += wrong
         if wrong:
             await slot.execute([*_DETACHING, *wrong], cwd="/", timeout_s=_DETACH_S, spill=False)
     for some in batches(links[_MOST_LINKS:]):
         await slot.execute(["rm", "-f", "--", *some], cwd="/", timeout_s=_DETACH_S, spill=False)
+        replaced += some
+    return tuple(replaced)

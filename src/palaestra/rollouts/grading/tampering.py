@@ -1,154 +1,109 @@
-"""Finds changes with which the agent would decide its own grade, because they take effect before the check's code runs.
+"""The table of changes that a sealed check does not see, because with them the work would decide its own grade.
 
-A check sees only the workspace and the paths that its task declares (`grader.py`). Even below those paths, it does not
-see changes to:
+A check sees everything that the agent left, with two exceptions:
 
-- directories in which shells look for programs, except to programs that the task names
-- files of the loader, and libraries of the root
-- files of the root below `/usr` and `/opt`, except in packages and below paths that the task declares
-- Python's standard library and start-up files, and an installed pytest
-- settings in a home or for the whole system, unless the task names or declares them
-- files whose names begin with `-`, unless the task's messages name them
-- modules in temporary directories with the names of installed ones, unless the task's messages name them
+| exception | files | label |
+|---|---|---|
+| what the image brought to run programs stays as prepared | programs, libraries, modules and their parts: existing
+  files below `/usr`, in the directories of PATH, in directories such as `bin` and `lib` outside of the workspace, and
+  in installed packages; the loader's own files | `programs_replaced` |
+| no addition stands in for one of them by name | new programs in a directory of PATH, libraries in a directory of the
+  loader or of LD_LIBRARY_PATH, modules in Python's own directories, in PYTHONPATH and in temporary directories, and
+  packages, if the image has the name; files that Python runs on start-up | `programs_shadowed` |
 
-Other new files are shown, because a task may ask to install them. The exception is a file that the loader, a compiler
-or an interpreter would prefer to a file of the root.
+Neither holds for a path that the task declares or that its messages name, or for a program or package that the task
+declares or asks to install. Each exception becomes a label, so that no score differs without a stated cause.
 
 Invariant: the decision depends on the paths and kinds of the changes, on the names in the original root and on the
-task's declarations, but never on the content of a file.
+task, but never on the content of a file.
 
-Not covered: a program or package that the task names or asks to install and that the check trusts, and packages of
-interpreters other than Python, Perl and Ruby. An environment whose check runs code of the workspace must isolate that
-code from the check (`suites/grading/run_tests.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
+Not covered: search paths of interpreters other than Python, search paths that a check sets, and modules in the
+directory in which a check starts Python. An environment whose check runs code of the workspace must isolate that code
+from the check (`suites/grading/run_tests.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatch
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from posixpath import join, normpath
 from typing import TypeAlias
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import Task
 from palaestra.sandbox.slot import Change, Slot, View
 
+REPLACED, SHADOWED = "programs_replaced", "programs_shadowed"
+CACHES = ""
+"""In place of a label: files that programs write by themselves. Their absence is not worth a label."""
+
 CACHE = "/etc/ld.so.cache"
-"""The cache in which the loader of the GNU C library first looks up a library's name."""
+"""The cache in which the loader of the GNU C library first looks up a library's name. A check rebuilds it."""
 
 SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108  in the slot
 """Writable directories that are not in a slot's layers."""
 
-_SCRATCH_MODULE = re.compile(
-    r"(?:/\.palaestra-carried)?(?:/tmp|/dev/shm|/var/tmp)/(\w+)"
-    r"((?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so))?"
-)
-"""A module in a temporary directory. Python imports it before all others in a script that a check writes there."""
-
-LOADER = re.compile(
-    r"/etc/(?:ld\.so\.(?:preload|cache|conf|conf\.d(?:/.*)?)|ld-musl-[^/]*\.path|nsswitch\.conf|ssl/openssl\.cnf"
-    r"|perl(?:/.*)?)|.*/gconv/.*",
-    re.DOTALL,
-)
-"""Files that select the libraries of every program, or of programs that look up a user, a cipher or a charset, and the
-settings of Perl."""
+CARRIED = "/.palaestra-carried"
+"""The directory of a sealed workspace with copies of the files in `SCRATCH`."""
 
 PROGRAM_DIRECTORIES = frozenset(
     {
         *("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/local/bin", "/usr/local/sbin", "/root/bin"),
-        *("/root/.local/bin", "/usr/games", "/usr/local/games", "/snap/bin"),
+        *("/root/.local/bin", "/usr/games", "/usr/local/games", "/snap/bin", "/etc/alternatives"),
     }
 )
 """Directories in which shells look for programs, in addition to the slot's own PATH."""
 
-_LINKS = "/etc/alternatives"
+_PROGRAMS = re.compile(
+    r"/(?:usr|s?bin|lib(?:32|64|x32)?|etc/alternatives)(?:/.*)?"
+    r"|/(?!var/|etc/|proc/|tmp/|dev/)(?:.+/)?(?:s?bin|lib(?:32|64|exec)?|include)/.+",
+    re.DOTALL,
+)
+"""Places for programs, libraries, modules and their parts."""
 
-_COMPILERS = frozenset({"gcc", "cc", "g++", "clang", "rustc", "go", "gfortran", "build-essential"})
-_COMPILER_PARTS = frozenset({"as", "ld", "ld.bfd", "ld.gold", "ar", "ranlib", "nm", "cc", "c++", "cpp"})
-"""Programs that compilers start, under all of their usual names."""
+_LOADER = re.compile(
+    r"/etc/(?:ld\.so\.preload|ld-musl-[^/]*\.path|nsswitch\.conf|ssl/openssl\.cnf)|.*/gconv/.*", re.DOTALL
+)
+"""Files that make the loader load libraries into every program, or into programs that look up a user or a cipher."""
 
-_OWN = re.compile(r"/(?:usr/)?lib(?:32|64|x32|exec)?/.+|/usr/share/perl5?/.+", re.DOTALL)
-"""Files that the programs of a root load or start."""
-
-_INSTALLED = re.compile(r"/(?:usr/.+|opt(?:/.+)?)", re.DOTALL)
-"""Files of installed software: parts of programs, and headers, time zones or archives that programs read. An agent may
-add such files. It may replace those of the root only below a path that the task declares."""
-
-_SHARED = re.compile(r"lib.+\.so(?:\..*)?|ld-.*\.so(?:\..*)?", re.DOTALL)
-_SEARCHED = re.compile(
+_LIBRARY = re.compile(r"lib.+\.so(?:\..*)?|ld-.*\.so(?:\..*)?", re.DOTALL)
+_LIBRARIES = re.compile(
     r"(/(?:usr/)?(?:local/)?lib(?:32|64|x32)?(?:/[\w-]+-linux-\w+)?)"
     r"(?:/(?:glibc-hwcaps|tls|haswell|avx512_1|x86_64)(?:/.*)?)?",
     re.DOTALL,
 )
 """A default directory of the loader, and the directories below it that the loader prefers on some machines."""
-
-_SCRIPTS = (
-    (
-        re.compile(r"/usr/(?:share|lib/[\w-]+)/perl5(?:/[\d.]+)?/(.+)", re.DOTALL),
-        ("/usr/lib/*/perl-base", "/usr/lib/*/perl/*", "/usr/share/perl/*"),
-    ),
-    (
-        re.compile(
-            r"/usr/(?:local/lib/site_ruby|lib/ruby/vendor_ruby)(?:/[\d.]+)?(?:/[\w-]+-linux[\w-]*)?/(.+)", re.DOTALL
-        ),
-        ("/usr/lib/ruby/[0-9]*",),
-    ),
-)
-"""For Perl and for Ruby: a pattern for modules in the directories that are searched before the standard library, and
-the directories of the standard library."""
-
-_SETTINGS = re.compile(
-    r"/etc/(?:magic(?:\.mime)?|sqliterc|inputrc|wgetrc|npmrc|curlrc|gitconfig|gdb(?:/.*)?)"
-    r"|/usr/share/(?:misc|file|awk|terminfo|bc)/.*|/usr/local/(?:share|lib(?:/[\w-]+)?)/perl5?/.*",
-    re.DOTALL,
-)
-"""System-wide settings and modules that programs load automatically. Sources: their manual pages, section FILES."""
-
-_HOMES = re.compile(r"^(?:/root|/home/[^/]+)(?=/)")
-_HOME_MODULES = frozenset({"node_modules", "node_libraries", "perl5", "R", "go", "bin"})
-"""Directories of a home in which interpreters and shells look for code, apart from those with a leading dot."""
-
-_HEADERS = re.compile(r"/usr/local/include/(.+)", re.DOTALL)
-
 _MULTIARCH = re.compile(r"[\w]+-linux-\w+")
-_SYSTEM = frozenset(
-    {"/etc", "/usr", "/usr/local", "/usr/local/lib", "/usr/libexec", "/etc/alternatives", "/usr/share"}
-    | {f"{at}/lib{kind}" for at in ("", "/usr") for kind in ("", "32", "64", "x32")}
-) | {each for each in PROGRAM_DIRECTORIES if not each.startswith("/root")}
-"""Directories above protected paths. Replacing one of them replaces everything in it."""
 
-_SEARCH_PATHS = re.compile(
-    r"/usr/(?:local/)?lib(?:32|64)?/(?:python[\d.]*(?:/(?:site|dist)-packages)?|site_ruby(?:/.*)?|.*perl5?(?:/[\d.]+)?)"
-    r"|/usr/(?:local/)?share/perl5?(?:/[\d.]+)?|/usr/share/(?:misc|file|awk|terminfo|bc)|/usr/local/include"
-    r"|/etc/(?:perl|gdb|ld\.so\.conf\.d)|.*/gconv",
+_STANDARD = re.compile(r"/.*lib(?:32|64)?/python3\.\d+(?:/lib-dynload)?")
+_SITE = re.compile(r"(.*/(?:site-packages|dist-packages))/([^/]+).*", re.DOTALL)
+_STARTS = re.compile(
+    r".*/(?:sitecustomize|usercustomize)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)"
+    r"|(?:/|/usr|/usr/local|/root/\.local)?(?:/s?bin)?/(?:pyvenv\.cfg|pybuilddir\.txt)|.*/lib(?:32|64)?/python\d+\.zip"
+    r"|.*/s?bin/lib(?:32|64)?/python.*",
     re.DOTALL,
 )
-"""Directories in which programs look for modules and settings. A link in place of one redirects the search."""
+"""Files that Python runs on start-up, and places in which it looks for another standard library first."""
+_MODULE = re.compile(r"(\w+)(?:/__init__)?(?:\.[\w-]+)*\.(?:py|pyc|so)")
+_VENV_PROGRAM = re.compile(r"(?:python|pip)[\d.]*")
 
-_STANDARD = re.compile(
-    r"(/(?:usr/(?:local/)?|opt/(?:.+/)?)?lib(?:32|64)?/python3\.\d+)/(?!site-packages/|dist-packages/)(.+)", re.DOTALL
+_INSTALLS = re.compile(
+    r"\b(?:re)?(?:install|upgrade|downgrade|replace)(?:s|d|ed|ing)?\s+((?:[^\s.;]+\s+){0,3}[^\s;]+)", re.IGNORECASE
 )
-_PYTHON = re.compile(r"/(?:site-packages|dist-packages|python3?(?:\.\d+)?)/")
-_SITE = re.compile(r"(.*/(?:site-packages|dist-packages))/([^/]+).*", re.DOTALL)
-_PACKAGES = re.compile(r"/(?:site-packages|dist-packages|node_modules|gems|site-library)/")
-"""Directories into which users install packages."""
-
-PYTHON_STARTS = frozenset({"sitecustomize", "usercustomize"})
-_HOME_OF_PYTHON = re.compile(r"(?:/|/usr|/usr/local|/root|/root/\.local)?(?:/s?bin)?/(?:pyvenv\.cfg|pybuilddir\.txt)")
-_BEFORE_STANDARD = re.compile(r".*/lib(?:32|64)?/python\d+\.zip|.*/s?bin/lib(?:32|64)?/python.*", re.DOTALL)
-"""Places in which Python looks for its standard library before the real location."""
-
-_HOOKS = frozenset({"_distutils_hack", "apport", "apport_python_hook"})
-"""Packages that the Python start-up files of Linux distributions import."""
-
-_TESTING = frozenset(
-    {"_pytest", "exceptiongroup", "iniconfig", "packaging", "pluggy", "py", "pygments", "pytest", "tomli"}
+"""A request to install something, and the four words that follow."""
+_PATH = re.compile(r"(?<![\w.:/~$}>-])(?:/[\w.+@%-]+)+")
+_TOO_WIDE = frozenset(
+    {
+        *("/", "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib64", "/media", "/mnt", "/opt", "/proc", "/root"),
+        *("/run", "/sbin", "/srv", "/sys", "/usr", "/usr/bin", "/usr/include", "/usr/lib", "/usr/local"),
+        *("/usr/local/bin", "/usr/local/lib", "/usr/local/sbin", "/usr/sbin", "/usr/share", "/usr/src", "/var"),
+        *("/var/lib", "/var/cache", "/etc/alternatives", "/root/.local", "/root/.local/bin"),
+    }
 )
-"""pytest and the packages that it imports before the tests."""
-
+"""Directories that texts often mention although the task is not about everything in them."""
 
 _AT_ONCE = 200
 """The maximum number of paths per command."""
@@ -187,6 +142,11 @@ def text_of_task(task: Task) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
+def paths_in(text: str) -> set[str]:
+    """Return the absolute paths that a text names, without those that texts often mention in passing."""
+    return {path.rstrip(".") for path in _PATH.findall(text)} - _TOO_WIDE
+
+
 def batches(paths: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield the paths in parts that fit into one command, because the kernel limits a command's arguments."""
     return (paths[start : start + _AT_ONCE] for start in range(0, len(paths), _AT_ONCE))
@@ -198,13 +158,9 @@ def is_below(path: str, tops: Iterable[str]) -> bool:
 
 
 def changes_in(view: View, changes: Iterable[Change]) -> list[Change]:
-    """Return the changes that a view shows."""
-    return [each for each in changes if is_below(each.path, view.only) and not is_below(each.path, view.without)]
-
-
-def _in_site(path: str) -> bool:
-    match = _SITE.fullmatch(path)
-    return match is not None and _distribution(match[2]) in _HOOKS | _TESTING
+    """Return the changes that a view shows, with the paths that they have while the check runs."""
+    shown = [each for each in changes if is_below(each.path, view.only) and not is_below(each.path, view.without)]
+    return [Change(each.path.removeprefix(CARRIED), each.kind, each.opaque) for each in shown]
 
 
 def _distribution(name: str) -> str:
@@ -212,220 +168,181 @@ def _distribution(name: str) -> str:
     return re.split(r"[-.]", name, maxsplit=1)[0].lower()
 
 
-def _starts_python(path: str, workspace: str) -> bool:
-    """Return whether Python runs this file on start-up and the file is outside the workspace. A directory `.local` in
-    the workspace counts as outside."""
-    whole = PurePosixPath(path)
-    inside = workspace != "/" and whole.is_relative_to(workspace) and ".local" not in whole.parts
-    if inside:
-        return False
-    if path.endswith(".pth"):
-        return _PYTHON.search(path) is not None
-    python = whole.suffix in (".py", ".pyc", ".so")
-    return python and not PYTHON_STARTS.isdisjoint((whole.name.partition(".")[0], whole.parent.name))
-
-
 @dataclass(slots=True)
 class Rule:
-    """Decides which changes a check does not see.
+    """Applies the table.
 
-    `workspace` is the agent's working directory. `programs` may be added and replaced, `new_programs` only added.
-    `declared` are the paths whose changes a check sees, except `/`. `directories` are those of the slot's PATH, and
-    `homes` are the home directories of its users. `text` is that of the task's messages.
+    `workspace` is the agent's working directory. What is below the paths `named`, and the `programs`, may be replaced.
+    `text` is that of the task's messages. `env` are the variables with which the check's programs run.
     """
 
     workspace: str
+    named: Sequence[str] = ()
     programs: frozenset[str] = frozenset()
-    new_programs: frozenset[str] = frozenset()
-    declared: Sequence[str] = ()
-    directories: frozenset[str] = frozenset()
-    homes: frozenset[str] = frozenset({"/root"})
     text: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
     _names: Names = _no_names
+    _packages: frozenset[str] | None = None
+    _named: tuple[str, ...] = ()
+    _asked: frozenset[str] = frozenset()
+    _searched: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        above = [self.workspace, *map(str, PurePosixPath(self.workspace).parents)]
+        self._named = tuple(({*self.named} | paths_in(self.text)).difference(above))
+        words = [word for found in _INSTALLS.findall(self.text) for word in found.split()]
+        self._asked = frozenset(word.strip("`'\",.()*") for word in words)
+        self._searched = {
+            name: frozenset(normpath(join(self.workspace, each)) for each in self.env.get(name, "").split(":") if each)
+            for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
+        }
+
+    @property
+    def _directories(self) -> frozenset[str]:
+        """The directories in which programs are found."""
+        return PROGRAM_DIRECTORIES | self._searched["PATH"]
 
     def is_suspect(self, change: Change) -> bool:
         """Return whether the change may have to be left out of the graded view. If no change is suspect, the original
         root need not be read."""
         path = str(PurePosixPath("/", change.path))
-        if self._is_option(path):
-            return True
         if change.kind == "dir" and not change.opaque:
             return False  # its entries are separate changes
-        if self._is_place(path) or self._hidden_by(change) or self._scratch_module(path, change.kind):
+        at = path.removeprefix(CARRIED)
+        if path == CACHE or self._is_brought(path) or self._module(at, change.kind) or self._hidden_by(change):
             return True
-        if self._is_program(path) or path.rpartition("/")[0] == _LINKS or self._in_home(path):
+        folder = path.rpartition("/")[0]
+        if any({path, folder} & places for places in (self._directories, *self._searched.values())):
             return True
-        patterns = (LOADER, _OWN, _INSTALLED, _BEFORE_STANDARD, _HOME_OF_PYTHON, _SETTINGS)
-        matches = any(pattern.fullmatch(path) for pattern in patterns)
-        return matches or _starts_python(path, self.workspace) or _in_site(path)
+        return any(pattern.fullmatch(path) for pattern in (_LOADER, _STARTS, _SITE))
 
-    async def planted(self, changes: Sequence[Change], names: Names) -> tuple[str, ...]:
-        """Return the sorted paths of `changes` to leave out of the graded view. `names` lists the root's original
-        directories."""
-        self._names = names
-        suspects = list(filter(self.is_suspect, changes))
-        found = {change.path for change in suspects if await self._leaves_out(change)}
-        return tuple(sorted(found.union(*map(self._hidden_by, suspects))))
+    async def left_out(self, changes: Sequence[Change], names: Names) -> dict[str, str]:
+        """Return the paths of `changes` to leave out of the graded view, each with its label. `names` lists the root's
+        original directories."""
+        self._names, self._packages = names, None
+        found: dict[str, str] = {}
+        for change in filter(self.is_suspect, changes):
+            label = await self._label(change)
+            if label is not None:
+                found[change.path] = label
+            found |= dict.fromkeys(self._hidden_by(change), REPLACED)
+        return found
 
-    async def _leaves_out(self, change: Change) -> bool:
+    async def _label(self, change: Change) -> str | None:
         path = str(PurePosixPath("/", change.path))
         folder, _, name = path.rpartition("/")
-        if self._is_option(path):
-            return True
-        module = self._scratch_module(path, change.kind)
-        if module in sys.stdlib_module_names or (module and module.lower() in await self._packages()):
-            return True
-        if self._is_place(path):
-            return change.kind not in ("dir", "deleted") or await self._has(path)
-        if self._is_program(path) or folder == _LINKS:
-            return not (name in self.programs or await self._is_new_program(name))
-        if _SETTINGS.fullmatch(path) or self._in_home(path):
-            return name.removeprefix(".") not in self.programs and name not in self.programs
-        if header := _HEADERS.fullmatch(path):
-            return await self._has(f"/usr/include/{header[1]}")
-        always = (LOADER, _BEFORE_STANDARD, _HOME_OF_PYTHON)
-        if any(pattern.fullmatch(path) for pattern in always) or _starts_python(path, self.workspace):
-            return True
-        if _PACKAGES.search(f"{path}/"):
-            return _in_site(path) and await self._has_package(path)
-        installed = _INSTALLED.fullmatch(path) and not is_below(path, self.declared)
-        if _STANDARD.fullmatch(path) and (installed or not path.startswith("/opt/")):
-            return await self._shadows_module(path)
-        kept = installed or _OWN.fullmatch(path)
-        if (kept and await self._has(path)) or await self._shadows_script(path):
-            return True
-        return _SHARED.fullmatch(name) is not None and await self._shadows_library(path, name)
+        if path == CACHE:
+            return CACHES
+        if self._is_named(path, name):
+            return None
+        if _LOADER.fullmatch(path):
+            return REPLACED
+        inside = self._is_work(path)
+        if "/__pycache__/" in path and not inside and self._is_brought(path):
+            return CACHES
+        if _STARTS.fullmatch(path) and (not inside or "PYTHONPATH" in self.env or ".local" in path.split("/")):
+            return SHADOWED if change.kind != "deleted" else REPLACED
+        if (site := _SITE.fullmatch(path)) and not inside:
+            return await self._of_package(site[1], site[2], path)
+        if self._is_brought(path) and await self._has(path):
+            return REPLACED
+        if change.kind not in ("file", "symlink"):
+            return None
+        return SHADOWED if await self._stands_in(path.removeprefix(CARRIED), folder, name, change.kind) else None
 
-    def _is_option(self, path: str) -> bool:
-        """Return whether programs that are called with `*` take the file's name for an option, and the task's messages
-        do not name the file."""
-        name = path.rpartition("/")[2]
-        return name.startswith("-") and name not in self.text
+    def _is_work(self, path: str) -> bool:
+        return self.workspace != "/" and is_below(path, (self.workspace,))
 
-    def _scratch_module(self, path: str, kind: str) -> str:
-        """Return the name of the Python module that a change adds to a temporary directory. Return an empty string if
-        there is none or the task's messages name its file."""
-        match = _SCRATCH_MODULE.fullmatch(path)
-        if match is None or not (match[2] or kind == "symlink"):
-            return ""
-        return "" if (f"{match[1]}.py" if match[2] else f"/{match[1]}") in self.text else match[1]
+    def _is_brought(self, path: str) -> bool:
+        """Return whether an existing file of this path is what the image brought to run programs."""
+        if self._is_work(path):
+            return False
+        return _PROGRAMS.fullmatch(path) is not None or is_below(path, self._directories)
 
-    def _is_program(self, path: str) -> bool:
-        """Return whether the path is in a directory where shells look for programs."""
-        return self._has_programs(path.rpartition("/")[0])
-
-    def _has_programs(self, folder: str) -> bool:
-        """Return whether shells look for programs in the folder: a usual program directory, or a directory of PATH
-        outside the workspace."""
-        inside = self.workspace != "/" and is_below(folder, (self.workspace,))
-        return folder in PROGRAM_DIRECTORIES or (folder in self.directories and not inside)
-
-    def _is_place(self, path: str) -> bool:
-        """Return whether programs look for other programs, modules or settings in this directory or below it."""
-        if path in _SYSTEM or path in self.homes or self._has_programs(path):
+    def _is_named(self, path: str, name: str) -> bool:
+        """Return whether the task declares or names a path, or a program or package of this name. The workspace and the
+        directories above it do not count."""
+        if is_below(path, self._named):
             return True
-        return _SEARCH_PATHS.fullmatch(path) is not None
+        site = _SITE.fullmatch(path)
+        wanted = {name, _distribution(site[2])} if site else {name}
+        return not wanted.isdisjoint(self.programs | self._asked)
 
     def _hidden_by(self, change: Change) -> tuple[str, ...]:
-        """Return the directories of PATH, and the home, that are hidden because this change removed or replaced a
-        directory above them."""
+        """Return the directories of PATH that are hidden because this change removed or replaced a directory above
+        them."""
         if change.kind == "dir" and not change.opaque:
             return ()
-        places = sorted({*filter(self._has_programs, self.directories), *self.homes})
+        places = sorted(each for each in self._searched["PATH"] if not self._is_work(each))
         return tuple(place for place in places if place.startswith(f"{change.path}/"))
-
-    def _in_home(self, path: str) -> bool:
-        """Return whether a path holds settings or modules in a home, and the task does not declare that path."""
-        for home in [*self.homes, *_HOMES.findall(path)]:
-            if home == "/" or not path.startswith(f"{home}/"):
-                continue
-            inside = path[len(home) + 1 :]
-            if inside.startswith(".") or inside.partition("/")[0] in _HOME_MODULES:
-                return not is_below(path, [each for each in self.declared if each.startswith(f"{home}/")])
-        return False
-
-    async def _is_new_program(self, name: str) -> bool:
-        """Return whether the root lacks this program, and the task names it, a part of its name (`gcc` of
-        `x86_64-linux-gnu-gcc-12`) or a compiler that starts it."""
-        wanted = self.new_programs & {name, *re.split(r"[-.]", name)}
-        if self.new_programs & _COMPILERS and name in _COMPILER_PARTS:
-            wanted = frozenset({name})
-        return bool(wanted) and not await self._exists(name)
-
-    async def _exists(self, name: str) -> bool:
-        return any([name in await self._names(each) for each in sorted(PROGRAM_DIRECTORIES | self.directories)])
 
     async def _has(self, path: str) -> bool:
         folder, _, name = path.rpartition("/")
         return name in await self._names(folder or "/")
 
-    async def _shadows_library(self, path: str, name: str) -> bool:
-        """Return whether the loader would load this file in place of a library of the root."""
-        if await self._has(path):
+    async def _of_package(self, site: str, entry: str, path: str) -> str | None:
+        """Return the label of a change to a package that the image has, in this or another site directory of its
+        interpreters. The whole package stays as prepared, since a mixture of two versions would not work."""
+        if not (re.match(r"/usr/|.*/\.local/lib/", site) or await self._has(site)):
+            return None  # of an interpreter that the agent installed
+        if _distribution(entry) in await self._image_packages() or entry in await self._names(site):
+            return REPLACED if await self._has(path) else SHADOWED
+        return None
+
+    async def _stands_in(self, path: str, folder: str, name: str, kind: str) -> bool:
+        """Return whether programs would take a new file in place of a file of the image."""
+        searched = {place for places in self._searched.values() for place in places} | self._directories
+        if path in searched and kind == "symlink":
             return True
-        match = _SEARCHED.fullmatch(path.rpartition("/")[0])
-        if match is None:
+        if folder in self._directories and not ("venv" in self.text and _VENV_PROGRAM.fullmatch(name)):
+            return await self._exists(name, self._directories) and not await self._has(path)
+        if _LIBRARY.fullmatch(name) and await self._shadows_library(folder, name):
+            return True
+        if _STANDARD.fullmatch(folder) and not self._is_work(path):
+            stems = {each.partition(".")[0] for each in await self._names(folder)}
+            return name.partition(".")[0] in stems
+        module = self._module(path, kind)
+        known = module in sys.stdlib_module_names or module.lower() in await self._image_packages()
+        return bool(module) and known and f"{module}.py" not in self.text and not await self._has(path)
+
+    async def _exists(self, name: str, places: Iterable[str]) -> bool:
+        return any([name in await self._names(each) for each in sorted(places)])
+
+    async def _shadows_library(self, folder: str, name: str) -> bool:
+        """Return whether the loader would load a new file in place of a library of the root."""
+        if folder in self._searched["LD_LIBRARY_PATH"]:
+            own = folder
+        elif match := _LIBRARIES.fullmatch(folder):
+            musl = any(each.startswith("ld-musl") for each in await self._names("/lib"))
+            if match[1].startswith("/usr/local/") and match[0] == match[1] and not musl:
+                return False  # the check's loader cache lists the root's own directories first
+            own = ""
+        else:
             return False
-        local = match[1].startswith("/usr/local/")
-        if local and match[0] == match[1] and not any(each.startswith("ld-musl") for each in await self._names("/lib")):
-            return False  # the check's loader cache lists the root's own directories first
-        return any([name in await self._names(each) for each in await library_directories(self._names)])
+        return await self._exists(name, [each for each in await library_directories(self._names) if each != own])
 
-    async def _shadows_script(self, path: str) -> bool:
-        """Return whether Perl or Ruby would load this file in place of a module of the root's standard library."""
-        for pattern, standard in _SCRIPTS:
-            if match := pattern.fullmatch(path):
-                return any(
-                    [await self._has(f"{place}/{match[1]}") for each in standard for place in await self._at(each)]
-                )
-        return False
+    def _module(self, path: str, kind: str) -> str:
+        """Return the name of the module that a change adds to a directory of PYTHONPATH or to a temporary directory,
+        where Python finds it first if a check writes a script there; empty if it adds none."""
+        for place in (*self._searched["PYTHONPATH"], *SCRATCH, "/var/tmp"):  # noqa: S108  in the slot
+            if path.startswith(f"{place}/"):
+                inside = path[len(place) + 1 :]
+                if match := _MODULE.fullmatch(inside):
+                    return match[1]
+                return inside if kind == "symlink" and inside.isidentifier() else ""
+        return ""
 
-    async def _at(self, pattern: str) -> list[str]:
-        """Return the directories of the root that match a pattern with `*` in place of a name."""
-        found = ["/"]
-        for part in PurePosixPath(pattern).parts[1:]:
-            if "*" not in part:
-                found = [f"{place.rstrip('/')}/{part}" for place in found]
-            else:
-                found = [
-                    f"{place}/{name}" for place in found for name in await self._names(place) if fnmatch(name, part)
-                ]
-        return found
-
-    async def _shadows_module(self, path: str) -> bool:
-        """Return whether Python would import this file in place of a module of the root's standard library."""
-        match = _STANDARD.fullmatch(path)
-        assert match is not None
-        place, parts = match[1], match[2].split("/")
-        for depth, part in enumerate(parts):
-            names = await self._names(place)
-            if part in names and depth < len(parts) - 1 and part != "__pycache__":
-                place = f"{place}/{part}"
-                continue
-            names |= await self._names(match[1]) if part == "lib-dynload" or place.endswith("/lib-dynload") else set()
-            if part == "__pycache__" and depth < len(parts) - 1:
-                part = parts[depth + 1]
-            return part.partition(".")[0] in {name.partition(".")[0] for name in names}
-        return False
-
-    async def _has_package(self, path: str) -> bool:
-        """Return whether the root has the package of this path, in this or another site directory, and either uses the
-        package on start-up or has pytest."""
-        match = _SITE.fullmatch(path)
-        assert match is not None
-        had = {*map(_distribution, await self._names(match[1])), *await self._packages()}
-        package = _distribution(match[2])
-        return package in had and (package in _HOOKS or "_pytest" in had)
-
-    async def _packages(self) -> set[str]:
-        """Return the packages in the site directories of the root."""
-        found: set[str] = set()
-        for at in ("/usr/lib", "/usr/local/lib"):
-            for python in await self._names(at):
-                if python.startswith("python3"):
-                    found |= await self._names(f"{at}/{python}/site-packages")
-                    found |= await self._names(f"{at}/{python}/dist-packages")
-        return set(map(_distribution, found))
+    async def _image_packages(self) -> frozenset[str]:
+        """Return the names of the packages in the site directories of the root."""
+        if self._packages is None:
+            found: set[str] = set()
+            for at in ("/usr/lib", "/usr/local/lib"):
+                for python in await self._names(at):
+                    if python.startswith("python3"):
+                        found |= await self._names(f"{at}/{python}/site-packages")
+                        found |= await self._names(f"{at}/{python}/dist-packages")
+            self._packages = frozenset(map(_distribution, found))
+        return self._packages
 
 
 async def library_directories(names: Names) -> list[str]:

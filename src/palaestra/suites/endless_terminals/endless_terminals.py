@@ -22,12 +22,12 @@ from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
-from palaestra.rollouts.grading.grader import MOST_LEFT_OUT, SEALED, Grading, disarm
+from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
+from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.endless_terminals.checks.all_checks import faults, first_fault, live_faults
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
@@ -37,7 +37,6 @@ from palaestra.suites.endless_terminals.task_folders import (
     TESTS_DIR,
     FolderTask,
     folder_scope,
-    graded_view,
     prepare_folder,
     read_folder,
     score_folder,
@@ -51,7 +50,6 @@ from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import HOST, TaskRoot, TaskRoots
-from palaestra.suites.terminal_bench.verifier_files import ShadowScope, find_shadows, remove_links
 
 
 class EndlessTerminalsEnvConfig(ListedEnvConfig):
@@ -229,22 +227,11 @@ class EndlessEnvironment(ContractEnvironment):
 
             return _score(task, await live_faults(task.final, await grading.slot(), sealed))
         known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
-        named = graded_view(task.item)
-        rule = await grading.view(named.only)  # leaves out settings in the home that programs of the tests would load
-        view = View(named.only, (*named.without, *rule.without))
-        slot = await grading.slot(view)
-        seen = changes_in(view, await grading.changes())
         scope = folder_scope(task.item)
-        about = ShadowScope(WORKSPACE, scope.paths, scope.words, (), "/tmp")  # noqa: S108  in the slot
-        code = task.item.final_tests
-        if shadows := await find_shadows(slot, seen, "", dict(grading.spec.env), about, grading.prepared, code):
-            await grading.restart()
-            view = View(view.only, (*view.without, *shadows))
-            slot = await grading.slot(view)
-            seen = changes_in(view, seen)
-        await remove_links(slot, seen, "/tmp", (TESTS_DIR,))  # noqa: S108  in the slot
-        gone = await disarm(slot, replace(rollout.task, programs=tuple(scope.words)), seen)
-        grading.left_out = (*gone, *grading.left_out)[:MOST_LEFT_OUT]
+        table = await grading.view(scope.paths, workspace=HOME, text=task.item.prompt)
+        view = View(table.only, (*table.without, TESTS_DIR))
+        slot = await grading.slot(view)
+        await grading.disarm(slot, rollout.task, changes_in(view, await grading.changes()), (TESTS_DIR,))
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
 
 

@@ -25,8 +25,7 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import Score
-from palaestra.rollouts.grading.grader import GRADED
-from palaestra.sandbox.slot import Rung, Slot, View
+from palaestra.sandbox.slot import Rung, Slot
 from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from palaestra.suites.grading.toolchain import Toolchain
@@ -43,9 +42,6 @@ _ROOT_ENDINGS = ("", ".tar", ".tar.gz")
 
 HOME = "/home/user"
 """The working directory of the recipe's tasks."""
-
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/root", f"{HOME}/.local")
-"""Programs, libraries and settings of the system, which tests always see in their prepared state."""
 
 TESTS_DIR = "/tmp/palaestra-tests"  # noqa: S108  in the slot
 _TEST_FILE = "test_state.py"
@@ -188,12 +184,6 @@ async def prepare_folder(task: FolderTask, slot: Slot, toolchain: Toolchain, tim
 def folder_scope(task: FolderTask) -> TaskScope:
     """Return the paths and words that the texts of a task name."""
     return scope_of([task.prompt, task.final_tests, task.solution or ""], HOME)
-
-
-def graded_view(task: FolderTask) -> View:
-    """Return the part of an agent's changes that tests see: the user's home, the workspace, and paths that the task
-    names."""
-    return View((HOME, *GRADED, *(path for path in folder_scope(task).paths if path != "/")), _SYSTEM)
 
 
 async def score_folder(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON, Score, number, numbers
@@ -34,16 +35,29 @@ def single(rewards: Mapping[str, float]) -> float:
 
 
 def step_rewards(score: Score) -> Mapping[str, float]:
-    """Return the rewards of a step by name. If tampering was detected, all rewards are 0. A step that the work broke
-    has only one reward, which is 0."""
+    """Return the rewards of a step by name. If a label is certain, all rewards are 0. A step that the work broke has
+    only one reward, which is 0."""
     rewards: Mapping[str, float] = score.detail.get("rewards", {REWARD: score.reward})
-    return dict.fromkeys(rewards, 0.0) if score.detail.get("tampering") else rewards
+    return dict.fromkeys(rewards, 0.0) if any(label.certain for label in score.labels) else rewards
+
+
+def official_rewards(score: Score) -> Mapping[str, float]:
+    """Return the rewards of a step by the benchmark's protocol, by name."""
+    rewards: Mapping[str, float] = score.detail.get("official_rewards", score.detail.get("rewards"))
+    return {REWARD: score.reward} if rewards is None else rewards
 
 
 def falls_short(step: TaskStep, score: Score) -> bool:
-    """Return whether a reward for which the step sets a minimum is missing or below this minimum."""
-    rewards = step_rewards(score)
+    """Return whether an official reward for which the step sets a minimum is missing or below this minimum."""
+    rewards = official_rewards(score)
     return any(rewards.get(name, float("-inf")) < minimum for name, minimum in step.min_reward.items())
+
+
+def _combined(task: TerminalTask, found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    if task.reward_strategy == FINAL:
+        return dict(found[-1])
+    names = {name: None for each in found for name in each}
+    return {name: sum(each.get(name, 0.0) for each in found) / len(found) for name in names}
 
 
 def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
@@ -52,14 +66,10 @@ def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
     The result contains the rewards of the last step, or the mean of each reward over the steps, by name. A reward that
     a step lacks counts as 0.
     """
-    found = [step_rewards(score) for score in scores]
-    if task.reward_strategy == FINAL:
-        rewards = dict(found[-1])
-    else:
-        names = {name: None for each in found for name in each}
-        rewards = {name: sum(each.get(name, 0.0) for each in found) / len(found) for name in names}
+    rewards = _combined(task, [step_rewards(score) for score in scores])
+    official = _combined(task, [official_rewards(score) for score in scores])
     steps = [
-        {"name": step.name, "reward": score.reward, **score.detail}
+        {"name": step.name, "reward": single(step_rewards(score)), **score.detail}
         for step, score in zip(task.steps, scores, strict=False)
     ]
     detail: dict[str, JSON] = {
@@ -67,11 +77,16 @@ def combine_scores(task: TerminalTask, scores: Sequence[Score]) -> Score:
         "steps": steps,
         "output": scores[-1].detail.get("output", ""),
         "exit_status": scores[-1].detail.get("exit_status"),
-        "tampering": next((score.detail["tampering"] for score in scores if score.detail.get("tampering")), None),
+        "official_rewards": official,
         "category": task.category,
     }
     metrics = {"steps_verified": float(len(scores)), "steps_total": float(len(task.steps)), **rewards}
-    return Score(single(rewards), {**numbers(detail), **metrics}, detail)
+    labels = [
+        replace(label, evidence=f"step {step.name}: {label.evidence}", certain=False)  # the step's reward is 0 already
+        for step, score in zip(task.steps, scores, strict=False)
+        for label in score.labels
+    ]
+    return Score(single(rewards), {**numbers(detail), **metrics}, detail, single(official), labels)
 
 
 def _decoded(data: bytes, name: str) -> str:

@@ -1,18 +1,23 @@
 """Prepare and grade terminal tasks.
 
-When the agent stops, its processes are killed and the verifier runs in a fresh slot over its work. The agent never had
-access to the tests or the verdict. In the fresh slot, paths that could influence the verifier have the content that the
-image has (`verifier_files.py`), files in `/tmp` are copied from the agent's slot, and links between files that the
-instruction names and others become copies (`rollouts/grading/links.py`). A task about a running service is
-graded in the agent's own slot.
+When the agent stops, its work is copied as it is, and then the verifier runs in the agent's own slot: all files and
+processes as the agent left them, and the verifier's files put in only now. That is the protocol of Terminal-Bench and
+Harbor for a verifier that shares the agent's container, and its reward is the `official` one. For work that it pays,
+the verifier runs once more in the guarded view: a fresh slot over the copy, in which what the image brought to run
+programs is as prepared (`rollouts/grading/tampering.py`), links to the verifier's files are removed, and pytest loads
+no settings of the agent for the verifier's tests. The reward is the lower one of both, and labels name what differs.
+Then a round with falsified tests follows (`verifier.py`).
+
+Work that is a running service has no processes in the guarded view. A task that is graded live is verified only in the
+agent's own slot. So is work with live processes if the task's texts are about a service and the agent changed nothing
+that the image brought to run programs.
 
 A task with several steps is one conversation in one workspace, with a verdict after every step. The order is that of
 Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
-agent gets the instruction, then the verifier runs. A reward below `min_reward` ends the rollout. After each step, the
-workspace is saved and graded separately, and the agent continues in a fork of the saved workspace. A task that is
-graded live, in the agent's slot, keeps a single slot, and the verifier's files are removed from it between steps. The
-conversation continues from step to step, which Harbor calls resuming; each step has the turns and the time of a
-rollout.
+agent gets the instruction, then the verifier runs. An official reward below `min_reward` ends the rollout. After each
+step, the agent continues in a fork of the work as it was before the verifier ran. A task that is graded live, in the
+agent's slot, keeps a single slot, and the verifier's files are removed from it between steps. The conversation
+continues from step to step, which Harbor calls resuming; each step has the turns and the time of a rollout.
 """
 
 from __future__ import annotations
@@ -25,19 +30,18 @@ import shlex
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from posixpath import basename
 
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
-from palaestra.core.errors import InfraError, PrepareError
+from palaestra.core.errors import GraderError, InfraError, PrepareError
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
-from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading, disarm
-from palaestra.rollouts.grading.tampering import changes_in, is_below
+from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
+from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Change, Slot, SlotSpec, View
+from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.images.agent_user import start_in, tools_of_user
@@ -66,24 +70,32 @@ from palaestra.suites.terminal_bench.terminal_task import (
     TerminalTask,
 )
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
-from palaestra.suites.terminal_bench.verifier import SYSTEM_PATH, VerifierSetup, find_tampering, test_files, verify
+from palaestra.suites.terminal_bench.verifier import (
+    SYSTEM_PATH,
+    GradedViews,
+    VerifierSetup,
+    VerifierVerdict,
+    falsified,
+    test_files,
+    verify,
+)
 from palaestra.suites.terminal_bench.verifier_files import (
+    ALWAYS_HIDDEN,
     HARNESS_DIR,
-    ShadowScope,
     changed_conftests,
-    find_shadows,
+    copies_tests,
     hidden_paths,
     ignored_settings,
-    remove_links,
-    restore_prepared,
     script_name,
-    with_settings,
+    starts_inline_python,
 )
 
-CARRIED = "/.palaestra-tmp"
-"""The copy of `/tmp` in a saved workspace, because saved file systems do not contain `/tmp`."""
+_ABOUT_SERVICES = re.compile(
+    r"\b(?:servers?|services?|daemons?|ports?|localhost|127\.0\.0\.1|listen\w*|sockets?|https?://|nohup|setsid)\b",
+    re.IGNORECASE,
+)
+"""Signs that a task is about a running service."""
 
-_COPY_S = 300.0
 _MOST_TEXT_BYTES = 1 << 20
 _SETUP_S = 600.0
 
@@ -130,6 +142,28 @@ class PreparedSlot:
     dependencies: tuple[str, ...]
     out_of_reach: frozenset[str]
     home: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The result of a verifier's run and the round with falsified tests. `verdict` is None if the run gave none.
+
+    If `decides`, the verdict of the agent's own slot is also the guarded one, unless the guarded view lacks something
+    that programs use. `hidden` are the agent's changes that the view lacks, and `processes` the number that ran at the
+    end.
+    """
+
+    verdict: VerifierVerdict | None
+    labels: Sequence[Label]
+    uncontrolled: Sequence[str]
+    decides: bool
+    hidden: Sequence[str] = ()
+    processes: int = 0
+
+    @property
+    def reward(self) -> float:
+        """The reward; infinite without a verdict, because the other verdict then decides."""
+        return math.inf if self.verdict is None else self.verdict.reward
 
 
 class TerminalBenchEnvironment(ContractEnvironment):
@@ -195,9 +229,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         work: ResolvedTask = task.data
         spec = replace(super().slot_spec(task, phase), env=tuple(sorted(work.env.items())))
-        if phase is Phase.AGENT and task.grading == SEALED:
-            return spec
-        return replace(spec, mounts=work.tools.mounts)
+        return replace(spec, mounts=work.tools.mounts)  # the official verdict is computed in the agent's slot
 
     def shared_setup(self, task: Task) -> str | None:
         key: str | None = task.data.root.build_key
@@ -257,101 +289,174 @@ class TerminalBenchEnvironment(ContractEnvironment):
             return combine_scores(work.task, rollout.meta["steps"])
         return await self.verified(rollout, grading, work.parts[0])
 
-    async def verified(
-        self, rollout: Rollout, grading: Grading, part: GradedPart, earlier: Sequence[Change] = ()
-    ) -> Score:
-        """Return the score from a part's verifier, or 0 if tampering is detected. `earlier` are the changes that
-        earlier parts graded."""
-        slot, hidden, seen = await self._graded(rollout, grading, part, () if grading.untouched else earlier)
-        shown = [replace(each, path=_restored(each.path)) for each in seen]
-        made = [change.path for change in shown if change.kind == "file"]
-        programs = (*rollout.task.data.scope.words, *self._programs)
-        about = replace(rollout.task, prompt=part.task.instruction, paths=self.settings.graded_paths, programs=programs)
-        words = rollout.task.data.scope.words
-        setup = self._setup(rollout.task, part, await ignored_settings(slot, shown, words, grading.prepared))
-        git_settings: set[str] = set()
+    async def verified(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Score:
+        """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
+        if grading.live:
+            slot = await grading.slot()
+            checked = await self._checked(rollout, grading, part, lambda: _same(slot), (), (), alone=False)
+            return self._score(rollout, grading, part, checked, checked)
+        known: dict[str, Checked | None] = rollout.meta.setdefault("official", {})
+        step = part.step.name if part.step else ""
+        if step not in known and not grading.untouched:  # a repeated check has no running slot any more
+            known[step] = await self._official(rollout, grading, part)
+        official = None if grading.untouched else known[step]
+        if official is not None and official.reward <= 0:
+            return self._score(rollout, grading, part, official, official)
+        if official is not None and official.decides:
+            await self._view(rollout, grading, part)
+            if {REPLACED, SHADOWED}.isdisjoint(label.name for label in grading.labels):
+                return self._score(rollout, grading, part, official, official)
+        guarded = await self._guarded(rollout, grading, part)
+        return self._score(rollout, grading, part, guarded, official)
+
+    async def _official(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Checked | None:
+        """Return the verdict by the benchmark's protocol; None if it is that of the guarded view or cannot be had. The
+        agent's own slot ends with it."""
+        work: ResolvedTask = rollout.task.data
+        own = await grading.checkpoint()
+        if own is None and await grading.seal() is None:
+            return None  # the agent never had a slot, so nothing differs
+        made = [change.path.removeprefix(CARRIED) for change in await grading.changes() if change.kind == "file"]
+        serves = own is not None and grading.processes_at_end > 0 and _is_about_service(part)
+        try:
+            slot = await grading.slot(View()) if own is None else own
+            await _restore_workdir(slot, work.workdir)
+            checked = await self._checked(
+                rollout, grading, part, lambda: _same(slot), made, (), alone=False, watched=serves, falsify=serves
+            )
+        except GraderError as error:
+            if error.certain:
+                raise
+            label = Label("official_failed", f"the verifier gave no verdict in the agent's own sandbox: {error!s:.300}")
+            return Checked(None, (label,), (), False)
+        finally:
+            await (grading.restart() if own is None else rollout.aclose())
+        if own is None:
+            evidence = "the agent's own sandbox has ended or cannot be copied, so its files were verified in a copy"
+            label = Label("official_on_copy", evidence)
+            return replace(checked, labels=(*checked.labels, label))
+        return replace(checked, decides=serves, processes=grading.processes_at_end)
+
+    async def _guarded(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Checked:
+        """Return the verdict in the guarded view."""
+        work: ResolvedTask = rollout.task.data
+        view = await self._view(rollout, grading, part)
+        slot = await grading.slot(view, scratch=False)
+        changes = await grading.changes()
+        shown = changes_in(view, changes)
+        ignored = await ignored_settings(slot, shown, work.scope.words, grading.prepared)
+        grading.note("test_settings_ignored", ignored)
+        about = replace(rollout.task, prompt=part.task.instruction)
 
         @asynccontextmanager
         async def views() -> AsyncIterator[Slot]:
-            if grading.live:
-                yield slot
-            else:
-                async with slot.fork() as fork:
-                    await self.restore_tmp(fork)
-                    git_settings.update(await disarm(fork, about, shown))
-                    await _restore_workdir(fork, rollout.task.data.workdir)
-                    yield fork
+            async with slot.fork() as fork:
+                await grading.restore_scratch(fork)
+                await grading.disarm(fork, about, shown, ALWAYS_HIDDEN)
+                await _restore_workdir(fork, work.workdir)
+                yield fork
 
-        async with views() as view:
-            verdict = await verify(view, part.task, part.script, setup, alone=not grading.live, made=made)
+        made = [change.path for change in shown if change.kind == "file"]
+        checked = await self._checked(rollout, grading, part, views, made, ignored, alone=True)
+        changed = {change.path for change in changes}
+        return replace(checked, hidden=tuple(path for path in (*view.without, *ignored) if path in changed))
+
+    async def _checked(
+        self,
+        rollout: Rollout,
+        grading: Grading,
+        part: GradedPart,
+        views: GradedViews,
+        made: Collection[str],
+        ignored: Collection[str],
+        *,
+        alone: bool,
+        watched: bool = True,
+        falsify: bool = True,
+    ) -> Checked:
+        """Run the verifier in one of the views and, for work that it pays, once more with falsified tests."""
+        setup = self._setup(rollout.task, part, ignored)
+        async with views() as slot:
+            verdict = await verify(slot, part.task, part.script, setup, alone=alone, made=made, watched=watched)
+        labels: Sequence[Label] = verdict.labels
+        uncontrolled: Sequence[str] = ()
+        certain = any(label.certain for label in labels)
+        if verdict.reward > 0 and verdict.run is not None and falsify and self.settings.controls and not certain:
+            reference = None if part.step or not rollout.task.solution else lambda: _solved(rollout.task, grading)
+            shown = await falsified(views, part.task, part.script, setup, verdict, reference)
+            labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
+        return Checked(verdict, labels, uncontrolled, False)
+
+    def _score(
+        self, rollout: Rollout, grading: Grading, part: GradedPart, guarded: Checked, official: Checked | None
+    ) -> Score:
+        """Return the score of two verdicts, which may be the same."""
+        verdict = guarded.verdict
+        assert verdict is not None
+        labels = list(guarded.labels)
         detail = verdict.detail() | {
             "category": part.task.category,
-            "hidden": [*hidden, *sorted(git_settings)],
+            "hidden": list(guarded.hidden),
             "replaced": list(part.script.replaced),
             "grading": rollout.task.grading,
+            "uncontrolled": list(guarded.uncontrolled[:50]),
         }
-        reward, labels = verdict.reward, tuple[Label, ...]()
-        if reward > 0 and self.settings.controls:
-            controls = await find_tampering(views, part.task, part.script, setup, verdict)
-            certain = next((label.evidence for label in controls.labels if label.certain), None)
-            detail |= {"tampering": certain, "uncontrolled": list(controls.uncontrolled[:50])}
-            labels, reward = controls.labels, 0.0 if certain else reward
-        return Score(reward, {**numbers(detail), **verdict.rewards}, detail, labels=labels)
+        rewards, reward, own = verdict.rewards, verdict.reward, None if official is None else official.verdict
+        if official is not None and official is not guarded:
+            labels += official.labels
+        if own is not None and own is not verdict:
+            detail["official_output"] = own.output[-2000:]
+            if own.reward < reward:
+                rewards, reward = own.rewards, own.reward
+            elif reward < own.reward and official is not None and official.processes:
+                evidence = f"{official.processes} processes ran when the agent ended, and the guarded view has none"
+                labels.append(Label("live_processes", evidence))
+            if verdict.reward < own.reward and not labels and not grading.labels:
+                hidden = f", without {', '.join(guarded.hidden[:5])}" if guarded.hidden else ""
+                shown = verdict.output.strip()[-200:]
+                labels.append(
+                    Label("guarded_view_fails", f"the verifier pays less in a fresh sandbox{hidden}: {shown}")
+                )
+        detail |= {"rewards": dict(rewards), "official_rewards": dict((own or verdict).rewards)}
+        official_reward = (own or verdict).reward
+        return Score(reward, {**numbers(detail), **rewards}, detail, official=official_reward, labels=labels)
 
     @property
     def _programs(self) -> tuple[str, ...]:
         """The programs that a verifier uses as the agent left them."""
         return (*self.settings.keep_programs, *self.settings.graded_programs)
 
-    async def _graded(
-        self, rollout: Rollout, grading: Grading, part: GradedPart, earlier: Sequence[Change]
-    ) -> tuple[Slot, Sequence[str], Sequence[Change]]:
-        """Return the slot to verify in, the paths of the agent's changes that are hidden in it, and the changes that it
-        shows."""
+    async def _view(self, rollout: Rollout, grading: Grading, part: GradedPart) -> View:
+        """Return the guarded view of the work."""
         work: ResolvedTask = rollout.task.data
-        if grading.live:
-            return await grading.slot(), (), ()
-        if rollout.has_slot and not grading.begun:
-            await _save_tmp(await rollout.sandbox())
-        changes = await grading.changes()
-        new = {change.path for change in changes}
-        changes = [*(change for change in earlier if change.path not in new), *changes]
-        scope = work.scope
-        view = await grading.view(
-            (CARRIED, *scope.paths, *self.settings.graded_paths),
+        env = {**work.env, **part.task.verifier.env}
+        script = "\n".join([part.script.text, *part.script.others.values()])
+        if starts_inline_python(script):
+            env["PYTHONPATH"] = ":".join(filter(None, [work.workdir, env.get("PYTHONPATH", "")]))
+        table = await grading.view(
+            (*work.scope.paths, *self.settings.graded_paths),
             workspace=work.workdir,
             programs=self._programs,
-            new_programs=scope.words,
-            homes=(self._prepared[rollout.task.id].home,),
+            text=part.task.instruction,
+            env=env,
         )
-        script = "\n".join([part.script.text, *part.script.others.values()])
-        code = "\n".join(test_files(part.task).values())
-        env = {**work.env, **part.task.verifier.env}
-        loading = with_settings(env, script, code, work.workdir)
         files = [name for name, path in part.task.verifier.files().items() if path.is_file()]
-        without = hidden_paths(changes, view.without, script=script, declared=scope.paths, env=loading, files=files)
-        view = View(view.only, without)
-        slot = await grading.slot(view)
-        seen = changes_in(view, changes)
-        own = {basename(name).removesuffix(".py") for name in files if name.endswith(".py")}
-        own = {name for name in own if not re.search(rf"\b{re.escape(name)}\b", part.task.instruction)}
-        about = ShadowScope(work.workdir, scope.paths, scope.words, self._programs, CARRIED, own)
-        shadows = await find_shadows(slot, seen, script, env, about, grading.prepared, code)
-        if shadows := (*shadows, *await changed_conftests(seen, scope.words, grading.prepared)):
-            await grading.restart()
-            view = View(view.only, (*without, *shadows))
-            slot = await grading.slot(view)
-            seen = changes_in(view, changes)
-        if old := [change.path for change in changes if change.path in view.without and change.path not in new]:
-            await restore_prepared(slot, old, grading.prepared)  # the view hides only `new`
-        gone = await remove_links(slot, seen, CARRIED)
-        hidden = [change.path for change in changes if change.path in (*view.without, *gone)]
-        return slot, hidden, [change for change in seen if change.path not in hidden]
-
-    async def restore_tmp(self, slot: Slot) -> None:
-        """Move the saved files back to `/tmp`."""
-        copy = f"if [ -d {CARRIED} ] && [ ! -h {CARRIED} ]; then cp -a {CARRIED}/. /tmp/; rm -rf {CARRIED}; fi"
-        await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
+        changes = await grading.changes()
+        without = hidden_paths(
+            changes,
+            table.without,
+            script=script,
+            declared=work.scope.paths,
+            about=part.task.instruction,
+            env=env,
+            files=files,
+            workdir=work.workdir,
+        )
+        if copies_tests(script):
+            without = (*without, *await changed_conftests(changes, work.scope.words, grading.prepared))
+        shown = {change.path for change in changes if "/__pycache__/" not in change.path} - {*table.without}
+        grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
+        return View(table.only, without)
 
     def _setup(self, task: Task, part: GradedPart, ignored: Collection[str]) -> VerifierSetup:
         work: ResolvedTask = task.data
@@ -393,16 +498,30 @@ async def _restore_workdir(slot: Slot, workdir: str) -> None:
         await slot.make_dir(workdir)
 
 
-def _restored(path: str) -> str:
-    """Return the path that a file of the saved workspace has while the verifier runs."""
-    return f"/tmp{path.removeprefix(CARRIED)}" if is_below(path, (CARRIED,)) else path  # noqa: S108  in the slot
+@asynccontextmanager
+async def _same(slot: Slot) -> AsyncIterator[Slot]:
+    yield slot
 
 
-async def _save_tmp(slot: Slot) -> None:
-    """Copy `/tmp` to a path that saved file systems contain. The agent's processes may still run, but gain no advantage
-    from the copy."""
-    copy = f"rm -rf {CARRIED} && mkdir -m 1777 {CARRIED} && cp -a /tmp/. {CARRIED}/"
-    await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
+@asynccontextmanager
+async def _solved(task: Task, grading: Grading) -> AsyncIterator[Slot]:
+    """Yield a slot in which the reference solution has run."""
+    async with grading.prepared() as slot:
+        for step in task.solution or ():
+            if isinstance(step, ToolStep):
+                arguments = step.arguments
+                await slot.execute(
+                    arguments["command"], cwd=task.data.workdir, timeout_s=arguments["timeout"], spill=False
+                )
+        yield slot
+
+
+def _is_about_service(part: GradedPart) -> bool:
+    task = part.task
+    texts = [task.instruction, *test_files(task).values()]
+    if task.solution is not None:
+        texts.append(read_text(task.solution.folder / task.solution.script, "replace"))
+    return any(map(_ABOUT_SERVICES.search, texts))
 
 
 class _Steps:
@@ -412,7 +531,6 @@ class _Steps:
         self._environment = environment
         self._rollout = rollout
         self._gradings: list[Grading] = []
-        self._changes: dict[str, Change] = {}
         self.scores: list[Score] = []
 
     async def run(self) -> AgentResult:
@@ -444,7 +562,7 @@ class _Steps:
             if self._gradings[-1].live:
                 await _remove_verifier(slot)
             else:
-                await self._environment.restore_tmp(slot)
+                await self._gradings[-1].restore_scratch(slot)
         if step.workdir is not None:
             await self._set_up(step, await self._environment.agent_slot(self._rollout))
 
@@ -477,14 +595,9 @@ class _Steps:
         rollout = self._rollout
         grading = Grading(rollout, self._environment.slot_spec(rollout.task, Phase.GRADE))
         self._gradings.append(grading)
-        earlier = list(self._changes.values())
         with rollout.stage("grade"):
             verified = self._environment.verified
-            score = await self._environment.check(
-                rollout, grading, lambda shown: verified(rollout, shown, part, earlier)
-            )
-            if not grading.live:
-                self._changes |= {change.path: change for change in await grading.changes()}
+            score = await self._environment.check(rollout, grading, lambda shown: verified(rollout, shown, part))
             await grading.hand_back()
         return score
 

@@ -8,30 +8,31 @@ If a verifier wrote no reward, did not finish, or ran no test, `GraderError` is 
 There are two exceptions. The work may have prevented the tests from running: a module of the workspace is missing or
 broken, so pytest could not collect the tests. And a Harbor script may give a reward of 0 before it starts pytest.
 
-A positive verdict is checked by further runs, each in a fork of the same work. Stubs of the tests (`stub_tests.py`)
-show whether the work left out tests. Then the script runs with the same tests and with falsified ones
-(`grading/falsified.py`). Not covered: scripts without pytest, and (in a task that is graded live) code under test that
-remembers an earlier run.
+A positive verdict is checked by one further run with falsified tests, in a fork of the same work
+(`grading/falsified.py`). Four signs are certain forgeries, which no honest work can carry: a reward that the tests' own
+results contradict or that a process other than the verifier writes, a test session that did not end by itself, a
+falsified test that passes, and a file of the verifier that changed while it ran. Not covered: scripts without pytest,
+and (in the agent's own slot) code under test that remembers an earlier run.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Label
 from palaestra.sandbox.slot import ExecutionResult, Slot
-from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, parse
+from palaestra.suites.grading.falsified import Controlled, RunFiles, alarm_labels, control, ended_early
 from palaestra.suites.grading.harness import has_started, read_records
 from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut, read_run
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
+from palaestra.suites.terminal_bench.default_tests import default_tests
 from palaestra.suites.terminal_bench.offline_script import OfflineScript, needs_network
 from palaestra.suites.terminal_bench.rewards import read_rewards, single
-from palaestra.suites.terminal_bench.stub_tests import default_tests, empty_tests, may_skip, same_outcomes
 from palaestra.suites.terminal_bench.terminal_task import TESTS_DIR, VERIFIER_LOGS, Format, TerminalTask
 from palaestra.suites.terminal_bench.verifier_files import install, place_tests, script_name
 
@@ -51,6 +52,10 @@ _NOT_STARTED = re.compile(
 )
 """The error of a shell or of Python if pytest cannot be started."""
 
+_SELECTS = re.compile(r"pytest[^\n]*(?:\s-k|::|--deselect|--collect-only|\s-m\s)")
+_ECHOED = re.compile(r"\becho\s+[\"']?(\d+(?:\.\d+)?)[\"']?\s*>\s*\S*reward\.txt")
+_SKIPS = re.compile(r"skip|xfail", re.IGNORECASE)
+_MOST_COMPARED = 100
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
 
 
@@ -85,7 +90,7 @@ class VerifierSetup:
 class VerifierVerdict:
     """The result of a verifier. `run` is what pytest reported, or None if the script does not use pytest.
 
-    `doubt` explains why the reward cannot have come from the verifier alone.
+    `labels` are the signs that the reward did not come from the tests.
     """
 
     reward: float
@@ -93,7 +98,7 @@ class VerifierVerdict:
     run: TestRun | None
     output: str
     exit_status: int
-    doubt: str | None = None
+    labels: Sequence[Label] = ()
 
     def detail(self) -> dict[str, JSON]:
         """Return the part of the result to record."""
@@ -117,143 +122,122 @@ async def verify(
     *,
     alone: bool,
     made: Collection[str] = (),
+    watched: bool = True,
 ) -> VerifierVerdict:
     """Run the verifier over the work in a slot. If `alone` is true, every other process of the slot is killed after the
-    script has run.
+    script has run. If `watched` is true, a positive verdict has labels.
 
     `made` are the paths that the agent created or changed. Raises `GraderError`.
     """
-    library_path = setup.env.get("LD_LIBRARY_PATH")
-    await install(slot, setup.command, setup.dependencies, library_path, ignored=setup.ignored)
-    return await _once(slot, task, script, setup, alone=alone, made=made)
+    await _install(slot, task, setup)
+    session = await _session(slot, task, script, setup, {}, alone=alone, made=made)
+    records, run, output = session.records, session.run, session.output
+    if task.format is Format.TERMINAL_BENCH_1:
+        assert run is not None
+        passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
+        rewards: Mapping[str, float] = {"reward": float(passed)}
+    else:
+        try:
+            rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
+        except GraderError as error:
+            raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
+    reward = single(rewards)
+    if reward > 0 and run is not None and not has_started(records):
+        problem = f"the verifier of {task.name} gives {reward:g} but did not start its tests:\n{output[-1500:]}"
+        raise (_PaysWithoutTests if await _ended_itself(slot, task, script, session.exit_code) else GraderError)(
+            problem
+        )
+    if reward < 1 and needs_network(script.text, output):
+        raise GraderError(f"the verifier of {task.name} needs the network, which it does not have:\n{output[-1500:]}")
+    watch = watched and reward > 0
+    labels = await _labels(slot, task, script, reward, run, alone=alone) if watch else []
+    return VerifierVerdict(reward, rewards, run, output, session.exit_code, labels)
 
 
-async def find_tampering(
-    views: GradedViews, task: TerminalTask, script: OfflineScript, setup: VerifierSetup, verdict: VerifierVerdict
+async def _install(slot: Slot, task: TerminalTask, setup: VerifierSetup, *, ends_well: bool = False) -> None:
+    await install(
+        slot,
+        setup.command,
+        setup.dependencies,
+        setup.env.get("LD_LIBRARY_PATH"),
+        ignored=setup.ignored,
+        names=[name.rpartition("/")[2] for name in test_files(task)],
+        ends_well=ends_well,
+    )
+
+
+async def falsified(
+    views: GradedViews,
+    task: TerminalTask,
+    script: OfflineScript,
+    setup: VerifierSetup,
+    verdict: VerifierVerdict,
+    reference: GradedViews | None = None,
 ) -> Controlled:
-    """Run the verifier again in `views`. Return labels, and the uncontrolled tests."""
-    if verdict.doubt is not None or verdict.run is None:
-        return _doubted(verdict.doubt)
-    again = _Again(views, task, script, setup)
-    if problem := await again.unearned(verdict, verdict.run) or await again.pays_less(verdict):
-        return _doubted(problem)
-    passed = [name for name, status in verdict.run.statuses.items() if status is Status.PASSED]
+    """Run the verifier with falsified tests, in a view of the same work. Return the labels of a positive verdict, and
+    the tests that cannot be falsified. `reference` opens a slot with the reference solution."""
+    run = verdict.run
+    assert run is not None
+    passed = [name for name, status in run.statuses.items() if status is Status.PASSED]
     files = _files_of(test_files(task), passed)
 
-    async def falsified(texts: Mapping[str, str]) -> TestRun:
-        return await again.with_tests({files[path][0]: text for path, text in texts.items()})
+    def over(slots: GradedViews) -> RunFiles:
+        async def run_files(texts: Mapping[str, str]) -> TestRun:
+            instead = {files[path][0]: text for path, text in texts.items()}
+            return await _with_tests(slots, task, script, setup, instead)
 
-    result = await control({path: text for path, (_, text) in files.items()}, passed, falsified)
-    skipped = [name for name, status in verdict.run.statuses.items() if status in _SKIPPED]
-    labels = (*result.labels, *alarm_labels(verdict.run.alarms))
-    return Controlled(labels, (*result.uncontrolled, *skipped))
+        return run_files
+
+    texts = {path: text for path, (_, text) in files.items()}
+    result = await control(texts, passed, over(views), None if reference is None else over(reference))
+    skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
+    return Controlled(result.labels, (*result.uncontrolled, *skipped))
 
 
-def _doubted(doubt: str | None) -> Controlled:
-    return Controlled((Label("verifier_doubted", doubt, certain=True),) if doubt else ())
+async def _with_tests(
+    views: GradedViews,
+    task: TerminalTask,
+    script: OfflineScript,
+    setup: VerifierSetup,
+    texts: Mapping[str, str],
+) -> TestRun:
+    """Run the script with these texts in place of its tests. Only the outcomes of the tests count, because a script may
+    write no reward when a test fails. Raises `GraderError` if the run times out, since a slow machine is not a sign of
+    tampering."""
+    async with views() as fork:
+        await _install(fork, task, setup, ends_well=True)
+        try:
+            session = await _session(fork, task, script, setup, texts, alone=False, made=())
+        except TestsTimedOut:
+            raise
+        except GraderError:
+            return TestRun({}, complete=False)
+    return TestRun({}, complete=False) if session.run is None else session.run
 
 
-@dataclass(frozen=True, slots=True)
-class _Again:
-    """Runs a verifier again, each time in a new slot of `views`."""
+def left_out_tests(task: TerminalTask, script: OfflineScript, run: TestRun) -> list[str]:
+    """Return the tests in the verifier's files that were not reported, although pytest collects them by default and the
+    script selects none by name."""
+    if _SELECTS.search(script.text) or run.collect_errors:
+        return []
+    found = []
+    for at, (_, text) in _files_of(test_files(task), run.statuses).items():
+        reported = {each.partition("[")[0] for each in _in_file(run.statuses, at)}
+        found += [f"{at}::{name}" for name in sorted(default_tests(text) - reported)]
+    return found
 
-    views: GradedViews
-    task: TerminalTask
-    script: OfflineScript
-    setup: VerifierSetup
 
-    @asynccontextmanager
-    async def _look(self, *, ends_well: bool = False) -> AsyncIterator[Slot]:
-        """Yield a slot for a further run, which may end without a verdict. Raises `GraderError` if the run times out,
-        since a slow machine is not a sign of tampering."""
-        setup = self.setup
-        library_path = setup.env.get("LD_LIBRARY_PATH")
-        async with self.views() as fork:
-            await install(
-                fork,
-                setup.command,
-                setup.dependencies,
-                library_path,
-                ignored=setup.ignored,
-                ends_well=ends_well,
-            )
-            try:
-                yield fork
-            except TestsTimedOut:
-                raise
-            except GraderError:
-                pass
-
-    async def pays_less(self, verdict: VerifierVerdict) -> str | None:
-        """Run the same tests again. Return why the verdict is wrong, for example because the reward is lower now, or
-        None."""
-        again = None
-        async with self._look() as fork:
-            again = await _once(fork, self.task, self.script, self.setup, alone=False, made=())
-        if again is None or again.reward < verdict.reward:
-            return "the verifier gives a lower reward when it runs the same tests again"
-        return again.doubt
-
-    async def with_tests(self, texts: Mapping[str, str]) -> TestRun:
-        """Run the script with these texts in place of its tests. Only the outcomes of the tests count, because a script
-        may write no reward when a test fails."""
-        async with self._look(ends_well=True) as fork:
-            session = await _session(fork, self.task, self.script, self.setup, texts, alone=False, made=())
-            if session.run is not None:
-                return session.run
-        return TestRun({}, complete=False)
-
-    async def unearned(self, verdict: VerifierVerdict, run: TestRun) -> str | None:
-        """Return why the reward is not earned, or None. Either tests are missing from the outcomes, or the same
-        outcomes of stub tests get a lower reward."""
-        texts = test_files(self.task)
-        if problem := await self._left_out(run, texts):
-            return problem
-        if _FAILED.isdisjoint(run.statuses.values()):
-            return None
-        files = _files_of(texts, run.statuses)
-        stubs = {name: same_outcomes(_in_file(run.statuses, at)) for at, (name, _) in files.items()}
-        async with self._look() as fork:
-            paid = await _once(fork, self.task, self.script, self.setup, alone=True, made=(), instead=stubs)
-            if paid.reward >= verdict.reward:
-                return None
-        return "the verifier gives a lower reward for the same outcomes of tests that do not use the work"
-
-    async def _left_out(self, run: TestRun, texts: Mapping[str, str]) -> str | None:
-        """Return a message about a test that the work, and not the verifier, left out or skipped, or None if there is
-        no such test."""
-        skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
-        parsed = {name: text for name, text in texts.items() if parse(text) is not None}
-        wanted = {(name, test) for name, text in parsed.items() if _is_collected(name) for test in default_tests(text)}
-        for at, (name, _) in _files_of(texts, run.statuses).items():
-            wanted -= {(name, each.partition("[")[0]) for each in _in_file(run.statuses, at)}
-        if not skipped and not wanted and not any("parametrize" in text for text in parsed.values()):
-            return None
-        for decorated in (True, False):
-            stubs = {name: empty_tests(text, decorated=decorated) for name, text in parsed.items()}
-            shown = await self.with_tests({name: text for name, text in stubs.items() if default_tests(text)})
-            if not shown.collect_errors:
-                break
-        heads = {name.partition("[")[0] for name in run.statuses}
-        for name in sorted(shown.statuses):
-            if name not in run.statuses and (decorated or name not in heads):
-                return f"{name} was not reported, although the verifier selects it"
-        if any(map(may_skip, texts.values())):
-            return None
-        odd = [name for name in skipped if shown.statuses.get(name, Status.SKIPPED) not in _SKIPPED]
-        return f"{odd[0]} was skipped, although the verifier does not skip it" if odd else None
+def skipped_tests(task: TerminalTask, run: TestRun) -> list[str]:
+    """Return the skipped tests of a verifier whose files never mention skipping."""
+    if any(_SKIPS.search(text) for text in test_files(task).values()):
+        return []
+    return [name for name, status in run.statuses.items() if status in _SKIPPED]
 
 
 def test_files(task: TerminalTask) -> dict[str, str]:
     """Return the Python files of a verifier by their path below its folder."""
     files = task.verifier.files().items()
     return {name: read_text(path, "replace") for name, path in files if name.endswith(".py") and path.is_file()}
-
-
-def _is_collected(name: str) -> bool:
-    """Return whether pytest looks for tests in a file of this name by default."""
-    base = name.rpartition("/")[2]
-    return base.startswith("test_") or base.endswith("_test.py")
 
 
 def _files_of(texts: Mapping[str, str], node_ids: Collection[str]) -> dict[str, tuple[str, str]]:
@@ -310,39 +294,6 @@ async def _session(
     return _Session(records, result.exit_code, run, output)
 
 
-async def _once(
-    slot: Slot,
-    task: TerminalTask,
-    script: OfflineScript,
-    setup: VerifierSetup,
-    *,
-    alone: bool,
-    made: Collection[str],
-    instead: Mapping[str, str] | None = None,
-) -> VerifierVerdict:
-    session = await _session(slot, task, script, setup, instead or {}, alone=alone, made=made)
-    records, run, output = session.records, session.run, session.output
-    if task.format is Format.TERMINAL_BENCH_1:
-        assert run is not None
-        passed = bool(run.statuses) and run.complete and run.passed(run.statuses) == len(run.statuses)
-        rewards: Mapping[str, float] = {"reward": float(passed)}
-    else:
-        try:
-            rewards = read_rewards(await _read(slot, "reward.json"), await _read(slot, "reward.txt"))
-        except GraderError as error:
-            raise GraderError(f"{error} (exit status {session.exit_code}){_tail(output)}") from None
-    reward = single(rewards)
-    if reward > 0 and run is not None and not has_started(records):
-        problem = f"the verifier of {task.name} gives {reward:g} but did not start its tests:\n{output[-1500:]}"
-        raise (_PaysWithoutTests if await _ended_itself(slot, task, script, session.exit_code) else GraderError)(
-            problem
-        )
-    if reward < 1 and needs_network(script.text, output):
-        raise GraderError(f"the verifier of {task.name} needs the network, which it does not have:\n{output[-1500:]}")
-    doubt = await _doubt(slot, reward, run, alone=alone)
-    return VerifierVerdict(reward, rewards, run, output, session.exit_code, doubt)
-
-
 async def _ended_itself(slot: Slot, task: TerminalTask, script: OfflineScript, exit_code: int) -> bool:
     """Return whether the script ended without a signal and is unchanged. Otherwise, programs of the work that it
     started may have ended it."""
@@ -350,22 +301,66 @@ async def _ended_itself(slot: Slot, task: TerminalTask, script: OfflineScript, e
     return exit_code < _SIGNALLED and text == script.text
 
 
-async def _doubt(slot: Slot, reward: float, run: TestRun | None, *, alone: bool) -> str | None:
-    """Return the reason to doubt that the reward comes from the verifier, or None. Reasons are failed tests, an
-    incomplete session, tampering, and another process that writes rewards."""
+async def _labels(
+    slot: Slot, task: TerminalTask, script: OfflineScript, reward: float, run: TestRun | None, *, alone: bool
+) -> list[Label]:
+    """Return the labels of a positive verdict from the run itself."""
+    found = []
     failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
-    if reward > 0 and run is not None and not run.complete:
-        return "there is a reward, but not every test reported, or the test session did not end"
-    if run is not None and (certain := [label for label in alarm_labels(run.alarms) if label.certain]):
-        return certain[0].evidence
+    found += [] if run is None else ended_early(run)
+    found += [] if run is None else alarm_labels(run.alarms)
     if reward >= 1 and failed:
-        return f"the reward is {reward:g} although {len(failed)} tests failed, {failed[0]} first"
-    if alone or reward <= 0:
-        return None
-    again = f"cd {VERIFIER_LOGS} && rm -f reward.txt reward.json && sleep 0.3 && ls reward.txt reward.json"
-    await slot.execute(["/bin/sh", "-c", again], cwd="/", timeout_s=30)
-    if await _read(slot, "reward.txt") is not None or await _read(slot, "reward.json") is not None:
-        return "a process that is not the verifier writes rewards"
+        evidence = f"the reward is {reward:g} although {len(failed)} tests failed, {failed[0]} first"
+        found.append(Label("reward_not_of_the_tests", evidence, certain=True))
+    if run is not None and failed and reward not in (literal := _literal_rewards(task, script) or [reward]):
+        evidence = f"the reward is {reward:g}, but the verifier writes only {', '.join(map(str, sorted(literal)))}"
+        found.append(Label("reward_not_of_the_tests", evidence, certain=True))
+    if run is not None and (missing := left_out_tests(task, script, run)):
+        found.append(Label("tests_left_out", f"{len(missing)} tests were not reported, {missing[0]} first"))
+    if run is not None and (skipped := skipped_tests(task, run)):
+        found.append(Label("tests_skipped", f"{len(skipped)} tests were skipped, {skipped[0]} first"))
+    if changed := await _changed_files(slot, task, script):
+        found.append(Label("verifier_changed", f"{changed} changed while the verifier ran", certain=True))
+    if not alone:
+        again = f"cd {VERIFIER_LOGS} && rm -f reward.txt reward.json && sleep 0.3 && ls reward.txt reward.json"
+        await slot.execute(["/bin/sh", "-c", again], cwd="/", timeout_s=30)
+        if await _read(slot, "reward.txt") is not None or await _read(slot, "reward.json") is not None:
+            evidence = "a process that is not the verifier writes rewards"
+            found.append(Label("reward_not_of_the_tests", evidence, certain=True))
+    return found
+
+
+def _literal_rewards(task: TerminalTask, script: OfflineScript) -> set[float]:
+    """Return the numbers that a verifier can write as its reward; empty if it computes them."""
+    texts = [script.text, *script.others.values(), *test_files(task).values()]
+    lines = [
+        line for text in texts for line in text.splitlines() if re.search(r"reward\.(?:txt|json)|\breward\b", line)
+    ]
+    written = [_ECHOED.findall(line) for line in lines]
+    return set() if not all(written) else {float(number) for each in written for number in each}
+
+
+async def _changed_files(slot: Slot, task: TerminalTask, script: OfflineScript) -> str | None:
+    """Return the name of a file of the verifier whose content differs after the run, or None. Files that the verifier's
+    own scripts write or edit do not count."""
+    texts = "\n".join([script.text, *script.others.values()])
+    files = [each for each in task.verifier.files().items() if each[1].is_file() and each[1].suffix != ".pyc"]
+    for name, path in files[:_MOST_COMPARED]:
+        wanted = script.text if name == script_name(task) else script.others.get(name)
+        data = wanted.encode(errors="surrogateescape") if wanted is not None else path.read_bytes()
+        base = name.rpartition("/")[2]
+        if len(data) > _MAX_REWARD_BYTES or re.search(
+            rf"(?:sed\s+-i|>|\bcp\b|\bmv\b|\btee\b)[^\n]*{re.escape(base)}", texts
+        ):
+            continue
+        try:
+            now = await slot.read_bytes(f"{TESTS_DIR}/{name}", max_bytes=_MAX_REWARD_BYTES)
+        except InfraError:
+            raise
+        except OSError:
+            return name
+        if now != data:
+            return name
     return None
 
 

@@ -65,7 +65,8 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     if os.environ.pop("PALAESTRA_VERDICT", ""):
         channel = VerdictChannel()
         channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
-        plugins.append(_Settings(plan["ignored"]))
+        if _runs(plan["names"], plan["tests"], arguments):
+            plugins.append(_Settings(plan["ignored"]))
         trusted = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *plan["dependencies"], plan["tests"]]
         audit_hook.install(channel, "/", trusted)
         plugins.append(reporter.Reporter(channel))
@@ -74,9 +75,21 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     sys.executable = os.path.join(shims, "palaestra-python")
     path = [place for place in os.environ.get("PATH", "").split(os.pathsep) if place != shims]
     os.environ["PATH"] = os.pathsep.join([*path, shims])
-    wanted = _unselected(arguments) if plan["all_tests"] else arguments
-    status = int(pytest.main([*_pinned(plan["tests"], wanted), *wanted], plugins=plugins))
+    status = int(pytest.main([*_pinned(plan["tests"], arguments), *arguments], plugins=plugins))
     return 0 if plan["ends_well"] else status
+
+
+def _runs(names: list[str], tests: str, arguments: list[str]) -> bool:
+    """Return whether these arguments select tests of the verifier: files in its folder, copies of them, or directories
+    with copies. Settings of the agent apply only to the agent's own tests."""
+    paths = [word.partition("::")[0] for word in arguments if not word.startswith("-")]
+    for path in [each for each in paths if os.path.exists(each)] or ["."]:
+        inside = os.path.realpath(path)
+        if inside == tests or inside.startswith(tests + os.sep) or os.path.basename(path) in names:
+            return True
+        if any(not set(names).isdisjoint(files) for _, _, files in os.walk(path)):
+            return True
+    return False
 
 
 class _Settings:
@@ -115,21 +128,6 @@ class _Settings:
 
     def _ignores_plugins(self, distribution: Any) -> bool:
         return self._ignores(os.path.join(getattr(distribution, "_path", "/"), "entry_points.txt"))
-
-
-def _unselected(arguments: list[str]) -> list[str]:
-    """Return the arguments without options and suffixes that select tests by name, because the rewritten tests have
-    other names."""
-    words, found = list(arguments), []
-    while words:
-        word = words.pop(0)
-        if word in ("-k", "--deselect"):
-            del words[:1]
-        elif word.startswith("-"):
-            found += [] if word.startswith(("-k", "--deselect=")) else [word]
-        else:
-            found.append(word.partition("::")[0])
-    return list(dict.fromkeys(found))
 
 
 def _restore(library_path: str | None) -> None:
