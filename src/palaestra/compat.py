@@ -42,7 +42,7 @@ class _OldModule(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if (where := counterpart(name)) is not None:
+        if (where := counterpart(name, self.__name__)) is not None:
             value: object = getattr(import_module(where), name)
             return value
         if name in _SUBMODULES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from enum import Enum
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -38,6 +38,8 @@ class EvalHandlingEnum(Enum):
 
 class BaseEnvConfig(Settings):
     """The settings of every environment: number and concurrency of groups, limits, and where results go."""
+
+    ignores_unknown: ClassVar[bool] = True
 
     group_size: int = setting(4, "Rollouts per task.", ge=1)
     total_steps: int = setting(1000, "Maximum groups to process; -1 means every task once.", ge=-1)
