@@ -393,7 +393,7 @@ def main() -> None:
         with contextlib.suppress(Exception):
             traceback.print_exception(cause, file=sys.stderr)
     told["stand_ins"] = sorted(finder.given)
-    out.write(json.dumps(told) + "\n")
+    out.write(json.dumps(told, default=repr) + "\n")
     out.flush()
     import os
 

@@ -14,6 +14,7 @@ import argparse
 import ast
 import asyncio
 import json
+import os
 import re
 import sys
 import tempfile
@@ -139,6 +140,7 @@ async def run_one(
     process = await asyncio.create_subprocess_exec(
         *command,
         *("--timeout_s", str(timeout_s)),
+        env=os.environ | {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"},
         cwd=common[common.index("--packages") + 1],
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -95,8 +95,9 @@ def _without_unknown(kind: type[BaseModel], values: dict[str, Any]) -> dict[str,
     unknown = [name for name in values if name not in names]
     if new := [name for name in unknown if (kind.__qualname__, name) not in _WARNED]:
         _WARNED.update((kind.__qualname__, name) for name in new)
-        told = ", ".join(f"{name}{nearest(name, fields).rstrip('.')}" for name in new)
-        logger.warning("%s has no such setting and ignores it: %s", kind.__name__, told)
+        hints = {name: nearest(name, fields).strip() for name in new}
+        told = ", ".join(f"{name} ({hint[0].lower()}{hint[1:]})" if hint else name for name, hint in hints.items())
+        logger.warning("%s ignores settings that it does not have: %s", kind.__name__, told)
     return {name: value for name, value in values.items() if name not in unknown} if unknown else values
 
 
