@@ -21,7 +21,10 @@ import palaestra
 from palaestra.core.errors import ConfigError
 
 ROOTS = frozenset(
-    {"atroposlib", "atropos", "environments", "model_tools", "tools", "toolsets", "toolset_distributions"}
+    {
+        *("atroposlib", "atropos", "batch_runner", "environments", "gateway", "model_tools", "run_agent", "tools"),
+        *("toolsets", "toolset_distributions"),
+    }
 )
 """Top-level modules of the contract, from which existing scripts import."""
 
@@ -36,6 +39,15 @@ ELSEWHERE: Mapping[str, str] = {
     "ModalSandboxConfig": "palaestra.sandbox.backends.modal",
     "ModalToolBackend": "palaestra.sandbox.modal_tool_backend",
     "SlotState": "palaestra.sandbox.slot",
+    "FINISHED_TTL_SECONDS": "palaestra.processes.session",
+    "GatewayConfig": "palaestra.gateway.config",
+    "MAX_OUTPUT_CHARS": "palaestra.processes.session",
+    "MAX_PROCESSES": "palaestra.processes.session",
+    "SessionResetPolicy": "palaestra.gateway.session_reset",
+    "TerminalBench2EvalConfig": "palaestra.suites.terminal_bench.terminalbench_2",
+    "ToolCallParser": "palaestra.inference.parsers",
+    "build_docker_image": "palaestra.sandbox.backends.docker",
+    "docker_image_exists": "palaestra.sandbox.backends.docker",
     **{
         name: f"palaestra.envs.contract.{module}"
         for module, names in {
@@ -47,6 +59,8 @@ ELSEWHERE: Mapping[str, str] = {
             "compute_stats get_std_min_max_avg pass_at_k select_best_index",
             "teacher_distillation": "TeacherDistillationConfig TeacherDistillationEnv",
             "tool_call_text": "extract_tool_call parse_tool_call",
+            "toolset_functions": "TOOLSETS get_all_toolsets get_toolset get_toolset_names resolve_multiple_toolsets "
+            "resolve_toolset validate_toolset",
             "training_tokens": "UNMASKED_ROLES tokenize_for_trainer",
             "type_definitions": "AgentHistory Content EvaluationConfigGeneral EvaluationMetrics EvaluationResults "
             "EvaluationSample GameHistory GameStep Observation UUID number",
@@ -64,9 +78,17 @@ OF_MODULES: Mapping[tuple[str, str], str] = {
 }
 """Names that mean different things in different modules of the contract, and the modules that define them."""
 
+WITHOUT_EFFECT: Mapping[str, str] = dict.fromkeys(
+    ("apply_patches", "resize_tool_pool"), "palaestra.envs.contract.without_effect"
+)
+"""Names for scripts that stay unchanged; in a ported script, the calls are deleted."""
+
 NOT_NEEDED: Mapping[str, str] = {
     "apply_patches": "there is nothing to patch: delete the call",
     "resize_tool_pool": "tools need no thread pool: delete the call",
+    "AIAgent": "use Agent from palaestra",
+    "BatchRunner": "run `palaestra batch FILE`, or call palaestra.run",
+    "SandboxServer": "start `palaestra serve executor`, or name a backend in tool_pool_mode",
     "ManagedServerAdapter": "call managed_server() of self.server, which has chat_completion",
     "tokenize_for_trainer_dpo": "atroposlib 0.4 does not have it either",
     "BaseLanguageEnv": "atroposlib 0.4 does not have it either; subclass BaseEnv",
