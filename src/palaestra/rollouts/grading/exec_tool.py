@@ -29,7 +29,7 @@ class ExecTool:
     async def __call__(
         self, tool: str | ToolCall, args: Mapping[str, JSON] | None = None, timeout: float = 300
     ) -> ToolResult:
-        """Run one call. The result has the call's `uniq_id`. Raises `InfraError`; any other expected failure is returned
+        """Run one call. The result has the call's `uniq_id`. Raises `InfraError`; other expected failures are returned
         in the result."""
         call = tool if isinstance(tool, ToolCall) else ToolCall(tool, dict(args or {}))
         done = await self._done(call, float(timeout))
