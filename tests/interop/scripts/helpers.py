@@ -1,4 +1,4 @@
-"""Print as JSON what the helpers of atroposlib return; ours runs it with `python -c 'import palaestra.compat'` first."""
+"""Print as JSON what the helpers of atroposlib return; under ours, `palaestra.compat` is imported first."""
 
 import json
 import logging
