@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import palaestra
-from palaestra.envs.port_script import ELSEWHERE, ROOTS, advice, counterpart
+from palaestra.envs.port_script import ELSEWHERE, ROOTS, WITHOUT_EFFECT, advice, counterpart
 
 _SUBMODULES = frozenset(
     {
@@ -42,7 +42,7 @@ class _OldModule(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if (where := counterpart(name)) is not None:
+        if (where := counterpart(name, self.__name__) or WITHOUT_EFFECT.get(name)) is not None:
             value: object = getattr(import_module(where), name)
             return value
         if name in _SUBMODULES:

@@ -63,7 +63,11 @@ class WordAgentEnv(AgentEnv[WordAgentConfig]):
         agent_result: Optional[AgentResult] = None,
         WORKSPACE_META
     ) -> tuple[float, Dict[str, Any]]:
-        seen = await exec_tool(ToolCall(name="bash", arguments={"command": "cat word.txt"}))
+        call = ToolCall(name="bash", arguments={"command": "cat word.txt"})
+        seen = await exec_tool(call)
+        assert isinstance(seen, ToolResult)
+        assert (seen.uniq_id, seen.exit_code) == (call.uniq_id, 0)
+        assert seen.to_xml().startswith('<tool_response>{"success": true, "output": ')
         right = seen.success and seen.output.strip() == item["word"]
         return float(right), {
             "calls": agent_result.total_tool_calls, "final": final_response, "success": agent_result.success,

@@ -307,8 +307,8 @@ def test_what_a_class_scores_is_read_as_what_a_function_scores(
         ("config", "UnevenEnv.config_init must return (HermesAgentEnvConfig, [APIServerConfig, …]), but returned "),
         ("config, [{}]", "UnevenEnv.config_init must return (HermesAgentEnvConfig, [APIServerConfig, …]), but "),
         (
-            "type('Own', (HermesAgentEnvConfig,), {'__annotations__': {'mine': int}, 'mine': 1})(mine=2), []",
-            "UnevenEnv.config_init returns Own; set env_config_cls = Own in the class",
+            "__import__('palaestra').BaseEnvConfig(), []",
+            "UnevenEnv.config_init returns BaseEnvConfig, which is not a HermesAgentEnvConfig",
         ),
     ],
 )

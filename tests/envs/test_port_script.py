@@ -182,6 +182,45 @@ except ImportError as error:
 """
 
 
+NAMES = """
+import palaestra.compat
+from atroposlib.envs.reward_fns import registry
+from atroposlib.envs.reward_fns.registry import registry as same
+from atroposlib.envs.base import APIServer, OpenaiConfig
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.type_definitions import AgentStep, GameHistory, Message, number
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from environments.agent_loop import resize_tool_pool
+from environments.patches import apply_patches
+from environments.tool_call_parsers import ToolCallParser
+from gateway.config import SessionResetPolicy
+from tools.process_registry import FINISHED_TTL_SECONDS, MAX_OUTPUT_CHARS, MAX_PROCESSES
+from toolsets import TOOLSETS, get_toolset, resolve_toolset, validate_toolset
+import palaestra
+
+assert registry is same
+assert registry.create("format")(["<think>a</think>"]) == [1.0]
+assert AgentStep is not palaestra.AgentStep
+assert isinstance(1.5, number)
+assert apply_patches() is None is resize_tool_pool(8)
+assert (MAX_OUTPUT_CHARS, FINISHED_TTL_SECONDS, MAX_PROCESSES) == (200_000, 1800, 64)
+assert resolve_toolset("default") == resolve_toolset("terminal") + resolve_toolset("file")
+assert get_toolset("search")["tools"] == ["web_search"]
+assert [get_toolset("no"), resolve_toolset("no"), validate_toolset("no")] == [None, [], False]
+assert set(resolve_toolset("all")) >= set(TOOLSETS["browser"]["tools"])
+try:
+    from batch_runner import BatchRunner
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_the_names_of_atropos_and_hermes_that_scripts_import(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", NAMES], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "palaestra batch FILE" in ended.stdout
+
+
 def test_the_old_paths_are_there_for_who_asks_by_name(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", OLD_PATHS], cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import os
 import posixpath
 import re
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ModelT_co = TypeVar("ModelT_co", bound=BaseModel, covariant=True)
+
+logger = logging.getLogger(__name__)
 
 DEFAULT = "default"
 """The source of a value that no layer set."""
@@ -46,7 +49,13 @@ _NO_EFFECT = " (no effect yet)"
 
 
 class Settings(BaseModel):
-    """Base of configuration classes: unknown keys are rejected, and a mistake raises `ConfigError`."""
+    """Base of configuration classes: unknown keys are rejected, and a mistake raises `ConfigError`.
+
+    If a class sets `ignores_unknown`, its constructor ignores unknown keys, and one warning per class names them,
+    because existing scripts pass settings of other releases. Files, variables and flags are checked by `merge`.
+    """
+
+    ignores_unknown: ClassVar[bool] = False
 
     # Validators are built on first use, because a command line that is only checked uses few of the classes.
     model_config = ConfigDict(extra="forbid", validate_default=False, defer_build=True)
@@ -72,6 +81,8 @@ class Settings(BaseModel):
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
         def __init__(self, **values):
+            if type(self).ignores_unknown and type(self).model_config.get("extra") == "forbid":
+                values = _without_unknown(type(self), values)
             try:
                 super().__init__(**values)
             except ValidationError as error:
@@ -84,6 +95,22 @@ class Settings(BaseModel):
         """Return all values as JSON, for the record; an object that JSON cannot represent becomes the name of its
         type."""
         return self.model_dump(mode="json", fallback=lambda value: f"<{type(value).__name__}>")
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _without_unknown(kind: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the fields; warn once of each other key."""
+    fields = kind.model_fields
+    names = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    unknown = [name for name in values if name not in names]
+    if new := [name for name in unknown if (kind.__qualname__, name) not in _WARNED]:
+        _WARNED.update((kind.__qualname__, name) for name in new)
+        hints = {name: nearest(name, fields).strip() for name in new}
+        told = ", ".join(f"{name} ({hint[0].lower()}{hint[1:]})" if hint else name for name, hint in hints.items())
+        logger.warning("%s ignores settings that it does not have: %s", kind.__name__, told)
+    return {name: value for name, value in values.items() if name not in unknown} if unknown else values
 
 
 def setting(default: T, description: str, **options: Any) -> T:

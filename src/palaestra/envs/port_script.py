@@ -22,7 +22,10 @@ import palaestra
 from palaestra.core.errors import ConfigError
 
 ROOTS = frozenset(
-    {"atroposlib", "atropos", "environments", "model_tools", "tools", "toolsets", "toolset_distributions"}
+    {
+        *("atroposlib", "atropos", "batch_runner", "environments", "gateway", "model_tools", "run_agent", "tools"),
+        *("toolsets", "toolset_distributions"),
+    }
 )
 """Top-level modules of the contract, from which existing scripts import."""
 
@@ -37,13 +40,59 @@ ELSEWHERE: Mapping[str, str] = {
     "ModalSandboxConfig": "palaestra.sandbox.backends.modal",
     "ModalToolBackend": "palaestra.sandbox.modal_tool_backend",
     "SlotState": "palaestra.sandbox.slot",
+    "FINISHED_TTL_SECONDS": "palaestra.processes.session",
+    "GatewayConfig": "palaestra.gateway.config",
+    "MAX_OUTPUT_CHARS": "palaestra.processes.session",
+    "MAX_PROCESSES": "palaestra.processes.session",
+    "SessionResetPolicy": "palaestra.gateway.session_reset",
+    "TerminalBench2EvalConfig": "palaestra.suites.terminal_bench.terminalbench_2",
+    "ToolCallParser": "palaestra.inference.parsers",
+    "build_docker_image": "palaestra.sandbox.backends.docker",
+    "docker_image_exists": "palaestra.sandbox.backends.docker",
+    **{
+        name: f"palaestra.envs.contract.{module}"
+        for module, names in {
+            "evaluations": "EvalBase eval_runner evaluate_log",
+            "message_history": "ensure_trajectory_token_limit strip_thinking truncate_thinking",
+            "reward_functions": "CombinedReward FormatReward LegacyFunctionWrapper RewardFunction RewardRegistry",
+            "servers": "APIServer ManagedServer OpenAIServer OpenaiConfig SequenceNode parse_http_response",
+            "statistics": "allclose_to_first compute_discounted_returns compute_grpo_process_supervision_advantages "
+            "compute_stats get_std_min_max_avg pass_at_k select_best_index",
+            "teacher_distillation": "TeacherDistillationConfig TeacherDistillationEnv",
+            "tool_call_text": "extract_tool_call parse_tool_call",
+            "toolset_functions": "TOOLSETS get_all_toolsets get_toolset get_toolset_names resolve_multiple_toolsets "
+            "resolve_toolset validate_toolset",
+            "training_tokens": "UNMASKED_ROLES tokenize_for_trainer",
+            "type_definitions": "AgentHistory Content EvaluationConfigGeneral EvaluationMetrics EvaluationResults "
+            "EvaluationSample GameHistory GameStep Observation UUID number",
+        }.items()
+        for name in names.split()
+    },
 }
 """Names of the contract that the package `palaestra` does not export, and the modules that define them."""
+
+OF_MODULES: Mapping[tuple[str, str], str] = {
+    ("atroposlib.envs.reward_fns", "registry"): "palaestra.envs.contract.reward_functions",
+    ("atroposlib.envs.reward_fns.registry", "registry"): "palaestra.envs.contract.reward_functions",
+    ("atroposlib.type_definitions", "AgentStep"): "palaestra.envs.contract.type_definitions",
+    ("atroposlib.type_definitions", "Message"): "palaestra.envs.contract.type_definitions",
+}
+"""Names that mean different things in different modules of the contract, and the modules that define them."""
+
+WITHOUT_EFFECT: Mapping[str, str] = dict.fromkeys(
+    ("apply_patches", "resize_tool_pool"), "palaestra.envs.contract.without_effect"
+)
+"""Names for scripts that stay unchanged; in a ported script, the calls are deleted."""
 
 NOT_NEEDED: Mapping[str, str] = {
     "apply_patches": "there is nothing to patch: delete the call",
     "resize_tool_pool": "tools need no thread pool: delete the call",
-    "OpenAIServer": "call _use_managed_server() to learn whether the servers return tokens",
+    "AIAgent": "use Agent from palaestra",
+    "BatchRunner": "run `palaestra batch FILE`, or call palaestra.run",
+    "SandboxServer": "start `palaestra serve executor`, or name a backend in tool_pool_mode",
+    "ManagedServerAdapter": "call managed_server() of self.server, which has chat_completion",
+    "tokenize_for_trainer_dpo": "atroposlib 0.4 does not have it either",
+    "BaseLanguageEnv": "atroposlib 0.4 does not have it either; subclass BaseEnv",
     "registry": "write each tool as a typed function with @tool from palaestra, instead of registry.register",
     "ToolRegistryEntry": "write each tool as a typed function with @tool from palaestra",
 }
@@ -97,8 +146,11 @@ class Ported:
     left: list[Left] = field(default_factory=list)
 
 
-def counterpart(name: str) -> str | None:
-    """Return the module of Palaestra from which a name of the contract can be imported, or None."""
+def counterpart(name: str, module: str = "") -> str | None:
+    """Return the module of Palaestra from which a name of the contract can be imported, or None. `module` is the
+    contract's module, if it is known."""
+    if (module, name) in OF_MODULES:
+        return OF_MODULES[module, name]
     return "palaestra" if name in palaestra.__all__ else ELSEWHERE.get(name)
 
 
@@ -250,7 +302,7 @@ class _Script:
         own = self._own_module(node) if node.level == 1 else None
         statements: list[tuple[str, list[ast.alias]]] = []
         for alias in node.names:
-            where = counterpart(alias.name)
+            where = counterpart(alias.name, module)
             if where is None and own is not None:
                 where = own
             elif where is None and node.level == 1 and node.module is None and self._is_own(alias.name):

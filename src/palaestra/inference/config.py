@@ -3,7 +3,7 @@ settings (temperature, turns) belong to the environment."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from palaestra.core.config import Settings, host_path, later, setting
 
@@ -13,6 +13,8 @@ ServerType: TypeAlias = Literal["openai", "scripted", "sglang", "transformers", 
 
 class ServerBaseline(Settings):
     """Settings that all servers of a run share."""
+
+    ignores_unknown: ClassVar[bool] = True
 
     timeout: int = setting(
         1200,

@@ -80,6 +80,11 @@ class ToolResult:
     metadata: Mapping[str, JSON] = field(default_factory=dict)
     uniq_id: str | None = None
 
+    @property
+    def exit_code(self) -> int:
+        """The command's exit status; without a command, 0 for a success and 1 for a failure."""
+        return int(self.metadata.get("exit_code", 0 if self.success else 1))
+
     def to_dict(self) -> dict[str, JSON]:
         """Return all fields as a plain dict."""
         return {

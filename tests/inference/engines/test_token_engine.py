@@ -118,6 +118,13 @@ def test_sglang_is_asked_in_its_own_names_and_names_the_policy() -> None:
     assert sampled.policy_version == "0"
 
 
+def test_concurrent_first_requests_learn_together_that_the_server_is_atropos_own() -> None:
+    async def work(engine: TokenServer) -> list[Sampled]:
+        return await asyncio.gather(*(engine.generate([1, 2], {"max_tokens": 9}) for _ in range(8)))
+
+    assert len(with_server("vllm of atropos", work)) == 8
+
+
 def test_vllm_is_asked_for_ids_and_log_probabilities() -> None:
     async def work(engine: TokenServer) -> JSON:
         async with TokenLoopback(ToyEngine(TOKENIZER, replies()), TOKENIZER) as loopback:

@@ -175,3 +175,13 @@ def test_a_plainer_history_wraps_only_what_does_not_parse() -> None:
     assert plain[1]["reasoning_content"] == "r"
     assert "reasoning_content" not in (plainer_history(history, "Extra inputs: reasoning_content") or history)[1]
     assert plainer_history(history[:1], "whatever reasoning_content") is None
+
+
+class Told(str):
+    """Text of a subclass, as numpy's and the cells of some data sets are."""
+
+    __slots__ = ()
+
+
+def test_texts_of_a_subclass_can_be_sent() -> None:
+    assert json.loads(encode_json({"content": Told("é")})) == {"content": "é"}

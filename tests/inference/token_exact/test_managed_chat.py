@@ -522,6 +522,54 @@ def test_several_choices_are_segments_and_each_can_go_on() -> None:
     check(chat)
 
 
+class LastFirst:
+    """Lets each request of a batch wait for the one after it, so that replies arrive in reverse order."""
+
+    name = "last first"
+
+    def __init__(self, engine: ToyEngine, count: int) -> None:
+        self._engine, self._turn, self._moved = engine, count, asyncio.Condition()
+
+    async def generate(self, input_ids: Sequence[int], sampling: Mapping[str, JSON]) -> Sampled:
+        sampled = await self._engine.generate(input_ids, sampling)
+        mine = self._engine.requests
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._turn == mine)
+            self._turn -= 1
+            self._moved.notify_all()
+        return sampled
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_choices_are_in_the_order_of_the_nodes(chats: bool) -> None:
+    """Environments read the choices and the nodes in step."""
+
+    async def go() -> list[tuple[str, str]]:
+        chat = ManagedChat(LastFirst(toy("hello", "there", "world"), 3), FORMAT)
+        if chats:
+            found = [each.message.content for each in (await chat.chat_completion(messages=HI, n=3)).choices]
+        else:
+            found = [each.text for each in (await chat.completion(prompt="hello ", n=3)).choices]
+        nodes = chat.get_state()["nodes"]
+        texts = [TOKENIZER.decode([each for each in node.masked_tokens if each != -100][:-1]) for node in nodes]
+        return list(zip(found, texts, strict=True))
+
+    pairs = asyncio.run(go())
+    assert [said for said, _ in pairs] == ["world", "there", "hello"]
+    assert all(said == text for said, text in pairs)
+
+
+def test_a_text_can_be_continued_several_times() -> None:
+    chat = managed(toy("hello", "there", "world"))
+    done = asyncio.run(chat.completion(prompt="say: ", n=3))
+    assert [(each.index, each.text) for each in done.choices] == [(0, "hello"), (1, "there"), (2, "world")]
+    assert done.usage is not None
+    masks = [each for node in chat.get_state()["nodes"] for each in node.masked_tokens if each != -100]
+    assert done.usage.completion_tokens == len(masks)
+    with pytest.raises(ConfigError, match="n is 0"):
+        asyncio.run(chat.completion(prompt="say: ", n=0))
+
+
 def test_requests_at_the_same_time_do_not_meet_in_one_row() -> None:
     chat = managed(toy("hello", "there", "world"))
 

@@ -120,6 +120,8 @@ def test_a_trajectory_has_the_image_that_is_registered_for_it(daemon: Docker, tm
         await build_docker_image(tmp_path, "mine:1", host=daemon.address)
         assert await docker_image_exists("mine:1", host=daemon.address)
         assert not await docker_image_exists("mine:2", host=daemon.address)
+        await build_docker_image(tmp_path / "Dockerfile", "mine:2", host=daemon.address)
+        assert await docker_image_exists("mine:2", host=daemon.address)
         tools = DockerDirectBackend(backend(daemon, privileged=False))
         await tools.start()
         try:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
@@ -27,7 +27,7 @@ from palaestra.core.exits import report_failure
 from palaestra.core.io.durable_files import replaced
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Message
-from palaestra.core.user_code import called, is_loaded, place, told
+from palaestra.core.user_code import called, is_loaded, place, settled, told
 from palaestra.envs.api.scored_data import (
     ScoredDataGroup,
     ScoredDataItem,
@@ -123,6 +123,7 @@ class BaseEnv(ABC):
     """The run's MCP servers; set only during a run."""
     _server: ChatServer | None = None
     _own_server: ChatServer | None = None
+    _tokenizer: object = None
     tool_world: RecordedTools | None = None
     """The recorded replies of tools that reach outside this machine; set only during a run."""
     check_values: ClassVar[Mapping[str, JSON]] = {}
@@ -135,15 +136,13 @@ class BaseEnv(ABC):
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
-        if not isinstance(config, type(self).env_config_cls):
-            wanted = type(self).env_config_cls.__name__
-            raise ConfigError(f"{type(self).__name__} needs a {wanted}, not {type(config).__name__}")
+        if not isinstance(config, wanted := _needed_config(type(self))):
+            raise ConfigError(f"{type(self).__name__} needs a {wanted.__name__}, not {type(config).__name__}")
         self.config = config
         self.server_configs = list(server_configs)
         self.slurm = slurm
         self.testing = testing
         self._manager: Callable[[], Awaitable[None]] | None = None
-        self._tokenizer: Tokenizer | ConfigError | None = None
         self._run_items: ItemRunner | None = None
         self._logged: dict[str, JSON] = {}
         self.curr_step = 0
@@ -154,6 +153,8 @@ class BaseEnv(ABC):
         the others."""
         self.checkpoint_dir = ""
         self.rollouts_for_wandb: list[list[tuple[str, float]]] = []
+        self.completion_lengths: list[float] = []
+        """The trained tokens of each rollout since the last `wandb_log`."""
         self._evaluation: dict[str, JSON] = {}
 
     @classmethod
@@ -273,23 +274,31 @@ class BaseEnv(ABC):
         self._own_server = chat_server(server)
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> Any:
         """The tokenizer of the token-exact servers. If they have none, the tokenizer that `tokenizer_name` names, or
-        None if the setting is `none`. The tokenizer is loaded on first use. Raises `ConfigError` if it cannot be
-        loaded; a failed load is not repeated."""
-        servers = getattr(self._own_server or self._server, "servers", ())
-        own: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
-        if own is not None:
-            return own
-        if self._tokenizer is None and self.config.tokenizer_name not in ("", "none"):
-            try:
-                self._tokenizer = load_tokenizer(self.config.tokenizer_name)
-            except ConfigError as error:
-                hint = "With 'none', the environment has no tokenizer (self.tokenizer is None)."
-                self._tokenizer = ConfigError(f"env.tokenizer_name: {error} {hint}")
+        None if the setting is `none`. It has the methods and defaults of the tokenizers of `transformers`, and a class
+        may assign a different one. It is loaded on first use. Raises `ConfigError` if it cannot be loaded; a failed
+        load is not repeated."""
+        if self._tokenizer is None:
+            servers = getattr(self._own_server or self._server, "servers", ())
+            found: Tokenizer | None = getattr(servers[0], "tokenizer", None) if servers else None
+            if found is None and self.config.tokenizer_name not in ("", "none"):
+                try:
+                    found = load_tokenizer(self.config.tokenizer_name)
+                except ConfigError as error:
+                    hint = "With 'none', the environment has no tokenizer (self.tokenizer is None)."
+                    self._tokenizer = ConfigError(f"env.tokenizer_name: {error} {hint}")
+            if found is not None:
+                from palaestra.inference.templates.chat_tokenizer import chat_tokenizer
+
+                self._tokenizer = chat_tokenizer(found)
         if isinstance(self._tokenizer, ConfigError):
             raise self._tokenizer
         return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: object) -> None:
+        self._tokenizer = tokenizer
 
     def evaluated_items(self) -> Sequence[Item] | None:
         """Return the items that `evaluate` rolls out, so that `--dry-run` can count them; None if they are not known
@@ -367,7 +376,14 @@ class BaseEnv(ABC):
     async def wandb_log(self, wandb_metrics: dict[str, JSON] | None = None) -> None:
         """Add numbers and strings to the run's metrics. Called after every `min_items_sent_before_logging` groups and
         at the end; an override may add its own and call `super()`."""
-        self._logged.update(wandb_metrics or {})
+        metrics = await settled(self.create_rollout_table(dict(wandb_metrics or {})))
+        self.completion_lengths = []
+        self._logged.update(metrics or {})
+
+    async def create_rollout_table(self, wandb_metrics: dict[str, JSON]) -> dict[str, JSON]:
+        """Return the metrics, to which an override may add its own. Called by `wandb_log`. The default adds nothing,
+        because trackers show `rollouts_for_wandb`; a table that an override makes is shown in its place."""
+        return wandb_metrics
 
     async def evaluate_log(
         self,
@@ -427,6 +443,14 @@ def collects_groups(cls: type[BaseEnv]) -> bool:
     return not COLLECTING_GROUPS.isdisjoint(own_names(cls))
 
 
+def _needed_config(cls: type[BaseEnv]) -> type[BaseEnvConfig]:
+    """Return the configuration class whose settings this package's code reads. A class need not name its own in
+    `env_config_cls`."""
+    ours = next(each for each in cls.__mro__ if each.__module__.startswith("palaestra."))
+    needed: type[BaseEnvConfig] = ours.env_config_cls  # type: ignore[attr-defined]  # a class of this module
+    return needed
+
+
 def own_names(cls: type[BaseEnv]) -> set[str]:
     """Return the names that a user's class and its bases define, without the names that this package's classes
     define."""
@@ -449,9 +473,17 @@ class ClassForm:
         self.reference = reference
         self.name = cls.name or cls.__name__
         self.about = inspect.getdoc(cls) or ""
+        self._config_type: type[BaseEnvConfig] | None = None
 
     def config_type(self) -> type[BaseEnvConfig]:
-        return self.cls.env_config_cls
+        """Return the class of the settings: `env_config_cls`, or the class that `config_init` returns if that has
+        further settings."""
+        if self._config_type is None:
+            try:
+                self.defaults()
+            except ConfigError:  # raised again where the defaults are used
+                return self.cls.env_config_cls
+        return self._config_type or self.cls.env_config_cls
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
         """Return the configuration and the list of servers that `config_init` returns. In place of the list,
@@ -462,9 +494,10 @@ class ClassForm:
         match given:
             case (BaseEnvConfig() as config, (ServerBaseline() | [*_]) as said):
                 servers = [said] if isinstance(said, ServerBaseline) else list(said)
-                if not issubclass(wanted, type(config)):
+                if not isinstance(config, needed := _needed_config(self.cls)):
                     own = type(config).__name__
-                    raise ConfigError(f"{name}.config_init returns {own}; set env_config_cls = {own} in the class")
+                    raise ConfigError(f"{name}.config_init returns {own}, which is not a {needed.__name__}")
+                self._config_type = wanted if issubclass(wanted, type(config)) else type(config)
                 if all(isinstance(each, ServerBaseline) for each in servers):
                     return config, servers
         must = f"({wanted.__name__}, [APIServerConfig, …])"

@@ -94,6 +94,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         self._first = 0
         self._evaluated = 0
         self._awaits_setup = self._managed = False
+        self._table: JSON = None
 
     @property
     def name(self) -> str:
@@ -240,6 +241,7 @@ class ClassEnvironment(EvaluatedEnvironment):
         try:
             line = group_line(group, env=self.name, model="")
             if line is not None:
+                self.inner.completion_lengths += [sum(mask != -100 for mask in masks) for masks in line["masks"]]
                 await settled(self.inner.add_rollouts_for_wandb(line, task.data))
         except Exception as error:
             doing = f"{self.name}.add_rollouts_for_wandb on {group.group_id}"
@@ -250,15 +252,26 @@ class ClassEnvironment(EvaluatedEnvironment):
         logged, self.inner._logged = self.inner._logged, {}
         found = numbers(logged)
         self.inner._logged.update(found)  # numbers stay until they are replaced; strings are returned only once
+        self._table = next((value for value in logged.values() if _is_table(value)), self._table)
         return {**found, **{name: value for name, value in logged.items() if isinstance(value, str) and value}}
 
     def shown(self) -> Sequence[tuple[str, float]]:
-        """Return the kept rollouts that have a text and a score, because a subclass may keep other data."""
+        """Return the kept rollouts that begin with a text and a score, because a subclass may keep other data. If there
+        are none, return the rows of the latest table that the class made of them."""
         kept: Iterable[JSON] = (rollout for group in self.inner.rollouts_for_wandb for rollout in group)
-        pairs = [each for each in kept if isinstance(each, (list, tuple)) and len(each) == 2]
-        return [
-            (text, found) for text, score in pairs if isinstance(text, str) and (found := number(score)) is not None
-        ]
+        return _texts_and_scores(kept) or _texts_and_scores([] if self._table is None else self._table.data)
+
+
+def _is_table(value: object) -> bool:
+    """Return whether a metric is a table, such as `wandb.Table`."""
+    return isinstance(getattr(value, "columns", None), list) and isinstance(getattr(value, "data", None), list)
+
+
+def _texts_and_scores(rows: Iterable[JSON]) -> list[tuple[str, float]]:
+    lists = [each for each in rows if isinstance(each, (list, tuple)) and len(each) >= 2]
+    return [
+        (text, found) for text, score, *_ in lists if isinstance(text, str) and (found := number(score)) is not None
+    ]
 
 
 class CollectedEnvironment(ClassEnvironment):

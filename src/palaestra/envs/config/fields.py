@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from enum import Enum
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -38,6 +38,8 @@ class EvalHandlingEnum(Enum):
 
 class BaseEnvConfig(Settings):
     """The settings of every environment: number and concurrency of groups, limits, and where results go."""
+
+    ignores_unknown: ClassVar[bool] = True
 
     group_size: int = setting(4, "Rollouts per task.", ge=1)
     total_steps: int = setting(1000, "Maximum groups to process; -1 means every task once.", ge=-1)
@@ -178,7 +180,9 @@ class BaseEnvConfig(Settings):
         "of the workers to the evaluation, and NONE changes nothing.",
     )
     eval_limit_ratio: float = setting(0.5, "The share of the workers that LIMIT_TRAIN takes from the run.", ge=0, le=1)
-    inference_weight: float = setting(1.0, "Weight among the environments that feed the same trainer.", ge=0)
+    inference_weight: float = setting(
+        1.0, "Weight among the environments that feed the same trainer; negative: the smallest weight."
+    )
     batch_size: int = later(-1, "Rollouts per trainer batch.", "The trainer's server decides the size of its batches.")
     max_batches_offpolicy: int = setting(
         3, "Maximum batches in progress or waiting for the trainer; at least one is always allowed.", ge=0
@@ -202,7 +206,9 @@ class BaseEnvConfig(Settings):
     )
     num_rollouts_to_keep: int = setting(32, "Number of groups whose rollouts trackers can show.", ge=1)
     num_rollouts_per_group_for_logging: int = setting(1, "Rollouts to show per group; -1: all.", ge=-1)
-    min_items_sent_before_logging: int = setting(2, "Finished groups between two logs of the metrics.", ge=1)
+    min_items_sent_before_logging: int = setting(
+        2, "Finished groups between two logs of the metrics; 0 or less: a log after every group."
+    )
     thinking_mode: bool = setting(False, "Ask the agent, in its system message, to think inside <think> tags.")
     reasoning_effort: str | None = setting(None, "The value of reasoning_effort in every request of an agent.")
     max_reasoning_tokens: int | None = setting(

@@ -126,8 +126,8 @@ class TokenChat(ServerEngine):
 
     def _chat_format(self, tokenizer: Tokenizer | None) -> ChatFormat:
         """Return the chat format of a tokenizer. The format is kept, because callers pass the same tokenizer for every
-        rollout."""
-        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        rollout. Of a `ChatTokenizer`, the tokenizer inside is used."""
+        tokenizer = self.tokenizer if tokenizer is None else getattr(tokenizer, "tokenizer", tokenizer)
         for known in self._formats:
             if known.tokenizer is tokenizer:
                 return known
@@ -361,7 +361,8 @@ class VLLMEngine(TokenServer):
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         read = self._reader(url, "VLLMEvents", on_ids)
         response = await self._continued(url, "prompt", input_ids, encode_json(body), lane, read)
-        if response.status in (404, 405) and self._stock is None and not _is_about_the_request(response.body):
+        # Concurrent first requests all get this answer; the first of them may have been read already.
+        if response.status in (404, 405) and not self._stock and not _is_about_the_request(response.body):
             self._stock = False
             return await self._from_atropos(list(input_ids), sampling, lane)
         if not 200 <= response.status < 300:

@@ -47,10 +47,11 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def encode_json(payload: JSON) -> bytes:
-    """Return JSON as UTF-8. Lone surrogates, which tool output can hold, become question marks."""
+    """Return JSON as UTF-8. Lone surrogates, which tool output can hold, become question marks. Texts and numbers
+    may be of a subclass, as numpy's texts are."""
     try:
         return msgspec.json.encode(payload)
-    except UnicodeEncodeError:
+    except (UnicodeEncodeError, TypeError):
         return json.dumps(payload, ensure_ascii=False).encode(errors="replace")
 
 

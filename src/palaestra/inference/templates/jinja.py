@@ -73,10 +73,10 @@ class ChatTemplate:
     ) -> str:
         """Return the conversation as text. Raises `ConfigError` with the template's own message if the template refuses
         the conversation."""
-        values = {**self._special, **variables}
+        values = {"documents": None, **self._special, **variables}
         try:
             return self._template.render(
-                values, messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt
+                values, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
             )
         except _REFUSALS as error:
             raise ConfigError(f"The chat template refuses this conversation: {error}.") from error

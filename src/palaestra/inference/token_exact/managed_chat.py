@@ -149,6 +149,7 @@ class _Reply:
     finish_reason: str
     prompt_tokens: int
     sampled_tokens: int
+    segment: int
 
 
 class ManagedChat(ChatServer):
@@ -211,13 +212,14 @@ class ManagedChat(ChatServer):
         self,
         *,
         prompt: str,
+        n: int = 1,
         extra_body: Mapping[str, JSON] | None = None,
         opens: SegmentReason | None = None,
         in_thread: InThread | None = None,
         **sampling: JSON,
     ) -> TextCompletion:
-        """Sample one continuation of a text, which is also recorded in the ledger. `in_thread` runs the encoding of the
-        text. Raises `EngineError`."""
+        """Sample `n` continuations of a text, which are also recorded in the ledger, each after the first as a separate
+        segment. `in_thread` runs the encoding of the text. Raises `EngineError`."""
         if self._text is None:
             from palaestra.inference.token_exact.managed_text import ManagedText  # imported here: few rollouts need it
 
@@ -231,7 +233,7 @@ class ManagedChat(ChatServer):
         settings["stop_token_ids"] = list(
             dict.fromkeys([*(settings.get("stop_token_ids") or ()), *self._text.stop_ids])
         )
-        return await self._text.complete(prompt, settings, reason, in_thread or _directly)
+        return await self._text.complete(prompt, n, settings, reason, in_thread or _directly)
 
     def child(self, number: int = 0, *, reason: SegmentReason | str = SegmentReason.SUBAGENT) -> ManagedChat:
         """Return a server for a further conversation of the rollout, with the same ledger. The record has these
@@ -320,7 +322,8 @@ class ManagedChat(ChatServer):
                 ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return [task.result() for task in asked]
+        # In the order of the nodes, which callers read in step with the choices; replies may arrive in another order.
+        return sorted((task.result() for task in asked), key=lambda reply: reply.segment)
 
     async def _reply(
         self,
@@ -435,4 +438,4 @@ class ManagedChat(ChatServer):
         thread.extend(messages, message)
         if message.tool_calls and finish_reason == "stop":
             finish_reason = "tool_calls"
-        return _Reply(message, finish_reason, prompt_tokens, len(ids))
+        return _Reply(message, finish_reason, prompt_tokens, len(ids), thread.segment)

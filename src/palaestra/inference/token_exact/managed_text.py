@@ -7,17 +7,22 @@ the text.
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from palaestra.core.clock import Clock
+from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.inference.engine import CompletionUsage, TextChoice, TextCompletion, TokenEngine
 from palaestra.inference.ledger import Ledger, SegmentReason
 from palaestra.inference.token_exact.replies import sample
 from palaestra.inference.tokenizers import Tokenizer
+
+InThread: TypeAlias = Callable[[Callable[[], Sequence[int]]], Awaitable[Sequence[int]]]
 
 _KEPT_TEXTS = 64
 
@@ -30,6 +35,16 @@ class _Text:
     text: str
     open: bool
     busy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Continuation:
+    segment: int
+    turn: int
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    sampled: int
 
 
 class ManagedText:
@@ -51,14 +66,35 @@ class ManagedText:
         self._texts: list[_Text] = []
 
     async def complete(
-        self,
-        prompt: str,
-        settings: Mapping[str, JSON],
-        opens: SegmentReason,
-        in_thread: Callable[[Callable[[], Sequence[int]]], Awaitable[Sequence[int]]],
+        self, prompt: str, n: int, settings: Mapping[str, JSON], opens: SegmentReason, in_thread: InThread
     ) -> TextCompletion:
-        """Sample one continuation. `opens` is the reason to record if a segment begins; `in_thread` runs the encoding
-        of the text. Raises `EngineError`."""
+        """Sample `n` continuations, in the order of their segments. `opens` is the reason to record if a segment
+        begins; `in_thread` runs the encoding of the text. Raises `ConfigError` if `n` is less than 1, and
+        `EngineError`."""
+        if n < 1:
+            raise ConfigError(f"n is {n}; a request must ask for at least one continuation.")
+        try:
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(self._sample(prompt, settings, opens, in_thread)) for _ in range(n)]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        done = sorted((task.result() for task in asked), key=lambda each: each.segment)
+        sampled, prompt_tokens = sum(each.sampled for each in done), done[0].prompt_tokens
+        return TextCompletion(
+            id=f"{done[-1].turn}",
+            model=self._engine.name,
+            choices=[
+                TextChoice(index=index, text=each.text, finish_reason=each.finish_reason)
+                for index, each in enumerate(done)
+            ],
+            usage=CompletionUsage(
+                prompt_tokens=prompt_tokens, completion_tokens=sampled, total_tokens=prompt_tokens + sampled
+            ),
+        )
+
+    async def _sample(
+        self, prompt: str, settings: Mapping[str, JSON], opens: SegmentReason, in_thread: InThread
+    ) -> _Continuation:
         known = self._continued(prompt)
         fresh = prompt if known is None else prompt[len(known.text) :]
         encode = partial(self._tokenizer.encode, fresh, add_special_tokens=known is None)
@@ -83,14 +119,7 @@ class ManagedText:
             if known is not None:
                 known.busy = False
         finish_reason = pieces[-1].sampled.finish_reason
-        return TextCompletion(
-            id=f"{self._ledger.turns[-1].number}",
-            model=self._engine.name,
-            choices=[TextChoice(text=text, finish_reason=finish_reason)],
-            usage=CompletionUsage(
-                prompt_tokens=prompt_tokens, completion_tokens=len(ids), total_tokens=prompt_tokens + len(ids)
-            ),
-        )
+        return _Continuation(known.segment, self._ledger.turns[-1].number, text, finish_reason, prompt_tokens, len(ids))
 
     def _continued(self, prompt: str) -> _Text | None:
         for each in reversed(self._texts):

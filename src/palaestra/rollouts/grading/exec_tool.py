@@ -2,8 +2,8 @@
 workspace.
 
 Both call shapes in use are accepted: `exec_tool("bash", {"command": ...}, timeout=600)` and `exec_tool(ToolCall(...))`.
-The answer is an `ExecutionResult` whose metadata holds both `exit_code` and `returncode`. As these hooks expect, its
-output is standard output, then standard error after a line `[stderr]`.
+The answer is a `ToolResult` whose metadata holds both `exit_code` and `returncode`. As these hooks expect, its output
+is standard output, then standard error after a line `[stderr]`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Shell, Slot
 from palaestra.sandbox.slot_tools import SLOT_TOOLS, run_slot_tool, tool_result
 from palaestra.tools.builtin.terminal_stateful import StatefulShell
-from palaestra.tools.call_text import ToolCall
+from palaestra.tools.call_text import ToolCall, ToolResult
 from palaestra.tools.runtime.runtime import ToolRuntime
 
 
@@ -28,15 +28,20 @@ class ExecTool:
 
     async def __call__(
         self, tool: str | ToolCall, args: Mapping[str, JSON] | None = None, timeout: float = 300
-    ) -> ExecutionResult:
-        """Run one call. Raises `InfraError`; any other expected failure is returned in the result."""
-        if isinstance(tool, ToolCall) and tool.error:
-            return tool_result(error=tool.error)
-        name, arguments = (tool.name, tool.arguments) if isinstance(tool, ToolCall) else (tool, args or {})
+    ) -> ToolResult:
+        """Run one call. The result has the call's `uniq_id`. Raises `InfraError`; other expected failures are returned
+        in the result."""
+        call = tool if isinstance(tool, ToolCall) else ToolCall(tool, dict(args or {}))
+        done = await self._done(call, float(timeout))
+        return ToolResult(done.success, done.output, done.error, done.metadata, call.uniq_id)
+
+    async def _done(self, call: ToolCall, timeout_s: float) -> ExecutionResult:
+        if call.error:
+            return tool_result(error=call.error)
         try:
-            if name in SLOT_TOOLS:
-                return await run_slot_tool(await self._slot(), self._shell, name, arguments, float(timeout))
-            outcome = await self._tools().call(name, arguments)
+            if call.name in SLOT_TOOLS:
+                return await run_slot_tool(await self._slot(), self._shell, call.name, call.arguments, timeout_s)
+            outcome = await self._tools().call(call.name, call.arguments)
         except InfraError:
             raise
         except (OSError, ValueError, KeyError) as error:

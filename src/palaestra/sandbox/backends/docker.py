@@ -236,10 +236,12 @@ class DockerBackend(RemoteBackend):
 
 
 async def build_docker_image(folder: str | Path, tag: str, *, timeout_s: float = _PULL_S, host: str = "") -> None:
-    """Build an image from a folder's Dockerfile. If that fails, raises `ImageError` with the end of the build's
-    output."""
+    """Build an image from a folder's Dockerfile, or from a Dockerfile in its folder. If that fails, raises `ImageError`
+    with the end of the build's output."""
     check_image(tag)
-    command = [*_docker(host), "build", "--quiet", "--tag", tag, os.path.abspath(folder)]
+    path = os.path.abspath(folder)
+    source = ["--file", path, os.path.dirname(path)] if os.path.isfile(path) else [path]
+    command = [*_docker(host), "build", "--quiet", "--tag", tag, *source]
     status, text = await run_command(command, timeout_s)
     if status != 0:
         raise ImageError(f"docker cannot build {folder}: {text}")

@@ -1,0 +1,404 @@
+"""Run one script of the Atropos repository up to a stage, and print what happened as JSON. `atropos_sweep.py` calls it.
+
+It runs under Palaestra's interpreter and under one that has atroposlib, so it imports neither before `--side` is read.
+Packages that are not installed, and the `datasets` package, are replaced by stand-ins for the script's own imports
+only: every attribute exists, and a data set has rows in which every column is the text `3`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import random
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+STAGES = ("load", "class", "config", "init", "setup", "item", "play")
+
+
+class Text(str):
+    """A cell of a stand-in row: text that also has every key, because cells may be nested."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: Any) -> Any:
+        return Text("3") if isinstance(key, str) else super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return Text("3")
+
+
+class Row(dict[str, Any]):
+    """A row that has every column."""
+
+    def __missing__(self, key: str) -> Any:
+        return Text("3")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key]
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class Rows(list[Any]):
+    """The part of a data set's interface that scripts use."""
+
+    column_names: Sequence[str] = ("question", "answer")
+    features: Any = Row()
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self if key in SPLITS else [Text("3")] * len(self)
+        return Rows(super().__getitem__(key)) if isinstance(key, slice) else super().__getitem__(key)
+
+    def map(self, function: Callable[..., Any] | None = None, *_: Any, with_indices: bool = False, **__: Any) -> Rows:
+        rows = (
+            [function(row, at) if with_indices else function(row) for at, row in enumerate(self)] if function else self
+        )
+        return Rows(Row(each) if isinstance(each, dict) else each for each in rows)
+
+    def filter(self, *_: Any, **__: Any) -> Rows:
+        return self
+
+    def select(self, indices: Sequence[int], **_: Any) -> Rows:
+        return Rows(list.__getitem__(self, at) for at in indices if at < len(self))
+
+    def __contains__(self, key: object) -> bool:
+        return key in SPLITS or super().__contains__(key)
+
+    def train_test_split(self, *_: Any, **__: Any) -> dict[str, Rows]:
+        return {"train": Rows(self[:6]), "test": Rows(self[6:])}
+
+    def to_list(self) -> list[Any]:
+        return list(self)
+
+    def keys(self) -> list[str]:
+        return ["train", "test"]
+
+    def items(self) -> list[tuple[str, Rows]]:
+        return [(name, self) for name in self.keys()]
+
+    def num_rows(self) -> int:
+        return len(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: self
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Any], *_: Any, **__: Any) -> Rows:
+        return cls(rows)
+
+
+SPLITS = frozenset({"train", "test", "validation", "val", "dev", "default", "main", "auxiliary_train", "all"})
+
+
+def load_dataset(*_: Any, **__: Any) -> Rows:
+    return Rows(Row(id=str(number)) for number in range(8))
+
+
+class _Anything(type):
+    """The type of stand-ins for absent packages: any attribute, subscript and operation gives a stand-in."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stand_in(name)
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    def __ror__(cls, other: Any) -> Any:
+        return cls
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(())
+
+
+def stand_in(name: str) -> Any:
+    return _Anything(name, (_Instance,), {})
+
+
+class _Instance:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __init_subclass__(cls, **_: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stand_in(name)()
+
+    def __call__(self, *given: Any, **_: Any) -> Any:
+        only = given[0] if len(given) == 1 else None
+        return only if inspect.isfunction(only) or inspect.isclass(only) else stand_in("result")()
+
+    def __getitem__(self, key: Any) -> Any:
+        return stand_in("item")()
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def __await__(self) -> Iterator[Any]:
+        yield from ()
+        return self
+
+    def __float__(self) -> float:
+        return 3.0
+
+    def __int__(self) -> int:
+        return 3
+
+    def __index__(self) -> int:
+        return 3
+
+    def __str__(self) -> str:
+        return "3"
+
+
+class Absent(ModuleType):
+    """A stand-in for a package that is not installed."""
+
+    __path__: list[str] = []  # noqa: RUF012 - a package without files
+    __all__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stand_in(name)
+
+
+class StandIns(MetaPathFinder, Loader):
+    """Finds stand-ins for the imports that stand in files of the checkout."""
+
+    def __init__(self, folders: tuple[str, ...], ours: frozenset[str]) -> None:
+        self.folders, self.ours, self.given = folders, ours, set[str]()
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        root = fullname.partition(".")[0]
+        if root in self.ours or root in sys.stdlib_module_names or not self._asked_by_script():
+            return None
+        if root not in ("datasets", "math_verify") and (fullname in sys.modules or _installed(fullname, path)):
+            return None
+        self.given.add(root)
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def _asked_by_script(self) -> bool:
+        frame = inspect.currentframe()
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name != __file__ and not name.startswith("<frozen importlib"):
+                return name.startswith(self.folders)
+            frame = frame.f_back
+        return False
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = Absent(spec.name)
+        if spec.name == "datasets":
+            vars(module).update(
+                load_dataset=load_dataset,
+                Dataset=Rows,
+                DatasetDict=dict,
+                IterableDataset=Rows,
+                load_from_disk=load_dataset,
+                concatenate_datasets=lambda sets, **_: Rows(row for each in sets for row in each),
+            )
+        if spec.name == "math_verify":
+            vars(module).update(parse=lambda text, *_, **__: re.findall(r"\d+", str(text))[-1:], verify=_same)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def _same(one: Any, other: Any, *_: Any, **__: Any) -> bool:
+    return bool(one == other)
+
+
+def _installed(fullname: str, path: Any) -> bool:
+    found = PathFinder.find_spec(fullname, path)
+    return found is not None and (found.loader is not None or bool(found.submodule_search_locations))
+
+
+def environment_class(module: ModuleType, source: str, base: type) -> Any:
+    """Return the class whose command line the script runs, or else its last class that is an environment."""
+    kinds = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, base)]
+    own = [each for each in kinds if each.__module__ == module.__name__]
+    named = re.findall(r"(\w+)\.cli\(", source)
+    chosen = [each for each in own if each.__name__ in named and each is not base]
+    return (chosen or own or [None])[-1]
+
+
+def loaded(script: Path, options: argparse.Namespace, *, relative: bool) -> ModuleType:
+    """Load the script as `python SCRIPT` would, or as `python -m` if it has relative imports."""
+    if relative:
+        dotted = ".".join(script.relative_to(options.folder).with_suffix("").parts)
+        return importlib.import_module(dotted)
+    spec = importlib.util.spec_from_file_location("swept_script", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["swept_script"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+async def run(options: argparse.Namespace, told: dict[str, Any], finder: StandIns) -> None:
+    script = Path(options.script)
+    told["stage"] = "load"
+    source = script.read_text()
+    module = loaded(script, options, relative=re.search(r"^\s*from \.", source, re.MULTILINE) is not None)
+    from atroposlib.envs.base import APIServerConfig, BaseEnv
+
+    told["stage"] = "class"
+    cls = environment_class(module, source, BaseEnv)
+    if cls is None:
+        raise LookupError("the script defines no environment class")
+    told["class"] = cls.__name__
+    form: Any = None
+    if options.side == "ours":
+        from palaestra.envs.api.base_env import ClassForm
+        from palaestra.inference.server_group import ServerGroup
+
+        form = ClassForm(cls, str(script))
+    told["stage"] = "config"
+    config, _ = form.defaults() if form else cls.config_init()
+    config.tokenizer_name, config.use_wandb, config.group_size = options.tokenizer, False, 4
+    config.data_path_to_save_groups = config.data_dir_to_save_evals = None
+    servers = [
+        APIServerConfig(
+            base_url=options.url,
+            model_name="fixed",
+            server_type=options.server,
+            api_key="x",
+            health_check=False,
+            tokenizer_name=options.tokenizer,
+        )
+    ]
+    told["stage"] = "init"
+    if form:
+        group = ServerGroup(servers)
+        built = form.build(config, servers, group)
+        env = built.inner
+    else:
+        env = cls(config, servers, slurm=False, testing=False)
+    random.seed(0)
+    if form:
+        await group.start()
+    told["stage"] = "setup"
+    await env.setup()
+    told["stage"] = "item"
+    item = await env.get_next_item()
+    told["item"] = type(item).__name__
+    if options.until == "item":
+        told["stage"] = "done"
+        return
+    told["stage"] = "play"
+    told["groups"] = []
+    for number in range(2):
+        item = await env.get_next_item() if number else item
+        async with asyncio.timeout(options.timeout_s / 3):
+            group_rows, _ = await env.collect_trajectories(item)
+            group_rows = await env.postprocess_histories(group_rows)
+        told["groups"].append(rows_of(group_rows))
+    told["stage"] = "done"
+
+
+def rows_of(group: Any) -> Any:
+    """Return a group's tokens, masks and scores as plain lists."""
+    if isinstance(group, list):
+        return [rows_of(each) for each in group]
+    if group is None:
+        return None
+    return {name: plain(group.get(name)) for name in ("tokens", "masks", "scores")}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value.item() if hasattr(value, "item") else value
+
+
+def as_release_4() -> None:
+    """Let `apply_chat_template` return ids by default, as before release 5 of transformers. With release 5, the
+    `tokenize_for_trainer` of atroposlib gets a mapping and cannot build a mask."""
+    from transformers import PreTrainedTokenizerBase
+
+    newer = PreTrainedTokenizerBase.apply_chat_template
+
+    def older(self: Any, *given: Any, return_dict: bool = False, **named: Any) -> Any:
+        return newer(self, *given, return_dict=return_dict, **named)
+
+    PreTrainedTokenizerBase.apply_chat_template = older
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("script", "--folder", "--side", "--tokenizer", "--url", "--server", "--until", "--packages"):
+        parser.add_argument(name)
+    parser.add_argument("--timeout_s", type=float, default=60.0)
+    options = parser.parse_args()
+    sys.argv = [options.script]
+    told: dict[str, Any] = {"script": options.script, "stage": "start"}
+    here = str(Path(__file__).parent)
+    sys.path[:] = [str(Path(options.script).parent), options.packages, *(each for each in sys.path if each != here)]
+    ours = frozenset({"palaestra", "atroposlib", *(each.name for each in Path(options.script).parent.iterdir())})
+    finder = StandIns((options.folder, options.packages), ours)
+    if options.side == "ours":
+        importlib.import_module("palaestra.compat")
+    else:
+        import atroposlib.envs.base  # noqa: F401 - before the stand-ins, which it must not get
+
+        as_release_4()
+    sys.meta_path.insert(0, finder)
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        asyncio.run(asyncio.wait_for(run(options, told, finder), options.timeout_s))
+    except BaseException as error:  # the report is about every kind of failure
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        told["error"] = f"{type(cause).__name__}: {cause}"
+        frames = traceback.extract_tb(cause.__traceback__)
+        told["at"] = next((f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames)), "")
+        with contextlib.suppress(Exception):
+            traceback.print_exception(cause, file=sys.stderr)
+    told["stand_ins"] = sorted(finder.given)
+    out.write(json.dumps(told, default=repr) + "\n")
+    out.flush()
+    import os
+
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Names under which Atropos environments import model servers, and their helpers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeAlias
+
+from palaestra.agent.result import SequenceData
+from palaestra.core.types import JSON
+from palaestra.inference.chat_server import ServerEngine
+from palaestra.inference.config import APIServerConfig
+from palaestra.inference.engines.openai import OpenAIEngine
+from palaestra.inference.token_exact.managed_chat import ManagedChat
+
+APIServer: TypeAlias = ServerEngine
+OpenAIServer: TypeAlias = OpenAIEngine
+OpenaiConfig: TypeAlias = APIServerConfig
+ManagedServer: TypeAlias = ManagedChat
+SequenceNode: TypeAlias = SequenceData
+"""The tokens of one conversation, as `get_state()["nodes"]` of a managed server has them."""
+
+logger = logging.getLogger(__name__)
+
+
+async def parse_http_response(resp: Any, logger: logging.Logger = logger) -> JSON:
+    """Return the JSON of an aiohttp response. Raises the response's error, which is logged with its text."""
+    try:
+        resp.raise_for_status()
+        return await resp.json()
+    except Exception as error:
+        status, text = getattr(error, "status", "unknown"), await resp.text()
+        logger.error("the server's response cannot be used: status %s, %s, response %s", status, error, text)
+        raise

@@ -1,0 +1,41 @@
+"""`TeacherDistillationEnv`: the class that Atropos environments derive from to train on a teacher's probabilities.
+
+Palaestra does not ask a teacher, so `teacher_enabled` is refused; without it, such an environment is an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from palaestra.core.config import later, setting
+from palaestra.core.errors import ConfigError
+from palaestra.envs.api.base_env import BaseEnv
+from palaestra.envs.config.fields import BaseEnvConfig
+from palaestra.inference.config import APIServerConfig, ServerBaseline
+
+
+class TeacherDistillationConfig(BaseEnvConfig):
+    """The settings of a `TeacherDistillationEnv`."""
+
+    teacher_enabled: bool = setting(False, "Ask a teacher for its probabilities; refused by a run.")
+    teacher_top_k: int = later(0, "Tokens per position that the teacher returns.", "No teacher is asked.")
+
+    def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
+        super().check_runnable(sources)
+        if self.teacher_enabled:
+            raise ConfigError(
+                "Palaestra does not ask a teacher for its probabilities; set teacher_enabled to false to train without "
+                "one (--env.teacher_enabled=false)"
+            )
+
+
+class TeacherDistillationEnv(BaseEnv):
+    """An environment whose settings may name a teacher."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = TeacherDistillationConfig
+
+    @classmethod
+    def teacher_config_init(cls) -> ServerBaseline | Sequence[APIServerConfig] | None:
+        """Return the teacher's server; never called, because no teacher is asked."""
+        return None
