@@ -362,7 +362,7 @@ async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings)
         registry.missing = {**registry.missing, **{name: why for name, why in reasons.items() if why is not None}}
     for schema in await _offered(settings):
         if registry.get(schema.name) is None:
-            registry.register(elsewhere(schema))
+            registry.register(elsewhere(schema, settings.tool_server_url or ""))
     return registry
 
 

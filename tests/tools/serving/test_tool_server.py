@@ -23,7 +23,8 @@ from palaestra.tools.decorator import tool
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server import ToolServer
-from palaestra.tools.tool import ToolMistake, ToolRun
+from palaestra.tools.serving.tool_server_client import elsewhere
+from palaestra.tools.tool import ToolMistake, ToolRun, ToolSchema
 from tools.serving.asking import Client
 from tools.serving.held_clock import HeldClock
 
@@ -212,3 +213,11 @@ def unused() -> Callable[[], int]:
             return int(probe.getsockname()[1])
 
     return port
+
+
+def test_an_approval_of_a_tool_names_its_server_and_covers_no_other() -> None:
+    one, other = (elsewhere(ToolSchema("pay", ""), f"http://{host}:1").asks for host in ("one", "other"))
+    assert one is not None
+    assert other is not None
+    assert one.what == "the tool 'pay' of the tool server http://one:1"
+    assert one.key != other.key

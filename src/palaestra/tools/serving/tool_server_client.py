@@ -23,6 +23,7 @@ from palaestra.core.errors import (
     ToolServerUnavailable,
 )
 from palaestra.core.printable import without_middle
+from palaestra.core.redaction import redacted
 from palaestra.core.types import JSON
 from palaestra.tools.builtin.terminal import clamp_timeout
 from palaestra.tools.call_text import ToolCall, reply_of
@@ -180,9 +181,10 @@ class _Used:
                 logger.warning("trajectory %s could not be released at the tool server: %s", name, error)
 
 
-def elsewhere(schema: ToolSchema) -> FunctionTool:
-    """Return a tool that exists only at its server; `served` makes it callable."""
-    asks = Permit(f"the tool {schema.name} of a tool server", f"tool-server:{schema.name}")
+def elsewhere(schema: ToolSchema, url: str) -> FunctionTool:
+    """Return a tool that exists only at its server, the one at `url`; `served` makes it callable."""
+    server = redacted(url)
+    asks = Permit(f"the tool {schema.name!r} of the tool server {server}", f"tool-server:{server}:{schema.name}")
     return FunctionTool(schema, _elsewhere, "tool-server", asks=asks)
 
 
