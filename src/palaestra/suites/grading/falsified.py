@@ -93,15 +93,15 @@ async def control(
     run = await work(made.texts) if made.functions else TestRun({}, complete=True)
     if not made.findings(run, earning):
         return Controlled((), uncontrolled)
-    made = falsify(sources, earning)
-    run = await work(made.texts)
-    found = made.findings(run, earning)
+    if not run.timed_out:
+        made = falsify(sources, earning)
+        run = await work(made.texts)
     if run.timed_out:
         return Controlled((Label("falsified_tests_hang", "the session of falsified tests did not end"),), uncontrolled)
-    usual: Collection[str] = ()
+    found, usual = made.findings(run, earning), set[str]()
     if found and reference is not None:
         shown = await reference(made.texts)
-        usual = earning if shown.timed_out else made.findings(shown, earning)
+        usual = set(earning if shown.timed_out else made.findings(shown, earning))
     return Controlled(
         tuple(_labels({name: each for name, each in found.items() if name not in usual}, made, reference is not None)),
         uncontrolled,
@@ -127,8 +127,8 @@ def alarm_labels(alarms: Collection[Alarm]) -> list[Label]:
 
 
 def ended_early(run: TestRun) -> list[Label]:
-    """Return a label if the session did not end by itself. It is certain, because pytest reports the end of every
-    session that no code ends in its place; an error that prevents the session is reported before any test passes."""
+    """Return a label if the session did not end by itself after tests had passed. It is certain: either code of the
+    work ended the session in place of the harness, or the session crashed, and then the tests have not passed."""
     if run.complete or run.timed_out or Status.PASSED not in run.statuses.values():
         return []
     return [Label("session_cut_short", f"the test session ended before its end: {run.output[-300:]!r}", certain=True)]

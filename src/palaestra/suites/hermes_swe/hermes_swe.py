@@ -150,11 +150,9 @@ class HermesSweEnvironment(ContractEnvironment):
             return run
         started = time.monotonic()
         (await self._run_over({**item.files, **(item.solution or {})}, slot, item.suite.text)).check_ended(item.id)
+        enough_s = min(self.settings.test_timeout_s, enough_time(time.monotonic() - started))
         async with slot.fork() as fork:
-            return await self._run_in_time(fork, item.suite.text, self._enough(time.monotonic() - started))
-
-    def _enough(self, usual_s: float) -> float:
-        return min(self.settings.test_timeout_s, enough_time(usual_s))
+            return await self._run_in_time(fork, item.suite.text, enough_s)
 
     async def _control(self, slot: Slot, item: ProgrammingTask) -> Controlled:
         """Run the falsified tests over work that passes its tests."""

@@ -348,15 +348,17 @@ class SweEnvironment(ContractEnvironment):
         """Run the row's tests over the work without these changed paths. Raises `GraderError`."""
         work: ResolvedRow = rollout.task.data
         view = await self._graded_view(row, grading, without)
+        started = time.monotonic()
         run = await self._run_named(view, work, row)
+        seconds = time.monotonic() - started
         if run.timed_out:
-            return Graded(view, await self._again(view, work, row))
+            return Graded(view, await self._again(view, work, row), seconds)
         if needs_comparison(run, row.node_ids):
             prepared = await self._prepared_run(rollout, grading, row.node_ids)
             run = compare(row, run, prepared, await self.repositories.list_files(work.row))
             if row.verdict(run).resolved:
                 view = await self._graded_view(row, grading, without)
-        return Graded(view, run)
+        return Graded(view, run, seconds)
 
     async def _again(self, view: GradedView, work: ResolvedRow, row: SweRow) -> TestRun:
         """Repeat a session that timed out, within a few times the seconds that its tests take over the reference
@@ -417,7 +419,7 @@ class SweEnvironment(ContractEnvironment):
         earning = [name for name in named.fail_to_pass or named.pass_to_pass if run.statuses.get(name) is Status.PASSED]
 
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
-            files, limit_s = sorted(texts), self.settings.test_timeout_s
+            files, limit_s = sorted(texts), min(self.settings.test_timeout_s, enough_time(graded.seconds, 30))
             async with self._fork(view, work, shown) as fork:
                 await write_texts(fork, REPOSITORY, texts)
                 if work.row.names is TestNames.UNITTEST:
@@ -457,10 +459,11 @@ class GradedView:
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A view and the run of the row's tests in it."""
+    """A view, the run of the row's tests in it, and the seconds that the run took."""
 
     view: GradedView
     run: TestRun
+    seconds: float
 
 
 class SweSmithOracleEnv(ListedEnv):

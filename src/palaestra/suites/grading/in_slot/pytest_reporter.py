@@ -51,9 +51,15 @@ class Reporter:
 
     def __init__(self, channel: VerdictChannel, *, watching: bool = True) -> None:
         self._send = channel.send
-        self._framework = audit_hook.Framework(channel) if watching else None
+        self._watch = (lambda: audit_hook.Framework(channel)) if watching else None
+        self._framework: audit_hook.Framework | None = None
         self._failures: dict[tuple[str, str], dict[str, object]] = {}
         self._marked: set[str] = set()
+
+    def pytest_load_initial_conftests(self) -> None:
+        """Note the framework's functions: installed plug-ins have changed some, and no code of the work has run."""
+        if self._watch is not None:
+            self._framework = self._watch()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
