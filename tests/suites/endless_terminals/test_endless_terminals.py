@@ -18,6 +18,7 @@ from palaestra.core.types import Network, Task
 from palaestra.envs.cheats.proof import check_environment, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.records import Trajectory
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Mount, SlotSpec
@@ -30,7 +31,6 @@ from palaestra.suites.endless_terminals.endless_terminals import (
 from palaestra.suites.endless_terminals.generated_task import to_line
 from palaestra.suites.endless_terminals.task_folders import (
     FolderTask,
-    graded_view,
     post_script,
     prepare_folder,
     read_folder,
@@ -240,13 +240,13 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
         names = await prepare_folder(task, slot, toolchain, 60)
         assert names == {"test_state.py::test_sum"}
         snapshot = await pool.seal(slot)
-        plants = "/conftest.py /home/user/conftest.py /usr/lib/python3/sitecustomize.py"
+        plants = "/conftest.py /home/user/conftest.py"
         cheat = f"for f in {plants}; do echo 'import os; os._exit(0)' > $f; done"
         for script, reward in (("echo 3 > /home/user/sum.txt", 1.0), (cheat, 0.0)):
             slot = await pool.acquire("agent", snapshot=snapshot)
             assert not (await slot.execute("find / -xdev -name 'test_*state*' | grep .")).success
             await slot.execute(script)
-            sealed = await pool.seal(slot, graded_view(task))
+            sealed = await pool.seal(slot)
             slot = await pool.acquire("grade", spec=spec, snapshot=sealed)
             score = await score_folder(task, names, slot, toolchain, 60)
             assert (score.reward, score.metrics["tests"]) == (reward, 1)
@@ -263,23 +263,12 @@ STARTED = (
     "    assert shown.stdout.strip() == '3'\n"
     "def test_words():\n    assert 'three' in open('/home/user/words.txt').read()\n"
 )
-PYTHON = (
-    "import subprocess, sys\ndef test_sum():\n"
-    "    command = [sys.executable, '-c', 'import colorsys; print(open(\"sum.txt\").read())']\n"
-    "    shown = subprocess.run(command, cwd='/home/user', capture_output=True, text=True)\n"
-    "    assert shown.stdout.strip() == '3'\n"
-)
 WORK = {
-    "module of python": ("echo 'print(3); raise SystemExit' > color''sys.py", 0.0),
-    "own module of python": ("echo 3 > sum.txt; echo 'print(4)' > mine.py", 1.0),
+    "own tests": ("echo 3 > sum.txt; echo three > words.txt; echo 'import a' > conftest.py", 1.0),
+    "settings of git": ("echo 3 > sum.txt; echo three > words.txt; git init -q data; git -C data config a.b c", 1.0),
+    "data in opt": ("echo 3 > sum.txt; mkdir /opt/d; echo three > /opt/d/w; ln -s /opt/d/w words.txt", 1.0),
+    "program of the image": ("echo three > words.txt; printf '#!/bin/sh\\necho 3\\n' > /usr/bin/cat", 0.0),
     "honest": ("echo 3 > sum.txt; echo three > it; ln -s it words.txt; echo 'set -u' > .pro''file", 1.0),
-    "start-up file": ("echo three > words.txt; echo 'echo 3; exit' > ~/.bash_''profile", 0.0),
-    "link to a start-up file": ("echo three > words.txt; echo 'echo 3; exit' > it; ln -s it ~/.pro''file", 0.0),
-    "git setting": (
-        "echo three > words.txt; printf '#!/bin/sh\\necho 3 > /home/user/sum.txt\\n' > run; chmod 755 run; "
-        "git init -q data; git -C data config core.fs''monitor ~/run",
-        0.0,
-    ),
     "link to the tests": ("echo 3 > sum.txt; ln -s /tmp/palaestra-tests/test_state.py words.txt", 0.0),
     "link through a directory": (
         "echo 3 > sum.txt; ln -s /tmp d; ln -s d/palaestra-tests/test_state.py words.txt",
@@ -291,7 +280,7 @@ WORK = {
 @pytest.mark.slots
 def test_settings_and_links_do_not_answer_for_the_work(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     for name, (script, _) in WORK.items():
-        place = folder_task(tmp_path / "tasks" / name, test_final_state__py=PYTHON if "python" in name else STARTED)
+        place = folder_task(tmp_path / "tasks" / name, test_final_state__py=STARTED)
         (place / "solution").mkdir()
         (place / "solution/solve.sh").write_text(f"cd ~; {script}\n")
     config = EndlessTerminalsEnvConfig(local_tasks_dir=str(tmp_path / "tasks"), cache_dir=str(tmp_path / "cache"))
@@ -306,7 +295,12 @@ def test_settings_and_links_do_not_answer_for_the_work(installed_pytest: Depende
 
     found = asyncio.run(rollouts())
     assert {name: each.reward for name, each in found.items()} == {name: reward for name, (_, reward) in WORK.items()}
-    assert found["git setting"].detail["left_out"] == ["/home/user/data/.git/config"]
+    causes = {name: [label.name for label in each.labels] for name, each in found.items() if each.reward == 0.0}
+    assert causes == {
+        "program of the image": ["programs_replaced"],
+        "link to the tests": ["links_to_checks"],
+        "link through a directory": ["links_to_checks"],
+    }
 
 
 IMPORTING = (
@@ -333,9 +327,9 @@ def test_a_folders_tests_that_import_the_work_have_controls(toolchain: Toolchain
         for code, reward in (("def add(a, b): return a + b\n", 1.0), (f"def add(a, b): return 0\n{FORCED}", 0.0)):
             slot = await pool.acquire("grade", spec=SlotSpec(mounts=toolchain.mounts))
             await slot.write_text("/home/user/work.py", code)
-            score = await score_folder(task, names, slot, toolchain, 60)
+            score = decide(await score_folder(task, names, slot, toolchain, 60))
             assert (score.reward, score.metrics["passed"]) == (reward, 1)
-            assert bool(score.detail["tampering"]) is (reward == 0)
+            assert any(label.certain for label in score.labels) is (reward == 0)
             assert score.detail["uncontrolled"] == []
             await pool.release(slot)
 
