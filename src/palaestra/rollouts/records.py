@@ -14,7 +14,7 @@ import msgspec
 from palaestra.agent.result import AgentResult
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score
 from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
-from palaestra.rollouts.grading.reward import DIFFERENCE
+from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.tools.runtime.inner_calls import InnerCall
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
@@ -153,6 +153,12 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         """The sentence that names why the reward differs from the official verdict; empty if it does not."""
         said = self.detail.get(DIFFERENCE)
         return said if isinstance(said, str) else ""
+
+    @property
+    def unseen(self) -> list[str]:
+        """The changed paths that the check did not see."""
+        found = self.detail.get(UNSEEN)
+        return [str(path) for path in found] if isinstance(found, list) else []
 
     @property
     def unsaid(self) -> bool:

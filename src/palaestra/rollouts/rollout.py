@@ -237,6 +237,8 @@ class Rollout:
         checked = checked_score(score, f"scoring {self.rollout_id}")
         if self._slot_ended:
             checked = replace(checked, detail={**checked.detail, "slot_ended": SLOT_ENDED})
+        if checked.official is None and not checked.labels:
+            return checked
         return decide(checked, self.settings.reward, self.settings.strict_labels)
 
     def _take_outcome(self, result: AgentResult) -> None:

@@ -9,7 +9,7 @@ import pytest
 from palaestra.core.types import Blame, Outcome
 from palaestra.envs.run.evaluate import in_short
 from palaestra.envs.run.pass_at_k import figures, sample
-from palaestra.rollouts.observe.pass_at_k import pass_at_k
+from palaestra.rollouts.observe.metrics import pass_at_k
 from palaestra.rollouts.records import Trajectory
 
 

@@ -90,8 +90,7 @@ class HookCommands:
     def _file(self) -> str:
         if self._grading.live:
             return "the file does not exist in the agent's sandbox"
-        how = "--env.graded_paths" if self._in_class else "the task's paths"
-        return f"a sealed check sees changes only in the workspace and in {how}"
+        return "the agent did not leave the file, or the check shows the prepared version of it"
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from palaestra.core.types import JSON
-from palaestra.rollouts.observe.pass_at_k import PASSED, pass_metrics
+from palaestra.rollouts.observe.metrics import PASSED, pass_metrics
 from palaestra.rollouts.observe.verdicts import OFFICIAL
 from palaestra.rollouts.records import Trajectory, verdict_fields
 

@@ -646,7 +646,7 @@ def _print_verdict(
             lines.append(f"  {official_words(console.official_name)} {official}")
         if output.labels:
             lines.append(f"  labels: {labels_line(output.labels)}")
-        lines += [f"  {line}" for line in output.verdicts.lines()]
+        lines += [f"  {line}" for line in output.verdict_lines]
         if criteria := shortened(output.criteria):
             lines.append(f"  metrics: {criteria}")
     if evaluated := in_short({name: value for name, value in output.own.items() if name.startswith("eval/")}):

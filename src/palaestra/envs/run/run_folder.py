@@ -191,7 +191,7 @@ class RunOutput:
         self.copy = copy
         self.own: dict[str, float] = {}
         self.failures = Failures()
-        self.verdicts = Verdicts()
+        self.verdicts: Verdicts | None = None  # made when a group has something to say about verdicts
         self.resumes = earlier is not None
         self.begun = self.resumes
         """Whether any group began. If none did, there is nothing to keep."""
@@ -232,12 +232,19 @@ class RunOutput:
         for file in self._groups_files:
             file.skip(group.number)
 
+    @property
+    def verdict_lines(self) -> list[str]:
+        """What the summary says about official verdicts that differ from rewards."""
+        return [] if self.verdicts is None else list(self.verdicts.lines())
+
     def handlers(self) -> Handlers:
         return {GroupBegun: self._on_begun, GroupFinished: self._on_finished}
 
     def _on_finished(self, event: GroupFinished) -> None:
         self._figures.add(event.group)
-        self.verdicts.add(event.group)
+        if self.verdicts is not None or any(each.difference or each.unseen for each in event.group.trajectories):
+            self.verdicts = self.verdicts or Verdicts()
+            self.verdicts.add(event.group)
         self._unfinished.discard(event.group.group_id)
         if event.group.error or len(event.group.scored) < len(event.group.trajectories):
             self.failures.add(event.group)
@@ -288,7 +295,7 @@ class RunOutput:
                 self._figures,
                 own=self.own,
                 causes=self.failures.causes(),
-                verdicts=list(self.verdicts.lines()),
+                verdicts=self.verdict_lines,
                 config=self.settings,
                 charts=_charts(self.folder.path),
             )

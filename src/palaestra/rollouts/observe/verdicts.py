@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from palaestra.core.exits import plural
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
-from palaestra.rollouts.grading.reward import UNSEEN, parts, showing, unseen_paths
+from palaestra.rollouts.grading.reward import parts, showing, unseen_paths
 from palaestra.rollouts.records import Group, Trajectory
 
 OFFICIAL = "official"
@@ -73,8 +73,7 @@ class Verdicts:
             cause.evidence.append(evidence)
 
     def _take_unseen(self, trajectory: Trajectory) -> None:
-        left_out = trajectory.detail.get(UNSEEN)
-        found = list(unseen_paths(map(str, left_out))) if isinstance(left_out, list) else []
+        found = list(unseen_paths(trajectory.unseen))
         self._blind += bool(found)
         self._unseen.update(path for path in found if path in self._unseen or len(self._unseen) < _KEPT)
 
