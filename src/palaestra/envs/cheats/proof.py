@@ -24,7 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, InfraError, TaskError
+from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
 from palaestra.core.types import JSON, Message, Say, Task, ToolStep, number
 from palaestra.envs.api.function_env import FunctionEnvironment
 from palaestra.envs.cheats.cheat import Cheat
@@ -64,7 +64,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase, RunContext
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import WORKSPACE, Rung
+from palaestra.sandbox.slot import WORKSPACE, Rung, SlotSpec
 from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
 
 CLASSES: Mapping[str, tuple[Cheat, ...]] = {
@@ -346,9 +346,11 @@ class EnvironmentProof:
         self, tasks: Sequence[Task], resolved: Mapping[str, Task], solved: bool, runs: PolicyRuns
     ) -> None:
         """Play the solutions, and then doing nothing. Read what the solutions left, and what was there before."""
-        chosen = tasks[:_MOST_BASES]
-        specs = {task.id: self.environment.slot_spec(resolved[task.id], Phase.GRADE)
-                 for task in chosen if task.id in resolved}  # fmt: skip
+        specs: dict[str, SlotSpec] = {}
+        for task in tasks[:_MOST_BASES]:
+            with contextlib.suppress(PalaestraError, ValueError):  # the groups of an unusable task report the reason
+                if task.id in resolved:
+                    specs[task.id] = self.environment.slot_spec(resolved[task.id], Phase.GRADE)
 
         async def play(name: str, policy: Policy, some: Sequence[Task], reads: Mapping[str, LeftFiles]) -> None:
             numbered = {task.id: n for n, task in enumerate(tasks)}
