@@ -24,8 +24,8 @@ from palaestra import Label, Score, Task, environment
 @environment(toolsets=["terminal"])
 def judged(kinds: str = "edited forged hidden honest"):
     for kind in kinds.split():
-        yield Task(id=kind, prompt="p", solution="echo 1 > answer.txt" + (
-            {"hidden": "; touch /root/more.txt /root/.bash_history", "unseen": "; touch /root/more.txt"}.get(kind, "")))
+        shadow = "; touch /usr/local/bin/ls" if kind in ("shadow", "unseen") else ""
+        yield Task(id=kind, prompt="p", solution="echo 1 > answer.txt" + shadow)
 
 @judged.score(weight=3)
 async def works(task, sandbox, rollout):
@@ -35,10 +35,10 @@ async def works(task, sandbox, rollout):
             return Score(written, official=written, labels=[Label("tests_edited", f"test_{rollout.index}.py")])
         case "forged":
             return Score(written, official=written, labels=[Label("forged", "test_a passes falsified", certain=True)])
-        case "hidden":
+        case "hidden" | "shadow":
             return Score(0.0, official=written)
         case "unseen":
-            return await sandbox.stat("/root/more.txt") is not None
+            return await sandbox.stat("/usr/local/bin/ls") is not None
         case "wrong":
             return Score(1.0, official=float("nan"))
         case "unlabelled":
@@ -124,11 +124,12 @@ def test_labels_that_only_strict_reads_are_refused_without_strict() -> None:
 
 
 def test_the_record_names_the_cause_of_a_difference_and_the_setting_that_changes_it() -> None:
-    found = {each.task_id: each for each in play(reward="strict").trajectories}
+    kinds = "edited forged hidden shadow honest"
+    found = {each.task_id: each for each in play(reward="strict", kinds=kinds).trajectories}
     assert found["forged"].difference == FORGED
     assert found["edited"].difference.endswith("tests_edited: test_0.py; --env.reward guarded accepts it")
-    assert "the check does not see: /root/more.txt; --env.graded_paths /root shows" in found["hidden"].difference
-    assert ".bash_history" not in found["hidden"].difference
+    assert "because of programs_shadowed: /usr/local/bin/ls; " in found["shadow"].difference
+    assert "because of the guarded view: " in found["hidden"].difference
     assert found["honest"].difference == ""
 
 
@@ -144,10 +145,11 @@ def test_the_console_and_the_summary_show_both_means_the_labels_and_each_cause()
 def test_work_outside_the_view_is_never_worth_0_in_silence() -> None:
     words = ("run", "my_env.py", "--policy", "oracle", "--env.kinds", "unseen")
     out = told(*words)
-    line = "1 rollout scored 0 and changed paths that the check did not see: /root/more.txt; --env.graded_paths /root"
+    line = "1 rollout scored 0 and changed paths that the check did not see: /usr/local/bin/ls; --env.graded_paths"
     assert line in out
+    assert "--env.graded_programs ls shows them" in out
     assert "official" not in out
-    out = told(*words, "--env.graded_paths", "/root")
+    out = told(*words, "--env.graded_programs", "ls")
     assert "mean reward 1.000" in out
     assert "did not see" not in out
     assert main([*words, "--env.graded_paths", "more"]) == 2
@@ -291,7 +293,7 @@ def test_kept_work_is_graded_again_with_another_rule() -> None:
 def test_kept_work_outside_the_view_is_graded_with_the_path_and_never_scored_0_without_it() -> None:
     play(save_workspaces=True, kinds="unseen")
     assert main(["grade", "last"]) == 1, "a failed check, not a reward of 0"
-    assert "000000-unseen/0: 0 -> 1\n" in told("grade", "last", "--env.graded_paths", "/root")
+    assert "000000-unseen/0: 0 -> 1\n" in told("grade", "last", "--env.graded_programs", "ls")
 
 
 def test_class_environments_name_their_verdict_and_see_the_decided_reward() -> None:

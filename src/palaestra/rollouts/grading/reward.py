@@ -104,10 +104,12 @@ def _cause(score: Score, against: Sequence[Label], strict: Collection[str]) -> t
             accept = f"a list --env.strict_labels without {first.name}" if first.name in strict else ""
             official = f"--env.reward guarded{' or ' if accept else ''}{accept} accepts it"
         return first.name, first.evidence, official
+    if unseen := list(unseen_paths(score.detail.get(UNSEEN) or ())):
+        official = f"{showing(unseen)} shows them, and {official}"
     if score.labels:
         return score.labels[0].name, score.labels[0].evidence, official
-    if unseen := list(unseen_paths(score.detail.get(UNSEEN) or ())):
-        return _BY_VIEW, ", ".join(unseen[:5]), f"{showing(unseen)} shows them, and {official}"
+    if unseen:
+        return _BY_VIEW, ", ".join(unseen[:5]), official
     return _UNKNOWN, "the programs of the image are as they were prepared", official
 
 
