@@ -233,11 +233,24 @@ class StandIns(MetaPathFinder, Loader):
                 load_from_disk=load_dataset,
                 concatenate_datasets=lambda sets, **_: Rows(row for each in sets for row in each),
             )
+        if spec.name == "transformers":
+            vars(module).update(AutoTokenizer=AutoTokenizer)
         if spec.name == "math_verify":
             vars(module).update(parse=lambda text, *_, **__: re.findall(r"\d+", str(text))[-1:], verify=_same)
         return module
 
     def exec_module(self, module: ModuleType) -> None: ...
+
+
+class AutoTokenizer:
+    """The tokenizer that `self.tokenizer` is, for scripts that load their own where `transformers` is not installed."""
+
+    @staticmethod
+    def from_pretrained(name: str, *_: Any, **__: Any) -> Any:
+        from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
+        from palaestra.inference.tokenizers import load_tokenizer
+
+        return ChatTokenizer(load_tokenizer(name))
 
 
 def _same(one: Any, other: Any, *_: Any, **__: Any) -> bool:

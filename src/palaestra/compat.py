@@ -1,12 +1,12 @@
 """Lets an existing script that cannot be changed import names by their old module paths. Import `palaestra.compat`
-before the script.
+before the script, or run it with `palaestra run SCRIPT.py --compat`.
 
     import palaestra.compat
     from environments.hermes_base_env import HermesAgentBaseEnv      # palaestra's
 
-No other module imports this one. A module that is installed is imported as usual; only missing modules come from here.
-Importing a name without a counterpart raises an ImportError that names the alternative. `palaestra env port` rewrites
-the imports permanently.
+Only the command line imports this module. A module that is installed is imported as usual; only missing modules come
+from here. Importing a name without a counterpart raises an ImportError that names the alternative. `palaestra env port`
+rewrites the imports permanently.
 """
 
 from __future__ import annotations
@@ -65,4 +65,13 @@ class _OldModules(MetaPathFinder, Loader):
         """Do nothing, because names are looked up when they are used."""
 
 
-sys.meta_path.append(_OldModules())
+_FINDER = _OldModules()
+
+
+def install() -> None:
+    """Let imports find the old modules. Importing this module does it too; further calls have no effect."""
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.append(_FINDER)
+
+
+install()

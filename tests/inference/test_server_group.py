@@ -29,8 +29,6 @@ def test_the_contracts_defaults() -> None:
     assert (plain.tokenizer_name, plain.n_kwarg_is_ignored, plain.health_check) == ("none", False, True)
     assert plain.api_key is None
     assert plain.base_url is None
-    with pytest.raises(ConfigError):
-        APIServerConfig(bsae_url="http://h")  # type: ignore[call-arg]
     assert all(field.description for field in APIServerConfig.model_fields.values())
 
 
@@ -150,3 +148,14 @@ def test_scripted_sessions_and_the_missing_token_mode() -> None:
     assert reply.choices[0].finish_reason == "stop"
     with pytest.raises(NotImplementedError, match="do not return tokens"):
         group.managed_server(tokenizer=None)
+
+
+def test_a_dedicated_server_is_the_least_busy_one() -> None:
+    async def go() -> None:
+        group = ServerGroup([APIServerConfig(server_type="scripted", model_name="noop") for _ in range(2)])
+        async with group.dedicated_server() as one, group.dedicated_server() as other:
+            assert [one, other] == group.servers
+        async with group.dedicated_server() as again:
+            assert again is group.servers[0]
+
+    asyncio.run(go())

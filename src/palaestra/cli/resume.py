@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_runs, complete_settings
+from palaestra.cli.run import with_old_imports
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None:
     from palaestra.envs.config.command_line import first_word
 
-    named, others = first_word([run, *settings], "RUN")
+    named, others = first_word(with_old_imports([run, *settings]), "RUN")
     context.exit(resume_run(named, others, f"palaestra resume {named}"))
 
 

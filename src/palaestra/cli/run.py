@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_environments, complete_settings
+
+COMPAT = "--compat"
+"""The flag with which a script may import names by their old module paths."""
+
+
+def with_old_imports(words: Sequence[str]) -> list[str]:
+    """Return the words without `--compat`. If it is among them, let scripts import names by their old module paths."""
+    if COMPAT in words:
+        from palaestra.compat import install
+
+        install()
+    return [word for word in words if word != COMPAT]
 
 
 def front_door(verb: str, help_text: str, *words: str) -> click.Command:
@@ -29,7 +42,7 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
     def command(context: click.Context, environment: str, settings: tuple[str, ...]) -> None:
         from palaestra.envs.config.command_line import check_general_flags, first_word
 
-        environment, others = first_word([environment, *settings], "ENV")
+        environment, others = first_word(with_old_imports([environment, *settings]), "ENV")
         check_general_flags(others)
         from palaestra.envs.config.layers import exported, read_dotenv
         from palaestra.envs.discovery import load_environment
@@ -68,6 +81,7 @@ command = front_door(
       --metrics-port P   serve Prometheus metrics on localhost
       --resume RUN       continue a run (`palaestra resume RUN` needs no settings)
       --out FILE.jsonl   also write the groups here       --dry-run      only show what would be run
+      --compat           run a script of Atropos or Hermes whose imports are not rewritten
       --json             print the result as JSON instead of the run's folder
       --env.FIELD V, --openai.FIELD V, --config FILE.yaml, --show-config
     """,

@@ -20,6 +20,7 @@ from palaestra.core.io import plugins
 from palaestra.core.user_code import load_file
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.form import Form
+from palaestra.envs.port_script import ROOTS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -141,7 +142,17 @@ def form_of(environment: object, reference: str = "") -> Form:
 
 def _pick(path: Path, name: str) -> Form:
     """Return the environment of this name in a file, or the file's only environment."""
-    found = {key: value for key, value in vars(load_file(path)).items() if _is_environment(value)}
+    try:
+        module = load_file(path)
+    except ConfigError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        if missing is None or missing.partition(".")[0] not in ROOTS:
+            raise
+        raise ConfigError(
+            f"{error}. `palaestra env port {path} --write` rewrites the imports of scripts of Atropos and Hermes, and "
+            f"`palaestra run {path} --compat` runs them unchanged"
+        ) from error.__cause__
+    found = {key: value for key, value in vars(module).items() if _is_environment(value)}
     if name and name not in found:
         raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
     if not name and len(found) != 1:

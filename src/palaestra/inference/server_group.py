@@ -122,6 +122,16 @@ class ServerGroup(ChatServer):
             return await session.completion(prompt=prompt, **request)
 
     @asynccontextmanager
+    async def dedicated_server(self) -> AsyncIterator[ServerEngine]:
+        """Yield the least busy server, for several calls that are to meet the same prefix cache."""
+        index = min(range(len(self.servers)), key=self._under_way.__getitem__)
+        self._under_way[index] += 1
+        try:
+            yield self.servers[index]
+        finally:
+            self._under_way[index] -= 1
+
+    @asynccontextmanager
     async def _least_busy(self) -> AsyncIterator[_FirstAvailable]:
         """Yield all servers, the one with the fewest calls in progress first."""
         order = sorted(range(len(self.servers)), key=self._under_way.__getitem__)

@@ -159,4 +159,4 @@ def test_only_texts_with_scores_are_shown() -> None:
 
     inner = Odd(BaseEnvConfig(), [])
     inner.rollouts_for_wandb = [[("a", 1), ("b", None), {"text": "c"}, ("d", 0.5, "why")], [("e", True)]]  # type: ignore[list-item]
-    assert inner.as_environment().shown() == [("a", 1.0), ("e", 1.0)]
+    assert inner.as_environment().shown() == [("a", 1.0), ("d", 0.5), ("e", 1.0)]

@@ -1,0 +1,85 @@
+"""`palaestra run SCRIPT.py --compat`: a script of Atropos runs with no change."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """from __future__ import annotations
+
+from typing import Optional
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
+from atroposlib.type_definitions import Item, number
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+
+
+class CoinConfig(BaseEnvConfig):
+    sides: int = 2
+
+
+class CoinEnv(BaseEnv):
+    name = "coin"
+
+    @classmethod
+    def config_init(cls):
+        config = CoinConfig(group_size=2, total_steps=1, tokenizer_name=TOKENIZER, some_setting_of_2024=3)
+        return config, [APIServerConfig(model_name="NAME", weight=1.0)]
+
+    async def setup(self):
+        self.left = ["heads"]
+        self.count = 0
+
+    async def get_next_item(self) -> Optional[Item]:
+        return self.left.pop() if self.left else None
+
+    async def collect_trajectory(self, item):
+        self.count += 1
+        score: number = self.count % self.config.sides
+        chat = [{"role": "user", "content": "Toss."}, {"role": "assistant", "content": item}]
+        row = tokenize_for_trainer(self.tokenizer, chat, include_messages=True)
+        return ScoredDataItem(scores=score, **row), []
+
+    async def evaluate(self, *args, **kwargs): ...
+
+
+if __name__ == "__main__":
+    CoinEnv.cli()
+"""
+
+
+@pytest.mark.slots
+def test_an_unchanged_script_runs(tmp_path: Path) -> None:
+    from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
+    from palaestra.inference.tokenizers import load_tokenizer
+    from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_tokenizer(train_tokenizer(), folder)
+    (tmp_path / "coin_env.py").write_text(SCRIPT.replace("TOKENIZER", repr(str(folder)), 1))
+
+    def palaestra(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "palaestra", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    refused = palaestra("run", "coin_env.py", "--policy", "noop")
+    assert refused.returncode == 2
+    assert "No module named 'atroposlib'" in refused.stderr
+    assert "`palaestra run coin_env.py --compat` runs them unchanged" in refused.stderr
+    done = palaestra("run", "--compat", "coin_env.py", "--policy", "noop")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("ignores settings that it does not have: some_setting_of_2024") == 1
+    (groups,) = tmp_path.glob("runs/*/*/groups.jsonl")
+    group = json.loads(groups.read_text())
+    assert sorted(group["scores"]) == [0.0, 1.0]
+    tokenizer = ChatTokenizer(load_tokenizer(str(folder)))
+    for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
+        assert tokenizer.decode([mask for mask in masks if mask != -100]) == "heads<|im_end|>\n"
+        assert tokenizer.decode(tokens).startswith("<|im_start|>user\nToss.<|im_end|>")
+    again = palaestra("resume", "last", "--compat")
+    assert again.returncode == 0, again.stderr
