@@ -18,6 +18,7 @@ from palaestra.core.types import Network, Task
 from palaestra.envs.cheats.proof import check_environment, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.records import Trajectory
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Mount, SlotSpec
@@ -333,9 +334,9 @@ def test_a_folders_tests_that_import_the_work_have_controls(toolchain: Toolchain
         for code, reward in (("def add(a, b): return a + b\n", 1.0), (f"def add(a, b): return 0\n{FORCED}", 0.0)):
             slot = await pool.acquire("grade", spec=SlotSpec(mounts=toolchain.mounts))
             await slot.write_text("/home/user/work.py", code)
-            score = await score_folder(task, names, slot, toolchain, 60)
+            score = decide(await score_folder(task, names, slot, toolchain, 60))
             assert (score.reward, score.metrics["passed"]) == (reward, 1)
-            assert bool(score.detail["tampering"]) is (reward == 0)
+            assert ("falsified_test_passed" in {label.name for label in score.labels}) is (reward == 0)
             assert score.detail["uncontrolled"] == []
             await pool.release(slot)
 
