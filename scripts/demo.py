@@ -52,7 +52,7 @@ def main() -> int:
     asyncio.run(build_tasks(wanted.tasks))
     built = time.monotonic()
     played = [Played("oracle", 1.0, play("oracle")), Played("noop", 0.0, play("noop"))]
-    Console(width=None if sys.stdout.isatty() else 150).print(table(played))
+    Console(width=None if sys.stdout.isatty() else 170).print(table(played))
     for each in played:
         print(f"{each.policy:7} {each.run.path}")
     tasks, rollouts = len(played[0].groups), sum(len(each.run.trajectories) for each in played)

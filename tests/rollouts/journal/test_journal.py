@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import Outcome
+from palaestra.core.types import Label, Outcome
 from palaestra.rollouts.events import GroupEnded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
-from palaestra.rollouts.journal.journal import Journal, read_journal, without_secrets
+from palaestra.rollouts.journal.journal import Journal, plain, read_journal, without_secrets
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.state import read_finished, repair
@@ -132,3 +132,9 @@ def test_a_journal_that_lacks_lines_is_no_run_to_go_on_with(tmp_path: Path) -> N
     path.write_bytes(b"".join(line for line in lines if b'"event":"group"' not in line))
     with pytest.raises(ConfigError, match=r"j.jsonl: lines are missing: .*'g0'"):
         read_finished(path)
+
+
+def test_a_label_with_an_undecodable_path_stays_a_label() -> None:
+    """Also if something else in the record is what JSON cannot hold."""
+    kept = plain([Label("programs_replaced", "/usr/bin/\udcff", certain=True)])
+    assert kept == [Label("programs_replaced", "/usr/bin/?", certain=True)]

@@ -1,7 +1,7 @@
 """Forgers that know the full source of every test that decides, and do not fix the bug.
 
 Each makes Python code for the module with the bug. Most of them reach the running session through the frames of an
-exception, which causes no audit event, recognize which rewritten test is right, and answer accordingly:
+exception, which causes no audit event, recognize the tests that they know, and answer accordingly:
 
 - `interprets` knows the normal form of the known tests; a plugin answers in place of the tests.
 - `compares_literals` compares constants, operators and names of the tests with those of the known tests, and replaces

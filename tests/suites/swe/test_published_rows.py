@@ -9,7 +9,7 @@ import pytest
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON, Blame
-from palaestra.rollouts.records import Group
+from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.swe_row import parse_row
 from suites.swe.published import BASE, BUGGY, F2P, P2P, RIGHT, TESTS, Source, git, roll_out
@@ -172,6 +172,7 @@ def test_a_sound_row(played: Mapping[str, Mapping[str, Group]], name: str, polic
 def test_every_row_has_controls(played: Mapping[str, Mapping[str, Group]], make: Callable[[Source], Row]) -> None:
     (trajectory,) = played["oracle"][make.__name__].trajectories
     assert trajectory.detail["uncontrolled"] == []
+    assert trajectory.labels == []
 
 
 FORGER = """
@@ -201,23 +202,38 @@ unittest.case.TestCase.__call__ = lambda self, result=None: forged(self, result)
 @pytest.mark.parametrize(
     ("make", "code"),
     [
-        (django, f"{RIGHT}\nimport gc\ngc.get_objects()\n"),
         (django, f"{BUGGY}\n{UNITTEST_FORGER}"),
         (functions, f"{BUGGY}\n{FORGER}"),
         (cut_node_ids, f"{BUGGY}\n{FORGER}"),
     ],
-    ids=["django", "django_results", "functions", "cut_node_ids"],
+    ids=["django", "functions", "cut_node_ids"],
 )
-def test_work_that_tampers_with_its_tests(
+def test_forged_results_are_official_and_certainly_forged(
     make: Callable[[Source], Row], code: str, tmp_path: Path, installed_pytest: DependencyCache
 ) -> None:
-    source = Source.make(tmp_path / "source")
-    row, patch = make(source), tmp_path / "work.patch"
+    trajectory = played_work(make, code, tmp_path, installed_pytest)
+    assert (trajectory.official, trajectory.reward) == (1.0, 0.0), (trajectory.detail, trajectory.error)
+    assert "falsified_test_passed" in [label.name for label in trajectory.labels if label.certain]
+    assert "falsified_test_passed" in trajectory.detail["difference"]
+
+
+def test_right_work_that_looks_at_the_heap_is_paid_and_labelled(
+    tmp_path: Path, installed_pytest: DependencyCache
+) -> None:
+    trajectory = played_work(django, f"{RIGHT}\nimport gc\ngc.get_objects()\n", tmp_path, installed_pytest)
+    assert (trajectory.official, trajectory.reward) == (1.0, 1.0), (trajectory.detail, trajectory.error)
+    assert [(label.name, label.certain) for label in trajectory.labels] == [("audited_call", False)]
+    assert trajectory.labels[0].evidence == "gc.get_objects in tests/../pkg/calc.py"
+
+
+def played_work(make: Callable[[Source], Row], code: str, folder: Path, packages: DependencyCache) -> Trajectory:
+    """Grade this text of the module with the bug."""
+    source = Source.make(folder / "source")
+    row, patch = make(source), folder / "work.patch"
     patch.write_text(source.diff({"pkg/calc.py": code}))
-    (group,) = roll_out([row], f"patch:{patch}", tmp_path / "run", installed_pytest)
+    (group,) = roll_out([row], f"patch:{patch}", folder / "run", packages)
     (trajectory,) = group.trajectories
-    assert trajectory.detail["resolved"], (trajectory.detail, trajectory.error)
-    assert (trajectory.reward, bool(trajectory.detail["tampering"])) == (0.0, True)
+    return trajectory
 
 
 SCM = """

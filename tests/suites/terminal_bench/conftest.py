@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from palaestra.envs.cheats.proof import policy_runs
+from palaestra.envs.cheats.cheat import Cheat
+from palaestra.envs.cheats.proof import CheatPolicy, policy_runs
 from palaestra.envs.config.build import make_pool
-from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.inference.engines.scripted import OraclePolicy, Policy
 from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
@@ -62,10 +63,19 @@ def played(task: Path, packages: DependencyCache, tmp_path: Path) -> Group:
     return asyncio.run(main())
 
 
-def played_all(tasks: Path, packages: DependencyCache, tmp_path: Path, **settings: object) -> dict[str, Trajectory]:
-    """One rollout of the own solution of every task in a folder, by the task's name."""
+def played_all(
+    tasks: Path,
+    packages: DependencyCache,
+    tmp_path: Path,
+    works: Mapping[str, str] | None = None,
+    **settings: object,
+) -> dict[str, Trajectory]:
+    """One rollout of every task in a folder, by the task's name: of a script in `works`, or of its own solution."""
     own = {"dataset_name": str(tasks), "base_image": "host", "cache_dir": str(tmp_path / "cache")}
     config = TerminalBench2EvalConfig(**{**own, **settings})  # type: ignore[arg-type]
+
+    def policy(name: str) -> Policy:
+        return OraclePolicy() if works is None else CheatPolicy(Cheat(name, name, works[name]))
 
     async def main() -> dict[str, Trajectory]:
         async with make_pool(config) as pool:
@@ -73,7 +83,7 @@ def played_all(tasks: Path, packages: DependencyCache, tmp_path: Path, **setting
             await environment.open()
             async with policy_runs(environment, pool) as runs:
                 wanted = [task async for task in environment.tasks()]
-                groups = [await runs.play(OraclePolicy(), task) for task in wanted]
+                groups = [await runs.play(policy(task.id), task) for task in wanted]
         assert all(group.trajectories for group in groups), [group.error for group in groups if group.error]
         return {group.trajectories[0].task_id: group.trajectories[0] for group in groups}
 

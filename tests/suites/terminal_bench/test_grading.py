@@ -21,7 +21,7 @@ from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnviro
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verifier import VerifierVerdict
-from suites.terminal_bench.conftest import Try
+from suites.terminal_bench.conftest import Try, played_all
 from suites.terminal_bench.mini import HARBOR, TASKS, copied
 from suites.terminal_bench.roots import make_root
 
@@ -203,10 +203,11 @@ CHEATS = {
         pytest.param("web-service", "daemon", marks=pytest.mark.slow),
     ],
 )
-def test_what_speaks_in_the_verifiers_place_is_not_paid(try_tasks: Try, tmp_path: Path, task: str, cheat: str) -> None:
-    text = "#!/bin/bash\n" + CHEATS[cheat]
-    line = try_tasks(copied(HARBOR / task, tmp_path, {"solution/solve.sh": text}))[task]
-    assert (line.noop, line.solution) == (0.0, 0.0), line
+def test_what_speaks_in_the_verifiers_place_is_not_paid(
+    installed_pytest: DependencyCache, tmp_path: Path, task: str, cheat: str
+) -> None:
+    found = played_all(HARBOR / task, installed_pytest, tmp_path, {task: CHEATS[cheat]})[task]
+    assert found.reward == 0.0, found.labels
 
 
 RECORDS = {

@@ -39,10 +39,10 @@ def test_tests_that_the_work_leaves_out_are_labels(installed_pytest: DependencyC
             "tests/test_outputs.py": TESTS,
             "tests/test_other.py": OTHER,
             "tests/test.sh": script("pytest /tests"),
-            "solution/solve.sh": f"#!/bin/bash\n{WRONG}{cheats_named([name])[0].script}",
         }
         copied(HARBOR / "import-the-work", tmp_path / "tasks", files).rename(tmp_path / "tasks" / name)
-    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path)
+    works = {name: WRONG + cheats_named([name])[0].script for name in names}
+    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path, works)
     wanted = {"tests_left_out", "tests_skipped", "reward_not_of_the_tests", "framework_changed"}
     for name, each in found.items():
         assert each.reward == 0.0 or wanted & {label.name for label in each.labels}, (name, each.labels)

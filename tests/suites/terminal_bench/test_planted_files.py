@@ -226,8 +226,10 @@ for file, settings in {
 
 def test_planted_files_are_not_paid_and_have_a_cause(installed_pytest: DependencyCache, tmp_path: Path) -> None:
     for name, files in ATTACKS.items():
-        copied(HARBOR / "word-counts", tmp_path / "tasks", files).rename(tmp_path / "tasks" / name)
-    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path)
+        task = {path: text for path, text in files.items() if path != "solution/solve.sh"}
+        copied(HARBOR / "word-counts", tmp_path / "tasks", task).rename(tmp_path / "tasks" / name)
+    works = {name: files["solution/solve.sh"] for name, files in ATTACKS.items()}
+    found = played_all(tmp_path / "tasks", installed_pytest, tmp_path, works)
     assert {name: each.reward for name, each in found.items()} == dict.fromkeys(ATTACKS, 0.0)
     paid = {name: [label.name for label in each.labels] for name, each in found.items() if each.official == 1.0}
     assert len(paid) > len(ATTACKS) / 2

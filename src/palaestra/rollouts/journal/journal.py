@@ -24,7 +24,7 @@ from palaestra.core.config import is_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import UNREADABLE, AppendedFile, lines_of
 from palaestra.core.redaction import redacted
-from palaestra.core.types import JSON, Message
+from palaestra.core.types import JSON, Label, Message
 from palaestra.rollouts.events import (
     FIRST_SCHEMA,
     JOURNAL_SCHEMA,
@@ -74,6 +74,8 @@ def plain(value: T, depth: int = 0) -> T:
         case msgspec.Struct():
             fields = {name: plain(getattr(value, name), depth + 1) for name in value.__struct_fields__}
             copied = msgspec.structs.replace(value, **fields)
+        case Label():
+            copied = Label(plain(value.name), plain(value.evidence), value.certain)
         case Mapping():
             copied = {plain(str(key)): plain(each, depth + 1) for key, each in value.items()}
         case tuple():

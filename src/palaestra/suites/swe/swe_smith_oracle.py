@@ -314,13 +314,15 @@ class SweEnvironment(ContractEnvironment):
         work: ResolvedRow = rollout.task.data
         include = self.settings.score_include_fail_to_pass
         judged = work.row if include else replace(work.row, fail_to_pass=())
-        changes = await grading.changes()
-        found = protected(changes, judged, await self.repositories.list_files(judged), REPOSITORY)
-        graded = await self._verdict(rollout, grading, judged, found.left_out if found.differs else found.guarded)
+        changes, pristine = await grading.changes(), await self.repositories.list_files(judged)
+        found = protected(changes, judged, pristine, REPOSITORY)
+        hidden = hidden_files(changes, judged, pristine, REPOSITORY)
+        differs = found.differs or not tests_of(judged).issuperset(hidden)
+        graded = await self._verdict(rollout, grading, judged, found.left_out if differs else found.guarded)
         official, patch = judged.verdict(graded.run), graded.view.patch
-        if found.differs:
+        if differs:
             await grading.restart()
-            graded = await self._verdict(rollout, grading, judged, found.guarded)
+            graded = await self._verdict(rollout, grading, judged, found.guarded, hidden)
         guarded = judged.verdict(graded.run)
         controls = Controlled()
         if guarded.resolved and self.settings.controls:
@@ -345,10 +347,13 @@ class SweEnvironment(ContractEnvironment):
         ]
         return Score(float(guarded.resolved), numbers(detail), detail, float(official.resolved), labels)
 
-    async def _verdict(self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str]) -> Graded:
-        """Run the row's tests over the work without these changed paths. Raises `GraderError`."""
+    async def _verdict(
+        self, rollout: Rollout, grading: Grading, row: SweRow, without: Sequence[str], restored: Sequence[str] = ()
+    ) -> Graded:
+        """Run the row's tests over the work without the changed paths `without`, and with the files `restored` as they
+        were prepared. Raises `GraderError`."""
         work: ResolvedRow = rollout.task.data
-        view = await self._graded_view(row, grading, without)
+        view = await self._graded_view(row, grading, without, restored)
         started = time.monotonic()
         run = await self._run_named(view, work, row)
         seconds = time.monotonic() - started
@@ -358,7 +363,7 @@ class SweEnvironment(ContractEnvironment):
             prepared = await self._prepared_run(rollout, grading, row.node_ids)
             run = compare(row, run, prepared, await self.repositories.list_files(work.row))
             if row.verdict(run).resolved:
-                view = await self._graded_view(row, grading, without)
+                view = await self._graded_view(row, grading, without, restored)
         return Graded(view, run, seconds)
 
     async def _again(self, view: GradedView, work: ResolvedRow, row: SweRow) -> TestRun:
@@ -434,15 +439,14 @@ class SweEnvironment(ContractEnvironment):
         reference = functools.partial(on, Shown.RIGHT) if row.fix_patch else None
         return await control(tests, earning, functools.partial(on, Shown.WORK), reference)
 
-    async def _graded_view(self, row: SweRow, grading: Grading, without: Sequence[str]) -> GradedView:
+    async def _graded_view(
+        self, row: SweRow, grading: Grading, without: Sequence[str], restored: Sequence[str]
+    ) -> GradedView:
         """Return a grading slot: the prepared repository with the agent's changes but those at `without`, and with
         complete tests."""
-        changes = await grading.changes()
         slot = await grading.slot(View(only=(REPOSITORY,), without=tuple(without)))
-        pristine = await self.repositories.list_files(row)
-        hidden = hidden_files(changes, row, pristine, REPOSITORY)
-        await restore_files(slot, self.repositories, row, REPOSITORY, hidden)
-        changed = work_paths(changes, without, REPOSITORY)
+        await restore_files(slot, self.repositories, row, REPOSITORY, restored)
+        changed = work_paths(await grading.changes(), without, REPOSITORY)
         patch = await patch_of(slot, REPOSITORY, tests=tests_of(row))
         return GradedView(slot, changed, patch, await add_tests(slot, self.repositories, row, REPOSITORY))
 

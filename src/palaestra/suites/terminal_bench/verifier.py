@@ -54,6 +54,7 @@ _NOT_STARTED = re.compile(
 
 _SELECTS = re.compile(r"pytest[^\n]*(?:\s-k|::|--deselect|--collect-only|\s-m\s)")
 _ECHOED = re.compile(r"\becho\s+[\"']?(\d+(?:\.\d+)?)[\"']?\s*>\s*\S*reward\.txt")
+_COLLECTED = re.compile(r"test_.*\.py|.*_test\.py")
 _SKIPS = re.compile(r"skip|xfail", re.IGNORECASE)
 _MOST_COMPARED = 100
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
@@ -217,13 +218,17 @@ async def _with_tests(
 
 def left_out_tests(task: TerminalTask, script: OfflineScript, run: TestRun) -> list[str]:
     """Return the tests in the verifier's files that were not reported, although pytest collects them by default and the
-    script selects none by name."""
+    script selects none by name. A file counts if the script names it, or names no Python file."""
     if _SELECTS.search(script.text) or run.collect_errors:
         return []
     found = []
-    for at, (_, text) in _files_of(test_files(task), run.statuses).items():
-        reported = {each.partition("[")[0] for each in _in_file(run.statuses, at)}
-        found += [f"{at}::{name}" for name in sorted(default_tests(text) - reported)]
+    files = {name: at for at, (name, _) in _files_of(test_files(task), run.statuses).items()}
+    for name, text in test_files(task).items():
+        base = name.rpartition("/")[2]
+        if name not in files and not (_COLLECTED.fullmatch(base) and (base in script.text or ".py" not in script.text)):
+            continue
+        reported = {each.partition("[")[0] for each in _in_file(run.statuses, files.get(name, ""))}
+        found += [f"{name}::{test}" for test in sorted(default_tests(text) - reported)]
     return found
 
 
