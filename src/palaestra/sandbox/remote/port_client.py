@@ -20,13 +20,13 @@ from palaestra.sandbox.slotd.protocol.frames import Fields
 _ANSWER_S = 15.0
 _PACKAGE = Path(__file__).parents[2]
 _FILES = (
-    "core/__init__.py", "core/errors.py", "core/extras.py", "core/types.py", "sandbox/__init__.py",
+    "core/__init__.py", "core/errors.py", "core/extras.py", "core/printable.py", "core/types.py", "sandbox/__init__.py",
     "sandbox/artifact_files.py",
     "sandbox/backends/__init__.py", "sandbox/backends/server_backend.py", "sandbox/images/__init__.py",
     "sandbox/images/reference.py", "sandbox/isolation/__init__.py", "sandbox/isolation/self_test.py",
     "sandbox/local/__init__.py", "sandbox/local/client.py",
-    "sandbox/local/local_slot.py", "sandbox/remote/__init__.py", "sandbox/remote/port_server.py", "sandbox/slot.py",
-    "sandbox/slot_tools.py", "sandbox/terminal/__init__.py", "sandbox/terminal/interactive_terminal.py",
+    "sandbox/local/local_slot.py", "sandbox/remote/__init__.py", "sandbox/remote/port_server.py",
+    "sandbox/python_call.py", "sandbox/slot.py", "sandbox/slot_tools.py", "sandbox/terminal/__init__.py", "sandbox/terminal/interactive_terminal.py",
     "sandbox/terminal/pane.py", "sandbox/terminal/screen.py",
 )  # fmt: skip
 """The files that the server needs in addition to `slotd`."""
