@@ -97,7 +97,9 @@ def test_the_name_of_an_image_selects_nothing_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
 
     async def body(backend: LocalBackend, slot: Slot) -> None:
-        with pytest.raises(ImageError, match=rf"'{image}' is the name of an image.* layout \(\./{image} for one in this folder\)"):
+        with pytest.raises(
+            ImageError, match=rf"'{image}' is the name of an image.* layout \(\./{image} for one in this folder\)"
+        ):
             await backend.create(SlotSpec(image=image), "x")
         await backend.destroy(await backend.create(SlotSpec(image=f"./{image}"), "x"))
 

@@ -35,9 +35,8 @@ _MOST_CAUSES = 20
 class Totals:
     """The totals of a run.
 
-    `tampered` lists the rollouts whose work interfered with its check. `cut_off` lists the rollouts with reward 0 that
-    still had processes running at their end. `uncontrolled` lists the tasks with tests that no control covers.
-    `missing` counts the rollouts with reward 0 by a cause in their check: a missing network, program or file.
+    `cut_off` lists the rollouts with reward 0 that still had processes running at their end. `uncontrolled` lists the
+    tasks with tests that no control covers. `missing` counts the rollouts with reward 0 by a cause in their check: a missing network, program or file.
     """
 
     groups: int = 0
@@ -46,7 +45,6 @@ class Totals:
     scored: int = 0
     reward_sum: float = 0.0
     errors: list[str] = field(default_factory=list)
-    tampered: list[str] = field(default_factory=list)
     cut_off: list[str] = field(default_factory=list)
     uncontrolled: list[str] = field(default_factory=list)
     missing: Counter[str] = field(default_factory=Counter)
@@ -69,7 +67,6 @@ class Totals:
         self.rollouts += len(group.trajectories)
         self.scored += len(scored)
         self.reward_sum += sum(trajectory.reward or 0.0 for trajectory in scored)
-        self.tampered += [each.rollout_id for each in group.trajectories if each.detail.get("tampering")]
         self.cut_off += [each.rollout_id for each in scored if not each.reward and each.detail.get("processes_at_end")]
         for each in scored:
             self._add_missing(each)

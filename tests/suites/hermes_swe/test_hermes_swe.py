@@ -16,9 +16,10 @@ from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
 from palaestra.suites.grading.falsified import control, ended_early
+from palaestra.suites.grading.hidden_tests import errors_of, run_suite
 from palaestra.suites.grading.run_tests import TestRun
 from palaestra.suites.grading.toolchain import interpreter
-from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig, errors_of, run_suite
+from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig
 from palaestra.suites.hermes_swe.programming_task import make_suite
 
 pytestmark = pytest.mark.slots
@@ -30,6 +31,7 @@ SUITE = make_suite(
     "add",
 )
 PYTHON, MOUNTS = interpreter()
+COMMAND = (PYTHON, "-I", "-S", "-B")
 
 
 def in_slot(scenario: Callable[[Slot], Awaitable[None]]) -> None:
@@ -48,7 +50,7 @@ def test_what_becomes_of_each_test() -> None:
     async def scenario(slot: Slot) -> None:
         async def errors(text: str) -> dict[str, str]:
             await slot.write_text("solution.py", text)
-            return errors_of(await run_suite(slot, PYTHON, WORKSPACE, SUITE.text, timeout_s=60), SUITE.names)
+            return errors_of(await run_suite(slot, COMMAND, WORKSPACE, SUITE.text, timeout_s=60), SUITE.names)
 
         assert await errors("def add(a, b): return a + b\n") == {}
         found = await errors("def add(a, b): return int(float(a) + float(b))\n")
@@ -66,7 +68,7 @@ def test_what_becomes_of_each_test() -> None:
 def test_work_that_does_not_end_has_not_passed() -> None:
     async def scenario(slot: Slot) -> None:
         await slot.write_text("solution.py", "import time\ndef add(a, b):\n    time.sleep(1000)\n")
-        run = await run_suite(slot, PYTHON, WORKSPACE, SUITE.text, timeout_s=15)
+        run = await run_suite(slot, COMMAND, WORKSPACE, SUITE.text, timeout_s=15)
         assert set(errors_of(run, SUITE.names).values()) == {"the test run timed out"}
 
     in_slot(scenario)
@@ -88,11 +90,11 @@ def test_work_that_only_looks_right_does_not_pass_or_is_certainly_forged() -> No
 
             async def run(texts: Mapping[str, str], text: str = text) -> TestRun:
                 await slot.write_text("solution.py", text)
-                return await run_suite(slot, PYTHON, WORKSPACE, texts[""], timeout_s=60)
+                return await run_suite(slot, COMMAND, WORKSPACE, texts[""], timeout_s=60)
 
             async def reference(texts: Mapping[str, str]) -> TestRun:
                 await slot.write_text("solution.py", "def add(a, b): return a + b\n")
-                return await run_suite(slot, PYTHON, WORKSPACE, texts[""], timeout_s=60)
+                return await run_suite(slot, COMMAND, WORKSPACE, texts[""], timeout_s=60)
 
             first = await run({"": SUITE.text})
             if errors_of(first, SUITE.names):

@@ -595,7 +595,7 @@ class EnvironmentProof:
 
     def _why_low(self, task: Task, solved: Trajectory) -> str:
         """Return what the record says about a solution that did not get the full score."""
-        for name in ("tampering", "work_breaks_check", "difference"):
+        for name in ("work_breaks_check", "difference"):
             if found := solved.detail.get(name):
                 return str(found)
         if left_out := solved.detail.get("left_out"):

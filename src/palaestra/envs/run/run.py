@@ -701,10 +701,9 @@ def _files(output: RunOutput) -> list[str]:
 
 
 def _suspects(totals: Totals) -> Iterator[str]:
-    """Yield lines that name the rollouts that tampered with their check, the rollouts that may need live grading, the
-    tasks whose tests have no control, and what checks that scored 0 lacked."""
+    """Yield lines that name the rollouts that may need live grading, the tasks whose tests have no control, and what
+    checks that scored 0 lacked."""
     for what, names in (
-        ("rollouts tampered with their check and were scored 0", totals.tampered),
         (
             'rollouts still had processes when they ended and were scored 0; does the task need grading="live"?',
             totals.cut_off,

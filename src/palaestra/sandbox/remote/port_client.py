@@ -26,8 +26,8 @@ _FILES = (
     "sandbox/images/reference.py", "sandbox/isolation/__init__.py", "sandbox/isolation/self_test.py",
     "sandbox/local/__init__.py", "sandbox/local/client.py",
     "sandbox/local/local_slot.py", "sandbox/remote/__init__.py", "sandbox/remote/port_server.py",
-    "sandbox/python_call.py", "sandbox/slot.py", "sandbox/slot_tools.py", "sandbox/terminal/__init__.py", "sandbox/terminal/interactive_terminal.py",
-    "sandbox/terminal/pane.py", "sandbox/terminal/screen.py",
+    "sandbox/python_call.py", "sandbox/slot.py", "sandbox/slot_tools.py", "sandbox/terminal/__init__.py",
+    "sandbox/terminal/interactive_terminal.py", "sandbox/terminal/pane.py", "sandbox/terminal/screen.py",
 )  # fmt: skip
 """The files that the server needs in addition to `slotd`."""
 

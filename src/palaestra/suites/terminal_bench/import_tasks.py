@@ -132,7 +132,7 @@ async def _play(policy: Policy, task: Task, runs: PolicyRuns) -> _Played:
     if not group.trajectories:
         return _Played(None, group.error or "", False)
     trajectory = group.trajectories[0]
-    error = trajectory.error or str(trajectory.detail.get("tampering") or trajectory.detail.get("output") or "")
+    error = trajectory.error or str(trajectory.difference or trajectory.detail.get("output") or "")
     return _Played(trajectory.reward, error[-800:].strip() if not trajectory.error else error[:800], True)
 
 
