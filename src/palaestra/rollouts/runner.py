@@ -36,7 +36,8 @@ class Totals:
     """The totals of a run.
 
     `cut_off` lists the rollouts with reward 0 that still had processes running at their end. `uncontrolled` lists the
-    tasks with tests that no control covers. `missing` counts the rollouts with reward 0 by a cause in their check: a missing network, program or file.
+    tasks with tests that no control covers. `missing` counts the rollouts with reward 0 by a cause in their check: a
+    missing network, program or file.
     """
 
     groups: int = 0

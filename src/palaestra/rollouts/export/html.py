@@ -351,7 +351,7 @@ def write_report(
         numbers=figures.numbers(),
         outcomes=figures.outcomes.most_common(),
         scores=_score_table(figures),
-        official=official_words(official_name(config or {})),
+        official=lambda: official_words(official_name(config or {})),
         labels=figures.labels.most_common(),
         verdicts=list(verdicts),
         own=[
