@@ -103,4 +103,4 @@ def test_an_error_of_a_hook_names_what_its_check_lacked(tmp_path: Path) -> None:
 def test_a_zero_of_a_function_names_what_its_check_lacked(tmp_path: Path) -> None:
     shown = played(tmp_path, FUNCTION)
     assert "give the task network=NetworkPolicy(grade=Network.ON)" in shown
-    assert "a sealed check sees changes only in the workspace and in the task's paths" in shown
+    assert "the agent did not leave the file, or the check shows the prepared version of it" in shown
