@@ -186,6 +186,7 @@ class HermesSweEnv(ListedEnv):
     """
 
     name: ClassVar[str | None] = "hermes_swe"
+    official_name: ClassVar[str] = "resolved"
     env_config_cls: ClassVar[type[ListedEnvConfig]] = HermesSweEnvConfig
     config: HermesSweEnvConfig
 

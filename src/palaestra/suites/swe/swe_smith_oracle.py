@@ -478,6 +478,7 @@ class SweSmithOracleEnv(ListedEnv):
     """
 
     name: ClassVar[str | None] = "swe_smith_oracle"
+    official_name: ClassVar[str] = "resolved"
     env_config_cls: ClassVar[type[ListedEnvConfig]] = SweSmithOracleEnvConfig
     config: SweSmithOracleEnvConfig
 

@@ -35,6 +35,7 @@ class TerminalBench2EvalEnv(ListedEnv):
     """Work in a terminal, checked by each task's own verifier: Terminal-Bench 1 and 2, and any Harbor task."""
 
     name: ClassVar[str | None] = "terminalbench_2"
+    official_name: ClassVar[str] = "reward"
     env_config_cls: ClassVar[type[ListedEnvConfig]] = TerminalBench2EvalConfig
     config: TerminalBench2EvalConfig
     check_values: ClassVar[Mapping[str, JSON]] = {"dataset_name": BUILT_IN, "base_image": HOST}
