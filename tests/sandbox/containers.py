@@ -42,8 +42,8 @@ def docker(*network: str) -> Iterator[Docker]:
             yield client
         finally:
             client.stop()
-        for mount in ("data", "exec/netns/default"):
-            subprocess.run(["umount", "-R", "-q", f"{folder}/{mount}"], check=False, capture_output=True)
+            for mount in ("data", "exec/netns/default"):
+                subprocess.run(["umount", "-R", "-q", f"{folder}/{mount}"], check=False, capture_output=True)
 
 
 class Docker:
