@@ -25,13 +25,15 @@ _IMAGE = "palaestra-tests:1"
 
 
 @contextlib.contextmanager
-def docker() -> Iterator[Docker]:
-    """A daemon of our own, ended with everything in it. Skips the test where there can be none."""
+def docker(*network: str) -> Iterator[Docker]:
+    """A daemon of our own, ended with everything in it. It has no network of its own, unless options give it one. Skips
+    the test where there can be none."""
     if os.geteuid() != 0 or shutil.which("dockerd") is None or shutil.which("docker") is None:
         pytest.skip("needs root and dockerd (apt-get install docker.io)")
     with tempfile.TemporaryDirectory(prefix="palaestra-docker-", ignore_cleanup_errors=True) as folder:
         options = ["--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec", "-p", f"{folder}/pid"]
-        options += ["-H", f"unix://{folder}/socket", "--iptables=false", "--ip6tables=false", "--bridge=none"]
+        options += ["-H", f"unix://{folder}/socket", "--iptables=false", "--ip6tables=false"]
+        options += network or ["--bridge=none"]
         client = Docker(f"unix://{folder}/socket", ["dockerd", *options], Path(folder, "log"))
         try:
             if not client.start():
@@ -40,7 +42,8 @@ def docker() -> Iterator[Docker]:
             yield client
         finally:
             client.stop()
-        subprocess.run(["umount", "-R", "-q", f"{folder}/data"], check=False, capture_output=True)
+            for mount in ("data", "exec/netns/default"):
+                subprocess.run(["umount", "-R", "-q", f"{folder}/{mount}"], check=False, capture_output=True)
 
 
 class Docker:

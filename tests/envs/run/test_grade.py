@@ -11,8 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 import palaestra
+from envs.scripts import need_level
 from palaestra import ConfigError, Run, Score
 from palaestra.cli.main import cli, main
+from sandbox.trees import fingerprint
 
 LENIENT = """
 from palaestra import Task, environment
@@ -98,3 +100,57 @@ def test_the_command_lists_what_changed() -> None:
     broken = CliRunner().invoke(cli, ["grade", str(run.path), "--json"])
     assert broken.exit_code == 1
     assert "ZeroDivisionError" in json.loads(broken.stdout.splitlines()[0])["error"]
+
+
+REPLACING = r"""
+from palaestra import Score, Task, environment
+
+SETUP = "mkdir -p PLACE/bin PLACE/lib/tools old; touch PLACE/lib/tools/a old/a; echo 'cat answer.txt' > PLACE/bin/tool"
+
+@environment(toolsets=["terminal"])
+def replacing():
+    plant = "rm -r PLACE/lib/tools old; mkdir PLACE/lib/tools old; touch old/b; ln old/b c; "
+    plant += "rm PLACE/bin/tool; echo 'echo 1' > PLACE/bin/tool; "
+    for name, work in {"cheats": plant, "works": "echo 1 > answer.txt; " + plant, "none": ""}.items():
+        yield Task(id=name, prompt="p", setup=SETUP, solution=work + "head -c 9000000 /dev/zero > large; true")
+
+@replacing.score
+async def right(task, sandbox):
+    look = "ls old PLACE/lib/tools; cat PLACE/bin/tool; test c -ef old/b; echo $?; wc -c < large"
+    listed = await sandbox.execute(look)
+    answer = await sandbox.execute("sh PLACE/bin/tool")
+    official = await sandbox.stat("c") is not None
+    return Score(answer.output == "1\n", {"output": sum(listed.output.encode())}, official=official)
+"""
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("isolation", ["full", "userns"])
+def test_kept_work_with_replaced_programs_is_graded_as_in_the_run(isolation: str) -> None:
+    need_level(isolation)
+    place = "/usr/local" if isolation == "full" else "/opt/tools"  # at userns, /usr is read-only without an image
+    Path("lines_env.py").write_text(REPLACING.replace("PLACE", place))
+    run = palaestra.run_sync("lines_env.py", policy="oracle", save_workspaces=True, isolation=isolation)
+    found = {each.task_id: each for each in run.trajectories}
+    assert {name: (each.reward, each.official) for name, each in found.items()} == {
+        "cheats": (0.0, 1.0), "works": (1.0, 1.0), "none": (0.0, 0.0),
+    }  # fmt: skip
+    assert {f"{place}/bin/tool", f"{place}/lib/tools"} <= set(found["works"].detail["left_out"])
+    before = fingerprint(run.path)
+    graded = CliRunner().invoke(cli, ["grade", "last", "--json"])
+    assert graded.exit_code == 0, graded.output
+    lines = [json.loads(line) for line in graded.stdout.splitlines()]
+    records = {each["task_id"]: each for each in run.to_records()}
+    for line in lines:
+        recorded, again = records[line["task_id"]], [label["name"] for label in line.get("labels", [])]
+        assert (line["reward"], line["official"], again) == (
+            recorded["reward"],
+            recorded["official"],
+            recorded["labels"],
+        )
+        assert line["metrics"] == dict(found[line["task_id"]].metrics)
+    assert len(lines) == 3
+    assert [(each.reward, each.official, [*each.labels]) for each in grades(run)] == [
+        (each.reward, each.official, [*each.labels]) for each in run.trajectories
+    ]
+    assert fingerprint(run.path) == before

@@ -290,12 +290,6 @@ def test_kept_work_is_graded_again_with_another_rule() -> None:
         asyncio.run(palaestra.grade("my_env.py", forged, reward="lenient"))
 
 
-def test_kept_work_outside_the_view_is_graded_with_the_path_and_never_scored_0_without_it() -> None:
-    play(save_workspaces=True, kinds="unseen")
-    assert main(["grade", "last"]) == 1, "a failed check, not a reward of 0"
-    assert "000000-unseen/0: 0 -> 1\n" in told("grade", "last", "--env.graded_programs", "ls")
-
-
 def test_class_environments_name_their_verdict_and_see_the_decided_reward() -> None:
     Path("class_env.py").write_text(CLASS_ENV)
     out = told("run", "class_env.py", "--policy", "oracle", "--group", "1")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 from sandbox.bodies import WithSlot
 from sandbox.processes import descendants
+from sandbox.trees import fingerprint
 
 pytestmark = pytest.mark.slots
 
@@ -372,5 +375,114 @@ def test_a_slot_that_continues_a_checkpoint_has_the_change_as_its_own(on_each_ru
         expected = "new\n2\nnew\n2\nmine\nold\n"
         assert await shown(backend, sealed, "cat d/kept d/link d/mine /var/tmp/planted") == expected
         assert await shown(backend, sealed, "ls d") == "kept\nlink\nmine\n"
+
+    on_each_rung(body)
+
+
+PREPARED = """
+mkdir d e deep; echo old | tee d/kept d/gone e/kept gone > deep/old; echo old > taken; mkdir -p /opt/bin /opt/lib/tools
+echo 'echo prepared' > /opt/bin/tool; chmod 755 /opt/bin/tool; echo old > /opt/lib/tools/a
+"""
+WORK = r"""
+rm -r d gone e/kept; mkdir d; echo new > d/new; mv taken moved; rm -r deep; echo file > deep
+rm -r /opt/lib/tools; mkdir /opt/lib/tools; echo bad > /opt/lib/tools/b
+echo 'echo replaced' > /opt/bin/tool; echo 'echo planted' > /opt/bin/planted
+head -c 50000000 /dev/urandom > large
+"""
+LEFT_OUT = View(
+    without=(
+        *("/opt/bin/tool", "/opt/bin/planted", "/opt/lib/tools/a"),
+        *("/workspace/gone", "/workspace/d/kept", "/workspace/deep/old"),
+    )
+)
+LOOK_AROUND = r"""
+stat -c '%n %F %a %u' f hard sparse p d e; stat -c %s f hard sparse; stat -c %Y f
+stat -c %N link; tail -c 4 sparse; du -k sparse
+python3 -c 'import os; print(os.listxattr("f"))'; sha256sum large; test f -ef hard; echo $?
+find . /opt/bin /opt/lib/tools -mindepth 1 | LC_ALL=C sort -u; sh /opt/bin/tool
+cat d/* e/* moved gone deep deep/old /opt/lib/tools/*
+"""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "view",
+    [LEFT_OUT, View(only=("/workspace",), without=("/workspace/d",)), View(only=("/workspace/d", "/workspace/hard"))],
+    ids=["without", "only", "parts"],
+)
+def test_a_view_of_a_snapshot_on_disk_shows_what_a_view_in_memory_shows(
+    on_each_rung: WithSlot, tmp_path: Path, view: View
+) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert isinstance(slot, LocalSlot)
+        assert (await slot.execute(PREPARED)).success
+        slot = await backend.create(SlotSpec(), "work", await backend.seal(slot))
+        assert isinstance(slot, LocalSlot)
+        assert (await slot.execute(WORK + MIXTURE.replace("mkdir -m", "chmod").replace("-s 1T", "-s 9M"))).success
+        sealed = await backend.seal(slot)
+        await backend.save(sealed, str(tmp_path))
+        before = fingerprint(tmp_path)
+        loaded = await backend.load(str(tmp_path), SlotSpec())
+        assert len(loaded.layers) == 2
+        narrow, expected = await backend.view(loaded, view), await backend.view(sealed, view)
+        assert await backend.changes(narrow) == await backend.changes(expected)
+        assert await shown(backend, narrow, LOOK_AROUND) == await shown(backend, expected, LOOK_AROUND)
+        assert await shown(backend, loaded, LOOK_AROUND) == await shown(backend, sealed, LOOK_AROUND)
+        assert fingerprint(tmp_path) == before
+        for snapshot in (loaded, narrow):
+            await backend.forget(snapshot)
+        folder = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no view keeps a folder in use that is forgotten
+        os.close(folder)
+
+    on_each_rung(body)
+
+
+def test_a_view_of_a_large_snapshot_on_disk_holds_nothing_up(on_each_rung: WithSlot, tmp_path: Path) -> None:
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert isinstance(slot, LocalSlot)
+        await slot.execute("head -c 64000000 /dev/zero > large; echo 1 > small")
+        await backend.save(await backend.checkpoint(slot), str(tmp_path))
+        loaded = await backend.load(str(tmp_path), SlotSpec())
+        view = View(without=("/workspace/small",))
+        kept = (await slot.requests.call("stats", {})).fields["layers"]
+        making = asyncio.ensure_future(backend.view(loaded, view))
+        await asyncio.sleep(0)
+        asking = asyncio.ensure_future(slot.requests.call("stats", {}))
+        ended: list[str] = []
+        for name, task in (("view", making), ("stats", asking)):
+            task.add_done_callback(lambda _, name=name: ended.append(name))
+        await backend.forget(await making)
+        assert ended == ["stats", "view"]
+        making = asyncio.ensure_future(backend.view(loaded, view))
+        await asyncio.sleep(0)
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        forgotten = asyncio.ensure_future(backend.view(loaded, view))
+        await asyncio.sleep(0)
+        await slot.requests.call("stats", {})
+        await backend.forget(loaded)  # the copy is not disturbed
+        assert await shown(backend, await forgotten, "ls; wc -c < large") == "large\n64000000\n"
+        assert (await slot.requests.call("stats", {})).fields["layers"] == kept  # one is new, one is forgotten
+
+    on_each_rung(body)
+
+
+def test_a_snapshot_on_disk_that_cannot_be_copied_is_a_failure_of_the_sandbox(
+    on_each_rung: WithSlot, tmp_path: Path
+) -> None:
+    """An error of the system's own could count as a failure of the work in it."""
+
+    async def body(backend: LocalBackend, slot: Slot) -> None:
+        assert isinstance(slot, LocalSlot)
+        await slot.execute("echo 1 > f")
+        await backend.save(await backend.checkpoint(slot), str(tmp_path))
+        (tmp_path / "0/root" / "/".join("d" * 500)).mkdir(parents=True)
+        loaded = await backend.load(str(tmp_path), SlotSpec())
+        kept = (await slot.requests.call("stats", {})).fields["layers"]
+        with pytest.raises(SandboxError, match=r"snapshot on disk cannot be shown: copying it failed: .* nested"):
+            await backend.view(loaded, View(without=("/workspace/f",)))
+        assert (await slot.requests.call("stats", {})).fields["layers"] == kept
 
     on_each_rung(body)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
+import socket
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -99,6 +102,36 @@ def test_what_another_build_has_taken_away_is_built_again(daemon: Docker, tmp_pa
     assert (tmp_path / "failed").is_dir()
     with tarfile.open(archive) as content:
         assert "built" in content.getnames()
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.xdist_group("docker")
+@pytest.mark.parametrize("bridged", [True, False])
+def test_run_lines_have_a_network_but_not_the_hosts_loopback(tmp_path: Path, bridged: bool) -> None:
+    name = f"br{os.getpid()}"
+    folder = tmp_path / "task"
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        if bridged:  # the test's own bridge, because a daemon leaves the one it makes
+            subprocess.run(["ip", "link", "add", name, "type", "bridge"], check=True)
+            stack.callback(subprocess.run, ["ip", "link", "del", name])
+            subprocess.run(["ip", "address", "add", "172.31.250.1/24", "dev", name], check=True)
+        client = stack.enter_context(docker(*([f"--bridge={name}"] if bridged else [])))
+        client.load(make_root(tmp_path / "root"), BASE)
+        service = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        reach = f"if (echo > /dev/tcp/127.0.0.1/{service.getsockname()[1]}) 2>/dev/null; then exit 3; fi"
+        (folder / "Dockerfile").write_text(f"FROM {BASE}\nRUN bash -c '{reach}; cat /proc/net/dev | grep eth0'\n")
+        builder = ImageBuilder(tmp_path / "roots", tool=client.command)
+        recipe = ImageRecipe(folder, folder / "Dockerfile")
+        if bridged:
+            assert asyncio.run(builder.root(recipe))[0].is_file()
+        else:
+            with pytest.raises(
+                TaskError, match=r"no bridge network, so RUN lines had no network:\n(.|\n)*non-zero code: 1"
+            ):
+                asyncio.run(builder.root(recipe))
 
 
 def test_how_commands_start_is_read_from_beside_the_root(tmp_path: Path) -> None:

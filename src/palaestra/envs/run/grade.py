@@ -15,11 +15,11 @@ from pathlib import Path
 
 from palaestra.agent.result import AgentResult, ToolError, Turn
 from palaestra.core.config import python_names
-from palaestra.core.errors import ConfigError, GraderError, InfraError, TaskError
+from palaestra.core.errors import ConfigError, InfraError, TaskError
 from palaestra.core.types import JSON, Outcome, Score, Task, Usage
 from palaestra.envs.run.library import environment_form
 from palaestra.envs.run.replay_run import ReopenedRun, recorded_form, reopened, where_it_ran
-from palaestra.rollouts.environment import LIVE_PROCESSES, WORK_BREAKS_CHECK
+from palaestra.rollouts.environment import LIVE_PROCESSES
 from palaestra.rollouts.finished_run import Run
 from palaestra.rollouts.grading.grader import FILES, LIVE
 from palaestra.rollouts.journal.reader import open_recording
@@ -78,10 +78,6 @@ async def grade_run(
                     yield regraded
 
 
-_CANNOT_CUT = "a snapshot on disk cannot be cut"
-"""A part of the error of a sandbox that cannot show only a part of a workspace from disk."""
-
-
 class _Grader:
     """Grades rollouts of one run in its open environment."""
 
@@ -126,13 +122,7 @@ class _Grader:
         rollout = Rollout(
             environment, context, RolloutSpec(trajectory.group_id, trajectory.index, task, seeded, kit, before)
         )
-        score = await rollout.regrade(_result(trajectory), sealed)
-        if _CANNOT_CUT in str(score.detail.get(WORK_BREAKS_CHECK, "")):  # a limit of kept workspaces, not of the work
-            raise GraderError(
-                f"{trajectory.rollout_id} changed paths that its check does not show, and a kept workspace cannot be "
-                "limited to the others; --env.graded_paths FOLDER lets the check see them, unless they are programs"
-            )
-        return score
+        return await rollout.regrade(_result(trajectory), sealed)
 
     async def _task(self, trajectory: Trajectory) -> Task:
         async with self._reading:

@@ -248,7 +248,7 @@ class ServerBackend(StartedBackend):
 
     async def view(self, snapshot: Snapshot, view: View) -> Snapshot:
         """Return a second snapshot of the same files, limited to `view`. Unlike `seal(slot, view)`, this makes a hard
-        link for each file in the topmost layer."""
+        link for each file in the topmost layer, or copies the layer to memory if it was loaded from disk."""
         fields: dict[str, JSON] = {"layers": list(snapshot.layers), "view": _view(view)}
         return snapshot_of(await self._running().make("view", fields, _forget_topmost), snapshot.spec)
 

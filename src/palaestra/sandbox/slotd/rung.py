@@ -159,8 +159,9 @@ class RungDriver(Protocol[F, L]):
     def seal(self, files: F) -> L:
         """Turn a dead slot's files into a layer."""
 
-    def duplicate(self, layer: L) -> L:
-        """Return a second layer of the same files, which can be cut while slots use the first layer."""
+    def duplicate(self, layer: L) -> Generator[None, None, L]:
+        """Run a job that returns a second layer of the same files, which can be cut while slots use the first layer.
+        The files of a layer on disk are copied. Raises `CannotMake` or OSError, and then leaves nothing behind."""
 
     def cut(self, layer: L, view: Fields) -> None:
         """Reduce a layer that is not in use yet to a view of itself."""

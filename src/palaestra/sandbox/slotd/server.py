@@ -468,8 +468,14 @@ class SlotServer:
 
         slot.kill(then=ended)
 
-    def _view(self, frame: Frame) -> None:
-        self._finish_layer(frame, self._driver.duplicate(self._layer(frame.fields["layers"][0])))
+    def _view(self, frame: Frame) -> Job:
+        layer = self._layer(frame.fields["layers"][0])
+        layer.keep()
+        try:
+            second = yield from self._driver.duplicate(layer)
+        finally:
+            layer.release()
+        self._finish_layer(frame, second)
 
     def _finish_layer(self, frame: Frame, layer: SealedLayer) -> None:
         try:

@@ -45,7 +45,8 @@ class ImageBuilder:
     """Builds the root file system of each task once. Safe across processes.
 
     `tool` is a command line (`docker -H unix:///run/other.sock`); if it is empty, the first tool that answers is used.
-    `network` allows RUN lines to use the network. `force` rebuilds cached roots.
+    `network` allows RUN lines to use the tool's default network, which is never the host's, so that they cannot reach
+    services on the host's loopback. `force` rebuilds cached roots.
     """
 
     def __init__(self, folder: Path, *, tool: str = "", network: bool = True, force: bool = False) -> None:
@@ -121,8 +122,11 @@ class ImageBuilder:
     async def _build(self, tool: list[str], recipe: ImageRecipe, tag: str) -> None:
         assert recipe.dockerfile is not None
         check_images(read_text(recipe.dockerfile, "replace"))
-        network = ["--network", "host" if self._network else "none"]
-        tidy = ["--force-rm"] if Path(tool[0]).name == "docker" else []  # the other tools leave no failed container
+        docker = Path(tool[0]).name == "docker"
+        inspect = [*tool, "network", "inspect", "bridge"]
+        bridge = not docker or (await run_process(inspect, timeout_s=_ASK_S)).returncode == 0
+        network = [] if self._network and bridge else ["--network", "none"]
+        tidy = ["--force-rm"] if docker else []  # the other tools leave no failed container
         command = [*tool, "build", *tidy, *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
         for _ in range(_TRIES):
             done = await run_process(command, timeout_s=recipe.build_timeout_s)
@@ -130,7 +134,10 @@ class ImageBuilder:
                 return
             if _LAYER_REMOVED not in done.text:
                 break
-        raise TaskError(f"its image does not build with {tool[0]}:\n{without_middle(done.text.strip(), _SHOWN)}")
+        lacks = (
+            "" if bridge or not self._network else ", whose daemon has no bridge network, so RUN lines had no network"
+        )
+        raise TaskError(f"its image does not build with {tool[0]}{lacks}:\n{without_middle(done.text.strip(), _SHOWN)}")
 
     async def _pull(self, tool: list[str], image: str) -> None:
         there = [*tool, *(["inspect", "--type", "image"] if tool[0] == "buildah" else ["image", "inspect"]), image]

@@ -9,7 +9,8 @@ size and the kernel's time of change are the same, and this time is older than t
 coarse). Writing to a file through memory need not change its times, so everything is copied if a process can do that.
 
 A snapshot is saved as a folder `N/TREE` for each tree of each layer, topmost layer first, with whiteouts, marks and
-owners. It is used in place, as a read-only lower directory, under a shared lock that keeps it from being evicted.
+owners. It is used in place, as a read-only lower directory, under a shared lock that keeps it from being evicted. A
+view of it cuts a copy in memory.
 """
 
 from __future__ import annotations
@@ -160,7 +161,9 @@ class NamespaceDriver:
             lower.release()
         return layer
 
-    def duplicate(self, layer: OverlayLayer) -> OverlayLayer:
+    def duplicate(self, layer: OverlayLayer) -> Generator[None, None, OverlayLayer]:
+        if isinstance(layer.store, DiskStore):
+            return (yield from self.checkpoints.to_memory(layer))
         layer.store.unlimit()
         name = self._layer_name()
         directory = f"{layer.store.path}/{name}"
@@ -414,8 +417,9 @@ class DiskStore(LayerStore):
             os.close(tree)
 
     def unlimit(self) -> None:
-        """Raise OSError: limits are lifted only before a write, and this layer is never written to."""
-        raise OSError(30, "a snapshot on disk cannot be cut; start a slot from it, seal the slot, and cut its snapshot")
+        """Raise OSError: limits are lifted only before a write, and this layer is never written to. A layer that is to
+        be cut is copied first (`OverlayCheckpoints.to_memory`)."""
+        raise OSError(errno.EROFS, "a snapshot on disk is never written to")
 
     def drop_files(self) -> None:
         syscalls.umount(self.path)
@@ -490,6 +494,21 @@ class OverlayCheckpoints:
                 yield from copy.tree(path, f"{rootfs.HOST}{folder}/{number}/{tree}")
                 copied += copy.copied_bytes
         return copied
+
+    def to_memory(self, layer: OverlayLayer) -> Generator[None, None, OverlayLayer]:
+        """Run a job that copies a layer to a store of its own, without the layers below it. Raises `CannotMake`."""
+        number = next(self._numbers)
+        store, copy = self._make_store(number), TreeCopy()
+        trees = {tree: f"{store.path}/{tree}" for tree in layer.trees}
+        try:
+            for tree, path in layer.trees.items():
+                yield from copy.tree(path, trees[tree])
+        except BaseException as error:
+            store.release()
+            if isinstance(error, OSError):  # the host's failure, which must not count as one of the work in the layer
+                raise CannotMake(f"a part of a snapshot on disk cannot be shown: copying it failed: {error}") from None
+            raise
+        return OverlayLayer(f"layer-{self._token}-m{number}", store, trees, layer.below, layer.image)
 
     def load(self, folder: str, image: str | None) -> tuple[OverlayLayer, ...]:
         wanted = {"root"} if image is not None else {"root", *rootfs.system_directories()}

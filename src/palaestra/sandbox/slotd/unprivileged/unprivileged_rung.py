@@ -13,7 +13,7 @@ import itertools
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from ..layers.cut_view import Selection
@@ -190,7 +190,8 @@ class UnprivilegedDriver:
             files.release()
         return layer
 
-    def duplicate(self, layer: CopiedLayer) -> CopiedLayer:
+    def duplicate(self, layer: CopiedLayer) -> Generator[None, None, CopiedLayer]:
+        yield None
         copy = self._new_layer(layer.below)
         copy_workspace.duplicate(layer.path, copy.path)
         return copy
