@@ -20,10 +20,11 @@ from palaestra.core.types import JSON
 _MOST_CHARS = 2000
 _NO_PROGRAM = 127
 
-# Workspace directories come last on the import path, so that no file of the work stands in for a standard module. The
+# Workspace directories come last on the import path, so that no file of the work stands in for a standard module. After
+# them come the packages that the agent installed with pip, which chooses this directory if it cannot write another. The
 # reply goes to descriptor 3, which the work cannot confuse with what it prints.
 _PROGRAM = """
-import asyncio, importlib, inspect, json, os, sys, traceback
+import asyncio, importlib, inspect, json, os, site, sys, traceback
 
 def main():
     request = json.load(sys.stdin)
@@ -31,6 +32,7 @@ def main():
     os.close(3)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.path += [os.path.join(os.getcwd(), path) for path in request["python_path"]]
+    sys.path.append(site.getusersitepackages())
     encode, write, end = json.dumps, os.write, os._exit
     try:
         module, _, name = request["function"].partition(":")

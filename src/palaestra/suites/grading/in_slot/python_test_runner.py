@@ -16,6 +16,7 @@ import inspect
 import json
 import linecache
 import os
+import site
 import sys
 import traceback
 import unittest
@@ -91,7 +92,7 @@ def main() -> None:
     if plan["watching"]:
         audit_hook.install(channel, plan["root"])
     os.chdir(plan["root"])
-    sys.path.append(plan["root"])
+    sys.path += [plan["root"], site.getusersitepackages()]  # pip installs there if it cannot write another directory
     sys.pycache_prefix = os.path.join(_HERE, "pycache")
     names, problem = _load(plan["tests"])
     found = _tests(plan["tests"], names)
