@@ -531,7 +531,9 @@ class EnvironmentProof:
 
     def _parts_earned(self, task: Task, base: _Base | None, played: Trajectory) -> list[str]:
         """Return the parts that a cheat earned in full and that the work without the cheat does not earn. Parts that
-        the task's floor covers are left out."""
+        the task's floor covers are left out, and all parts of work whose label is certain, because it is not paid."""
+        if any(label.certain for label in played.labels):
+            return []
         noop = self._trajectory("noop", task)
         found = {
             part: weight
