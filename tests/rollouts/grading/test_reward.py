@@ -3,7 +3,7 @@
 import pytest
 
 from palaestra.core.types import Label, Score
-from palaestra.rollouts.grading.reward import RewardRule, decide, parts
+from palaestra.rollouts.grading.reward import RewardRule, decide, how_to_see, parts
 
 FORGED = Label("falsified_test_passed", "test_add passes although it was falsified", certain=True)
 EDITED = Label("tests_edited", "tests/test_add.py")
@@ -71,3 +71,10 @@ def test_paths_outside_the_view_are_the_cause_if_there_is_no_label():
 def test_deciding_again_changes_nothing(rule):
     once = decide(Score(1.0, official=0.5, labels=[EDITED, FORGED]), rule)
     assert decide(once, rule) == once
+
+
+def test_scratch_directories_that_a_sandbox_lost_are_no_programs():
+    assert how_to_see(["/tmp", "/dev/shm", "/opt/app/x"]) == "--env.graded_paths /opt/app shows them"
+    assert how_to_see(["/tmp", "/dev/shm"]) == (
+        "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
+    )

@@ -14,6 +14,7 @@ from enum import StrEnum
 from posixpath import basename, dirname
 
 from palaestra.core.types import Label, Score
+from palaestra.rollouts.grading.tampering import SCRATCH
 
 DIFFERENCE = "difference"
 """The entry of a score's detail with the reason why the reward differs from the official verdict."""
@@ -29,6 +30,7 @@ _CACHES = re.compile(
 )
 """Paths that ordinary commands change without the agent's intention."""
 
+_LOST = "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
 _SEEN = re.compile(r"/(?:workspace|tmp|var/tmp|dev/shm)(?:/|$)")
 """Places whose changes a check sees without a declaration, unless they stand in for a program."""
 
@@ -105,7 +107,7 @@ def _cause(score: Score, against: Sequence[Label], strict: Collection[str]) -> t
             official = f"--env.reward guarded{' or ' if accept else ''}{accept} accepts it"
         return first.name, first.evidence, official
     if unseen := list(unseen_paths(score.detail.get(UNSEEN) or ())):
-        official = f"{showing(unseen)} shows them, and {official}"
+        official = f"{how_to_see(unseen)}, and {official}"
     if score.labels:
         return score.labels[0].name, score.labels[0].evidence, official
     if unseen:
@@ -118,8 +120,14 @@ def unseen_paths(left_out: Iterable[str]) -> Iterator[str]:
     return (path for path in left_out if not _CACHES.search(path))
 
 
-def showing(paths: Collection[str]) -> str:
-    """Return the settings with which a check sees these paths."""
+def how_to_see(paths: Collection[str]) -> str:
+    """Return the settings with which a check sees these paths. None brings back a scratch directory that could not be
+    copied before the check."""
+    kept = [path for path in paths if path not in SCRATCH]
+    return f"{_settings(kept)} shows them" if kept else _LOST
+
+
+def _settings(paths: Collection[str]) -> str:
     outside = [path for path in paths if not _SEEN.match(path)]
     folders = list(dict.fromkeys(path if dirname(path) == "/" else dirname(path) for path in outside))
     named = (basename(path) for path in paths if path not in outside or basename(dirname(path)) in ("bin", "sbin"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from palaestra.core.exits import plural
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
-from palaestra.rollouts.grading.reward import parts, showing, unseen_paths
+from palaestra.rollouts.grading.reward import how_to_see, parts, unseen_paths
 from palaestra.rollouts.records import Group, Trajectory
 
 OFFICIAL = "official"
@@ -90,7 +90,7 @@ class Verdicts:
             paths = [path for path, _ in self._unseen.most_common()]
             yield (
                 f"{plural(self._blind, 'rollout')} scored 0 and changed paths that the check did not see: "
-                f"{_listed([_short(path) for path in paths], ' and more')}; {showing(paths[:_SHOWN])} shows them"
+                f"{_listed([_short(path) for path in paths], ' and more')}; {how_to_see(paths[:_SHOWN])}"
             )
 
 
