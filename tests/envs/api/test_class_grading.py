@@ -67,6 +67,8 @@ class LeftEnv(HermesAgentBaseEnv):
         return item["prompt"]
 
     async def compute_reward(self, item, result, ctx):
+        if "home" in item["id"] and ctx.read_file("~/greeting.txt").get("content") != "hello\n":
+            return 0.0
         return float(ctx.terminal(WORKS[item["id"]][1])["exit_code"] == 0)
 
     async def evaluate(self, *args, **kwargs): ...

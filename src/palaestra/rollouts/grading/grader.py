@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
+from palaestra.core.printable import one_line
 from palaestra.core.types import Label, Task
 from palaestra.rollouts.grading.tampering import (
     CACHE,
@@ -38,6 +39,9 @@ from palaestra.tools.runtime.runtime import ToolRuntime
 SEALED, LIVE = "sealed", "live"
 FILES = "files"
 """The grading of recorded work of a live task: all files that the agent left, in a fresh slot without its processes."""
+
+SCRATCH_LOST = "scratch_lost"
+"""The label of work whose files in `SCRATCH` a check does not see, because they could not be copied."""
 
 MOST_LEFT_OUT = 20
 """The maximum number of left-out paths that the report names."""
@@ -153,12 +157,15 @@ class Grading:
         copy = f"rm -rf {CARRIED}; failed=0; {copies} exit $failed"
         with self._troubled():
             slot = await self.rollout.sandbox()
-            self._lost = SCRATCH
-            with suppress(SlotEnded):  # by the agent's own commands
+            self._lost, why = SCRATCH, "the agent's commands ended the sandbox"
+            with suppress(SlotEnded):
                 result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
                 # the cause may be a full disk, or programs that the agent replaced
                 self._lost = () if result.success else SCRATCH
+                why = one_line(result.output or result.error, 200)
                 self.processes_at_end = await slot.freeze()
+            if self._lost:
+                self.note(SCRATCH_LOST, [f"the files of {' and '.join(SCRATCH)} could not be kept: {why}"])
 
     @staticmethod
     async def restore_scratch(slot: Slot) -> None:

@@ -3,7 +3,8 @@ environments.
 
 The synchronous methods may be called inside an `async def compute_reward` without blocking the event loop (see
 `core/sync_bridge.py`), and from other threads. Each has an async version, `<name>_async`. For scoring, a run gives them
-the grading view of the rollout, which no process of the agent can change unless the check is live.
+the grading view of the rollout, which no process of the agent can change unless the check is live. A path in the slot
+may begin with `~`, as in a shell.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.rollouts.rollout import CURRENT
 from palaestra.sandbox.slot import Slot
 from palaestra.sandbox.transfer import Transferred, download_dir, upload_dir
+from palaestra.tools.builtin.text_files import in_full
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolOutcome
 
@@ -106,7 +108,7 @@ class ToolContext:
         read."""
         slot = await self._slot()
         try:
-            return {"content": await slot.read_text(path), "path": path}
+            return {"content": await slot.read_text(await in_full(slot, path)), "path": path}
         except InfraError:
             raise
         except (OSError, ValueError) as error:
@@ -119,7 +121,7 @@ class ToolContext:
         slot = await self._slot()
         data = content.encode()
         try:
-            await slot.write_bytes(path, data)
+            await slot.write_bytes(await in_full(slot, path), data)
         except InfraError:
             raise
         except (OSError, ValueError) as error:
@@ -130,23 +132,27 @@ class ToolContext:
     async def upload_file_async(self, local_path: str | Path, remote_path: str) -> dict[str, JSON]:
         """Copy a file from this machine into the workspace. Returns `{"success", "bytes"}`, or `{"success", "error"}`
         if the copy fails."""
-        return await _transferred((await self._slot()).upload(Path(local_path), remote_path))
+        slot = await self._slot()
+        return await _transferred(slot.upload(Path(local_path), await in_full(slot, remote_path)))
 
     @_placed
     async def upload_dir_async(self, local_dir: str | Path, remote_dir: str) -> dict[str, JSON]:
         """Copy a directory from this machine into the workspace. Returns `{"success", "bytes", "files", "left_out"}`,
         or `{"success", "error"}` if the copy fails."""
-        return await _transferred(upload_dir(await self._slot(), Path(local_dir), remote_dir))
+        slot = await self._slot()
+        return await _transferred(upload_dir(slot, Path(local_dir), await in_full(slot, remote_dir)))
 
     @_placed
     async def download_file_async(self, remote_path: str, local_path: str | Path) -> dict[str, JSON]:
         """Copy a file from the workspace to this machine; the reply is like that of `upload_file`."""
-        return await _transferred((await self._slot()).download(remote_path, Path(local_path)))
+        slot = await self._slot()
+        return await _transferred(slot.download(await in_full(slot, remote_path), Path(local_path)))
 
     @_placed
     async def download_dir_async(self, remote_dir: str, local_dir: str | Path) -> dict[str, JSON]:
         """Copy a directory from the workspace to this machine; the reply is like that of `upload_dir`."""
-        return await _transferred(download_dir(await self._slot(), remote_dir, Path(local_dir)))
+        slot = await self._slot()
+        return await _transferred(download_dir(slot, await in_full(slot, remote_dir), Path(local_dir)))
 
     @_placed
     async def search_async(self, query: str, path: str = ".") -> dict[str, JSON]:
