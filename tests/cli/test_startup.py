@@ -63,13 +63,3 @@ def test_flags_are_checked_before_anything_heavy_is_loaded(words: list[str], cod
         [sys.executable, "-c", SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == f"{code} []"
-
-
-def test_an_unknown_flag_is_refused_before_the_environment_is_asked_for_its_settings(tmp_path: Path) -> None:
-    first = "    def config_init(cls):\n"
-    (tmp_path / "class_env.py").write_text(CLASS_ENV.replace(first, f"{first}        open('asked', 'w').close()\n"))
-    for flag, code in (("--env.bogus", 2), ("--env.seed", 0)):
-        words = ["run", "class_env.py", flag, "1", "--show-config"]
-        done = subprocess.run([sys.executable, "-c", SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True)
-        assert done.stdout.splitlines()[-1] == f"{code} []", done.stderr
-        assert (tmp_path / "asked").exists() == (code == 0)

@@ -49,7 +49,9 @@ def safe(n: int = 2) -> Iterator[Task]:
 async def press(key: int, sandbox: Slot) -> str:
     """Press a key."""
     ran.append(key)
-    done = await sandbox.execute(f"echo {key} >> keys; echo {key} >> /usr/local/bin/ls || true; rm -f before; wc -l < keys")
+    done = await sandbox.execute(
+        f"echo {key} >> keys; echo {key} >> /usr/local/bin/ls || true; rm -f before; wc -l < keys"
+    )
     return done.output.strip()
 
 
