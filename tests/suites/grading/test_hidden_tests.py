@@ -52,6 +52,9 @@ def test_right_work_passes_without_labels_and_wrong_work_is_named():
         await slot.write_text("calc.py", "def mean(numbers):\n    return sum(numbers) // len(numbers)\n")
         half = await run_tests(slot, {"behaviour": TESTS})
         assert (half.share, set(half.failed)) == (0.5, {"behaviour::MeanTest::test_floats"}) or half.share == 1.0
+        await slot.write_text("src/pkg/calc.py", RIGHT)
+        inner = TESTS.replace("from calc", "from pkg.calc")
+        assert (await run_tests(slot, inner, python_path=["src"], reference={"src/pkg/calc.py": RIGHT})).share == 1.0
         await slot.remove("calc.py")
         none = await run_tests(slot, TESTS)
         assert none.share == 0.0

@@ -7,7 +7,7 @@ the whole of it for authors of environments: the tests, the falsified tests (`fa
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from palaestra.core.types import Label, Score
@@ -49,6 +49,7 @@ async def run_tests(
     *,
     cwd: str = WORKSPACE,
     reference: Mapping[str, str] | None = None,
+    python_path: Sequence[str] = (".",),
     timeout_s: float = 60.0,
 ) -> TestVerdicts:
     """Run hidden tests over the work in `cwd` and return the verdict on each.
@@ -56,7 +57,8 @@ async def run_tests(
     `tests` is Python text, or maps names to Python texts that run in separate processes. Its tests are functions
     without arguments whose names begin with `test`, and `unittest` classes; they may import the work, whose files must
     not be called like a standard module. `reference` maps the paths of a correct solution to their texts. With it, a
-    finding of the falsified tests counts only if the solution does not have it.
+    finding of the falsified tests counts only if the solution does not have it. `python_path` lists directories to
+    import from, relative to `cwd`.
 
     Work that passes runs the tests once more, falsified, in a fork of the sandbox. At isolation levels without forks
     this second run is left out. A test that timed out, or that the work prevented from running, did not pass. Raises
@@ -66,8 +68,12 @@ async def run_tests(
     passed: list[str] = []
     failed: dict[str, str] = {}
     labels: list[Label] = []
+
+    async def run(slot: Slot, text: str) -> TestRun:
+        return await run_suite(slot, _PYTHON, cwd, text, timeout_s=timeout_s, python_path=python_path)
+
     for place, text in texts.items():
-        found = await _verdicts(sandbox, text, _names(place, text), cwd, reference, timeout_s)
+        found = await _verdicts(sandbox, text, _names(place, text), run, cwd, reference)
         prefix = f"{place}::" if place else ""
         passed += [prefix + name for name in found.passed]
         failed |= {prefix + name: reason for name, reason in found.failed.items()}
@@ -79,22 +85,22 @@ async def _verdicts(
     sandbox: Slot,
     text: str,
     names: Sequence[str],
+    run_text: Callable[[Slot, str], Awaitable[TestRun]],
     cwd: str,
     reference: Mapping[str, str] | None,
-    timeout_s: float,
 ) -> TestVerdicts:
     async def on_work(texts: Mapping[str, str]) -> TestRun:
         async with sandbox.fork() as fork:
-            return await run_suite(fork, _PYTHON, cwd, texts[""], timeout_s=timeout_s)
+            return await run_text(fork, texts[""])
 
     async def on_reference(texts: Mapping[str, str]) -> TestRun:
         async with sandbox.fork() as fork:
             for path, content in (reference or {}).items():
                 await fork.write_text(path if path.startswith("/") else f"{cwd}/{path}", content)
-            return await run_suite(fork, _PYTHON, cwd, texts[""], timeout_s=timeout_s)
+            return await run_text(fork, texts[""])
 
     forks = sandbox.rung in (Rung.FULL, Rung.USERNS)
-    run = await (on_work({"": text}) if forks else run_suite(sandbox, _PYTHON, cwd, text, timeout_s=timeout_s))
+    run = await (on_work({"": text}) if forks else run_text(sandbox, text))
     names = list(dict.fromkeys([*names, *run.statuses]))  # a class may inherit tests that its text does not define
     failed = errors_of(run, names)
     labels = [*alarm_labels(run.alarms), *ended_early(run)]
@@ -122,7 +128,14 @@ def _names(place: str, text: str) -> list[str]:
 
 
 async def run_suite(
-    slot: Slot, python: Sequence[str], root: str, text: str, *, timeout_s: float, watching: bool = True
+    slot: Slot,
+    python: Sequence[str],
+    root: str,
+    text: str,
+    *,
+    timeout_s: float,
+    watching: bool = True,
+    python_path: Sequence[str] = (".",),
 ) -> TestRun:
     """Run the tests in `text` over the files in `root` with the command `python`. Raises `GraderError` if the harness
     did not start."""
@@ -130,7 +143,7 @@ async def run_suite(
         slot,
         python,
         "python_test_runner.py",
-        {"root": root, "tests": text, "watching": watching},
+        {"root": root, "tests": text, "watching": watching, "python_path": list(python_path)},
         folder=HARNESS_DIR,
         env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
         timeout_s=timeout_s,

@@ -92,7 +92,8 @@ def main() -> None:
     if plan["watching"]:
         audit_hook.install(channel, plan["root"])
     os.chdir(plan["root"])
-    sys.path += [plan["root"], site.getusersitepackages()]  # pip installs there if it cannot write another directory
+    sys.path += [os.path.join(plan["root"], path).removesuffix("/.") for path in plan["python_path"]]
+    sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory
     sys.pycache_prefix = os.path.join(_HERE, "pycache")
     names, problem = _load(plan["tests"])
     found = _tests(plan["tests"], names)
