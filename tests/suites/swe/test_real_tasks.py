@@ -161,9 +161,8 @@ def test_deleted_tests_and_a_skipping_conftest_are_no_fix(built: Built, tmp_path
     patch = unified_diff.render((conftest, *deleted))
     trajectory = patched(built, tmp_path, row, patch, "--env.keep_tests=*")
     assert trajectory.detail["tests_in_tree"]
-    assert trajectory.reward == 0.0
-    assert trajectory.detail["f2p_passed"] == 0
-    assert trajectory.detail["p2p_passed"] == trajectory.detail["p2p_total"], "the tests themselves were to be restored"
+    assert (trajectory.reward, trajectory.official) == (0.0, 0.0)
+    assert trajectory.detail["f2p_passed"] == 0, "skipped tests are no passed tests"
 
 
 @pytest.mark.parametrize("name", PAIRS)
