@@ -162,7 +162,7 @@ class Grading:
                 result = await slot.execute(["/bin/sh", "-c", copy], cwd="/", timeout_s=_COPY_S)
                 # the cause may be a full disk, or programs that the agent replaced
                 self._lost = () if result.success else SCRATCH
-                why = one_line(result.output or result.error, 200)
+                why = "" if result.success else one_line(result.output or result.error, 200)
                 self.processes_at_end = await slot.freeze()
             if self._lost:
                 self.note(SCRATCH_LOST, [f"the files of {' and '.join(SCRATCH)} could not be kept: {why}"])
