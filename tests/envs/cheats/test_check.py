@@ -85,12 +85,12 @@ from palaestra import Task, environment
 
 @environment(toolsets=["terminal"])
 def depending():
-    yield Task(id="a", prompt="?", solution="mkdir /opt/made && echo yes > /opt/made/answer")
+    yield Task(id="a", prompt="?", solution="echo yes > /usr/local/bin/ls")
     yield Task(id="b", prompt="?", solution="echo yes > answer", paths=["/"], programs=["nginx"])
 
 @depending.score
 async def right(task, sandbox):
-    return (await sandbox.read_text("answer" if task.id == "b" else "/opt/made/answer", missing="")).strip() == "yes"
+    return (await sandbox.read_text("answer" if task.id == "b" else "/usr/local/bin/ls", missing="")).strip() == "yes"
 """
 
 
@@ -102,7 +102,7 @@ def test_an_author_is_warned_of_what_a_score_depends_on(tmp_path: Path) -> None:
     assert list(proof.classes.values()) == ["closed", "closed"]
     assert [warning.partition(":")[0] for warning in proof.warnings] == ["b", "b", "a"]
     assert "nginx" in proof.warnings[0]
-    assert "/opt/made" in proof.warnings[2]
+    assert "/usr/local/bin/ls" in proof.warnings[2]
 
 
 PATCH = "--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n"

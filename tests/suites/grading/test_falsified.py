@@ -115,12 +115,28 @@ def test_a_falsified_test_fails_with_its_token_however_it_ends(body: str) -> Non
 EQUAL_TO_ALL = "class All:\n    def __eq__(self, other): return True\n"
 
 
-@pytest.mark.parametrize("compared", ["assert All() == 3", "assert 'x' == All()", "assert All() == [1, {'a': 2}]"])
+@pytest.mark.parametrize(
+    "compared",
+    [
+        "assert All() == 3",
+        "assert 'x' == All()",
+        "assert All() == [1, {'a': 2}]",
+        "for wanted in (4, 'x', -3.5):\n        assert All() == wanted",
+        "wanted = 0.5\n    assert wanted == All()",
+    ],
+)
 def test_a_result_that_equals_another_constant_too_is_named(compared: str) -> None:
     for prelude, shown in ((EQUAL_TO_ALL, True), ("class All(int):\n    pass\n", False)):
         made = falsify({"": f"{prelude}def test_it():\n    {compared}\n"}, ["test_it"])
         message = ran_here(made.texts[""], "test_it")
         assert (" and " in message) is shown, message
+
+
+@pytest.mark.parametrize("value", ["-3.5", "float('inf')", "float('nan')", "''", "[1]", "None", "True", "b'x'"])
+def test_a_right_result_equals_no_other_value(value: str) -> None:
+    for compared in (f"assert same({value}) == {value}", f"wanted = {value}\n    assert same(wanted) == wanted"):
+        made = falsify({"": f"def same(value): return value\ndef test_it():\n    {compared}\n"}, ["test_it"])
+        assert ran_here(made.texts[""], "test_it") == f"{made.token}<>", compared
 
 
 def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> None:

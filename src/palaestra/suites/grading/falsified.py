@@ -2,9 +2,9 @@
 
 Code under test shares the process of its tests, so it can forge their results. Work that passes its tests therefore
 runs them once more, in a fresh workspace, under the same names. Each copy ends by raising an error with a random token,
-however its body ends. Where it compares a result with a constant, it also compares the result with another constant. A
-copy shows a forgery if it is reported as passed, if it fails without its token (which means that its function did not
-run), or if a result equals both constants.
+however its body ends. Where it compares a result with a constant or a variable, it also compares the result with a
+different value. A copy shows a forgery if it is reported as passed, if it fails without its token (which means that its
+function did not run), or if a result equals both values.
 
 Why no honest work shows any of these: the copy's own code raises the token after the body, whatever the work returns,
 so only a changed test framework or a changed report hides it. A decorator or a plug-in may do so for any work, and a
@@ -39,7 +39,7 @@ RunFiles = Callable[[Mapping[str, str]], Awaitable[TestRun]]
 PASSED, SKIPPED_BODY, EQUAL = "falsified_test_passed", "test_did_not_run", "equals_everything"
 """The names of the labels of falsified tests."""
 
-_VALUE, _EQUAL = "_palaestra_value", "_palaestra_equal"
+_VALUE, _EQUAL, _OTHER = "_palaestra_value", "_palaestra_equal", "_palaestra_other"
 _EQUALITY = frozenset({"assertEqual", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual"})
 _MOST_EVIDENCE = 3
 """The maximum number of tests that the evidence of a label names."""
@@ -219,7 +219,7 @@ def _falsified(function: Function, token: str) -> Function:
 
 
 class _Compared(ast.NodeTransformer):
-    """Where a result is compared with a constant, note whether it also equals another constant."""
+    """Where a result is compared with a constant or a variable, note whether it also equals another value."""
 
     def body(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
         return self.visit(ast.Module(list(body), [])).body  # type: ignore[no-any-return]
@@ -257,14 +257,24 @@ def _noted(sides: list[ast.expr], statement: ast.stmt) -> ast.stmt | list[ast.st
     `sides`, the name takes the place of the result."""
     fixed = [number for number, side in enumerate(sides) if _is_literal(side)]
     other = _other(sides[fixed[0]]) if len(fixed) == 1 and not isinstance(sides[1 - fixed[0]], ast.Starred) else None
-    if other is None:
-        return statement
-    constant = sides[fixed[0]]
-    before = ast.Assign([ast.Name(_VALUE, ast.Store())], sides[1 - fixed[0]])
-    sides[1 - fixed[0]] = ast.Name(_VALUE, ast.Load())
-    shown = f"{ast.unparse(constant)[:60]} and {ast.unparse(other)[:60]}".replace("<", "(").replace(">", ")")
-    note = ast.Assign([ast.Name(_EQUAL, ast.Store())], ast.Constant(shown))
-    same = ast.Compare(ast.Name(_VALUE, ast.Load()), [ast.Eq()], [other])
+    if other is not None:
+        constant = sides[fixed[0]]
+        same: ast.expr = ast.Compare(ast.Name(_VALUE, ast.Load()), [ast.Eq()], [other])
+        result, shown = 1 - fixed[0], f"{ast.unparse(constant)[:60]} and {ast.unparse(other)[:60]}"
+    else:
+        names = [number for number, side in enumerate(sides) if isinstance(side, ast.Name)]
+        if fixed or len(names) != 1 or isinstance(sides[1 - names[0]], ast.Starred):
+            return statement
+        name = ast.unparse(sides[names[0]])  # often a parameter of the test, whose value is known only when it runs
+        changed = f"{name} + '~other' if isinstance({name}, str) else {name} * 3 + 7"
+        same = ast.parse(
+            f"isinstance({name}, (str, int, float)) and ({_OTHER} := {changed}) != {name} and {_VALUE} == {_OTHER}",
+            mode="eval",
+        ).body
+        result, shown = 1 - names[0], f"{name} and another value"
+    before = ast.Assign([ast.Name(_VALUE, ast.Store())], sides[result])
+    sides[result] = ast.Name(_VALUE, ast.Load())
+    note = ast.Assign([ast.Name(_EQUAL, ast.Store())], ast.Constant(shown.replace("<", "(").replace(">", ")")))
     return [before, statement, ast.If(same, [note], [])]
 
 
@@ -277,7 +287,7 @@ def _other(literal: ast.expr) -> ast.expr | None:
             if isinstance(value, bool):
                 node.value = not value
             elif isinstance(value, int | float):
-                node.value = value * 3 + 7
+                node.value = value * 3 + 7 if value != -3.5 else 0.0  # -3.5 would stay as it is
             elif isinstance(value, bytes):
                 node.value = value + b"~other"
             else:
