@@ -4,25 +4,15 @@ import pytest
 
 from palaestra.core.errors import WorkError
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.slot import Rung, Slot, SlotSpec
+from palaestra.sandbox.slot import Rung, Slot
 from sandbox.bodies import WithSlot
 
 pytestmark = pytest.mark.slots
 
 
 @pytest.fixture(params=[Rung.FULL, Rung.CONFINED], ids=lambda rung: rung.label)
-def slots(request):
-    import asyncio
-
-    def run(body):
-        async def main():
-            backend = LocalBackend(rung=request.param)
-            async with backend:
-                await body(await backend.create(SlotSpec(), "test"))
-
-        asyncio.run(main())
-
-    return run
+def slots(request, slot_servers):
+    return lambda body: slot_servers.run(lambda _, slot: body(slot), request.param)
 
 
 def test_a_value_comes_back_as_plain_json(slots):
