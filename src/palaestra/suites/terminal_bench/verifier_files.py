@@ -78,7 +78,7 @@ _NEEDS = """\
 #!/bin/sh
 # Replaces an installation: the verifier cannot work unless the packages are installed.
 {check} > /dev/null 2>&1 && exit 0
-printf '{{"nonce": "%s", "kind": "unmet", "what": "%s"}}\\n' "$PALAESTRA_NONCE" "$*" >&3
+printf '{{"kind": "unmet", "what": "%s"}}\\n' "$*" >&3
 exit 97
 """
 _CHECKS = {
