@@ -41,11 +41,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Durations(file))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = set(SLOW_TESTS.read_text(encoding="utf-8").splitlines())
     for item in items:
         if item.nodeid in slow or item.nodeid.partition("[")[0] in slow:
             item.add_marker("slow")
+        if _shares_a_fixture(item) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Return whether a slow test uses a fixture of its module, which every worker that runs such a test sets up."""
+    found = getattr(item, "_fixtureinfo", None)
+    definitions = [] if found is None else [each for these in found.name2fixturedefs.values() for each in these]
+    return item.get_closest_marker("slow") is not None and any(each.scope == "module" for each in definitions)
 
 
 class _Durations:

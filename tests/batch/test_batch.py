@@ -20,6 +20,9 @@ from palaestra import open_run
 from palaestra.cli.main import main
 from palaestra.tools.registry.catalog import get_all_tool_names
 
+KILLS = int(os.environ.get("PALAESTRA_KILLS", "12"))
+"""How often a batch is killed."""
+
 TIMEOUT_S = 100
 TOOLS = ("--toolsets", "terminal", "--env.allow_network", "false")
 
@@ -320,12 +323,12 @@ def test_distributions_are_listed(folder: Path) -> None:
 def test_killed_anywhere_gives_the_same_rows_and_asks_nothing_twice(
     folder: Path, server: str, request: pytest.FixtureRequest
 ) -> None:
-    """50 kills in all; only a request whose answer was not on the disk yet may be made again."""
+    """Only a request whose answer was not on the disk yet may be made again."""
     file = write(folder / "p.jsonl", *prompts(range(60)))
     assert batch(file, "--run-name", "whole", "--num-workers", 6, *of(server)).returncode == 0
     whole = [without_time(row) for row in rows(folder / "data/whole/trajectories.jsonl")]
     rng, kills, number = random.Random(5), 0, 0
-    while kills < 50:
+    while kills < KILLS:
         name = f"killed-{number}"
         number += 1
         (folder / "asked.log").write_text("")

@@ -62,8 +62,8 @@ def test_the_commands_of_the_page_run(
     text = (PAGES / f"{name}.md").read_text()
     commands = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("palaestra ")]
     assert len(commands) > 3
-    if name == "swe_smith_oracle":  # its check takes as long as the whole suite of tests about cheats on real tasks
-        commands = [command for command in commands if command[1:3] != ["env", "check"]]
+    # tests of each environment play every cheat, so one is enough here
+    commands = [[*each, "--only", "stale-reward"] if each[1:3] == ["env", "check"] else each for each in commands]
     for command in commands:
         assert palaestra(*command[1:]) == 0, (command, capsys.readouterr().err)
     journals = list(tmp_path.glob("runs/*/*/journal.jsonl"))

@@ -15,6 +15,7 @@ from palaestra.envs.cheats.proof import BANK, cheats_named, check_environment
 from palaestra.envs.config.build import make_pool
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
+from suites.swe.published import Source
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slots
@@ -376,21 +377,43 @@ def one_real_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"--env.dataset_name={folder / 'tasks.jsonl'}", f"--env.cache_dir={folder}"]
 
 
+@pytest.fixture(scope="module")
+def small_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The settings of a task with one module and two tests."""
+    folder = tmp_path_factory.mktemp("small")
+    rows = folder / "tasks.jsonl"
+    with_pytest = ["iniconfig==2.3.0", "packaging==25.0", "pluggy==1.6.0", "pygments==2.19.2", "pytest==8.4.2"]
+    install = {"requirements": with_pytest, "python_path": ["."]}
+    rows.write_text(json.dumps(Source.make(folder / "source").row(install=install)) + "\n")
+    return [f"--env.dataset_name={rows}", f"--env.cache_dir={folder}", "--env.test_timeout_s=60"]
+
+
 @pytest.mark.network
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # minutes of a processor, on a machine that may have less than one to give
-def test_real_tasks_pay_no_cheat(one_real_task: list[str]) -> None:
-    proof = check_environment(str(ROOT / "environments/swe_smith_oracle_env.py"), one_real_task, tasks=1, quiet=True)
+@pytest.mark.timeout(900)
+def test_a_small_task_pays_no_cheat(small_task: list[str]) -> None:
+    proof = check_environment(str(ROOT / "environments/swe_smith_oracle_env.py"), small_task, tasks=1, quiet=True)
+    assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
 
 
 @pytest.mark.network
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_a_naive_grader_pays_many_cheats(one_real_task: list[str], tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_a_real_task_pays_no_cheat(one_real_task: list[str]) -> None:
+    names = [cheat.name for cheat in BANK[::4]]  # the small task is attacked by all
+    environment = str(ROOT / "environments/swe_smith_oracle_env.py")
+    proof = check_environment(environment, one_real_task, tasks=1, only=names, quiet=True)
+    assert proof.holds, [line for line in proof.lines if not line.ok]
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_naive_grader_pays_many_cheats(small_task: list[str], tmp_path: Path) -> None:
     (tmp_path / "naive_env.py").write_text(NAIVE)
     names = [cheat.name for cheat in BANK[::3]]  # the others take minutes, and show the same
-    settings = [*one_real_task, '--env.keep_tests=["*"]']  # without them in the tree, doing nothing pays too
+    settings = [*small_task, '--env.keep_tests=["*"]']  # without them in the tree, doing nothing pays too
     proof = check_environment(f"{tmp_path / 'naive_env.py'}:NaiveEnv", settings, tasks=1, only=names, quiet=True)
     assert [line.rewards for line in proof.lines[:2]] == [(1.0,), (0.0,)]
     paid = [line.policy for line in proof.lines[2:] if not line.ok]

@@ -75,9 +75,9 @@ def test_the_oracle_is_paid_and_no_cheat_is(settings: list[str], tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(600)
-def test_every_cheat_of_the_bank_against_every_area(tmp_path: Path, monkeypatch) -> None:
+def test_every_cheat_of_the_bank_against_two_areas(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    proof = check_environment(ENVIRONMENT, ["--env.level", "3"], tasks=4, quiet=True)
+    proof = check_environment(ENVIRONMENT, ["--env.level", "3"], tasks=2, quiet=True)
     assert proof.holds, [line for line in proof.lines if not line.ok]
 
 

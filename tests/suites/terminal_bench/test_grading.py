@@ -295,8 +295,11 @@ def test_the_rest_over_the_hosts_own_programs(try_tasks: Try) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_cheat_of_the_bank_is_paid(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    for name in ("greeting", "word-counts"):  # some cheats hang their verifier
+        settings = (HARBOR / name / "task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 15.0")
+        copied(HARBOR / name, tmp_path / "tasks", {"task.toml": settings})
     config = TerminalBench2EvalConfig(
-        dataset_name=str(HARBOR), task_filter="greeting,word-counts", base_image="host", cache_dir=str(tmp_path)
+        dataset_name=str(tmp_path / "tasks"), base_image="host", cache_dir=str(tmp_path / "cache")
     )
 
     async def main() -> Proof:

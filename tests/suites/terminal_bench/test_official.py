@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.terminal_bench import task_environment
 from suites.terminal_bench.conftest import played_all
 from suites.terminal_bench.mini import HARBOR, copied
 
@@ -89,3 +90,26 @@ def test_a_changed_file_of_the_verifier_is_certain(installed_pytest: DependencyC
     found = played_all(tmp_path, installed_pytest, tmp_path.parent / "cache")["word-counts"]
     assert (found.official, found.reward) == (1.0, 0.0)
     assert [label.name for label in found.labels if label.certain] == ["verifier_changed"]
+
+
+def test_work_that_hangs_its_verifier_scores_zero_and_costs_one_time_limit(
+    installed_pytest: DependencyCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_s: list[float] = []
+    verify = task_environment.verify
+
+    async def counted(slot, task, script, setup, **how):  # type: ignore[no-untyped-def]
+        limits_s.append(setup.timeout_s)
+        return await verify(slot, task, script, setup, **how)
+
+    monkeypatch.setattr(task_environment, "verify", counted)
+    monkeypatch.setattr(task_environment, "_LEAST_REPEATED_S", 1.0)
+    settings = (HARBOR / "word-counts" / "task.toml").read_text().replace("timeout_sec = 60.0", "timeout_sec = 10.0")
+    copied(HARBOR / "word-counts", tmp_path, {**TASK, "task.toml": settings})
+    works = {"word-counts": "mkfifo /app/answer.txt"}
+    found = played_all(tmp_path, installed_pytest, tmp_path.parent / "cache", works)["word-counts"]
+    assert (found.official_reward, found.reward) == (0.0, 0.0)
+    assert "timed out" in found.detail["work_breaks_check"]
+    official_s, prepared_s, repeated_s = limits_s
+    assert official_s == prepared_s == 10.0
+    assert repeated_s < 10.0

@@ -135,7 +135,8 @@ def _attack(cheat: Cheat, messages: Sequence[Message], files: Sequence[str] = ()
     if modules := "\n".join(path for path in files if is_code(path)):
         known += f"export {MODULES}={shlex.quote(modules)}\n"
     if files and not any(is_below(path, [WORKSPACE]) for path in files):
-        known += f"cd {shlex.quote(posixpath.commonpath([posixpath.dirname(path) for path in files]))}\n"
+        shared = posixpath.commonpath([posixpath.dirname(path) for path in files])
+        known += f"cd {shlex.quote(shared)}\n" if shared != "/" else ""  # a cheat would search the whole root
     return known + cheat.script
 
 

@@ -27,6 +27,7 @@ import base64
 import math
 import re
 import shlex
+import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.sandbox.transfer import upload_dir
+from palaestra.suites.grading.run_tests import TestsTimedOut, enough_time
 from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, home_of, is_root
@@ -98,6 +100,8 @@ _ABOUT_SERVICES = re.compile(
 
 _MOST_TEXT_BYTES = 1 << 20
 _SETUP_S = 600.0
+_LEAST_REPEATED_S = 10.0
+"""The least time limit, in seconds, of a verifier that is run again because it failed."""
 
 LONGEST_COMMAND_S = 600
 """The longest time limit, in seconds, of a command in the terminal tool."""
@@ -298,6 +302,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         known: dict[str, Checked | None] = rollout.meta.setdefault("official", {})
         step = part.step.name if part.step else ""
         if step not in known and not grading.untouched:  # a repeated check has no running slot any more
+            known[step] = _no_verdict("it timed out")  # stays if it does, and the check is repeated
             known[step] = await self._official(rollout, grading, part)
         official = None if grading.untouched else known[step]
         if official is not None and official.reward <= 0:
@@ -325,10 +330,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
                 rollout, grading, part, lambda: _same(slot), made, (), alone=False, watched=serves, falsify=serves
             )
         except GraderError as error:
-            if error.certain:
+            if error.certain or isinstance(error, TestsTimedOut):  # work that hangs costs one time limit, not two
                 raise
-            label = Label("official_failed", f"the verifier gave no verdict in the agent's own sandbox: {error!s:.300}")
-            return Checked(None, (label,), (), False)
+            return _no_verdict(str(error))
         finally:
             await (grading.restart() if own is None else rollout.aclose())
         if own is None:
@@ -376,8 +380,14 @@ class TerminalBenchEnvironment(ContractEnvironment):
     ) -> Checked:
         """Run the verifier in one of the views and, for work that it pays, once more with falsified tests."""
         setup = self._setup(rollout.task, part, ignored)
+        limits_s: dict[str, float] = rollout.meta.setdefault("limits_s", {})  # of repeated checks, by step
+        step = part.step.name if part.step else ""
+        setup = replace(setup, timeout_s=min(setup.timeout_s, limits_s.get(step, setup.timeout_s)))
         async with views() as slot:
+            started = time.monotonic()
             verdict = await verify(slot, part.task, part.script, setup, alone=alone, made=made, watched=watched)
+            if grading.untouched:
+                limits_s[step] = enough_time(time.monotonic() - started, _LEAST_REPEATED_S)
         labels: Sequence[Label] = verdict.labels
         uncontrolled: Sequence[str] = ()
         certain = any(label.certain for label in labels)
@@ -476,6 +486,11 @@ class TerminalBenchEnvironment(ContractEnvironment):
             timeout_s=verifier.timeout_s or self.settings.test_timeout,
             ignored=ignored,
         )
+
+
+def _no_verdict(why: str) -> Checked:
+    label = Label("official_failed", f"the verifier gave no verdict in the agent's own sandbox: {why:.300}")
+    return Checked(None, (label,), (), False)
 
 
 def _texts(parts: Sequence[GradedPart]) -> Iterator[str]:
