@@ -15,7 +15,7 @@ from palaestra.envs.cheats.proof import BANK, cheats_named, check_environment
 from palaestra.envs.config.build import make_pool
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnvConfig
-from suites.swe.published import Source
+from suites.swe.published import BASE, TESTS, Source
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slots
@@ -379,12 +379,15 @@ def one_real_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def small_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The settings of a task with one module and two tests."""
+    """The settings of a task with one module and two tests, one of which the agent does not see."""
     folder = tmp_path_factory.mktemp("small")
     rows = folder / "tasks.jsonl"
     with_pytest = ["iniconfig==2.3.0", "packaging==25.0", "pluggy==1.6.0", "pygments==2.19.2", "pytest==8.4.2"]
     install = {"requirements": with_pytest, "python_path": ["."]}
-    rows.write_text(json.dumps(Source.make(folder / "source").row(install=install)) + "\n")
+    seen = TESTS.replace(TESTS[TESTS.index("def test_add") : TESTS.index("def test_double")], "")
+    source = Source.make(folder / "source", {**BASE, "tests/test_calc.py": seen})
+    row = source.row(install=install, test_patch=source.diff({"tests/test_calc.py": TESTS}))
+    rows.write_text(json.dumps(row) + "\n")
     return [f"--env.dataset_name={rows}", f"--env.cache_dir={folder}", "--env.test_timeout_s=60"]
 
 
