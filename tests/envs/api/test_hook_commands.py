@@ -52,8 +52,9 @@ if __name__ == "__main__":
 
 VERIFY = r"""
     async def verify_and_score_trajectory(self, item, result, *, trajectory_id, exec_tool, workspace_meta=None):
-        done = await exec_tool("bash", {"command": COMMANDS[item["id"]]})
-        if not done.success:
+        tool = "terminal" if item["id"] == "program" else "bash"
+        done = await exec_tool(tool, {"command": COMMANDS[item["id"]]})
+        if tool == "terminal" or not done.success:
             raise RuntimeError("the check gave up")
         return 1.0, {}
 """

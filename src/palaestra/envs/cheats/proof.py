@@ -56,7 +56,7 @@ from palaestra.inference.engines.scripted import (
 )
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.grading.grader import LIVE
+from palaestra.rollouts.grading.grader import LIVE, WAYS, Way
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.group import GroupRun
 from palaestra.rollouts.journal.journal import EventStream, Journal
@@ -246,7 +246,8 @@ class Proof:
 
     `classes` maps each class of attack to its state, and `parts` each part of a score that has several. A part is
     `free` if doing nothing earns it in full. `hollow` describes the work on which attacks on tests were played; it is
-    empty if there was none. `warnings` report what a score depends on, and what it does not see.
+    empty if there was none. `ways` maps the ways in which the scores judged the plain plays (`Way`) to an example of a
+    command or function each. `warnings` report what a score depends on, and what it does not see.
     """
 
     environment: str
@@ -259,6 +260,7 @@ class Proof:
     parts: Mapping[str, str] = field(default_factory=dict)
     hollow: str = ""
     warnings: tuple[str, ...] = ()
+    ways: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -313,6 +315,7 @@ class EnvironmentProof:
     _no_code: str = ""
     """Why there is no hollow work of Python code."""
     _unnoticed: list[str] = field(default_factory=list)
+    _ways: dict[Way, str] = field(default_factory=dict)
 
     async def run(self, count: int) -> Proof:
         """Play the first `count` tasks with the solutions, with a policy that does nothing, and with the cheats. Raises
@@ -332,9 +335,8 @@ class EnvironmentProof:
         names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(list(resolved.values())))
         hollow = "" if self._base is None else f"{self._base.task.id}: {self._base.hollow.what}"
         lines = tuple(self._lines.values())
-        return Proof(
-            self.environment.name, names, lines, solved, skipped, self._classes(), self._part_states(), hollow, warnings
-        )
+        classes, parts, ways = self._classes(), self._part_states(), self._ways_used()
+        return Proof(self.environment.name, names, lines, solved, skipped, classes, parts, hollow, warnings, ways)
 
     async def _resolved(self, task: Task) -> Task | None:
         """Return the task as the policies play it; None for an unusable task, whose groups report the reason."""
@@ -355,7 +357,11 @@ class EnvironmentProof:
 
         async def play(name: str, policy: Policy, some: Sequence[Task], reads: Mapping[str, LeftFiles]) -> None:
             numbered = {task.id: n for n, task in enumerate(tasks)}
-            groups = [await runs.play(policy, task, numbered[task.id], reads.get(task.id)) for task in some]
+            watching = WAYS.set(self._ways)
+            try:
+                groups = [await runs.play(policy, task, numbered[task.id], reads.get(task.id)) for task in some]
+            finally:
+                WAYS.reset(watching)
             self._played[name] = list(zip(some, groups, strict=True))
             self._note(self._judge_plain(name))
 
@@ -562,6 +568,13 @@ class EnvironmentProof:
                 found[part] = (State.CLOSED if tested else State.NOT_TESTED).value
         return found
 
+    def _ways_used(self) -> dict[str, str]:
+        """Return the ways in which the scores judged the work. A score that only reads files compares outside."""
+        scored = any(each.reward is not None for plays in self._played.values() for _, group in plays
+                     for each in group.trajectories)  # fmt: skip
+        found = {way.value: self._ways[way] for way in Way if way in self._ways}
+        return found or ({Way.OUTSIDE.value: ""} if scored else {})
+
     def _warnings(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield warnings to the author about what the scores of these tasks depend on."""
         for task in tasks:
@@ -580,6 +593,8 @@ class EnvironmentProof:
                 if names := solved.detail.get("uncontrolled"):
                     yield f"{task.id}: no control covers {len(names)} of its tests, such as {names[0]}"
         yield from self._unnoticed
+        if Way.EXIT_CODE in self._ways:
+            yield _ADVICE.format(self._ways[Way.EXIT_CODE])
 
     def _judge_plain(self, name: str) -> PolicyResult:
         """Judge the plays of a solution or of doing nothing."""
@@ -641,6 +656,10 @@ class EnvironmentProof:
         )
 
 
+_ADVICE = (
+    "the score uses the exit status or output of commands such as {!r}; if they run the agent's code, which can end or "
+    "print anything, use sandbox.call or palaestra.grading.run_tests instead"
+)
 _NO_TERMINAL = "the agent has no tool terminal"
 _NO_PYTHON = "the reference solution leaves no Python code"
 _NO_TEXT = "the reference solution leaves no text files"
