@@ -41,6 +41,8 @@ class CheckedEnv(HermesAgentBaseEnv):
         return "?"
 
     async def compute_reward(self, item, result, ctx):
+        if item["id"] == "program":
+            return float('"exit_code": 0' in ctx.call_tool("terminal", {"command": COMMANDS["program"]}))
         return float(ctx.terminal(COMMANDS[item["id"]])["exit_code"] == 0)
 
     async def evaluate(self, *args, **kwargs): ...
@@ -52,9 +54,8 @@ if __name__ == "__main__":
 
 VERIFY = r"""
     async def verify_and_score_trajectory(self, item, result, *, trajectory_id, exec_tool, workspace_meta=None):
-        tool = "terminal" if item["id"] == "program" else "bash"
-        done = await exec_tool(tool, {"command": COMMANDS[item["id"]]})
-        if tool == "terminal" or not done.success:
+        done = await exec_tool("bash", {"command": COMMANDS[item["id"]]})
+        if not done.success:
             raise RuntimeError("the check gave up")
         return 1.0, {}
 """
