@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slots
 ENV = """
 from palaestra import Label, Score, Task, environment
 
-@environment(toolsets=["terminal"])
+@environment(toolsets=["terminal"], label_names=["forged", "other"])
 def judged(kinds: str = "edited forged hidden honest"):
     for kind in kinds.split():
         shadow = "; touch /usr/local/bin/ls" if kind in ("shadow", "unseen") else ""
@@ -43,6 +43,8 @@ async def works(task, sandbox, rollout):
             return Score(1.0, official=float("nan"))
         case "unlabelled":
             return Score(1.0, labels=["tests_edited"])
+        case "untold" if written:
+            return Score(0.0, labels=[Label("other", ["test_a"])])
     return written
 """
 
@@ -121,6 +123,22 @@ def test_labels_that_only_strict_reads_are_refused_without_strict() -> None:
         play(strict_labels=["forged"])
     with pytest.raises(ConfigError, match="reward"):
         play(reward="lenient")
+
+
+def test_an_unknown_label_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match=r"unknown label 'tests_editd'\. Did you mean tests_edited"):
+        play(reward="strict", strict_labels=["tests_editd"])
+    with pytest.raises(ConfigError, match=r"unknown label 'forge'\. Did you mean forged"):
+        play(reward="strict", strict_labels=["forge", "other"])
+    assert main(["run", "my_env.py", "--policy", "oracle", "--env.reward", "strict", "--env.strict_labels", "no"]) == 2
+    with pytest.raises(ConfigError, match="label_names must be a list"):
+        palaestra.environment(label_names="forged")(list)
+
+
+def test_evidence_that_is_not_text_is_the_graders_fault() -> None:
+    (found,) = play(kinds="untold", infra_retries=0).trajectories
+    assert (found.reward, found.blame) == (None, "grader")
+    assert "whose evidence is text" in found.error
 
 
 def test_the_record_names_the_cause_of_a_difference_and_the_setting_that_changes_it() -> None:
