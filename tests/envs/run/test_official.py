@@ -60,6 +60,7 @@ from palaestra import HermesAgentBaseEnv, HermesAgentEnvConfig, Label, Score
 class Graded(HermesAgentBaseEnv):
     name = "graded"
     official_name = "resolved"
+    label_names = ["forged", "other"]
     left = 1
 
     async def setup(self): pass
@@ -130,15 +131,8 @@ def test_an_unknown_label_is_refused_with_the_nearest_known_one() -> None:
         play(reward="strict", strict_labels=["tests_editd"])
     with pytest.raises(ConfigError, match=r"unknown label 'forge'\. Did you mean forged"):
         play(reward="strict", strict_labels=["forge", "other"])
-    assert main(["run", "my_env.py", "--policy", "oracle", "--env.reward", "strict", "--env.strict_labels", "no"]) == 2
     with pytest.raises(ConfigError, match="label_names must be a list"):
         palaestra.environment(label_names="forged")(list)
-
-
-def test_evidence_that_is_not_text_is_the_graders_fault() -> None:
-    (found,) = play(kinds="untold", infra_retries=0).trajectories
-    assert (found.reward, found.blame) == (None, "grader")
-    assert "whose evidence is text" in found.error
 
 
 def test_the_record_names_the_cause_of_a_difference_and_the_setting_that_changes_it() -> None:
@@ -310,7 +304,8 @@ def test_kept_work_is_graded_again_with_another_rule() -> None:
 
 def test_class_environments_name_their_verdict_and_see_the_decided_reward() -> None:
     Path("class_env.py").write_text(CLASS_ENV)
-    out = told("run", "class_env.py", "--policy", "oracle", "--group", "1")
+    strict = ("--env.reward", "strict", "--env.strict_labels", "other")  # `forged` is certain, and its own
+    out = told("run", "class_env.py", "--policy", "oracle", "--group", "1", *strict)
     assert "the class saw 0\n" in out
     assert "official (resolved) 1.000" in out
     assert "metrics: tests 2" in out
@@ -324,9 +319,13 @@ def test_class_environments_name_their_verdict_and_see_the_decided_reward() -> N
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [("wrong", "nan, which is not an official verdict"), ("unlabelled", r"labels \('tests_edited',\)|labels \['tests")],
+    [
+        ("wrong", "nan, which is not an official verdict"),
+        ("unlabelled", r"labels \('tests_edited',\)|labels \['tests"),
+        ("untold", "whose evidence is text"),  # only over the work, and not over the prepared workspace
+    ],
 )
 def test_a_score_with_a_wrong_verdict_or_label_is_a_failure_of_the_grader(kind: str, error: str) -> None:
-    (trajectory,) = play(kinds=kind).trajectories
-    assert trajectory.reward is None
+    (trajectory,) = play(kinds=kind, infra_retries=0).trajectories
+    assert (trajectory.reward, trajectory.blame) == (None, "grader")
     assert re.search(error, trajectory.error)
