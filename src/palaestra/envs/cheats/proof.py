@@ -64,7 +64,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase, RunContext
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import WORKSPACE, Rung, SlotSpec
+from palaestra.sandbox.slot import WORKSPACE, Rung, SlotSpec, Snapshot
 from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
 
 CLASSES: Mapping[str, tuple[Cheat, ...]] = {
@@ -184,9 +184,17 @@ def _writing(files: Mapping[str, bytes]) -> Iterator[str]:
 
 
 class PolicyRuns:
-    """Plays policies on tasks of an open environment. Each policy plays each task as a separate group."""
+    """Plays policies on tasks of an open environment. Each policy plays each task as a separate group. If `prepared` is
+    given, the workspace of a task is prepared only once and kept there, as for the rollouts of one group."""
 
-    def __init__(self, environment: Environment, workspaces: Workspaces, events: EventStream) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        workspaces: Workspaces,
+        events: EventStream,
+        prepared: dict[str, Snapshot] | None = None,
+    ) -> None:
+        self._prepared = prepared
         self._environment = environment
         self._workspaces = workspaces
         self._events = events
@@ -198,22 +206,26 @@ class PolicyRuns:
         engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="noop"), policy)
         context = RunContext(engine, self._workspaces, self._events)
         try:
-            return await GroupRun(self._environment, context, number, task).run()
+            return await GroupRun(self._environment, context, number, task, snapshots=self._prepared).run()
         finally:
             READING.reset(reading)
 
 
 @asynccontextmanager
 async def policy_runs(
-    environment: Environment, pool: SlotPool, workspaces: Workspaces | None = None
+    environment: Environment, pool: SlotPool, workspaces: Workspaces | None = None, *, prepare_once: bool = False
 ) -> AsyncIterator[PolicyRuns]:
-    """Yield a `PolicyRuns` over an open pool, with a temporary journal. The default workspaces keep nothing."""
+    """Yield a `PolicyRuns` over an open pool, with a temporary journal. The default workspaces keep nothing. With
+    `prepare_once`, all policies that play a task start from the same prepared workspace."""
     workspaces = workspaces or Workspaces(pool)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder, "journal.jsonl"))
+        prepared: dict[str, Snapshot] = {}
         try:
-            yield PolicyRuns(environment, workspaces, EventStream(journal))
+            yield PolicyRuns(environment, workspaces, EventStream(journal), prepared if prepare_once else None)
         finally:
+            for snapshot in prepared.values():
+                await pool.forget(snapshot)
             await workspaces.aclose()
             journal.close()
 
@@ -324,7 +336,7 @@ class EnvironmentProof:
         resolved = {task.id: each for task in tasks if (each := await self._resolved(task)) is not None}
         solved = all(task.solution is not None for task in resolved.values())
         workspaces = ReadWorkspaces(self.pool)
-        async with policy_runs(self.environment, self.pool, workspaces) as runs:
+        async with policy_runs(self.environment, self.pool, workspaces, prepare_once=True) as runs:
             workspaces.read_live(self.pool.rung)
             await self._play_plain(tasks, resolved, solved, runs)
             workspaces.read_nothing()
