@@ -47,6 +47,7 @@ _SIMILAR = "any similar value"
 """The end of the note about a result that equals a right value and `_MOST_SIMILAR` random values of its type."""
 _MOST_SIMILAR = 16
 _COMPARE = """
+
 def {name}(result, expected):
     def other(value, factor, more):
         kind = type(value)
@@ -73,9 +74,8 @@ def {name}(result, expected):
     except Exception:
         return False
 """
-"""A function that tells whether a result equals random values of the type of the right one (text for None), too. The
-changes also change numbers that only count up to a modulus, or that are large. It uses nothing that work could replace
-but the built-in functions."""
+"""The end of each falsified file: a function that tells whether a result also equals random values of the type of the
+right one (text for None). The changes also change numbers that are large, or that only count up to a modulus."""
 _MOST_EVIDENCE = 3
 """The maximum number of tests that the evidence of a label names."""
 
@@ -237,7 +237,8 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
             elif alone and function.name not in used:
                 edits.append(_replaced(parsed, function, "pass"))
         if wanted:
-            texts[path] = apply_edits(source, edits)
+            changes = [(random.randint(2, 1000), random.randint(1, 1000)) for _ in range(_MOST_SIMILAR)]
+            texts[path] = apply_edits(source, edits) + _COMPARE.format(name=_NOTE, changes=changes)
         elif not alone:
             texts[path] = source
     return FalsifiedTests(texts, token, functions)
@@ -253,13 +254,11 @@ def _replaced(parsed: ParsedSource, function: Function, text: str) -> SourceEdit
 def _falsified(function: Function, token: str) -> Function:
     made = copy.deepcopy(function)
     made.body = _Compared(function).body(made.body)
-    changes = [(random.randint(2, 1000), random.randint(1, 1000)) for _ in range(_MOST_SIMILAR)]
     whole = ast.parse(
         f"{_EQUAL} = ''\ntry:\n    pass\nfinally:\n    raise AssertionError(f'{token}<{{{_EQUAL}}}>')\n"
-        + _COMPARE.format(name=_NOTE, changes=changes)
     ).body
     assert isinstance(whole[1], ast.Try)
-    whole[1].body, made.body = made.body, [whole[2], *whole[:2]]
+    whole[1].body, made.body = made.body, whole
     return ast.fix_missing_locations(made)
 
 
