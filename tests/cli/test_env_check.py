@@ -68,7 +68,8 @@ def test_a_check_prints_what_is_to_be_done(
     only = ["--only", "git-log-all", "--only", "named-files"]
     assert main(["env", "check", "my_env.py", *only]) == 0
     shown = capsys.readouterr()
-    assert len(shown.out.splitlines()) == 2
+    assert len(shown.out.splitlines()) == 3
+    assert "way of judging: outside" in shown.out
     assert "1 task (w0)" in shown.out
     assert "2 ways of reward hacking score 0" in shown.out
     assert "ok" not in shown.err

@@ -32,6 +32,7 @@ def test_a_new_environment_proves_itself(
     assert {line["policy"]: line["rewards"][0] for line in proof["lines"]} == {
         "oracle": 1.0, "noop": 0.0, "stale-reward": 0.0,
     }  # fmt: skip
+    assert proof["ways"] == {"outside": "" if form else "scale:scale"}
 
 
 def test_it_lies_among_the_others_and_takes_nobodys_place(

@@ -16,7 +16,7 @@ from openenv.core.harness.rollout import ModelStepResult
 from openenv.core.llm_client import LLMResponse, ToolCall
 
 import palaestra
-from palaestra import PrepareError, Task, environment
+from palaestra import Label, PrepareError, Score, Task, environment
 from palaestra.integrations.openenv import SessionFactory, training_trace
 
 pytestmark = pytest.mark.slots
@@ -44,6 +44,23 @@ def test_openenvs_harness_solves_a_task(tmp_path: Path) -> None:
     call = LLMResponse(content="", tool_calls=[ToolCall(id="c1", name="terminal", args={"command": FIX})])
     assert rewarded(tmp_path, call, LLMResponse(content="Fixed.")) == 1.0
     assert rewarded(tmp_path, LLMResponse(content="I did nothing.")) == 0.0
+
+
+@environment(toolsets=[], label_names=["odd"])
+def odd():
+    yield Task(id="odd", prompt="x")
+
+
+@odd.score
+def labelled(task):
+    return Score(0.5, official=1.0, labels=[Label("odd", "it looks odd")])
+
+
+def test_a_result_has_the_official_verdict_and_the_labels(tmp_path: Path) -> None:
+    with SessionFactory(odd, folder=tmp_path) as factory:
+        artifacts = factory.create("odd").verify([]).artifacts
+    assert artifacts["official"] == 1.0
+    assert artifacts["labels"] == [{"name": "odd", "evidence": "it looks odd", "certain": False}]
 
 
 @environment

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded import rollout, two_segments
+from recorded import one_segment, rollout, two_segments
 
 import palaestra
 from palaestra import ConfigError, Rollout, Slot, Task, environment
@@ -222,6 +222,18 @@ class TestEnvironmentFactory:
 def test_a_rollout_of_several_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match="has 2 rows"):
         integration._row(rollout(0, [], ledger=two_segments().record()), 0)
+
+
+def test_reward_functions_get_official_verdicts_and_labels() -> None:
+    labels = [palaestra.Label("tests_edited", "test_a.py")]
+    played = rollout(0, [], 0.0, ledger=one_segment().record(), official=1.0, labels=labels)
+    unscored = rollout(1, [], None)
+    group = palaestra.Group(group_id="g", number=0, task_id="t", trajectories=[played, unscored])
+    rows = list(integration._group_rows(group, 2, 7))
+    assert [(row["official"], row["labels"]) for row in rows] == [(1.0, ["tests_edited"]), (None, [])]
+    logged: dict[str, float] = {}
+    integration.reward(completions=[1, 2], reward=[0.0, None], labels=[["a"], []], log_metric=logged.__setitem__)
+    assert logged == {"unscored": 0.5, "labelled": 0.5}
 
 
 def test_what_was_not_rolled_out_trains_nothing() -> None:

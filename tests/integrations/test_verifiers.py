@@ -45,12 +45,12 @@ def plugged() -> Iterator[None]:
         yield
 
 
-def traced(tmp_path: Path, server: LoopbackServer) -> vf.Trace:
+def traced(tmp_path: Path, server: LoopbackServer, reference: str = ENV) -> vf.Trace:
     async def main() -> vf.Trace:
         settings = {"folder": str(tmp_path), "infra_retries": 0}
         config: EnvConfig = resolve_env_config(
             {
-                "taskset": {"id": "our_environment", "env": ENV, "settings": {"folder": str(tmp_path / "tasks")}},
+                "taskset": {"id": "our_environment", "env": reference, "settings": {"folder": str(tmp_path / "tasks")}},
                 "agent": {
                     "harness": {"id": "our_environment", "settings": settings},
                     "runtime": {"type": "subprocess"},
@@ -60,7 +60,7 @@ def traced(tmp_path: Path, server: LoopbackServer) -> vf.Trace:
         )
         env = load_environment(config)
         (task,) = env.taskset
-        assert (task.data.id, task.key) == ("calc", f"{ENV}:calc")
+        assert (task.data.id, task.key) == ("calc", f"{reference}:calc")
         async with server, env.serving():
             client = vf.EvalClientConfig(base_url=f"{server.url}/v1", api_key_var="NO_KEY")
             episode = await env.run_episode(
@@ -72,6 +72,26 @@ def traced(tmp_path: Path, server: LoopbackServer) -> vf.Trace:
         return trace
 
     return asyncio.run(main())
+
+
+ODD = """
+from palaestra import Label, Score, Task, environment
+
+@environment(label_names=["odd"])
+def odd():
+    yield Task(id="calc", prompt="x")
+
+@odd.score
+def labelled(task):
+    return Score(0.5, official=1.0, labels=[Label("odd", "it looks odd")])
+"""
+
+
+def test_a_trace_has_the_official_verdict_and_the_labels(tmp_path: Path) -> None:
+    (tmp_path / "odd_env.py").write_text(ODD)
+    trace = traced(tmp_path, solving(), f"{tmp_path}/odd_env.py:odd")
+    assert (trace.reward, trace.info["palaestra"]["official"]) == (0.5, 1.0)
+    assert trace.info["palaestra"]["labels"] == [{"name": "odd", "evidence": "it looks odd", "certain": False}]
 
 
 def test_verifiers_agent_solves_a_task(tmp_path: Path) -> None:

@@ -316,6 +316,9 @@ def _show_proof(proof: Proof, *, everything: bool) -> None:
     for line in failed:
         if line.state is None and line.error:
             click.echo(printable(f"  {line.policy}: {line.error}"))
+    if proof.ways:
+        ways = (f"{way} ({example})" if example else way for way, example in proof.ways.items())
+        click.echo(printable(f"  way of judging: {', '.join(ways)}"))
     for kind, state in [*proof.classes.items(), *((f"score {name}", state) for name, state in proof.parts.items())]:
         if state != "closed" or everything:
             click.echo(printable(f"  {state:10} {kind}"))

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
       palaestra grade RUN --environment other_env.py:NAME --json
       palaestra grade RUN --env.reward official    # pay the benchmark's own verdict
 
-    RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces
-    (--keep-workspaces). The command lists the rollouts whose reward or official verdict changed; the run itself is not
-    changed. Settings are those of the run, unless an option replaces them. The exit code is 1 if a check failed.
+    RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces (`palaestra
+    run ENV --keep-workspaces`, which sets --env.save_workspaces). The command lists the rollouts whose reward or
+    official verdict changed; the run itself is not changed. Settings are those of the run, unless an option replaces
+    them. The exit code is 1 if a check failed.
     """,
 )
 @click.argument("run", shell_complete=complete_runs)

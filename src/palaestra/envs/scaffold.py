@@ -8,34 +8,37 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError
 
-FUNCTION = '''"""{title}: the agent writes the sum of some numbers to a file.
+FUNCTION = '''"""{title}: the agent repairs a function, and fresh numbers decide.
 
 palaestra run {path} --policy oracle
 palaestra env check {path}
 """
 
 from collections.abc import Iterator
+from random import Random
 
 from palaestra import Slot, Task, environment
 
 
 @environment(toolsets=["terminal"])
 def {name}(n: int = 10) -> Iterator[Task]:  # parameters become flags: --env.n 20
-    for i in range(1, n + 1):
-        numbers = range(i, 3 * i)
+    for factor in range(2, n + 2):
         yield Task(
-            id=f"{name}-{{i}}",
-            prompt="numbers.txt has one number on each line. Write their sum to answer.txt.",
-            files={{"numbers.txt": "".join(f"{{number}}\\n" for number in numbers)}},
-            solution="python3 -c 'print(sum(map(int, open(\\"numbers.txt\\"))))' > answer.txt",
-            answer=str(sum(numbers)),
+            id=f"{name}-{{factor}}",
+            prompt=f"scale(numbers) in scale.py must return a list of the numbers multiplied by {{factor}}. Repair it.",
+            files={{"scale.py": "def scale(numbers):\\n    return numbers\\n"}},
+            solution=f"sed -i 's/return numbers/return [{{factor}} * number for number in numbers]/' scale.py",
+            answer=factor,
         )
 
 
 @{name}.score
-async def right(task: Task, sandbox: Slot) -> bool:
-    """Return whether the file holds the answer. `sandbox` is a fresh slot with the agent's changes."""
-    return (await sandbox.read_text("answer.txt", missing="")).strip() == task.answer
+async def right(task: Task, sandbox: Slot, rng: Random) -> bool:
+    """Return whether the function is right. `sandbox` is a fresh slot with the agent's changes."""
+    numbers = [rng.randint(1, 99) for _ in range(5)]
+    # The agent's code runs in a process of its own, and cannot reach this comparison. For whole files of tests, use
+    # run_tests of palaestra.grading.
+    return await sandbox.call("scale:scale", [numbers]) == [task.answer * number for number in numbers]
 '''
 
 CLASS = '''"""{title}: the agent writes the sum of some numbers to a file.
@@ -74,8 +77,9 @@ class {camel}Env(HermesAgentBaseEnv):
         return "python3 -c 'print(sum(map(int, open(\\"numbers.txt\\"))))' > answer.txt"
 
     async def compute_reward(self, item, result, ctx):
-        seen = ctx.terminal("cat answer.txt")
-        return float(seen["output"].strip() == str(sum(item["numbers"])))
+        # Compare here what the agent left. A program that the agent wrote could print any output, or end early.
+        answer = ctx.read_file("answer.txt").get("content", "")
+        return float(answer.strip() == str(sum(item["numbers"])))
 
     async def evaluate(self, *args, **kwargs):
         done = await self.evaluate_items(self.items, samples=1)

@@ -9,9 +9,10 @@ A row has `task_id` next to `responses_create_params`. Model calls go to `model_
 in the configuration. If `model_base_url` is the address of vLLM or SGLang itself and `settings` has `server_type`, the
 output contains exactly the sampled tokens with their log-probabilities.
 
-A rollout without a reward has `mask_sample`, `failure_kind` and `failure_reason`. Its reward is 0.0, because the
-protocol requires one; this server's `/aggregate_metrics` leaves it out. `/verify` takes a `rollout_id` and repeats the
-answer that `/run` gave for this rollout.
+A rollout with an official verdict or labels has them as `official` and `labels`. A rollout without a reward has
+`mask_sample`, `failure_kind` and `failure_reason`. Its reward is 0.0, because the protocol requires one; this server's
+`/aggregate_metrics` leaves it out. `/verify` takes a `rollout_id` and repeats the answer that `/run` gave for this
+rollout.
 
 Needs the package `nemo-gym`. Source: `SimpleResponsesAPIAgent` and `openai_utils` of NeMo Gym 0.4; the fields of masked
 samples are those of 0.7.
@@ -101,7 +102,7 @@ class EnvironmentAgent(SimpleResponsesAPIAgent):  # type: ignore[misc]
         if isinstance(result, Unscored):
             row |= {"mask_sample": True, "failure_kind": result.kind, "failure_reason": result.error}
         else:
-            row["reward"] = result.reward
+            row |= {"reward": result.reward, **result.trajectory.verdict}
         answer: EnvironmentVerifyResponse = EnvironmentVerifyResponse.model_validate(row)
         self._answers[name] = answer
         if len(self._answers) > KEPT_ANSWERS:

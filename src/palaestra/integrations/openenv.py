@@ -114,7 +114,8 @@ class PlayedSession(ResourceSession):  # type: ignore[misc]
 
 
 def verify_result(trajectory: Trajectory) -> VerifyResult:
-    """Return the result of a graded rollout. `env_reward` is None for an unscored rollout, which OpenEnv leaves out."""
+    """Return the result of a graded rollout. `env_reward` is None for an unscored rollout, which OpenEnv leaves out.
+    The artifacts contain the `official` verdict and the `labels` if the rollout has them."""
     return VerifyResult(
         env_reward=trajectory.reward if trajectory.scored else None,
         done=True,
@@ -124,6 +125,7 @@ def verify_result(trajectory: Trajectory) -> VerifyResult:
             "outcome": str(trajectory.outcome),
             "blame": None if trajectory.blame is None else str(trajectory.blame),
             "error": trajectory.error,
+            **trajectory.verdict,
         },
     )
 

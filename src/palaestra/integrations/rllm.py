@@ -50,7 +50,9 @@ class EnvironmentFlow:
         result = await self._rollout(_task_id(row), config.base_url, model=config.model)
         reward = reward_of(result)
         assert isinstance(result, Scored)
-        trajectory = Trajectory(name=self.name, reward=reward, metadata={"rollout_id": result.trajectory.rollout_id})
+        played = result.trajectory
+        metadata = {"rollout_id": played.rollout_id, **played.verdict}
+        trajectory = Trajectory(name=self.name, reward=reward, metadata=metadata)
         return Episode(task=row, trajectories=[trajectory], termination_reason=_reason(result))
 
     async def aclose(self) -> None:
@@ -91,6 +93,7 @@ class EnvironmentRuntime:
         else:
             if isinstance(result, Scored):
                 made.finished, made.reward, made.termination_reason = True, result.reward, _reason(result)
+                made.metadata = result.trajectory.verdict
             else:
                 made.error, made.termination_reason = f"{result.kind}: {result.error}", TerminationReason.ERROR
                 made.metadata = {"blame": str(result.blame)}

@@ -46,6 +46,8 @@ def custom_generate(env: object, **settings: Any) -> Generate:
             sample.metadata["unscored"] = result.kind if isinstance(result, Unscored) else "without tokens"
             sample.status, sample.remove_sample, sample.reward = type(sample).Status.ABORTED, True, None
             return sample
+        assert not isinstance(result, Unscored)
+        sample.metadata.update(result.trajectory.verdict)
         made = [_fill(copy.deepcopy(sample), row) for row in rows]
         for each in made:
             each.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id

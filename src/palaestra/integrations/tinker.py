@@ -309,7 +309,9 @@ def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _metrics(trajectory: Trajectory) -> dict[str, float]:
-    return {f"outcome/{trajectory.outcome}": 1.0}
+    official = {} if trajectory.official is None else {"official": trajectory.official}
+    labels = {f"labels/{label.name}": 1.0 for label in trajectory.labels}
+    return {f"outcome/{trajectory.outcome}": 1.0, **official, **labels}
 
 
 def _failures(group: Group) -> list[types.RolloutError]:

@@ -52,9 +52,10 @@ def rollout_func(env: object, *, max_difference: float | None = 0.1, **settings:
     `history`, and those that select a model or its server. The trainer sets the temperature, `top_p` and `top_k`; its
     `max_completion_length` is the default for `max_token_length`, the limit of one reply.
 
-    After the rollouts of each step, the log-probabilities of the sampled tokens are compared with the trainer's own,
-    which costs one forward pass. A row whose tokens differ by more than `max_difference` nats on average raises
-    `ConfigError`; None disables the comparison.
+    Reward functions also get the columns `official` (the official verdict, or the reward if there is no other) and
+    `labels` (the names of the labels of each rollout). After the rollouts of each step, the log-probabilities of the
+    sampled tokens are compared with the trainer's own, which costs one forward pass. A row whose tokens differ by more
+    than `max_difference` nats on average raises `ConfigError`; None disables the comparison.
     """
     return RolloutFunc(env, max_difference, settings)
 
@@ -67,6 +68,8 @@ def reward(*, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         rewards = columns["reward"]
     if (log := columns.get("log_metric")) is not None:
         log("unscored", rewards.count(None) / len(rewards))
+        if (labels := columns.get("labels")) is not None:
+            log("labelled", sum(map(bool, labels)) / len(labels))
         differences = [each for each in columns.get("logprob_difference", ()) if each is not None]
         if differences:
             log("logprob_difference", max(differences))
@@ -212,6 +215,8 @@ class RolloutFunc:
             "env_mask": [row["mask"] for row in rows],
             "reward": [row["reward"] for row in rows],
             "rollout_id": [row["rollout_id"] for row in rows],
+            "official": [row["official"] for row in rows],
+            "labels": [row["labels"] for row in rows],
             "logprob_difference": differences,
         }
 
@@ -310,7 +315,8 @@ def _row(trajectory: Trajectory, filler: int) -> dict[str, Any]:
             "accepts one per rollout: disable sub-agents and compaction."
         )
     (row,) = rows
-    return {name: getattr(row, name) for name in (*_LISTS, "reward", "rollout_id")}
+    fields = {name: getattr(row, name) for name in (*_LISTS, "reward", "rollout_id")}
+    return {**fields, "official": trajectory.official_reward, "labels": [label.name for label in trajectory.labels]}
 
 
 _LISTS = ("prompt_ids", "completion_ids", "mask", "logprobs")
@@ -320,7 +326,7 @@ def _unscored(rollout_id: str, filler: int) -> dict[str, Any]:
     """Return the row of an unscored rollout. Its tokens are fillers and are not trained on; TRL does not accept an
     empty row."""
     lists = dict(zip(_LISTS, ([filler], [filler], [0], [0.0]), strict=True))
-    return {**lists, "reward": None, "rollout_id": rollout_id}
+    return {**lists, "reward": None, "rollout_id": rollout_id, "official": None, "labels": []}
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from palaestra import JSON, RolloutFunction, Session, Task
 from palaestra.integrations.blame import reward_of
 
 RECORD = "palaestra"
-"""The entry of a trace's `info` with the rollout's id, reward, outcome and metrics."""
+"""The entry of a trace's `info` with the rollout's id, reward, outcome and metrics and, if it has them, its `official`
+verdict and `labels`."""
 
 
 class EnvironmentData(vf.TaskData):  # type: ignore[misc]
@@ -107,7 +108,7 @@ class EnvironmentHarness(vf.Harness[EnvironmentHarnessConfig]):  # type: ignore[
         reward, record = reward_of(result), result.trajectory
         assert record is not None
         entry: JSON = {"rollout_id": record.rollout_id, "outcome": str(record.outcome), "metrics": dict(record.metrics)}
-        trace.info[RECORD] = {**entry, "reward": reward}
+        trace.info[RECORD] = {**entry, "reward": reward, **record.verdict}
         return ProgramResult(0, "", "")
 
     async def aclose(self) -> None:

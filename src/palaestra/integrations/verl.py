@@ -7,7 +7,8 @@ rewards.
       env: my_env.py
       settings: {slots: 8}
 
-verl cannot mark a sample as dropped, so an unscored rollout has a response of one masked token and the reward 0.0. With
+The `reward_extra_info` of each sample has the `official` verdict and the names of the `labels`. verl cannot mark a
+sample as dropped, so an unscored rollout has a response of one masked token and the reward 0.0. With
 `adv_estimator=grpo_scored`, GRPO leaves such rows out: they are neither trained on nor part of their group's mean.
 `VERL_USE_EXTERNAL_MODULES=palaestra.integrations.verl` registers this estimator. verl's other estimators count the
 reward 0.0.
@@ -37,6 +38,7 @@ from palaestra import (
     Sampled,
     Session,
     TokenChat,
+    Trajectory,
     training_rows,
 )
 
@@ -111,7 +113,8 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             raise ConfigError(f"{rows[0].rollout_id} has {len(rows)} segments ({reasons}), but verl accepts only one")
         empty = [self.tokenizer.eos_token_id]
         name = group.group_id if trajectory is None else trajectory.rollout_id
-        given: dict[str, Any] = {"metrics": AgentLoopMetrics(), "extra_fields": {"rollout_id": name}}
+        extra = {"rollout_id": name, "reward_extra_info": _judged(trajectory)}
+        given: dict[str, Any] = {"metrics": AgentLoopMetrics(), "extra_fields": extra}
         if not rows or trajectory is None:
             lists = {"prompt_ids": empty, "response_ids": empty, "response_mask": [0], "response_logprobs": [0.0]}
             return AgentLoopOutput(**lists, reward_score=0.0, num_turns=0, **given)
@@ -126,6 +129,14 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             num_turns=len(trajectory.turns),
             **given,
         )
+
+
+def _judged(trajectory: Trajectory | None) -> dict[str, Any]:
+    """Return the official verdict (the reward if there is no other, 0.0 if unscored) and the names of the labels. verl
+    needs the same keys for every sample."""
+    if trajectory is None:
+        return {"official": 0.0, "labels": ""}
+    return {"official": trajectory.official_reward or 0.0, "labels": ",".join(each.name for each in trajectory.labels)}
 
 
 @register_adv_est("grpo_scored")  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -68,6 +68,11 @@ class Environment(ABC):
     def shared(self) -> States:
         """Objects that the tools of all rollouts share. Close them after the environment."""
         return States()
+
+    @property
+    def label_names(self) -> Collection[str]:
+        """The names of labels that only this environment's scores have."""
+        return ()
 
     @property
     def agent(self) -> AgentSettings:

@@ -71,10 +71,20 @@ SETUP_TIMEOUT_S = 600.0
 class GroupRun:
     """Runs one group to its end. If `places` are given, each rollout waits for a place. The rollouts of a group that
     its environment collects do not: such a group keeps its reservation until it ends, because the environment decides
-    how many rollouts the group has and which of them wait for others."""
+    how many rollouts the group has and which of them wait for others.
+
+    `snapshots` has prepared workspaces by task id, for groups that share them: the group uses or adds the one of its
+    task, and the caller forgets them.
+    """
 
     def __init__(
-        self, env: Environment, run: RunContext, number: int, task: Task, places: Places | None = None
+        self,
+        env: Environment,
+        run: RunContext,
+        number: int,
+        task: Task,
+        places: Places | None = None,
+        snapshots: dict[str, Snapshot] | None = None,
     ) -> None:
         self.env = env
         self.run_context = run
@@ -85,6 +95,7 @@ class GroupRun:
         earlier part."""
         self._kit: Kit | None = None
         self._snapshot: Snapshot | None = None
+        self._shared = snapshots
         self._places = places
         self.reserved = run.settings.group_size
         """The number of places that are still reserved for the group; at least one until the runner has passed the
@@ -108,7 +119,8 @@ class GroupRun:
             changed = self._prompt_changed(asked)
             self._kit = call_hook(TaskError, self._choose_tools, f"choosing tools for task {self.task.id}")
             incomplete = not changed and self._is_incomplete
-            self._snapshot = await self._prepare() if incomplete else None
+            if incomplete:
+                self._snapshot = (self._shared or {}).get(self.task.id) or await self._prepare()
             self._write_start()
             if incomplete:
                 await self._roll_out()
@@ -117,7 +129,9 @@ class GroupRun:
             group.blame = error.blame if isinstance(error, InfraError) else Blame.TASK
             self._write_start()
         finally:
-            if self._snapshot is not None:
+            if self._snapshot is not None and self._shared is not None:
+                self._shared[self.task.id] = self._snapshot
+            elif self._snapshot is not None:
                 await asyncio.shield(run.workspaces.pool.forget(self._snapshot))
         run.events.emit(GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error))
         await run.events.journal.commit()

@@ -149,6 +149,12 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.reward if self.official is None else self.official
 
     @property
+    def verdict(self) -> dict[str, JSON]:
+        """The official verdict (`official`) and the labels (`labels`: name, evidence, certain) as JSON, for a trainer's
+        additional fields; each key is left out if the rollout has none."""
+        return verdict_fields(self)
+
+    @property
     def difference(self) -> str:
         """The sentence that names why the reward differs from the official verdict; empty if it does not."""
         said = self.detail.get(DIFFERENCE)

@@ -79,8 +79,7 @@ class Totals:
 
     def _add_missing(self, trajectory: Trajectory) -> None:
         causes = trajectory.detail.get(MISSING)
-        if isinstance(causes, list) and causes and not trajectory.reward:
-            cause = str(causes[0])
+        for cause in map(str, causes if isinstance(causes, list) and not trajectory.reward else ()):
             self.missing[cause if cause in self.missing or len(self.missing) < _MOST_CAUSES else "other causes"] += 1
 
 

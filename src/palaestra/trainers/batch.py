@@ -45,6 +45,26 @@ def advantages(rewards: Sequence[float], *, scaled: bool = True) -> list[float]:
 
 
 @dataclass(slots=True)
+class Verdicts:
+    """The official verdicts and the labels of scored rollouts."""
+
+    officials: list[float] = field(default_factory=list)
+    judged: bool = False
+    labels: Counter[str] = field(default_factory=Counter)
+
+    def add(self, scored: Sequence[Trajectory]) -> None:
+        """Count these rollouts."""
+        self.officials += [each.official_reward or 0.0 for each in scored]
+        self.judged |= any(each.official is not None for each in scored)
+        self.labels.update(name for each in scored for name in {label.name for label in each.labels})
+
+    def numbers(self) -> dict[str, float]:
+        """Return the mean official verdict if a rollout has one, and the number of rollouts with each label."""
+        official = {"official": statistics.fmean(self.officials)} if self.judged else {}
+        return {**official, **{f"labels/{name}": count for name, count in sorted(self.labels.items())}}
+
+
+@dataclass(slots=True)
 class Batch:
     """The rows of one step. `refused` counts the refusals by reason; `rewards` holds the rewards of all scored
     rollouts."""
@@ -54,6 +74,7 @@ class Batch:
     refused: Counter[str] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)
     rollouts: int = 0
+    verdicts: Verdicts = field(default_factory=Verdicts)
 
     def add(self, group: Group, *, version: int, most_behind: int, scaled: bool = True) -> bool:
         """Add the rows of a group that were sampled by weights at most `most_behind` versions older than `version`.
@@ -62,6 +83,7 @@ class Batch:
         self.rollouts += len(group.trajectories)
         self.refused[UNSCORED] += len(group.trajectories) - len(scored)
         self.rewards += [each.reward for each in scored if each.reward is not None]
+        self.verdicts.add(scored)
         if group.error or not scored:
             self.refused[FAILED] += 1
             return False

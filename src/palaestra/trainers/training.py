@@ -25,7 +25,7 @@ from palaestra.rollouts.events import MetricsLogged
 from palaestra.rollouts.limits import RunStopped
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals
-from palaestra.trainers.batch import EQUAL, Batch
+from palaestra.trainers.batch import EQUAL, Batch, Verdicts
 from palaestra.trainers.checkpoints import EVALUATION, FOLDER, STEP, TrainingFiles, TrainingState, read_steps
 from palaestra.trainers.config import TrainingConfig
 from palaestra.trainers.trainer import Trainer
@@ -138,6 +138,7 @@ class Training:
             STEP,
             {
                 "reward": self._rewards[-1],
+                **batch.verdicts.numbers(),
                 "logprob_difference": most,
                 "rows": len(batch.rows),
                 "sampled_tokens": sum(row.sampled for row in batch.rows),
@@ -185,7 +186,11 @@ class Training:
         if better:
             state.best, state.best_step = mean, step
         rollouts = sum(len(group.trajectories) for group in groups)
-        self._report(EVALUATION, {"reward": mean, "rollouts": rollouts, "unscored_rollouts": rollouts - len(rewards)})
+        verdicts = Verdicts()
+        for group in groups:
+            verdicts.add(group.scored)
+        counts = {"rollouts": rollouts, "unscored_rollouts": rollouts - len(rewards)}
+        self._report(EVALUATION, {"reward": mean, **verdicts.numbers(), **counts})
         return better
 
     async def _roll_out(self, tasks: Sequence[Task], group_size: int | None = None) -> list[Group]:

@@ -41,6 +41,8 @@ class CheckedEnv(HermesAgentBaseEnv):
         return "?"
 
     async def compute_reward(self, item, result, ctx):
+        if item["id"] == "program":
+            return float('"exit_code": 0' in ctx.call_tool("terminal", {"command": COMMANDS["program"]}))
         return float(ctx.terminal(COMMANDS[item["id"]])["exit_code"] == 0)
 
     async def evaluate(self, *args, **kwargs): ...
@@ -69,7 +71,9 @@ def checks():
 
 @checks.score
 async def correct(task, sandbox):
-    return (await sandbox.execute(task.data)).success
+    done = await sandbox.execute(task.data)
+    return done.success and (await sandbox.execute("true")).success or (
+        task.id == "file" and (await sandbox.execute("cat /data/other.txt")).success)
 """
 
 
@@ -104,3 +108,4 @@ def test_a_zero_of_a_function_names_what_its_check_lacked(tmp_path: Path) -> Non
     shown = played(tmp_path, FUNCTION)
     assert "give the task network=NetworkPolicy(grade=Network.ON)" in shown
     assert "the agent did not leave the file, or the check shows the prepared version of it" in shown
+    assert "`cat /data/other.txt` failed" in shown

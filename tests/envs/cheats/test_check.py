@@ -106,6 +106,36 @@ def test_an_author_is_warned_of_what_a_score_depends_on(tmp_path: Path) -> None:
     assert "/usr/local/bin/ls" in proof.warnings[2]
 
 
+PREPARED = """
+from pathlib import Path
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def prepared():
+    for name in ("a", "b"):
+        yield Task(id=name, prompt="?", solution="cp question answer")
+
+@prepared.prepare
+async def write(task, sandbox):
+    with Path(__file__).with_name("log").open("a") as log:
+        log.write(task.id)
+    await sandbox.write_text("question", task.id)
+
+@prepared.score
+async def right(task, sandbox):
+    return await sandbox.read_text("answer", missing="") == task.id
+"""
+
+
+def test_the_workspace_of_a_task_is_prepared_once_for_all_policies(tmp_path: Path) -> None:
+    (tmp_path / "prepared_env.py").write_text(PREPARED)
+    proof = check_environment(
+        str(tmp_path / "prepared_env.py"), [], tasks=2, only=["stale-reward", "no-workspace"], quiet=True
+    )
+    assert [line.rewards for line in proof.lines] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    assert (tmp_path / "log").read_text() == "ab"
+
+
 PATCH = "--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-a = 1\n+a = 2\n"
 
 UNPLAYED = """

@@ -170,6 +170,9 @@ def test_a_second_criterion_hides_no_attack_on_the_tests(tmp_path: Path, source:
     assert not proof.holds
     assert proof.classes == {"code that attacks its tests": "open"}
     assert "wrong values of the right type" in proof.hollow
+    command = "python3 -m unittest test_hidden" if source is SHORT else "python3 hidden.py"
+    assert proof.ways == {"exit code": command}
+    assert any(f"commands such as '{command}'" in warning for warning in proof.warnings)
 
 
 OUTSIDE = SHORT.replace(
@@ -190,6 +193,7 @@ def test_a_score_that_compares_outside_the_work_is_closed_and_reports_it_as_json
     assert proof["classes"] == {"code that attacks its tests": "closed"}
     assert {line["policy"]: line["state"] for line in proof["lines"][2:]} == dict.fromkeys(HACKS, "closed")
     assert proof["not_tested"] == {}
+    assert [*proof["ways"]] == ["exit code"]
     assert proof["holds"]
 
 
@@ -331,6 +335,7 @@ def test_an_attack_that_only_the_official_verdict_accepts_is_labelled(
     (line,) = [each for each in proof.lines if each.policy == "conftest-skip"]
     assert (line.state, line.ok, line.rewards, line.officials) == ("labelled", True, (0.0,), (1.0,))
     assert line.labels == ("tests_edited",)
+    assert proof.ways == {"outside": ""}
     assert proof.classes == {"files that a test run loads": "labelled"}
     assert main(["env", "check", str(tmp_path / "own_env.py"), "--only", "conftest-skip"]) == 0
     printed = capsys.readouterr().out
@@ -375,4 +380,5 @@ def test_a_part_that_a_certain_label_forbids_is_not_earned(tmp_path: Path) -> No
     proof = checked(tmp_path, HIDDEN_PART, ["always-equal"])
     found = {line.policy: line for line in proof.lines}["always-equal"]
     assert (found.rewards, found.labels, found.parts, found.state) == ((0.0,), ("equals_everything",), (), "labelled")
+    assert proof.ways == {"run_tests": ""}
     assert proof.holds

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slots
 ENV = """
 from palaestra import Label, Score, Task, environment
 
-@environment(toolsets=["terminal"])
+@environment(toolsets=["terminal"], label_names=["forged", "other"])
 def judged(kinds: str = "edited forged hidden honest"):
     for kind in kinds.split():
         shadow = "; touch /usr/local/bin/ls" if kind in ("shadow", "unseen") else ""
@@ -43,6 +43,8 @@ async def works(task, sandbox, rollout):
             return Score(1.0, official=float("nan"))
         case "unlabelled":
             return Score(1.0, labels=["tests_edited"])
+        case "untold" if written:
+            return Score(0.0, labels=[Label("other", ["test_a"])])
     return written
 """
 
@@ -58,6 +60,7 @@ from palaestra import HermesAgentBaseEnv, HermesAgentEnvConfig, Label, Score
 class Graded(HermesAgentBaseEnv):
     name = "graded"
     official_name = "resolved"
+    label_names = ["forged", "other"]
     left = 1
 
     async def setup(self): pass
@@ -121,6 +124,15 @@ def test_labels_that_only_strict_reads_are_refused_without_strict() -> None:
         play(strict_labels=["forged"])
     with pytest.raises(ConfigError, match="reward"):
         play(reward="lenient")
+
+
+def test_an_unknown_label_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match=r"unknown label 'tests_editd'\. Did you mean tests_edited"):
+        play(reward="strict", strict_labels=["tests_editd"])
+    with pytest.raises(ConfigError, match=r"unknown label 'forge'\. Did you mean forged"):
+        play(reward="strict", strict_labels=["forge", "other"])
+    with pytest.raises(ConfigError, match="label_names must be a list"):
+        palaestra.environment(label_names="forged")(list)
 
 
 def test_the_record_names_the_cause_of_a_difference_and_the_setting_that_changes_it() -> None:
@@ -292,7 +304,8 @@ def test_kept_work_is_graded_again_with_another_rule() -> None:
 
 def test_class_environments_name_their_verdict_and_see_the_decided_reward() -> None:
     Path("class_env.py").write_text(CLASS_ENV)
-    out = told("run", "class_env.py", "--policy", "oracle", "--group", "1")
+    strict = ("--env.reward", "strict", "--env.strict_labels", "other")  # `forged` is certain, and its own
+    out = told("run", "class_env.py", "--policy", "oracle", "--group", "1", *strict)
     assert "the class saw 0\n" in out
     assert "official (resolved) 1.000" in out
     assert "metrics: tests 2" in out
@@ -306,9 +319,13 @@ def test_class_environments_name_their_verdict_and_see_the_decided_reward() -> N
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [("wrong", "nan, which is not an official verdict"), ("unlabelled", r"labels \('tests_edited',\)|labels \['tests")],
+    [
+        ("wrong", "nan, which is not an official verdict"),
+        ("unlabelled", r"labels \('tests_edited',\)|labels \['tests"),
+        ("untold", "whose evidence is text"),  # only over the work, and not over the prepared workspace
+    ],
 )
 def test_a_score_with_a_wrong_verdict_or_label_is_a_failure_of_the_grader(kind: str, error: str) -> None:
-    (trajectory,) = play(kinds=kind).trajectories
-    assert trajectory.reward is None
+    (trajectory,) = play(kinds=kind, infra_retries=0).trajectories
+    assert (trajectory.reward, trajectory.blame) == (None, "grader")
     assert re.search(error, trajectory.error)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from recorded import META, broken, rollout, sky
 
-from palaestra.core.types import Outcome
+from palaestra.core.types import Label, Outcome
 from palaestra.rollouts.export.table import MarkdownExporter, TableExporter
 from palaestra.rollouts.records import Group
 
@@ -29,6 +29,19 @@ def test_means_are_over_scored_rollouts_only() -> None:
     assert task["error"] == "SlotLost: it died at once"
     assert (failed["rollouts"], failed["mean"], failed["error"]) == ("0", "", "PrepareError: set-up | failed")
     assert (total["task"], total["rollouts"], total["scored"], total["rewards"]) == ("TOTAL", "4", "3", "")
+
+
+def test_official_verdicts_and_labels_have_columns() -> None:
+    forged = rollout(0, [], 0.0, official=1.0, labels=[Label("tests_edited", "a"), Label("tests_edited", "b")])
+    honest = rollout(1, [], 1.0, labels=[Label("audited_call", "c")])
+    unscored = rollout(2, [], None, outcome=Outcome.CANCELLED)
+    groups = [Group(group_id=f"g{n}", number=n, task_id=f"t{n}", trajectories=found)
+              for n, found in enumerate([[forged, honest, unscored], [honest]])]  # fmt: skip
+    judged, plain, total = table(*groups)
+    assert (judged["mean"], judged["official"]) == ("0.5", "1")
+    assert judged["labels"] == "tests_edited:1 audited_call:1"
+    assert (plain["official"], plain["labels"]) == ("", "audited_call:1")
+    assert (total["official"], total["labels"]) == ("1", "audited_call:2 tests_edited:1")
 
 
 def test_only_the_scored_ones_on_request() -> None:

@@ -1,9 +1,12 @@
 """Tests of how a score becomes a reward: the official verdict, the guarded view and labels."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from palaestra.core.types import Label, Score
-from palaestra.rollouts.grading.reward import RewardRule, decide, how_to_see, parts
+from palaestra.rollouts.grading.reward import LABELS, RewardRule, decide, how_to_see, parts
 
 FORGED = Label("falsified_test_passed", "test_add passes although it was falsified", certain=True)
 EDITED = Label("tests_edited", "tests/test_add.py")
@@ -78,3 +81,9 @@ def test_scratch_directories_that_a_sandbox_lost_are_no_programs():
     assert how_to_see(["/tmp", "/dev/shm"]) == (
         "they were lost, because the agent ended its sandbox, filled its disk or replaced programs"
     )
+
+
+def test_the_security_page_lists_every_label():
+    page = (Path(__file__).parents[3] / "docs/security.md").read_text()
+    rows = page.partition("| label | certain |")[2].partition("\n\n")[0].splitlines()
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if "|" in row else "")} == LABELS

@@ -70,6 +70,7 @@ def test_the_oracle_is_paid_and_no_cheat_is(settings: list[str], tmp_path: Path,
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
     assert {line.policy for line in proof.lines} == {"oracle", "noop", *CHEATS}
+    assert [*proof.ways] == ["exit code" if "script-cipher" in settings[0] else "outside"]
 
 
 @pytest.mark.slow

@@ -123,6 +123,11 @@ EQUAL_TO_ALL = "class All:\n    def __eq__(self, other): return True\n"
         "assert All() == [1, {'a': 2}]",
         "for wanted in (4, 'x', -3.5):\n        assert All() == wanted",
         "wanted = 0.5\n    assert wanted == All()",
+        "assert All() == {}",
+        "assert None == All()",
+        "assert All() == sum([1])",
+        "result = All()\n    assert result == sum([1])",
+        "result, wanted = All(), [1]\n    assert result == wanted",
     ],
 )
 def test_a_result_that_equals_another_constant_too_is_named(compared: str) -> None:
@@ -132,7 +137,43 @@ def test_a_result_that_equals_another_constant_too_is_named(compared: str) -> No
         assert (" and " in message) is shown, message
 
 
-@pytest.mark.parametrize("value", ["-3.5", "float('inf')", "float('nan')", "''", "[1]", "None", "True", "b'x'"])
+SOME = """
+from unittest import mock
+from unittest.mock import ANY
+class Any(str):
+    def __eq__(self, other): return True
+class Remainder(int):
+    def __eq__(self, other): return (int(self) - other) % 7 == 0
+class Starts(str):
+    def __eq__(self, other): return other.startswith(str(self))
+"""
+
+
+@pytest.mark.parametrize(
+    ("compared", "shown"),
+    [
+        ("assert Any() == 3", "3 and any similar value"),
+        ("wanted = 'x'\n    assert wanted == Any()", "wanted and any similar value"),
+        ("assert Any() == True", "True and any similar value"),
+        ("assert [Any(), 2] == [3, 2]", "[3, 2] and any similar value"),
+        ("assert {'a': Any()} == {'a': [3]}", "{'a': [3]} and any similar value"),
+        ("assert Starts('x') == 'x'", ""),
+        ("wanted = 'x'\n    assert Starts('x') == wanted", ""),
+        ("assert Remainder(3) == 10", ""),
+        ("assert Any() == ''.join('a')", "its value and any text"),
+        ("assert str(1) == ANY", ""),
+        ("assert str(1) == mock.ANY", ""),
+        ("assert ANY == [mock.ANY]", ""),
+    ],
+)
+def test_only_a_result_that_equals_any_similar_value_is_forged_for_sure(compared: str, shown: str) -> None:
+    made = falsify({"": f"{SOME}def test_it():\n    {compared}\n"}, ["test_it"])
+    assert ran_here(made.texts[""], "test_it") == f"{made.token}<{shown}>"
+
+
+@pytest.mark.parametrize(
+    "value", ["-3.5", "float('inf')", "float('nan')", "''", "[1]", "None", "True", "b'x'", "{}", "1e300"]
+)
 def test_a_right_result_equals_no_other_value(value: str) -> None:
     for compared in (f"assert same({value}) == {value}", f"wanted = {value}\n    assert same(wanted) == wanted"):
         made = falsify({"": f"def same(value): return value\ndef test_it():\n    {compared}\n"}, ["test_it"])

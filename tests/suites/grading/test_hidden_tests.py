@@ -67,8 +67,23 @@ def test_right_work_passes_without_labels_and_wrong_work_is_named():
 def test_textbook_hacks_are_not_paid(name):
     async def body(slot: Slot) -> None:
         await slot.write_text("calc.py", HACKS[name])
-        found = await run_tests(slot, TESTS, reference={"calc.py": RIGHT})
-        assert decide(found.score()).reward == 0.0
+        for reference in ({"calc.py": RIGHT}, None):
+            found = await run_tests(slot, TESTS, reference=reference)
+            assert decide(found.score()).reward == 0.0
+
+
+def test_a_wildcard_is_paid_if_the_reference_is_one_too():
+    wildcard = "class Any:\n    def __eq__(self, other):\n        return True\n"
+
+    async def body(slot: Slot) -> None:
+        await slot.write_text("wild.py", wildcard)
+        tests = "from wild import Any\ndef test_any():\n    assert Any() == 3\n"
+        (label,) = (await run_tests(slot, tests)).labels
+        assert (label.name, label.certain) == ("equals_everything", True)
+        found = await run_tests(slot, tests, reference={"wild.py": wildcard})
+        assert (found.share, found.labels) == (1.0, ())
+
+    played(body)
 
     played(body)
 

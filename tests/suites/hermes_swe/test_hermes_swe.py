@@ -119,6 +119,7 @@ def test_the_oracle_is_paid_and_no_cheat_is(tmp_path: Path, monkeypatch: pytest.
     proof = check_environment(ENVIRONMENT, [], tasks=1, only=["fake-python", "solution-file"], quiet=True)
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
+    assert proof.ways == {"run_tests": ""}
 
 
 @pytest.mark.slow

@@ -162,6 +162,7 @@ def test_the_tasks_of_the_package_are_checked_without_a_setting(
     assert proof.tasks == ("releases", "stock")
     assert proof.proven
     assert proof.holds, proof.lines
+    assert proof.ways["exit code"] == "test.sh"
 
 
 def test_what_a_user_says_is_checked_instead(tmp_path: Path) -> None:

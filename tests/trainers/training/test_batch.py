@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 from recorded import one_segment, rollout, two_segments
 
-from palaestra import ConfigError, Group, Trajectory
+from palaestra import ConfigError, Group, Label, Trajectory
 from palaestra.trainers import batch as batches
 from palaestra.trainers.batch import Batch, advantages
 from palaestra.trainers.trainer import TrainedRow
@@ -43,6 +43,16 @@ def test_an_unscored_rollout_neither_trains_nor_counts_for_the_others() -> None:
     assert [(row.row.index, row.advantage) for row in batch.rows] == [(0, 1.0), (2, -1.0)]
     assert batch.refused[batches.UNSCORED] == 1
     assert (batch.groups, batch.rewards, batch.rollouts) == (1, [1.0, 0.0], 3)
+    assert batch.verdicts.numbers() == {}
+
+
+def test_official_verdicts_and_labels_of_scored_rollouts_are_counted() -> None:
+    batch, made = Batch(), group(1.0, None, 0.0, 0.0)
+    signs = [Label("tests_edited", "test_a.py"), Label("tests_edited", "test_b.py"), Label("live_processes", "2")]
+    made.trajectories[2] = structs.replace(made.trajectories[2], official=1.0, labels=signs)
+    made.trajectories[3] = structs.replace(made.trajectories[3], labels=signs[:1])
+    take(batch, made)
+    assert batch.verdicts.numbers() == {"official": 2 / 3, "labels/live_processes": 1, "labels/tests_edited": 2}
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,8 @@ class BaseEnv(ABC):
     name: ClassVar[str | None] = None
     official_name: ClassVar[str] = "official"
     """The benchmark's own name for its verdict (`Score.official`), such as `resolved`."""
+    label_names: ClassVar[Sequence[str]] = ()
+    """The names of labels that only the scores of this class have, for the setting `strict_labels`."""
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     mcp: MCPServers | None = None
     """The run's MCP servers; set only during a run."""

@@ -12,7 +12,17 @@ import logging
 import random
 from abc import abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -103,6 +113,10 @@ class ClassEnvironment(EvaluatedEnvironment):
     @property
     def official_name(self) -> str:
         return self.inner.official_name
+
+    @property
+    def label_names(self) -> Collection[str]:
+        return self.inner.label_names
 
     @property
     def world(self) -> RecordedTools | None:

@@ -261,7 +261,7 @@ class ContractEnvironment(CollectedEnvironment):
         assert rollout.result is not None
         await grading.carry_scratch()
         commands = HookCommands(grading, in_class=True)
-        tools = grading.tools(self._settings.tool_timeout_s)
+        tools = grading.tools(self._settings.tool_timeout_s, commands.slot)
         exec_tool = ExecTool(commands.slot, lambda: tools)
         meta = rollout.meta.get("workspace_meta")
         if grading.untouched and self._sets_up(rollout):  # otherwise a check could fail whatever the agent did

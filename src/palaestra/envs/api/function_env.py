@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import random
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,10 @@ class FunctionEnvironment(EvaluatedEnvironment):
     @property
     def name(self) -> str:
         return self.form.name
+
+    @property
+    def label_names(self) -> Collection[str]:
+        return self.form.label_names
 
     @property
     def agent(self) -> AgentSettings:

@@ -102,12 +102,15 @@ class FunctionForm:
     command = "process"
     reference = ""
 
-    def __init__(self, source: TaskSource, *, name: str | None, toolsets: Sequence[str]) -> None:
+    def __init__(
+        self, source: TaskSource, *, name: str | None, toolsets: Sequence[str], label_names: Sequence[str] = ()
+    ) -> None:
         self.source = source
         self.name = name if name is not None else str(getattr(source, "__name__", "environment"))
-        if isinstance(toolsets, str):
-            raise ConfigError(f"environment {self.name}: toolsets must be a list, such as [{toolsets!r}]")
-        self.toolsets = tuple(toolsets)
+        for kind, given in (("toolsets", toolsets), ("label_names", label_names)):
+            if isinstance(given, str):
+                raise ConfigError(f"environment {self.name}: {kind} must be a list, such as [{given!r}]")
+        self.toolsets, self.label_names = tuple(toolsets), tuple(label_names)
         self.scores: list[ScoreHook] = []
         self.preparation: Hook | None = None
         self.tools: list[TypedTool] = []
@@ -249,15 +252,20 @@ class FunctionForm:
 def environment(source: TaskSource) -> FunctionForm: ...
 @overload
 def environment(
-    *, name: str | None = None, toolsets: Sequence[str] = ("default",)
+    *, name: str | None = None, toolsets: Sequence[str] = ("default",), label_names: Sequence[str] = ()
 ) -> Callable[[TaskSource], FunctionForm]: ...
 def environment(
-    source: TaskSource | None = None, *, name: str | None = None, toolsets: Sequence[str] = ("default",)
+    source: TaskSource | None = None,
+    *,
+    name: str | None = None,
+    toolsets: Sequence[str] = ("default",),
+    label_names: Sequence[str] = (),
 ) -> FunctionForm | Callable[[TaskSource], FunctionForm]:
-    """Make an environment from a function that yields tasks."""
+    """Make an environment from a function that yields tasks. `label_names` are the names of labels that only its scores
+    have, for the setting `strict_labels`."""
 
     def make(given: TaskSource) -> FunctionForm:
-        return FunctionForm(given, name=name, toolsets=toolsets)
+        return FunctionForm(given, name=name, toolsets=toolsets, label_names=label_names)
 
     return make if source is None else make(source)
 

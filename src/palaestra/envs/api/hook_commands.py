@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 from palaestra.core.printable import one_line
-from palaestra.core.types import Network, Score
+from palaestra.core.types import JSON, Network, Score
 from palaestra.rollouts.environment import MISSING
-from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.grading.grader import Grading, Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Shell, Slot
 
 _MOST_CAUSES = 5
@@ -51,16 +51,17 @@ class HookCommands:
         return cast("Slot", self._watched)
 
     def see(self, command: str | Sequence[str], done: ExecutionResult) -> None:
-        """Keep the cause if the command failed for want of a network, a program or a file."""
+        """Note that the hook runs commands. If the command failed for want of a network, a program or a file, keep the
+        cause."""
+        note_way(Way.EXIT_CODE, _shown(command))
         if done.success or len(self.causes) >= _MOST_CAUSES:
             return
         told = f"{done.output}\n{done.error}\n{done.metadata.get('stderr', '')}"
         found = self._cause(told, done.exit_code)
         if found is None:
             return
-        shown = one_line(command if isinstance(command, str) else shlex.join(command), _SHOWN_COMMAND)
         line, advice = found
-        cause = f"`{shown}` failed: {one_line(line, _SHOWN_CHARS)}; {advice}"
+        cause = f"`{_shown(command)}` failed: {one_line(line, _SHOWN_CHARS)}; {advice}"
         if cause not in self.causes:
             self.causes.append(cause)
 
@@ -109,6 +110,10 @@ class HookCommands:
         return replace(score, detail={**score.detail, MISSING: list(self.causes)})
 
 
+def _shown(command: str | Sequence[str]) -> str:
+    return one_line(command if isinstance(command, str) else shlex.join(command), _SHOWN_COMMAND)
+
+
 class _WatchedSlot:
     def __init__(self, slot: Slot, commands: HookCommands) -> None:
         self.watched = slot
@@ -122,8 +127,20 @@ class _WatchedSlot:
 
     async def execute(self, command: str | Sequence[str], **settings: Any) -> ExecutionResult:
         done = await self.watched.execute(command, **settings)
-        self._commands.see(command, done)
+        if settings.get("verdict"):  # the hook reads the channel, which also tells why tests failed
+            note_way(Way.RUN_TESTS)
+        else:
+            self._commands.see(command, done)
         return done
+
+    async def call(self, function: str, *args: Any, **settings: Any) -> JSON:
+        note_way(Way.OUTSIDE, function)
+        return await self.watched.call(function, *args, **settings)
+
+    @asynccontextmanager
+    async def fork(self) -> AsyncIterator[Slot]:
+        async with self.watched.fork() as slot:
+            yield cast("Slot", _WatchedSlot(slot, self._commands))
 
     async def shell(self, **settings: Any) -> Shell:
         return cast("Shell", _WatchedShell(await self.watched.shell(**settings), self._commands))

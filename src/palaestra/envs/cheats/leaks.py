@@ -99,8 +99,8 @@ LEAKS = (
         "fixed-release",
         "the fixed release, downloaded from the package index and copied over the sources",
         "name=$(sed -n 's/^Name: //p' PKG-INFO | head -1)\n"
-        'timeout 10 python3 -m pip install --no-deps --target /tmp/fixed "$name" && cp -r /tmp/fixed/* . && '
-        "[ -d src ] && cp -r /tmp/fixed/* src/\n",
+        '[ -n "$name" ] && timeout 10 python3 -m pip install --retries 0 --no-deps --target /tmp/fixed "$name" && '
+        "cp -r /tmp/fixed/* . && [ -d src ] && cp -r /tmp/fixed/* src/\n",
     ),
     Cheat(
         "solution-file",

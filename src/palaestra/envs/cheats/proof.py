@@ -56,7 +56,7 @@ from palaestra.inference.engines.scripted import (
 )
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.grading.grader import LIVE
+from palaestra.rollouts.grading.grader import LIVE, WAYS, Way
 from palaestra.rollouts.grading.tampering import is_below
 from palaestra.rollouts.group import GroupRun
 from palaestra.rollouts.journal.journal import EventStream, Journal
@@ -64,7 +64,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.spec import Phase, RunContext
 from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import WORKSPACE, Rung, SlotSpec
+from palaestra.sandbox.slot import WORKSPACE, Rung, SlotSpec, Snapshot
 from palaestra.tools.builtin.terminal import MAX_COMMAND_BYTES
 
 CLASSES: Mapping[str, tuple[Cheat, ...]] = {
@@ -184,9 +184,17 @@ def _writing(files: Mapping[str, bytes]) -> Iterator[str]:
 
 
 class PolicyRuns:
-    """Plays policies on tasks of an open environment. Each policy plays each task as a separate group."""
+    """Plays policies on tasks of an open environment. Each policy plays each task as a separate group. If `prepared` is
+    given, the workspace of a task is prepared only once and kept there, as for the rollouts of one group."""
 
-    def __init__(self, environment: Environment, workspaces: Workspaces, events: EventStream) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        workspaces: Workspaces,
+        events: EventStream,
+        prepared: dict[str, Snapshot] | None = None,
+    ) -> None:
+        self._prepared = prepared
         self._environment = environment
         self._workspaces = workspaces
         self._events = events
@@ -198,22 +206,26 @@ class PolicyRuns:
         engine = ScriptedEngine(APIServerConfig(server_type="scripted", model_name="noop"), policy)
         context = RunContext(engine, self._workspaces, self._events)
         try:
-            return await GroupRun(self._environment, context, number, task).run()
+            return await GroupRun(self._environment, context, number, task, snapshots=self._prepared).run()
         finally:
             READING.reset(reading)
 
 
 @asynccontextmanager
 async def policy_runs(
-    environment: Environment, pool: SlotPool, workspaces: Workspaces | None = None
+    environment: Environment, pool: SlotPool, workspaces: Workspaces | None = None, *, prepare_once: bool = False
 ) -> AsyncIterator[PolicyRuns]:
-    """Yield a `PolicyRuns` over an open pool, with a temporary journal. The default workspaces keep nothing."""
+    """Yield a `PolicyRuns` over an open pool, with a temporary journal. The default workspaces keep nothing. With
+    `prepare_once`, all policies that play a task start from the same prepared workspace."""
     workspaces = workspaces or Workspaces(pool)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder, "journal.jsonl"))
+        prepared: dict[str, Snapshot] = {}
         try:
-            yield PolicyRuns(environment, workspaces, EventStream(journal))
+            yield PolicyRuns(environment, workspaces, EventStream(journal), prepared if prepare_once else None)
         finally:
+            for snapshot in prepared.values():
+                await pool.forget(snapshot)
             await workspaces.aclose()
             journal.close()
 
@@ -246,7 +258,8 @@ class Proof:
 
     `classes` maps each class of attack to its state, and `parts` each part of a score that has several. A part is
     `free` if doing nothing earns it in full. `hollow` describes the work on which attacks on tests were played; it is
-    empty if there was none. `warnings` report what a score depends on, and what it does not see.
+    empty if there was none. `ways` maps the ways in which the scores judged the plain plays (`Way`) to an example of a
+    command or function each. `warnings` report what a score depends on, and what it does not see.
     """
 
     environment: str
@@ -259,6 +272,7 @@ class Proof:
     parts: Mapping[str, str] = field(default_factory=dict)
     hollow: str = ""
     warnings: tuple[str, ...] = ()
+    ways: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
@@ -313,6 +327,7 @@ class EnvironmentProof:
     _no_code: str = ""
     """Why there is no hollow work of Python code."""
     _unnoticed: list[str] = field(default_factory=list)
+    _ways: dict[Way, str] = field(default_factory=dict)
 
     async def run(self, count: int) -> Proof:
         """Play the first `count` tasks with the solutions, with a policy that does nothing, and with the cheats. Raises
@@ -321,7 +336,7 @@ class EnvironmentProof:
         resolved = {task.id: each for task in tasks if (each := await self._resolved(task)) is not None}
         solved = all(task.solution is not None for task in resolved.values())
         workspaces = ReadWorkspaces(self.pool)
-        async with policy_runs(self.environment, self.pool, workspaces) as runs:
+        async with policy_runs(self.environment, self.pool, workspaces, prepare_once=True) as runs:
             workspaces.read_live(self.pool.rung)
             await self._play_plain(tasks, resolved, solved, runs)
             workspaces.read_nothing()
@@ -332,9 +347,8 @@ class EnvironmentProof:
         names, warnings = tuple(task.id for task in tasks), tuple(self._warnings(list(resolved.values())))
         hollow = "" if self._base is None else f"{self._base.task.id}: {self._base.hollow.what}"
         lines = tuple(self._lines.values())
-        return Proof(
-            self.environment.name, names, lines, solved, skipped, self._classes(), self._part_states(), hollow, warnings
-        )
+        classes, parts, ways = self._classes(), self._part_states(), self._ways_used()
+        return Proof(self.environment.name, names, lines, solved, skipped, classes, parts, hollow, warnings, ways)
 
     async def _resolved(self, task: Task) -> Task | None:
         """Return the task as the policies play it; None for an unusable task, whose groups report the reason."""
@@ -355,7 +369,11 @@ class EnvironmentProof:
 
         async def play(name: str, policy: Policy, some: Sequence[Task], reads: Mapping[str, LeftFiles]) -> None:
             numbered = {task.id: n for n, task in enumerate(tasks)}
-            groups = [await runs.play(policy, task, numbered[task.id], reads.get(task.id)) for task in some]
+            watching = WAYS.set(self._ways)
+            try:
+                groups = [await runs.play(policy, task, numbered[task.id], reads.get(task.id)) for task in some]
+            finally:
+                WAYS.reset(watching)
             self._played[name] = list(zip(some, groups, strict=True))
             self._note(self._judge_plain(name))
 
@@ -562,6 +580,13 @@ class EnvironmentProof:
                 found[part] = (State.CLOSED if tested else State.NOT_TESTED).value
         return found
 
+    def _ways_used(self) -> dict[str, str]:
+        """Return the ways in which the scores judged the work. A score that only reads files compares outside."""
+        scored = any(each.reward is not None for plays in self._played.values() for _, group in plays
+                     for each in group.trajectories)  # fmt: skip
+        found = {way.value: self._ways[way] for way in Way if way in self._ways}
+        return found or ({Way.OUTSIDE.value: ""} if scored else {})
+
     def _warnings(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield warnings to the author about what the scores of these tasks depend on."""
         for task in tasks:
@@ -580,6 +605,8 @@ class EnvironmentProof:
                 if names := solved.detail.get("uncontrolled"):
                     yield f"{task.id}: no control covers {len(names)} of its tests, such as {names[0]}"
         yield from self._unnoticed
+        if Way.EXIT_CODE in self._ways:
+            yield _ADVICE.format(self._ways[Way.EXIT_CODE])
 
     def _judge_plain(self, name: str) -> PolicyResult:
         """Judge the plays of a solution or of doing nothing."""
@@ -641,6 +668,10 @@ class EnvironmentProof:
         )
 
 
+_ADVICE = (
+    "the score uses the exit status or output of commands such as {!r}; if they run the agent's code, which can end or "
+    "print anything, use sandbox.call or palaestra.grading.run_tests instead"
+)
 _NO_TERMINAL = "the agent has no tool terminal"
 _NO_PYTHON = "the reference solution leaves no Python code"
 _NO_TEXT = "the reference solution leaves no text files"

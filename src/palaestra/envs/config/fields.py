@@ -93,7 +93,7 @@ class BaseEnvConfig(Settings):
         "label that is certain, and strict pays nothing for any of strict_labels.",
     )
     strict_labels: list[str] = setting(
-        [], "Names of the labels for which `--env.reward strict` pays nothing; if empty, all labels."
+        [], "Names of known labels for which `--env.reward strict` pays nothing; if empty, all labels."
     )
     slots: int | None = setting(
         None, "Maximum slots in use; None: as many as memory and open files allow, up to 512.", ge=1

@@ -45,6 +45,7 @@ from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
+from palaestra.rollouts.grading.reward import check_strict_labels
 from palaestra.rollouts.journal.journal import EventStream
 from palaestra.rollouts.limits import INTERRUPTED_BY, RunLimits, RunStopped
 from palaestra.rollouts.observe.console import Console, duration, make_console
@@ -247,6 +248,8 @@ def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
 
 @asynccontextmanager
 async def opened(environment: Environment) -> AsyncIterator[None]:
+    if strict := environment.agent.strict_labels:
+        check_strict_labels(strict, environment.label_names)
     try:
         await environment.open()
         yield

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
+from enum import StrEnum
 
 from palaestra.core.errors import GraderError, InfraError, SandboxError, SlotEnded
 from palaestra.core.printable import one_line
@@ -45,6 +47,29 @@ SCRATCH_LOST = "scratch_lost"
 
 MOST_LEFT_OUT = 20
 """The maximum number of left-out paths that the report names."""
+
+
+class Way(StrEnum):
+    """How a check judges the agent's work."""
+
+    OUTSIDE = "outside"
+    """It compares values outside of the slot: what it read from files, or what `sandbox.call` returned."""
+    RUN_TESTS = "run_tests"
+    """Tests run in the slot, and their verdicts arrive on the verdict channel."""
+    EXIT_CODE = "exit code"
+    """It uses the exit status or the output of commands that ran in the slot."""
+
+
+WAYS: ContextVar[dict[Way, str] | None] = ContextVar("ways", default=None)
+"""The ways that checks use while this is set, each with an example of a command or a function."""
+
+
+def note_way(way: Way, example: str = "") -> None:
+    """Record in `WAYS`, if it is set, that a check judges work in this way."""
+    if (ways := WAYS.get()) is not None:
+        ways.setdefault(way, example)
+
+
 _MOST_IN_LABEL = 5
 _COPY_S = 300.0
 _MOST_PTH_BYTES = 1 << 16
@@ -344,11 +369,12 @@ class Grading:
         self.left_out = (*starting, *gone, *self.left_out)[:MOST_LEFT_OUT]
         return (*gone, *starting, *links)
 
-    def tools(self, timeout_s: float) -> ToolRuntime:
-        """Return a new runtime with all tools for `exec_tool` and `ToolContext`. The tools run in the grading slot."""
+    def tools(self, timeout_s: float, slot: Callable[[], Awaitable[Slot]] | None = None) -> ToolRuntime:
+        """Return a new runtime with all tools for `exec_tool` and `ToolContext`. The tools run in the grading slot, or
+        in what `slot` returns."""
         made = ToolRuntime(
             unrestricted(self.rollout.kit.registry),
-            self.slot,
+            slot or self.slot,
             task_id=f"{self.rollout.rollout_id}:grade",
             timeout_s=timeout_s,
             middleware=(self.rollout.recorded_call,),

@@ -2,16 +2,17 @@
 
 Code under test shares the process of its tests, so it can forge their results. Work that passes its tests therefore
 runs them once more, in a fresh workspace, under the same names. Each copy ends by raising an error with a random token,
-however its body ends. Where it compares a result with a constant or a variable, it also compares the result with a
-different value. A copy shows a forgery if it is reported as passed, if it fails without its token (which means that its
-function did not run), or if a result equals both values.
+however its body ends. Where it compares a result with something, it also compares the result with different values. A
+copy shows a forgery if it is reported as passed, if it fails without its token (which means that its function did not
+run), or if a result equals these values too.
 
 Why no honest work shows any of these: the copy's own code raises the token after the body, whatever the work returns,
 so only a changed test framework or a changed report hides it. A decorator or a plug-in may do so for any work, and a
-result may be meant to equal several constants (a pattern, a wildcard); therefore a finding is certain only if the
-reference solution does not have it in the same session. Without a reference solution, only a falsified test without
-decorators that passes is certain. A fixture may depend on other tests, so a finding counts only if it occurs again in a
-session with all tests. Sessions that time out prove nothing.
+result may be meant to equal many values (a wildcard); therefore a finding is certain only if the reference solution
+does not have it in the same session. Without a reference solution, a falsified test without decorators that passes is
+certain, and so is a result that equals sixteen random values of the right type if the author rules out wildcards. A
+fixture may depend on other tests, so a finding counts only if it occurs again in a session with all tests. Sessions
+that time out prove nothing.
 
 Invariant: an honest session costs one run of the tests that earn the reward, and no run of the reference solution. Does
 no I/O of its own. Not covered: work that contains the answers to its tests, generators, and tests that the files do not
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import random
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +41,41 @@ RunFiles = Callable[[Mapping[str, str]], Awaitable[TestRun]]
 PASSED, SKIPPED_BODY, EQUAL = "falsified_test_passed", "test_did_not_run", "equals_everything"
 """The names of the labels of falsified tests."""
 
-_VALUE, _EQUAL, _OTHER = "_palaestra_value", "_palaestra_equal", "_palaestra_other"
-_EQUALITY = frozenset({"assertEqual", "assertListEqual", "assertDictEqual", "assertTupleEqual", "assertSetEqual"})
+_SIDES, _EQUAL, _NOTE = ("_palaestra_left", "_palaestra_right"), "_palaestra_equal", "_palaestra_note"
+_EQUALITY = frozenset({f"assert{each}Equal" for each in ("", "Almost", "List", "Dict", "Tuple", "Set")})
+_SIMILAR = "any similar value"
+"""The end of the note about a result that equals a right value and `_MOST_SIMILAR` random values of its type."""
+_MOST_SIMILAR = 16
+_COMPARE = """
+
+def {name}(result, expected):
+    def other(value, factor, more):
+        kind = type(value)
+        size = max(8, min(40, len(value))) if kind in (str, bytes) else 8
+        text = ''.join(chr(97 + (factor * place + more) % 26) for place in range(size))
+        if kind in (int, float):
+            return value * factor + more
+        if kind in (list, tuple, dict):
+            for place in value if kind is dict else range(len(value)):
+                if (new := other(value[place], factor, more)) is not value[place]:
+                    value = {{**value}} if kind is dict else [*value]
+                    value[place] = new
+                    return kind(value)
+            return {{**value, text: text}} if kind is dict else kind([*value, text])
+        if kind in (set, frozenset):
+            return kind([*value, text])
+        return {{bool: not value, str: text, bytes: text.encode(), type(None): text}}.get(kind, value)
+
+    def equals(found):
+        return found != expected and result == found
+
+    try:
+        return all(equals(other(expected, *change)) for change in {changes})
+    except Exception:
+        return False
+"""
+"""The end of each falsified file: a function that tells whether a result also equals random values of the type of the
+right one (text for None). The changes also change numbers that are large, or that only count up to a modulus."""
 _MOST_EVIDENCE = 3
 """The maximum number of tests that the evidence of a label names."""
 
@@ -81,12 +116,18 @@ class FalsifiedTests:
 
 
 async def control(
-    sources: Mapping[str, str], earning: Sequence[str], work: RunFiles, reference: RunFiles | None = None
+    sources: Mapping[str, str],
+    earning: Sequence[str],
+    work: RunFiles,
+    reference: RunFiles | None = None,
+    *,
+    wildcards: bool = True,
 ) -> Controlled:
     """Run falsified copies of the tests `earning` over work that passes them.
 
-    `sources` are the test files by path (a single file may have an empty path). Raises what `work` and `reference`
-    raise.
+    `sources` are the test files by path (a single file may have an empty path). `wildcards` tells whether honest work
+    may return objects that are meant to equal many values; if not, such a result is certain without `reference` too.
+    Raises what `work` and `reference` raise.
     """
     made = falsify(sources, earning, alone=True)
     uncontrolled = tuple(name for name in earning if not made.covers(name))
@@ -102,20 +143,22 @@ async def control(
     if found and reference is not None:
         shown = await reference(made.texts)
         usual = set(earning if shown.timed_out else made.findings(shown, earning))
-    return Controlled(
-        tuple(_labels({name: each for name, each in found.items() if name not in usual}, made, reference is not None)),
-        uncontrolled,
-    )
+    unusual = {name: each for name, each in found.items() if name not in usual}
+    return Controlled(tuple(_labels(unusual, made, reference is not None, wildcards)), uncontrolled)
 
 
-def _labels(found: Mapping[str, tuple[str, str]], made: FalsifiedTests, compared: bool) -> Iterator[Label]:
+def _labels(
+    found: Mapping[str, tuple[str, str]], made: FalsifiedTests, compared: bool, wildcards: bool
+) -> Iterator[Label]:
     for label in (PASSED, SKIPPED_BODY, EQUAL):
         own = {name: evidence for name, (each, evidence) in found.items() if each == label}
         if own:
             plain = label == PASSED and not all(made.functions[_function_of(name)] for name in own)
+            shown = sorted(own.values(), key=lambda each: not each.endswith(_SIMILAR))
+            forged = label == EQUAL and not wildcards and shown[0].endswith(_SIMILAR)
             more = f" (and {len(own) - _MOST_EVIDENCE} more)" if len(own) > _MOST_EVIDENCE else ""
-            evidence = "; ".join(list(own.values())[:_MOST_EVIDENCE]) + more
-            yield Label(label, evidence, certain=compared or plain)
+            evidence = "; ".join(shown[:_MOST_EVIDENCE]) + more
+            yield Label(label, evidence, certain=compared or plain or forged)
 
 
 def alarm_labels(alarms: Collection[Alarm]) -> list[Label]:
@@ -194,7 +237,8 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
             elif alone and function.name not in used:
                 edits.append(_replaced(parsed, function, "pass"))
         if wanted:
-            texts[path] = apply_edits(source, edits)
+            changes = [(random.randint(2, 1000), random.randint(1, 1000)) for _ in range(_MOST_SIMILAR)]
+            texts[path] = apply_edits(source, edits) + _COMPARE.format(name=_NOTE, changes=changes)
         elif not alone:
             texts[path] = source
     return FalsifiedTests(texts, token, functions)
@@ -209,7 +253,7 @@ def _replaced(parsed: ParsedSource, function: Function, text: str) -> SourceEdit
 
 def _falsified(function: Function, token: str) -> Function:
     made = copy.deepcopy(function)
-    made.body = _Compared().body(made.body)
+    made.body = _Compared(function).body(made.body)
     whole = ast.parse(
         f"{_EQUAL} = ''\ntry:\n    pass\nfinally:\n    raise AssertionError(f'{token}<{{{_EQUAL}}}>')\n"
     ).body
@@ -219,7 +263,11 @@ def _falsified(function: Function, token: str) -> Function:
 
 
 class _Compared(ast.NodeTransformer):
-    """Where a result is compared with a constant or a variable, note whether it also equals another value."""
+    """Where a result is compared with something, note whether it also equals other values."""
+
+    def __init__(self, function: Function) -> None:
+        nodes = (node for statement in function.body for node in ast.walk(statement))
+        self._bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
     def body(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
         return self.visit(ast.Module(list(body), [])).body  # type: ignore[no-any-return]
@@ -238,7 +286,7 @@ class _Compared(ast.NodeTransformer):
         if not isinstance(test, ast.Compare) or [type(each) for each in test.ops] != [ast.Eq]:
             return node
         sides = [test.left, test.comparators[0]]
-        noted = _noted(sides, node)
+        noted = _noted(sides, node, self._bound)
         test.left, test.comparators = sides[0], [sides[1]]
         return noted
 
@@ -247,53 +295,43 @@ class _Compared(ast.NodeTransformer):
         if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") not in _EQUALITY or len(call.args) < 2:
             return node
         sides = call.args[:2]
-        noted = _noted(sides, node)
+        noted = _noted(sides, node, self._bound)
         call.args[:2] = sides
         return noted
 
 
-def _noted(sides: list[ast.expr], statement: ast.stmt) -> ast.stmt | list[ast.stmt]:
-    """Return the statement between one that binds the result to a name and one that notes what else it equals. In
-    `sides`, the name takes the place of the result."""
-    fixed = [number for number, side in enumerate(sides) if _is_literal(side)]
-    other = _other(sides[fixed[0]]) if len(fixed) == 1 and not isinstance(sides[1 - fixed[0]], ast.Starred) else None
-    if other is not None:
-        constant = sides[fixed[0]]
-        same: ast.expr = ast.Compare(ast.Name(_VALUE, ast.Load()), [ast.Eq()], [other])
-        result, shown = 1 - fixed[0], f"{ast.unparse(constant)[:60]} and {ast.unparse(other)[:60]}"
-    else:
-        names = [number for number, side in enumerate(sides) if isinstance(side, ast.Name)]
-        if fixed or len(names) != 1 or isinstance(sides[1 - names[0]], ast.Starred):
-            return statement
-        name = ast.unparse(sides[names[0]])  # often a parameter of the test, whose value is known only when it runs
-        changed = f"{name} + '~other' if isinstance({name}, str) else {name} * 3 + 7"
-        same = ast.parse(
-            f"isinstance({name}, (str, int, float)) and ({_OTHER} := {changed}) != {name} and {_VALUE} == {_OTHER}",
-            mode="eval",
-        ).body
-        result, shown = 1 - names[0], f"{name} and another value"
-    before = ast.Assign([ast.Name(_VALUE, ast.Store())], sides[result])
-    sides[result] = ast.Name(_VALUE, ast.Load())
-    note = ast.Assign([ast.Name(_EQUAL, ast.Store())], ast.Constant(shown.replace("<", "(").replace(">", ")")))
-    return [before, statement, ast.If(same, [note], [])]
+def _noted(sides: list[ast.expr], statement: ast.stmt, bound: Collection[str]) -> ast.stmt | list[ast.stmt]:
+    """Return the statement between those that bind its sides to names and those that note what else they equal. In
+    `sides`, the names take the places of the sides that are bound. `bound` are the variables that the test binds."""
+    literals, names = ([side for side in sides if kind(side)] for kind in (_is_literal, _is_name))
+    known = literals if literals or len(names) != 1 else names
+    if len(known) > 1 or any(isinstance(side, ast.Starred) for side in sides):
+        return statement
+    before: list[ast.stmt] = []
+    lines: list[str] = []
+    for number, side in enumerate(sides):
+        if side not in known:
+            before.append(ast.Assign([ast.Name(_SIDES[number], ast.Store())], side))
+            sides[number] = ast.Name(_SIDES[number], ast.Load())
+        result = ast.unparse(sides[number])
+        if not literals and _may_be_result(side, bound):
+            lines.append(f"if {_NOTE}({result}, None): {_EQUAL} = 'its value and any text'")
+        if known and side not in known:
+            shown = ast.unparse(known[0])
+            note = f"{shown[:60]} and {_SIMILAR}".replace("<", "(").replace(">", ")")
+            lines.append(f"if {_NOTE}({result}, {shown}): {_EQUAL} = {note!r}")
+    return [*before, statement, *ast.parse("\n".join(lines)).body]
 
 
-def _other(literal: ast.expr) -> ast.expr | None:
-    """Return the literal with its first text, number or truth value changed, or None if it has none."""
-    made = copy.deepcopy(literal)
-    for node in ast.walk(made):
-        if isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float | str | bytes):
-            value = node.value
-            if isinstance(value, bool):
-                node.value = not value
-            elif isinstance(value, int | float):
-                node.value = value * 3 + 7 if value != -3.5 else 0.0  # -3.5 would stay as it is
-            elif isinstance(value, bytes):
-                node.value = value + b"~other"
-            else:
-                node.value = f"{value}~other"
-            return made
-    return None
+def _is_name(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name)
+
+
+def _may_be_result(side: ast.expr, bound: Collection[str]) -> bool:
+    """Return whether a side may be a result. A constant of a module, such as `mock.ANY`, is none."""
+    if isinstance(side, ast.Name):
+        return side.id in bound
+    return not (isinstance(side, ast.Attribute) and side.attr.isupper())
 
 
 def _is_literal(node: ast.expr) -> bool:

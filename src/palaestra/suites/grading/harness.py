@@ -19,6 +19,7 @@ from importlib import resources
 
 from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON
+from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Slot
 
 
@@ -47,6 +48,7 @@ async def run_harness(
 
     Raises `GraderError` if the script does not send `start`.
     """
+    note_way(Way.RUN_TESTS)
     await send_scripts(slot, folder, "verdict_channel.py", "audit_hook.py", script)
     result = await slot.execute(
         [*command, f"{folder}/{script}"],

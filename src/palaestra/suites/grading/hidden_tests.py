@@ -57,8 +57,9 @@ async def run_tests(
     `tests` is Python text, or maps names to Python texts that run in separate processes. Its tests are functions
     without arguments whose names begin with `test`, and `unittest` classes; they may import the work, whose files must
     not be called like a standard module. `reference` maps the paths of a correct solution to their texts. With it, a
-    finding of the falsified tests counts only if the solution does not have it. `python_path` lists directories to
-    import from, relative to `cwd`.
+    finding of the falsified tests counts only if the solution does not have it. Give it if right results are meant to
+    equal many values, as wildcards do; without it, the label of such a result is certain. `python_path` lists
+    directories to import from, relative to `cwd`.
 
     Work that passes runs the tests once more, falsified, in a fork of the sandbox. At isolation levels without forks
     this second run is left out. A test that timed out, or that the work prevented from running, did not pass. Raises
@@ -105,7 +106,8 @@ async def _verdicts(
     failed = errors_of(run, names)
     labels = [*alarm_labels(run.alarms), *ended_early(run)]
     if forks and not failed:
-        labels += (await control({"": text}, names, on_work, None if reference is None else on_reference)).labels
+        over = None if reference is None else on_reference
+        labels += (await control({"": text}, names, on_work, over, wildcards=False)).labels
     return TestVerdicts(tuple(name for name in names if name not in failed), failed, tuple(labels))
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Label
+from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.falsified import Controlled, RunFiles, alarm_labels, control, ended_early
 from palaestra.suites.grading.harness import has_started, read_records
@@ -282,6 +283,7 @@ async def _session(
     made: Collection[str],
 ) -> _Session:
     """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it gave no verdict."""
+    note_way(Way.RUN_TESTS if script.pytest else Way.EXIT_CODE, script_name(task))
     await place_tests(slot, task, script, instead)
     result = await slot.execute(
         as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setup.user),

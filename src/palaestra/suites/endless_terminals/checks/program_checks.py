@@ -13,6 +13,7 @@ import msgspec
 
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON
+from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import WORKSPACE, Slot
 from palaestra.suites.endless_terminals.checks.base_check import (
     TIMEOUT_S,
@@ -47,6 +48,7 @@ class Runs(BaseCheck, frozen=True):
     cases: list[Case]
 
     async def fault(self, slot: Slot) -> str:
+        note_way(Way.EXIT_CODE, self.path)
         for number, case in enumerate(self.cases, 1):
             place = f"{_CASES}/{self.path}/{number}"
             for name, text in {".keep": "", **case.files}.items():
