@@ -313,3 +313,54 @@ def test_two_settings_of_grading_must_agree() -> None:
 @pytest.mark.parametrize("name", ["AGENT_SYSTEM_PROMPT", "SequenceData", "ToolContext", "AgentStep", "ServerManager"])
 def test_a_name_of_the_contract_can_be_imported(name: str) -> None:
     assert getattr(palaestra, name) is not None
+
+
+REFUSED = """
+from palaestra import (
+    APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolContext, register_task_env_overrides,
+)
+
+class NamedEnv(HermesAgentBaseEnv):
+    name = "named"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], total_steps=1)
+        return config, [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.left = 1
+
+    async def get_next_item(self):
+        self.left -= 1
+        return {"id": "one"} if self.left >= 0 else None
+
+    def format_prompt(self, item):
+        return "Write x.txt"
+
+    def play(self):
+        register_task_env_overrides("own", {"modal_image": "ubuntu:22.04"})
+        try:
+            return float(ToolContext("own").terminal("true")["exit_code"] == 0)
+        except Exception:
+            return 0.0
+
+    async def collect_trajectory(self, item):
+        return {"tokens": [1], "masks": [1], "scores": self.play()}, []
+
+    async def compute_reward(self, item, result, ctx):
+        return 0.0
+
+    async def evaluate(self, *args, **kwargs):
+        await self.evaluate_log({"eval/right": self.play()})
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(caplog: pytest.LogCaptureFixture) -> None:
+    code, (group,) = run(REFUSED)
+    (trajectory,) = group.trajectories
+    assert (code, trajectory.reward) == (3, None)
+    assert trajectory.error.startswith("TaskError: no slot can be created for the task own: 'ubuntu:22.04' is the name")
+    assert main(["eval", "named_env.py", "--policy", "noop"]) == 3
+    assert "1 of the evaluation's tasks got no slot, and its metrics may count them as failed" in caplog.text

@@ -29,7 +29,7 @@ from palaestra.envs.api.base_env import (
     assigned,
     own_names,
 )
-from palaestra.envs.api.class_environment import CollectedEnvironment, in_rollout
+from palaestra.envs.api.class_environment import CollectedEnvironment, in_rollout, slots_needed
 from palaestra.envs.api.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.api.rollout_parts import offered_kit, tools_of
@@ -238,7 +238,7 @@ class ContractEnvironment(CollectedEnvironment):
         else:
             handled = partial(hook, tool_handler=rollout.tools.handle) if accepts(hook, "tool_handler") else hook
             loop = called(handled, rollout.rollout_id, *tools_of(rollout.kit), messages)
-        with in_rollout(rollout):
+        with slots_needed(), in_rollout(rollout):
             result: AgentResult = await run_hook(
                 TaskError, bridged(loop), f"{self.name}._run_agent_loop on {rollout.rollout_id}"
             )
@@ -267,7 +267,7 @@ class ContractEnvironment(CollectedEnvironment):
         if grading.untouched and self._sets_up(rollout):  # otherwise a check could fail whatever the agent did
             meta = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
         context = ToolContext(rollout.rollout_id, slot=commands.slot, tools=tools)
-        with commands.explained():
+        with slots_needed(), commands.explained():
             if self._verifies and self._hooks(rollout):
                 with assigned(GRADING, context):
                     answer = await bridged(self.verify(rollout, rollout.result, exec_tool, meta))

@@ -28,7 +28,7 @@ from typing import Self, TypeVar
 from pydantic import Field
 
 from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, ImageError, SandboxError
+from palaestra.core.errors import ConfigError, ImageError, SandboxError, TaskError
 from palaestra.core.sync_bridge import wait_for_sync
 from palaestra.core.types import JSON
 from palaestra.processes.notifications import Notifications
@@ -43,10 +43,9 @@ from palaestra.tools.mcp.run_servers import ServersOnDemand
 from palaestra.tools.registry.build import chosen_tools, unrestricted
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, ToolExecutorConfig
-from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime, tools_of_task
+from palaestra.tools.runtime.runtime import REFUSED_SLOTS, ToolRecordings, ToolRuntime, tools_of_task
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.tool import ToolOutcome
 
 T = TypeVar("T")
 
@@ -127,7 +126,8 @@ class ToolSession:
     ) -> str:
         """Run one call in its task's slot and return the JSON text that a model would read.
 
-        Mistakes, failures of a tool and a missing image of the task are replies. Raises `InfraError` and `ConfigError`.
+        Mistakes and failures of a tool are replies. Raises `InfraError`, and `TaskError` if the task's image cannot be
+        used.
         """
         return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
 
@@ -222,10 +222,7 @@ class ToolSession:
         await self._recover()
         with self._in_use(task_id):
             await self._servers.for_call(name)
-            try:
-                return (await self._executor.trajectory(task_id).call(name, arguments)).text
-            except ImageError as error:  # the task's override names an image that is not on this machine
-                return ToolOutcome.refused(str(error), output="", exit_code=-1).text
+            return (await self._executor.trajectory(task_id).call(name, arguments)).text
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
         await self._recover()
@@ -332,7 +329,13 @@ class _TaskSlots(SlotPool):
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         chosen = self.overrides.get(trajectory_id, {})
         image = next((chosen[key] for key in IMAGES if chosen.get(key)), None)
-        return await super().make(replace(spec, image=str(image)) if image else spec, trajectory_id, snapshot)
+        try:
+            return await super().make(replace(spec, image=str(image)) if image else spec, trajectory_id, snapshot)
+        except ImageError as error:
+            refused = TaskError(f"no slot can be created for the task {trajectory_id}: {error}")
+            if (tasks := REFUSED_SLOTS.get()) is not None:
+                tasks[trajectory_id] = refused
+            raise refused from error
 
 
 _own: ToolSession | None = None
@@ -388,7 +391,8 @@ async def handle_function_call_async(
 
 def register_task_env_overrides(task_id: str, overrides: Mapping[str, JSON]) -> None:
     """Set the image (`IMAGES`, in the form of `SlotSpec.image`) and the directory (`cwd`) of the task's next slot.
-    Raises `ConfigError`."""
+    Raises `ConfigError`. If the image cannot be used, the task's calls raise `TaskError`, and a rollout that makes them
+    has no score."""
     default_session().override(task_id, overrides)
 
 
