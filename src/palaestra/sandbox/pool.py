@@ -175,6 +175,7 @@ class SlotPool:
         self._quarantine: dict[int, Slot] = {}
         self._leases = self._timeouts = 0
         self._started = False
+        self._images: dict[str, str] = {}
 
     @property
     def rung(self) -> Rung:
@@ -259,8 +260,15 @@ class SlotPool:
         self._leases += 1
         return slot
 
+    def register_image(self, trajectory_id: str, image: str) -> None:
+        """Set the image of a trajectory's slots until the next release of one, unless the spec or a snapshot names
+        one."""
+        self._images[trajectory_id] = image
+
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         """Have the backend make a slot for a caller that has a place. Subclasses may change the spec."""
+        if spec.image is None and snapshot is None and trajectory_id in self._images:
+            spec = replace(spec, image=self._images[trajectory_id])
         return await self.backend.create(spec, trajectory_id, snapshot)
 
     def take_up(self, slot: Slot) -> None:
@@ -276,6 +284,7 @@ class SlotPool:
         """
         if self._held.pop(slot.epoch, None) is None:
             return
+        self._images.pop(slot.trajectory_id, None)
         self._shells.pop(slot.epoch, None)
         try:
             await self._end(slot)

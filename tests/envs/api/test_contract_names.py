@@ -66,8 +66,14 @@ class NamedEnv(HermesAgentBaseEnv):
         config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], total_steps=1)
         return config, [APIServerConfig(model_name="m")]
 
+    async def _start_tool_backend(self):
+        self.started = True
+
+    async def _stop_tool_backend(self):
+        open("stopped.txt", "w").close()
+
     async def setup(self):
-        assert self.at_first is self.server
+        assert self.at_first is self.server and self.started
         assert self._tool_error_buffer == [] and self._current_group_tools is None and self.max_token_len == -1
         slot = await self._backend.acquire("setup")
         self.seen = (await slot.execute("echo prepared")).output
@@ -111,6 +117,7 @@ def test_the_body_of_the_contracts_own_collect_trajectory_works() -> None:
     code, (group,) = run(OWN_BODY)
     assert code == 0, group.trajectories[0].error
     assert [each.reward for each in group.trajectories] == [0.5]
+    assert Path("stopped.txt").exists()
 
 
 LOCAL_BODY = """
@@ -193,7 +200,11 @@ class NamedEnv(AgentEnv):
 
     @classmethod
     def config_init(cls):
-        return AgentEnvConfig(total_steps=1), [APIServerConfig(model_name="m")]
+        return AgentEnvConfig(total_steps=1, sandbox_image="mine:1"), [APIServerConfig(model_name="m")]
+
+    def __init__(self, config, server_configs, slurm=False, testing=False):
+        super().__init__(config, server_configs, slurm, testing)
+        self._pool = self._tool_executor = None
 
     async def setup_agent_env(self):
         assert not self._tool_server_inprocess
@@ -216,9 +227,10 @@ class NamedEnv(AgentEnv):
 
 
 @pytest.mark.usefixtures("here")
-def test_the_tool_executor_is_there_from_the_set_up_on() -> None:
+def test_the_tool_executor_is_there_from_the_set_up_on(caplog: pytest.LogCaptureFixture) -> None:
     code, (group,) = run(EXECUTOR)
     assert code == 0
+    assert "NamedEnv sets sandbox_image, which only Nomad reads, but its sandboxes are on this machine" in caplog.text
     assert [each.reward for each in group.trajectories] == [1.0], group.trajectories[0].error
 
 
@@ -325,7 +337,7 @@ class NamedEnv(HermesAgentBaseEnv):
 
     @classmethod
     def config_init(cls):
-        config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], total_steps=1)
+        config = HermesAgentEnvConfig(total_steps=1)
         return config, [APIServerConfig(model_name="m")]
 
     async def setup(self):
@@ -361,6 +373,7 @@ def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(cap
     code, (group,) = run(REFUSED)
     (trajectory,) = group.trajectories
     assert (code, trajectory.reward) == (3, None)
+    assert "enabled_toolsets is not set, so agents get every tool that works here: terminal, process" in caplog.text
     assert trajectory.error.startswith("TaskError: no slot can be created for the task own: 'ubuntu:22.04' is the name")
     assert main(["eval", "named_env.py", "--policy", "noop"]) == 3
     assert "1 of the evaluation's tasks got no slot, and its metrics may count them as failed" in caplog.text

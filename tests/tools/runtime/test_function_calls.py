@@ -84,10 +84,12 @@ def test_overrides_count_for_the_next_slot_of_their_task(session: ToolSession, t
     session.clear_override("a")
     assert call(session, "terminal", "a", command="pwd")["output"] == "/workspace\n"
     session.override("b", {"docker_image": str(tmp_path / "nowhere")})
-    with pytest.raises(TaskError, match="no slot can be created for the task b: the image '/.*/nowhere' does not exist"):
+    with pytest.raises(
+        TaskError, match=r"no slot can be created for the task b: the image '/.*/nowhere' does not exist"
+    ):
         call(session, "terminal", "b", command="pwd")
     session.override("b", {"modal_image": "python:3.11"})
-    with pytest.raises(TaskError, match="'python:3.11' is the name of an image"):
+    with pytest.raises(TaskError, match=r"'python:3\.11' is the name of an image"):
         call(session, "read_file", "b", path="f")
     with pytest.raises(ConfigError, match=r"'docker_imag' cannot be overridden for a task\. Did you mean docker_image"):
         session.override("c", {"docker_imag": "x"})

@@ -76,11 +76,20 @@ class ContractEnvironment(CollectedEnvironment):
         self._loop_takes_rollout = self._own_loop and takes_rollout(inner._run_agent_loop)
         self._warned = False
 
+    async def set_up(self) -> None:
+        if self._awaits_setup:
+            doing = f"{self.name} cannot begin: _start_tool_backend"
+            await run_hook(ConfigError, called(self.inner._start_tool_backend), doing)
+        await super().set_up()
+
     async def aclose(self) -> None:
         try:
-            await self.inner._close_backend()
+            await run_hook(ConfigError, called(self.inner._stop_tool_backend), f"{self.name}._stop_tool_backend")
         finally:
-            await super().aclose()
+            try:
+                await self.inner._close_backend()
+            finally:
+                await super().aclose()
 
     async def open(self) -> None:
         if self._collects and not self._offers_collecting:
@@ -90,7 +99,14 @@ class ContractEnvironment(CollectedEnvironment):
                 "calls; remove the override, or subclass HermesAgentBaseEnv instead"
             )
         await super().open()
-        self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
+        kit = self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
+        config = self.inner.config
+        if config.enabled_toolsets is None and config.distribution is None and not overrides(self.inner, "tool_kit"):
+            logger.warning(
+                "enabled_toolsets is not set, so agents get every tool that works here: %s. Set it for training, for "
+                "example to `terminal file`.",
+                ", ".join(kit.names),
+            )
 
     @property
     def agent(self) -> AgentSettings:

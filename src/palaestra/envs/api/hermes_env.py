@@ -167,6 +167,12 @@ class HermesAgentBaseEnv(BaseEnv):
 
         return OwnSlots(make_pool(self.config))
 
+    async def _start_tool_backend(self) -> None:
+        """Called before `setup`. The default does nothing, because a pool starts with its first lease."""
+
+    async def _stop_tool_backend(self) -> None:
+        """Called at the end of the run. The default does nothing, because the run closes `_backend`."""
+
     async def _close_backend(self) -> None:
         if (pool := self.__dict__.pop("_backend", None)) is not None:
             await pool.aclose()

@@ -95,6 +95,7 @@ class ToolSession:
         self._lasting = backend if backend is not None and backend.stays else None
         if own.checkpoint_path is not None and self._lasting is None:
             raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
+        self.settings = settings or ToolSettings()
         self.told = Notifications()
         self._leases = None if own.idle_s is None else Leases(own.idle_s)
         self._sweeping: Future[None] | None = None
