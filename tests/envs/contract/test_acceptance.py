@@ -18,6 +18,7 @@ import pytest
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.envs.discovery import load_environment
 from palaestra.envs.port_script import ROOTS
 from palaestra.sandbox.slot import Slot
 
@@ -440,7 +441,7 @@ def test_gateway() -> None:
     assert config.platforms == {}
 
 
-def test_training_tools(tmp_path: Path) -> None:
+def test_training_tools() -> None:
     """The ten `rl_*` functions, which report how to configure them."""
     names = """rl_list_environments rl_get_current_config rl_start_training rl_list_runs rl_test_inference
         rl_select_environment rl_edit_config rl_check_status rl_stop_training rl_get_results"""
@@ -454,3 +455,55 @@ def test_training_tools(tmp_path: Path) -> None:
     assert {"tokens", "masks", "scores", "inference_logprobs", "advantages", "group_overrides"} <= set(
         data.__annotations__
     )
+
+
+SMOKE = """
+import os
+from dotenv import load_dotenv
+from ..agent import AgentConfig
+from ..backends.docker_direct_backend import DockerDirectBackend
+from .agent_env import AgentEnv, AgentEnvConfig
+from .words import WORD
+from environments.benchmarks.terminalbench_2.terminalbench2_env import TerminalBench2EvalEnv
+
+load_dotenv(os.path.join(os.path.dirname(__file__), ".env"))
+
+class SmokeEnv(AgentEnv[AgentEnvConfig]):
+    async def setup_agent_env(self): ...
+    async def get_next_item(self): ...
+    def build_task(self, item): ...
+    async def score_trajectory(self, item, final_response): ...
+"""
+
+
+def test_a_script_in_the_original_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative imports find ours in place of the original modules, and the repository's other modules."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("SMOKE_WORD", "before")  # so that it is restored
+    monkeypatch.delenv("SMOKE_WORD")
+    monkeypatch.delitem(sys.modules, "dotenv", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
+        monkeypatch.delitem(sys.modules, name)
+    files = {
+        "atropos/__init__.py": "",
+        "atropos/agent/__init__.py": "raise RuntimeError('the original')",
+        "atropos/envs/__init__.py": "from .agent_env import AgentEnv",
+        "atropos/envs/agent_env.py": "raise RuntimeError('the original')",
+        "atropos/envs/words.py": "WORD = 'own'",
+        "atropos/envs/.env": "SMOKE_WORD=read",
+        "atropos/envs/smoke_env.py": SMOKE,
+        "tools/__init__.py": "LIMIT = 7",
+        "tools/own_tool.py": "RATE = 3",
+        "tools/terminal_tool.py": "raise RuntimeError('the original')",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    form = load_environment(str(tmp_path / "atropos/envs/smoke_env.py"), tmp_path)
+    assert form.reference.endswith("smoke_env.py:SmokeEnv")  # not the environment that it imports
+    module = sys.modules["palaestra_environment_smoke_env"]
+    assert (module.WORD, module.os.environ["SMOKE_WORD"]) == ("own", "read")
+    assert module.AgentConfig is old("palaestra", "AgentConfig")
+    assert old(TERMINAL, "cleanup_vm") is old("palaestra", "cleanup_vm")
+    assert (old("tools.own_tool", "RATE"), old("tools", "LIMIT")) == (3, 7)
+    assert old("tools", "own_tool").RATE == 3

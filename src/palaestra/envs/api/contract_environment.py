@@ -283,7 +283,7 @@ class ContractEnvironment(CollectedEnvironment):
         if grading.untouched and self._sets_up(rollout):  # otherwise a check could fail whatever the agent did
             meta = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
         context = ToolContext(rollout.rollout_id, slot=commands.slot, tools=tools)
-        with slots_needed(), commands.explained():
+        with commands.explained():
             if self._verifies and self._hooks(rollout):
                 with assigned(GRADING, context):
                     answer = await bridged(self.verify(rollout, rollout.result, exec_tool, meta))
