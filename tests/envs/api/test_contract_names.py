@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.sync_bridge import bridged
 from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.envs.discovery import load_environment
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
 
@@ -377,3 +379,22 @@ def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(cap
     assert trajectory.error.startswith("TaskError: no slot can be created for the task own: 'ubuntu:22.04' is the name")
     assert main(["eval", "named_env.py", "--policy", "noop"]) == 3
     assert "1 of the evaluation's tasks got no slot, and its metrics may count them as failed" in caplog.text
+
+
+@pytest.mark.usefixtures("here")
+def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
+    Path("named_env.py").write_text(REFUSED)
+    config = HermesAgentEnvConfig(terminal_backend="docker", enabled_toolsets=["terminal"])
+    servers = [palaestra.APIServerConfig(model_name="m")]
+
+    async def scenario() -> None:
+        environment = load_environment("named_env.py", Path()).build(config, servers, None)
+        await environment.open()
+        with pytest.raises(ConfigError, match="docker"):
+            await handle_function_call_async("terminal", {"command": "true"}, "elsewhere")
+        await environment.aclose()
+        assert json.loads(await handle_function_call_async("terminal", {"command": "true"}, "elsewhere"))["exit_code"] == 0
+        cleanup_vm("elsewhere")
+
+    asyncio.run(scenario())

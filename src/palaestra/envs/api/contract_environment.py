@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -75,6 +77,7 @@ class ContractEnvironment(CollectedEnvironment):
         self._own_loop = overrides(inner, "_run_agent_loop")
         self._loop_takes_rollout = self._own_loop and takes_rollout(inner._run_agent_loop)
         self._warned = False
+        self._open = contextlib.ExitStack()
 
     async def set_up(self) -> None:
         if self._awaits_setup:
@@ -89,6 +92,7 @@ class ContractEnvironment(CollectedEnvironment):
             try:
                 await self.inner._close_backend()
             finally:
+                await asyncio.to_thread(self._open.close)
                 await super().aclose()
 
     async def open(self) -> None:
@@ -98,6 +102,8 @@ class ContractEnvironment(CollectedEnvironment):
                 f"{type(self.inner).__name__} overrides {named}, which {type(self.inner).__mro__[1].__name__} never "
                 "calls; remove the override, or subclass HermesAgentBaseEnv instead"
             )
+        if self.inner.config.slot_backend != "local":
+            self._open.enter_context(own_tasks(self.inner.config))
         await super().open()
         kit = self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
         config = self.inner.config
@@ -328,6 +334,17 @@ class ContractEnvironment(CollectedEnvironment):
         row, backlog = row_and_backlog(answer) if isinstance(answer, tuple) else (answer, [])
         self.take_backlog(backlog, f"{self.name}._build_scored_item")
         return checked_row(row, rollout.task.id)
+
+
+def own_tasks(config: HermesAgentEnvConfig) -> AbstractContextManager[None]:
+    """Return a context in which the tasks that a class names itself, outside rollouts, have slots of the run's
+    backend."""
+    from palaestra.sandbox.backends.registry import make_backend
+    from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, lent_session
+
+    policy = ToolSessionConfig(allow_network=config.allow_network, require_sandbox=config.require_sandbox)
+    backend = make_backend(config.slot_backend, config)
+    return lent_session(ToolSession(config=policy, backend=backend, settings=config))
 
 
 def takes_rollout(hook: Callable[..., object]) -> bool:

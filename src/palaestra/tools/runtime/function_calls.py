@@ -18,7 +18,7 @@ import asyncio
 import atexit
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -36,7 +36,7 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.mcp.mcp_config import servers_of
 from palaestra.tools.mcp.run_servers import ServersOnDemand
@@ -85,14 +85,14 @@ class ToolSession:
         registry: ToolRegistry | None = None,
         *,
         config: ToolExecutorConfig | None = None,
-        backend: LocalBackend | None = None,
+        backend: Backend | None = None,
         settings: ToolSettings | None = None,
         shared: Iterable[object] = (),
         delegates: DelegationSource | None = None,
         world: ToolRecordings | None = None,
     ) -> None:
         own = config if isinstance(config, ToolSessionConfig) else ToolSessionConfig()
-        self._lasting = backend if backend is not None and backend.stays else None
+        self._lasting = backend if isinstance(backend, LocalBackend) and backend.stays else None
         if own.checkpoint_path is not None and self._lasting is None:
             raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
         self.settings = settings or ToolSettings()
@@ -302,7 +302,7 @@ class ToolSession:
 class _TaskSlots(SlotPool):
     """The pool of a session. It starts with its first slot and applies the task's overrides to each slot."""
 
-    def __init__(self, backend: LocalBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         super().__init__(SlotPoolConfig(), backend)
         self.overrides: dict[str, dict[str, JSON]] = {}
         self.leaving = False
@@ -340,14 +340,30 @@ class _TaskSlots(SlotPool):
 
 
 _own: ToolSession | None = None
+_chosen = False  # whether `use_session` set it
+_lent: list[ToolSession] = []
 _choosing = threading.Lock()
 
 
+@contextlib.contextmanager
+def lent_session(session: ToolSession) -> Iterator[None]:
+    """Make `session` the one that `handle_function_call` and `process_registry` use while the block runs, unless
+    `use_session` sets one. It is closed at the end of the block."""
+    with session:
+        _lent.append(session)
+        try:
+            yield
+        finally:
+            _lent.remove(session)
+
+
 def default_session() -> ToolSession:
-    """Return the process's session: the one that `use_session` set, or else a session with default settings. It is
-    closed when the interpreter exits."""
+    """Return the process's session: the one that `use_session` set, the one that the run lends, or else a session with
+    default settings. It is closed when the interpreter exits."""
     global _own
     with _choosing:
+        if _lent and not _chosen:
+            return _lent[-1]
         if _own is None:
             _own = ToolSession()
             atexit.register(_own.close)
@@ -356,9 +372,9 @@ def default_session() -> ToolSession:
 
 def use_session(session: ToolSession) -> None:
     """Make `session` the one that `handle_function_call` and `process_registry` use, and close the previous session."""
-    global _own
+    global _own, _chosen
     with _choosing:
-        before, _own = _own, session
+        before, _own, _chosen = _own, session, True
     atexit.register(session.close)
     if before is not None and before is not session:
         before.close()
