@@ -45,11 +45,10 @@ ELSEWHERE: Mapping[str, str] = {
     "SessionResetPolicy": "palaestra.gateway.session_reset",
     "TerminalBench2EvalConfig": "palaestra.suites.terminal_bench.terminalbench_2",
     "ToolCallParser": "palaestra.inference.parsers",
-    "build_docker_image": "palaestra.sandbox.backends.docker",
-    "docker_image_exists": "palaestra.sandbox.backends.docker",
     **{
         name: f"palaestra.envs.contract.{module}"
         for module, names in {
+            "docker_images": "build_docker_image docker_image_exists",
             "evaluations": "EvalBase eval_runner evaluate_log",
             "message_history": "ensure_trajectory_token_limit strip_thinking truncate_thinking",
             "reward_functions": "CombinedReward FormatReward LegacyFunctionWrapper RewardFunction RewardRegistry",

@@ -339,15 +339,14 @@ class NamedEnv(HermesAgentBaseEnv):
 
     @classmethod
     def config_init(cls):
-        config = HermesAgentEnvConfig(total_steps=1)
+        config = HermesAgentEnvConfig(total_steps=2)
         return config, [APIServerConfig(model_name="m")]
 
     async def setup(self):
-        self.left = 1
+        self.left = ["two", "one"]
 
     async def get_next_item(self):
-        self.left -= 1
-        return {"id": "one"} if self.left >= 0 else None
+        return {"id": self.left.pop()} if self.left else None
 
     def format_prompt(self, item):
         return "Write x.txt"
@@ -359,7 +358,13 @@ class NamedEnv(HermesAgentBaseEnv):
         except Exception:
             return 0.0
 
+    async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+        self._backend.register_image(trajectory_id, "/nowhere")
+        await exec_tool("bash", {"command": "true"})
+
     async def collect_trajectory(self, item):
+        if item["id"] == "two":
+            return await super().collect_trajectory(item)
         return {"tokens": [1], "masks": [1], "scores": self.play()}, []
 
     async def compute_reward(self, item, result, ctx):
@@ -372,9 +377,10 @@ class NamedEnv(HermesAgentBaseEnv):
 
 @pytest.mark.usefixtures("here")
 def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(caplog: pytest.LogCaptureFixture) -> None:
-    code, (group,) = run(REFUSED)
-    (trajectory,) = group.trajectories
-    assert (code, trajectory.reward) == (3, None)
+    code, groups = run(REFUSED)
+    trajectory, by_hook = sorted((group.trajectories[0] for group in groups), key=lambda each: each.task_id)
+    assert (code, trajectory.reward, by_hook.reward) == (3, None, None)
+    assert "the image '/nowhere' does not exist" in by_hook.error
     assert "enabled_toolsets is not set, so agents get every tool that works here: terminal, process" in caplog.text
     assert trajectory.error.startswith("TaskError: no slot can be created for the task own: 'ubuntu:22.04' is the name")
     assert main(["eval", "named_env.py", "--policy", "noop"]) == 3
@@ -394,7 +400,9 @@ def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(monkeypa
         with pytest.raises(ConfigError, match="docker"):
             await handle_function_call_async("terminal", {"command": "true"}, "elsewhere")
         await environment.aclose()
-        assert json.loads(await handle_function_call_async("terminal", {"command": "true"}, "elsewhere"))["exit_code"] == 0
+        assert (
+            json.loads(await handle_function_call_async("terminal", {"command": "true"}, "elsewhere"))["exit_code"] == 0
+        )
         cleanup_vm("elsewhere")
 
     asyncio.run(scenario())

@@ -354,7 +354,7 @@ def test_a_program_that_is_a_command_here(module: str, name: str, instead: str) 
         old(module, name)
 
 
-def test_backends() -> None:
+def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nomad, Modal and docker: classes, settings from dicts, variables and profiles, and `create_tool_backend`."""
     modal = old("atropos.backends.modal_backend", "ModalSandboxConfig")
     assert modal.from_dict("gpu", {"image": "x", "gpu": "T4"}).gpu == "T4"
@@ -370,8 +370,12 @@ def test_backends() -> None:
         register_image default_timeout_s"""
     for kind in ("DockerDirectBackend", "NomadToolBackend", "ModalToolBackend"):
         assert [name for name in names.split() if not hasattr(old("atropos.backends", kind), name)] == []
-    assert callable(old("atropos.backends.docker_direct_backend", "build_docker_image"))
-    assert callable(old("atropos.backends.docker_direct_backend", "docker_image_exists"))
+    direct = old("atropos.backends", "create_tool_backend")(type(config)(tool_pool_mode="docker_direct"))
+    assert isinstance(direct, old("atropos.backends.docker_direct_backend", "DockerDirectBackend"))
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
+    assert old("atropos.backends.docker_direct_backend", "docker_image_exists")("mine:1") is False
+    building = old("atropos.backends.docker_direct_backend", "build_docker_image")("/nowhere", "mine:1", timeout_s=9)
+    assert asyncio.run(building) is False
 
 
 @pytest.mark.slots

@@ -45,6 +45,7 @@ from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit
+from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
@@ -198,8 +199,21 @@ class ContractEnvironment(CollectedEnvironment):
 
     async def _begin(self, rollout: Rollout) -> None:
         if self._sets_up(rollout):
-            exec_tool = ExecTool(rollout.sandbox, lambda: rollout.tools)
+
+            async def slot() -> Slot:
+                self._take_image(rollout)
+                return await rollout.sandbox()
+
+            exec_tool = ExecTool(slot, lambda: rollout.tools)
             rollout.meta["workspace_meta"] = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
+            self._take_image(rollout)
+
+    def _take_image(self, rollout: Rollout) -> None:
+        """Use the image that the set-up has registered for a rollout, if there is one."""
+        pool = vars(self.inner).get("_backend")
+        image = pool.registered_image(rollout.rollout_id) if isinstance(pool, SlotPool) else None
+        if image is not None:
+            rollout.use_image(image)
 
     def _sets_up(self, rollout: Rollout) -> bool:
         """Return whether the rollout needs a set-up of its own, because the prepared workspace does not include it."""

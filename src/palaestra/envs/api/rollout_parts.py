@@ -1,8 +1,7 @@
-"""Parts of class environments' rollouts: the model server, the tools, an agent loop, and slots for the class itself."""
+"""Parts of class environments' rollouts: the model server, the tools and an agent loop."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from typing import Any, TypeAlias
@@ -16,8 +15,6 @@ from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion, TextCompletion
 from palaestra.rollouts.rollout import CURRENT, Rollout, RolloutTool
 from palaestra.rollouts.spec import Kit
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import unrestricted
 
 Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
@@ -41,19 +38,6 @@ class RolloutServer(ChatServer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
-
-
-class OwnSlots(SlotPool):
-    """A pool that starts with its first lease."""
-
-    def __init__(self, pool: SlotPool) -> None:
-        super().__init__(pool.config, pool.backend)
-        self._first = asyncio.Lock()
-
-    async def acquire(self, trajectory_id: str, **options: Any) -> Slot:
-        async with self._first:
-            await self.start()
-        return await super().acquire(trajectory_id, **options)
 
 
 def tools_of(kit: Kit) -> Tools:

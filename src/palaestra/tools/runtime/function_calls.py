@@ -18,7 +18,7 @@ import asyncio
 import atexit
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -102,7 +102,7 @@ class ToolSession:
         self._processes = ProcessRegistry(checkpoint_path=own.checkpoint_path, notifications=self.told)
         self._recovering = asyncio.Lock()
         self._recovered: int | None = None if self._lasting is not None else 0
-        self._slots = _TaskSlots(backend or LocalBackend())
+        self._slots = _TaskSlots(backend or LocalBackend()).started_when_used()
         self._world = world
         replayed = world is not None and world.replayed
         tools = unrestricted(settings=settings, replayed=replayed) if registry is None else registry.with_tools()
@@ -300,32 +300,16 @@ class ToolSession:
 
 
 class _TaskSlots(SlotPool):
-    """The pool of a session. It starts with its first slot and applies the task's overrides to each slot."""
+    """The pool of a session, which applies the task's overrides to each slot."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(SlotPoolConfig(), backend)
         self.overrides: dict[str, dict[str, JSON]] = {}
         self.leaving = False
-        self._first = asyncio.Lock()
 
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
         if not self.leaving:
             await super().release(slot, reset_workspace)
-
-    async def acquire(
-        self,
-        trajectory_id: str,
-        *,
-        spec: SlotSpec | None = None,
-        snapshot: Snapshot | None = None,
-        timeout_s: float | None = None,
-        admitted: Callable[[], None] | None = None,
-    ) -> Slot:
-        async with self._first:
-            await self.start()
-        return await super().acquire(
-            trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted
-        )
 
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         chosen = self.overrides.get(trajectory_id, {})
