@@ -426,7 +426,7 @@ class CollectedEnvironment(ClassEnvironment):
                 return rollout.result
             if failures:  # a class that catches the failure must not turn it into a score
                 raise failures[0]
-        rollout.meta["row"] = checked_row(row, rollout.task.id)
+        row = rollout.meta["row"] = checked_row(row, rollout.task.id)
         return _result_of(row, ended) if rollout.result is None else rollout.result
 
     async def play(self, rollout: Rollout, attempt: Attempt) -> ScoredDataItem:
