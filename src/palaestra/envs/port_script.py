@@ -57,7 +57,7 @@ ELSEWHERE: Mapping[str, str] = {
             "statistics": "allclose_to_first compute_discounted_returns compute_grpo_process_supervision_advantages "
             "compute_stats get_std_min_max_avg pass_at_k select_best_index",
             "teacher_distillation": "TeacherDistillationConfig TeacherDistillationEnv",
-            "tool_call_text": "extract_tool_call parse_tool_call",
+            "tool_call_text": "ParseResult extract_tool_call parse_tool_call",
             "toolset_functions": "TOOLSETS get_all_toolsets get_toolset get_toolset_names resolve_multiple_toolsets "
             "resolve_toolset validate_toolset",
             "tool_functions": "check_rl_api_keys get_missing_keys rl_check_status rl_edit_config rl_get_current_config "

@@ -180,6 +180,8 @@ def test_tool_call_parsers() -> None:
     assert set(NAMES.split()) <= set(old("environments.tool_call_parsers", "list_parsers")()) | {"deepseek_v31"}
     for name in NAMES.split():
         assert tuple(get(name).parse("plain text")) == ("plain text", None)
+    assert isinstance(get("hermes"), old("environments.tool_call_parsers", "ToolCallParser"))
+    assert isinstance(get("hermes").parse(""), old("environments.tool_call_parsers", "ParseResult"))
     content, calls = get("hermes").parse('Now. <tool_call>{"name": "add", "arguments": {"a": 1}}')
     assert content.strip() == "Now."
     assert (calls[0].function.name, json.loads(calls[0].function.arguments)) == ("add", {"a": 1})
