@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -406,3 +407,39 @@ def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(monkeypa
         cleanup_vm("elsewhere")
 
     asyncio.run(scenario())
+
+
+DUMMY = """
+from palaestra import APIServerConfig, BaseEnv, BaseEnvConfig
+
+class DummyEnv(BaseEnv):
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(total_steps=1), [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.left = ["one"]
+
+    async def get_next_item(self):
+        return self.left.pop() if self.left else None
+
+    async def collect_trajectory(self, item):
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.chat_completion(messages=[{"role": "user", "content": "Say something long."}])
+            node = managed.get_state()["nodes"][-1]
+        assert node.full_text.startswith("Say something long.")
+        return {"tokens": node.tokens, "masks": node.masked_tokens, "scores": 1.0}, []
+
+    async def evaluate(self, *args, **kwargs): ...
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_chat_server_makes_placeholder_tokens_if_the_variable_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, (group,) = run(DUMMY, "--policy", "noop")
+    assert code == 3
+    assert "do not return tokens" in group.trajectories[0].error
+    shutil.rmtree("runs")
+    monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "1")
+    code, (group,) = run(DUMMY, "--policy", "noop")
+    assert (code, group.trajectories[0].reward) == (0, 1.0)

@@ -26,9 +26,20 @@ class RolloutServer(ChatServer):
     """The model server for the code of one rollout. Chats belong to the rollout, so that a scripted policy can play
     them; other attributes are those of the run's server."""
 
-    def __init__(self, group: ChatServer, session: ChatServer) -> None:
+    def __init__(self, group: ChatServer, session: ChatServer, placeholders: bool = False) -> None:
         self._group = group
         self._session = session
+        self._placeholders = placeholders
+
+    def managed_server(self, **options: Any) -> ChatServer:
+        """Return a server that adds placeholder tokens to its replies, if the settings allow that; otherwise what the
+        run's server returns."""
+        if self._placeholders:
+            from palaestra.envs.contract.dummy_server import DummyManagedServer  # only existing scripts need it
+
+            return DummyManagedServer(self)
+        managed: ChatServer = self._group.managed_server(**options)  # type: ignore[attr-defined]
+        return managed
 
     async def chat_completion(self, **request: JSON) -> ChatCompletion:
         return await self._session.chat_completion(**request)

@@ -205,7 +205,9 @@ class BaseEnvConfig(Settings):
     rollout_server_url: str = setting("http://localhost:8000", "The trainer's trajectory server, which `serve` feeds.")
     rollout_server_token: str | None = setting(None, "The token of the trajectory server, if it requires one.")
     allow_placeholder_tokens: bool = setting(
-        False, "Let `serve` send groups without sampled tokens, which train nothing."
+        False,
+        "Let `serve` send groups without sampled tokens, which train nothing, and let managed_server() of a chat "
+        "server make them.",
     )
     num_rollouts_to_keep: int = setting(32, "Number of groups whose rollouts trackers can show.", ge=1)
     num_rollouts_per_group_for_logging: int = setting(1, "Rollouts to show per group; -1: all.", ge=-1)
