@@ -63,6 +63,7 @@ class HermesAgentLoop:
     unless `beyond` names them, because rollouts must not learn from each other.
 
     `failure` is the infrastructure failure that ended the latest run, or None. `wall` is the clock of that run.
+    `budget_config` has no effect: each tool limits its own results.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class HermesAgentLoop:
         extra_body: Mapping[str, JSON] | None = None,
         tool_handler: ToolHandler | ToolRuntime | None = None,
         max_context_tokens: int | None = None,
+        budget_config: object = None,
         *,
         parallel_safe: Collection[str] = frozenset(),
         on_turn: OnTurn | None = None,

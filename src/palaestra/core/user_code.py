@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -206,8 +207,23 @@ class _FreshLoader(SourceFileLoader):
         return code
 
 
+_RELATIVE = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
+
+
+def _package_of(path: Path) -> list[str]:
+    """Return the names of the package that a file with relative imports belongs to, outermost first; empty for any
+    other file."""
+    names: list[str] = []
+    folder = path.resolve().parent
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return names if names and _RELATIVE.search(path.read_bytes()) else []
+
+
 def load_file(path: Path) -> ModuleType:
-    """Import a Python file, which can import modules next to it. Raises `ConfigError`."""
+    """Import a Python file, which can import modules next to it. In a package, it can use relative imports, as with
+    `python -m`. Raises `ConfigError`."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder, not a Python file with an environment")
     if not path.is_file():
@@ -222,6 +238,9 @@ def load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     sys.path.insert(0, str(path.resolve().parent))  # as when Python runs the file as a script
+    if package := _package_of(path):
+        module.__package__, module.__spec__ = ".".join(package), None  # the spec's name is not in the package
+        sys.path.insert(0, str(path.resolve().parents[len(package)]))
     try:
         spec.loader.exec_module(module)
     except ConfigError:

@@ -155,6 +155,8 @@ def _pick(path: Path, name: str) -> Form:
     found = {key: value for key, value in vars(module).items() if _is_environment(value)}
     if name and name not in found:
         raise ConfigError(f"{path} has no environment {name!r}.{nearest(name, found)} It has {_list(found)}")
+    if not name and len(found) > 1:  # environments that the file imports do not count beside its own
+        found = {key: value for key, value in found.items() if _module_of(value) == module.__name__} or found
     if not name and len(found) != 1:
         choose = f"; choose one with {path}:NAME" if found else ""
         raise ConfigError(f"{path} has {_list(found)}{choose}")
@@ -168,6 +170,10 @@ def _is_environment(value: object) -> bool:
     if isinstance(value, FunctionForm):
         return True
     return _is_class_environment(value) and not inspect.isabstract(value)
+
+
+def _module_of(environment: object) -> str:
+    return str((environment.source if isinstance(environment, FunctionForm) else environment).__module__)
 
 
 def _is_class_environment(value: object) -> bool:

@@ -21,12 +21,10 @@ from pathlib import Path
 import palaestra
 from palaestra.core.errors import ConfigError
 
-ROOTS = frozenset(
-    {
-        *("atroposlib", "atropos", "batch_runner", "environments", "gateway", "model_tools", "run_agent", "tools"),
-        *("toolsets", "toolset_distributions"),
-    }
-)
+ROOTS = frozenset({
+    "atroposlib", "atropos", "atropos_agent", "batch_runner", "environments", "gateway", "model_tools", "run_agent",
+    "tools", "toolsets", "toolset_distributions",
+})  # fmt: skip
 """Top-level modules of the contract, from which existing scripts import."""
 
 ELSEWHERE: Mapping[str, str] = {
@@ -47,21 +45,24 @@ ELSEWHERE: Mapping[str, str] = {
     "SessionResetPolicy": "palaestra.gateway.session_reset",
     "TerminalBench2EvalConfig": "palaestra.suites.terminal_bench.terminalbench_2",
     "ToolCallParser": "palaestra.inference.parsers",
-    "build_docker_image": "palaestra.sandbox.backends.docker",
-    "docker_image_exists": "palaestra.sandbox.backends.docker",
     **{
         name: f"palaestra.envs.contract.{module}"
         for module, names in {
+            "docker_images": "build_docker_image docker_image_exists",
             "evaluations": "EvalBase eval_runner evaluate_log",
             "message_history": "ensure_trajectory_token_limit strip_thinking truncate_thinking",
             "reward_functions": "CombinedReward FormatReward LegacyFunctionWrapper RewardFunction RewardRegistry",
+            "sandbox_executor": "SandboxExecutor",
             "servers": "APIServer ManagedServer OpenAIServer OpenaiConfig SequenceNode parse_http_response",
             "statistics": "allclose_to_first compute_discounted_returns compute_grpo_process_supervision_advantages "
             "compute_stats get_std_min_max_avg pass_at_k select_best_index",
             "teacher_distillation": "TeacherDistillationConfig TeacherDistillationEnv",
-            "tool_call_text": "extract_tool_call parse_tool_call",
+            "tool_call_text": "ParseResult extract_tool_call parse_tool_call",
             "toolset_functions": "TOOLSETS get_all_toolsets get_toolset get_toolset_names resolve_multiple_toolsets "
             "resolve_toolset validate_toolset",
+            "tool_functions": "check_rl_api_keys get_missing_keys rl_check_status rl_edit_config rl_get_current_config "
+            "rl_get_results rl_list_environments rl_list_runs rl_select_environment rl_start_training rl_stop_training "
+            "rl_test_inference",
             "training_tokens": "UNMASKED_ROLES tokenize_for_trainer",
             "type_definitions": "AgentHistory Content EvaluationConfigGeneral EvaluationMetrics EvaluationResults "
             "EvaluationSample GameHistory GameStep Observation UUID number",
@@ -74,22 +75,30 @@ ELSEWHERE: Mapping[str, str] = {
 OF_MODULES: Mapping[tuple[str, str], str] = {
     ("atroposlib.envs.reward_fns", "registry"): "palaestra.envs.contract.reward_functions",
     ("atroposlib.envs.reward_fns.registry", "registry"): "palaestra.envs.contract.reward_functions",
+    ("tools.terminal_tool", "terminal_tool"): "palaestra.envs.contract.tool_functions",
     ("atroposlib.type_definitions", "AgentStep"): "palaestra.envs.contract.type_definitions",
     ("atroposlib.type_definitions", "Message"): "palaestra.envs.contract.type_definitions",
 }
 """Names that mean different things in different modules of the contract, and the modules that define them."""
 
 WITHOUT_EFFECT: Mapping[str, str] = dict.fromkeys(
-    ("apply_patches", "resize_tool_pool"), "palaestra.envs.contract.without_effect"
+    (
+        *("apply_patches", "resize_tool_pool", "_tool_executor", "BudgetConfig", "DEFAULT_BUDGET"),
+        *("DEFAULT_RESULT_SIZE_CHARS", "DEFAULT_TURN_BUDGET_CHARS", "DEFAULT_PREVIEW_SIZE_CHARS"),
+    ),
+    "palaestra.envs.contract.without_effect",
 )
 """Names for scripts that stay unchanged; in a ported script, the calls are deleted."""
 
 NOT_NEEDED: Mapping[str, str] = {
     "apply_patches": "there is nothing to patch: delete the call",
     "resize_tool_pool": "tools need no thread pool: delete the call",
+    "_tool_executor": "tools need no thread pool: delete the call of its shutdown",
+    "BudgetConfig": "each tool limits its own results: leave budget_config out",
     "AIAgent": "use Agent from palaestra",
     "BatchRunner": "run `palaestra batch FILE`, or call palaestra.run",
     "SandboxServer": "start `palaestra serve executor`, or name a backend in tool_pool_mode",
+    "app": "start `palaestra serve tools` or `palaestra serve executor`; tool_server_url='inprocess' needs no server",
     "ManagedServerAdapter": "call managed_server() of self.server, which has chat_completion",
     "tokenize_for_trainer_dpo": "atroposlib 0.4 does not have it either",
     "BaseLanguageEnv": "atroposlib 0.4 does not have it either; subclass BaseEnv",

@@ -148,7 +148,7 @@ class ServerGroup(ChatServer):
 
     def managed_server(self, **options: JSON) -> ManagedChat:
         """Return token-exact chat for one rollout. The options are `tokenizer`, `tool_call_parser` or `tool_parser`,
-        and `history`.
+        and `history` or `preserve_think_blocks`.
 
         Raises `NotImplementedError` for servers without exact tokens, so that existing environments fall back to chat
         completions, and `ConfigError` for an unusable tokenizer, template or parser.

@@ -420,6 +420,12 @@ class Rollout:
                 self.rung = self._slot.rung
             return self._slot
 
+    def use_image(self, image: str) -> None:
+        """Make the rollout's slot from this image. Raises `TaskError` if it has its slot already."""
+        if self._slot is not None and image != self._slot_spec.image:
+            raise TaskError(f"{self.rollout_id} has its slot already: register its image before the first command")
+        self._slot_spec = replace(self._slot_spec, image=image)
+
     @property
     def has_slot(self) -> bool:
         """Whether the rollout has a slot that has been neither sealed nor released."""

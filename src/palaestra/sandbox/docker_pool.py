@@ -1,13 +1,10 @@
-"""`DockerDirectBackend`: a pool in which each trajectory can have its own docker image. Programs written for Atropos
-and Hermes use this class name."""
+"""`DockerDirectBackend`: a pool of docker containers. Programs written for Atropos and Hermes use this class name."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from palaestra.sandbox.backends.docker import DockerBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Backend
 
 
 class DockerDirectBackend(SlotPool):
@@ -16,19 +13,3 @@ class DockerDirectBackend(SlotPool):
 
     def __init__(self, backend: Backend | None = None, config: SlotPoolConfig | None = None) -> None:
         super().__init__(config, backend or DockerBackend())
-        self._registered: dict[str, str] = {}
-
-    def register_image(self, trajectory_id: str, image: str) -> None:
-        """Set the image of the next slot of a trajectory."""
-        self._registered[trajectory_id] = image
-
-    async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
-        """Return a slot with the trajectory's image, unless `spec` names an image or `snapshot` is given."""
-        if spec.image is None and snapshot is None:
-            spec = replace(spec, image=self._registered.get(trajectory_id))
-        return await super().make(spec, trajectory_id, snapshot)
-
-    async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
-        """End a lease and its slot, and forget the trajectory's image."""
-        self._registered.pop(slot.trajectory_id, None)
-        await super().release(slot, reset_workspace)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -175,6 +175,8 @@ class SlotPool:
         self._quarantine: dict[int, Slot] = {}
         self._leases = self._timeouts = 0
         self._started = False
+        self._first: asyncio.Lock | None = None
+        self._images: dict[str, str] = {}
 
     @property
     def rung(self) -> Rung:
@@ -193,6 +195,11 @@ class SlotPool:
                 )
             self._free = self._places = self.limit.slots
         self._started = True
+
+    def started_when_used(self) -> Self:
+        """Return the pool, which its first `acquire` will start."""
+        self._first = asyncio.Lock()
+        return self
 
     async def aclose(self) -> None:
         """End every slot and the backend. Waiting `acquire` calls raise `SandboxError`. Idempotent."""
@@ -242,6 +249,9 @@ class SlotPool:
         timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
         if not timeout_s >= 0:  # also true for NaN
             raise ValueError(f"timeout_s must be a non-negative number, but is {timeout_s}")
+        if self._first is not None:
+            async with self._first:
+                await self.start()
         if not self._started:
             raise SandboxError("the slot pool is not running; call start() first")
         await self._take_place(trajectory_id, timeout_s)
@@ -259,8 +269,19 @@ class SlotPool:
         self._leases += 1
         return slot
 
+    def register_image(self, trajectory_id: str, image: str) -> None:
+        """Set the image of a trajectory's slots until the next release of one, unless the spec or a snapshot names
+        one."""
+        self._images[trajectory_id] = image
+
+    def registered_image(self, trajectory_id: str) -> str | None:
+        """Return the image that `register_image` has set for a trajectory."""
+        return self._images.get(trajectory_id)
+
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         """Have the backend make a slot for a caller that has a place. Subclasses may change the spec."""
+        if spec.image is None and snapshot is None and trajectory_id in self._images:
+            spec = replace(spec, image=self._images[trajectory_id])
         return await self.backend.create(spec, trajectory_id, snapshot)
 
     def take_up(self, slot: Slot) -> None:
@@ -276,6 +297,7 @@ class SlotPool:
         """
         if self._held.pop(slot.epoch, None) is None:
             return
+        self._images.pop(slot.trajectory_id, None)
         self._shells.pop(slot.epoch, None)
         try:
             await self._end(slot)

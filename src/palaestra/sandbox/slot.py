@@ -315,6 +315,33 @@ class Slot(Protocol):
     @property
     def state(self) -> SlotState: ...
 
+    @property
+    def alloc_id(self) -> str:
+        """The first part of the key `alloc_id:slot_id`. It is empty, because a slot's id is unique by itself."""
+        return ""
+
+    @property
+    def container_addr(self) -> str:
+        """The address of the server that existing programs call to use a slot. Raises AttributeError, because a slot is
+        only reached through its methods and its pool."""
+        raise AttributeError("slots have no address: call slot.execute(COMMAND) or SlotPool.execute(slot, TOOL, ARGS)")
+
+    def to_dict(self) -> dict[str, JSON]:
+        """Return the slot's description as JSON."""
+        return {
+            "slot_id": self.slot_id,
+            "alloc_id": self.alloc_id,
+            "workspace_dir": self.workspace_dir,
+            "state": self.state.value,
+            "trajectory_id": self.trajectory_id,
+            "metadata": dict(self.metadata),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, JSON]) -> Slot:
+        """Raise `ConfigError`, because a description holds no lease."""
+        raise ConfigError("a slot cannot be made from a dict: lease one with SlotPool.acquire(TRAJECTORY)")
+
     async def execute(
         self,
         command: str | Sequence[str],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.sync_bridge import bridged
 from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.envs.discovery import load_environment
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
 
@@ -66,8 +69,14 @@ class NamedEnv(HermesAgentBaseEnv):
         config = HermesAgentEnvConfig(enabled_toolsets=["terminal"], total_steps=1)
         return config, [APIServerConfig(model_name="m")]
 
+    async def _start_tool_backend(self):
+        self.started = True
+
+    async def _stop_tool_backend(self):
+        open("stopped.txt", "w").close()
+
     async def setup(self):
-        assert self.at_first is self.server
+        assert self.at_first is self.server and self.started
         assert self._tool_error_buffer == [] and self._current_group_tools is None and self.max_token_len == -1
         slot = await self._backend.acquire("setup")
         self.seen = (await slot.execute("echo prepared")).output
@@ -111,6 +120,7 @@ def test_the_body_of_the_contracts_own_collect_trajectory_works() -> None:
     code, (group,) = run(OWN_BODY)
     assert code == 0, group.trajectories[0].error
     assert [each.reward for each in group.trajectories] == [0.5]
+    assert Path("stopped.txt").exists()
 
 
 LOCAL_BODY = """
@@ -193,7 +203,11 @@ class NamedEnv(AgentEnv):
 
     @classmethod
     def config_init(cls):
-        return AgentEnvConfig(total_steps=1), [APIServerConfig(model_name="m")]
+        return AgentEnvConfig(total_steps=1, sandbox_image="mine:1"), [APIServerConfig(model_name="m")]
+
+    def __init__(self, config, server_configs, slurm=False, testing=False):
+        super().__init__(config, server_configs, slurm, testing)
+        self._pool = self._tool_executor = None
 
     async def setup_agent_env(self):
         assert not self._tool_server_inprocess
@@ -216,9 +230,10 @@ class NamedEnv(AgentEnv):
 
 
 @pytest.mark.usefixtures("here")
-def test_the_tool_executor_is_there_from_the_set_up_on() -> None:
+def test_the_tool_executor_is_there_from_the_set_up_on(caplog: pytest.LogCaptureFixture) -> None:
     code, (group,) = run(EXECUTOR)
     assert code == 0
+    assert "NamedEnv sets sandbox_image, which only Nomad reads, but its sandboxes are on this machine" in caplog.text
     assert [each.reward for each in group.trajectories] == [1.0], group.trajectories[0].error
 
 
@@ -313,3 +328,118 @@ def test_two_settings_of_grading_must_agree() -> None:
 @pytest.mark.parametrize("name", ["AGENT_SYSTEM_PROMPT", "SequenceData", "ToolContext", "AgentStep", "ServerManager"])
 def test_a_name_of_the_contract_can_be_imported(name: str) -> None:
     assert getattr(palaestra, name) is not None
+
+
+REFUSED = """
+from palaestra import (
+    APIServerConfig, HermesAgentBaseEnv, HermesAgentEnvConfig, ToolContext, register_task_env_overrides,
+)
+
+class NamedEnv(HermesAgentBaseEnv):
+    name = "named"
+
+    @classmethod
+    def config_init(cls):
+        config = HermesAgentEnvConfig(total_steps=2)
+        return config, [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.left = ["two", "one"]
+
+    async def get_next_item(self):
+        return {"id": self.left.pop()} if self.left else None
+
+    def format_prompt(self, item):
+        return "Write x.txt"
+
+    def play(self):
+        register_task_env_overrides("own", {"modal_image": "ubuntu:22.04"})
+        try:
+            return float(ToolContext("own").terminal("true")["exit_code"] == 0)
+        except Exception:
+            return 0.0
+
+    async def setup_trajectory_workspace(self, item, *, trajectory_id, exec_tool):
+        self._backend.register_image(trajectory_id, "/nowhere")
+        await exec_tool("bash", {"command": "true"})
+
+    async def collect_trajectory(self, item):
+        if item["id"] == "two":
+            return await super().collect_trajectory(item)
+        return {"tokens": [1], "masks": [1], "scores": self.play()}, []
+
+    async def compute_reward(self, item, result, ctx):
+        return 0.0
+
+    async def evaluate(self, *args, **kwargs):
+        await self.evaluate_log({"eval/right": self.play()})
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(caplog: pytest.LogCaptureFixture) -> None:
+    code, groups = run(REFUSED)
+    trajectory, by_hook = sorted((group.trajectories[0] for group in groups), key=lambda each: each.task_id)
+    assert (code, trajectory.reward, by_hook.reward) == (3, None, None)
+    assert "the image '/nowhere' does not exist" in by_hook.error
+    assert "enabled_toolsets is not set, so agents get every tool that works here: terminal, process" in caplog.text
+    assert trajectory.error.startswith("TaskError: no slot can be created for the task own: 'ubuntu:22.04' is the name")
+    assert main(["eval", "named_env.py", "--policy", "noop"]) == 3
+    assert "1 of the evaluation's tasks got no slot, and its metrics may count them as failed" in caplog.text
+
+
+@pytest.mark.usefixtures("here")
+def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
+    Path("named_env.py").write_text(REFUSED)
+    config = HermesAgentEnvConfig(terminal_backend="docker", enabled_toolsets=["terminal"])
+    servers = [palaestra.APIServerConfig(model_name="m")]
+
+    async def scenario() -> None:
+        environment = load_environment("named_env.py", Path()).build(config, servers, None)
+        await environment.open()
+        with pytest.raises(ConfigError, match="docker"):
+            await handle_function_call_async("terminal", {"command": "true"}, "elsewhere")
+        await environment.aclose()
+        assert (
+            json.loads(await handle_function_call_async("terminal", {"command": "true"}, "elsewhere"))["exit_code"] == 0
+        )
+        cleanup_vm("elsewhere")
+
+    asyncio.run(scenario())
+
+
+DUMMY = """
+from palaestra import APIServerConfig, BaseEnv, BaseEnvConfig
+
+class DummyEnv(BaseEnv):
+    @classmethod
+    def config_init(cls):
+        return BaseEnvConfig(total_steps=1), [APIServerConfig(model_name="m")]
+
+    async def setup(self):
+        self.left = ["one"]
+
+    async def get_next_item(self):
+        return self.left.pop() if self.left else None
+
+    async def collect_trajectory(self, item):
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.chat_completion(messages=[{"role": "user", "content": "Say something long."}])
+            node = managed.get_state()["nodes"][-1]
+        assert node.full_text.startswith("Say something long.")
+        return {"tokens": node.tokens, "masks": node.masked_tokens, "scores": 1.0}, []
+
+    async def evaluate(self, *args, **kwargs): ...
+"""
+
+
+@pytest.mark.usefixtures("here")
+def test_a_chat_server_makes_placeholder_tokens_if_the_variable_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, (group,) = run(DUMMY, "--policy", "noop")
+    assert code == 3
+    assert "do not return tokens" in group.trajectories[0].error
+    shutil.rmtree("runs")
+    monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "1")
+    code, (group,) = run(DUMMY, "--policy", "noop")
+    assert (code, group.trajectories[0].reward) == (0, 1.0)

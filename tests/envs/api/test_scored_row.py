@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+import pytest
+
+from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.api.scored_data import ScoredRow
+from palaestra.envs.api.scored_data import ScoredRow, checked_row
 
 
 def made() -> ScoredRow:
@@ -33,3 +36,11 @@ def test_every_other_iteration_yields_keys() -> None:
         yield from row
 
     assert list(keys()) == ["scores", "messages"]
+
+
+def test_a_group_of_one_row_stands_for_the_row() -> None:
+    said: JSON = [{"role": "assistant", "content": "a"}]
+    group: JSON = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0], "messages": [said]}
+    assert checked_row(group, "one") == {"tokens": [1, 2], "masks": [-100, 2], "scores": 1.0, "messages": said}
+    with pytest.raises(TaskError, match="is list, not a number"):
+        checked_row({"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [1.0, 0.0]}, "two")

@@ -15,7 +15,7 @@ import pytest
 
 from palaestra import HermesAgentLoop, get_tool_definitions
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, StaleLease
+from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, StaleLease, TaskError
 from palaestra.core.types import JSON
 from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, use_session
 from programs import nap
@@ -84,11 +84,13 @@ def test_overrides_count_for_the_next_slot_of_their_task(session: ToolSession, t
     session.clear_override("a")
     assert call(session, "terminal", "a", command="pwd")["output"] == "/workspace\n"
     session.override("b", {"docker_image": str(tmp_path / "nowhere")})
-    refused = call(session, "terminal", "b", command="pwd")
-    assert (refused["output"], refused["exit_code"]) == ("", -1)
-    assert "nowhere" in refused["error"]
+    with pytest.raises(
+        TaskError, match=r"no slot can be created for the task b: the image '/.*/nowhere' does not exist"
+    ):
+        call(session, "terminal", "b", command="pwd")
     session.override("b", {"modal_image": "python:3.11"})
-    assert "python:3.11" in call(session, "read_file", "b", path="f")["error"]
+    with pytest.raises(TaskError, match=r"'python:3\.11' is the name of an image"):
+        call(session, "read_file", "b", path="f")
     with pytest.raises(ConfigError, match=r"'docker_imag' cannot be overridden for a task\. Did you mean docker_image"):
         session.override("c", {"docker_imag": "x"})
 

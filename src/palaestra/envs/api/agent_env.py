@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -43,9 +44,14 @@ from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server_client import ToolServerLink
 
+logger = logging.getLogger(__name__)
+
 NEVER_CALLED = frozenset({"_run_agent_loop", "_collect_trajectory_local", "_collect_trajectory_sandbox"})
 """Methods of a `HermesAgentBaseEnv` that nothing calls in an `AgentEnv`."""
 
+
+OF_NOMAD = ("nomad_address", "sandbox_job_id", "sandbox_image", "privileged", "purge_job_on_start")
+"""Settings that only the backend Nomad reads."""
 
 NO_BATCHES = "Each tool call is sent immediately."
 
@@ -235,9 +241,23 @@ class AgentEnv(HermesAgentBaseEnv, Generic[AgentEnvConfigT]):
             self._executors[self.tool_world] = executor
         return executor
 
+    @_tool_executor.setter
+    def _tool_executor(self, executor: ToolExecutor | None) -> None:
+        if executor is None:
+            self._executors.clear()
+        else:
+            self._executors[self.tool_world] = executor
+
     @property
     def _pool(self) -> SlotPool:
         return self._backend
+
+    @_pool.setter
+    def _pool(self, pool: SlotPool | None) -> None:
+        if pool is None:
+            self.__dict__.pop("_backend", None)
+        else:
+            self._backend = pool
 
     async def shutdown_tool_backend(self) -> None:
         """Close the pool and the tools of `run_agent`. Idempotent; called at the end of the run."""
@@ -266,8 +286,16 @@ class AgentEnvironment(ContractEnvironment):
                 f"{type(self.inner).__name__} overrides {', '.join(sorted(unused))}, which AgentEnv never calls; "
                 "remove the override, or subclass HermesAgentBaseEnv instead"
             )
+        config = self.inner.config
+        said = [name for name in OF_NOMAD if name in config.model_fields_set]
+        if said and config.model_fields_set.isdisjoint({"tool_pool_mode", "terminal_backend"}):
+            logger.warning(
+                "%s sets %s, which only Nomad reads, but its sandboxes are on this machine: set tool_pool_mode to "
+                "`nomad` for Nomad, or to `local` if this is intended",
+                *(type(self.inner).__name__, ", ".join(said)),
+            )
         await super().open()
-        if self.inner.config.mcp_servers:
+        if config.mcp_servers:
             self.inner.tools = self.inner.build_tools()
 
     async def aclose(self) -> None:

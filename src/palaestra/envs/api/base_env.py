@@ -258,12 +258,14 @@ class BaseEnv(ABC):
         from palaestra.rollouts.rollout import CURRENT
 
         if self._own_server is None and self._server is not None:
-            rollout, group = CURRENT.get(), COLLECTED.get()
+            rollout, group, allowed = CURRENT.get(), COLLECTED.get(), self.config.allow_placeholder_tokens
             if rollout is not None and rollout.server.ledger is None:
-                return RolloutServer(self._server, rollout.server)
+                return RolloutServer(self._server, rollout.server, allowed)
             chats = self._server if isinstance(self._server, ServerGroup) and not self._server.token_exact else None
             if rollout is None and group is not None and chats is not None:
-                return RolloutServer(chats, chats.session(group))
+                return RolloutServer(chats, chats.session(group), allowed)
+            if allowed and chats is not None:
+                return RolloutServer(chats, chats, allowed)
         found = self._own_server or self._server
         if found is None:
             raise ConfigError(f"{type(self).__name__}.server is available only while the environment runs")

@@ -72,7 +72,7 @@ from palaestra.rollouts.rollout import CURRENT, Rollout
 from palaestra.rollouts.runner import Totals
 from palaestra.rollouts.spec import Kit, Projection, RecordedTools
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.runtime.runtime import TASK_TOOLS, TaskTools
+from palaestra.tools.runtime.runtime import REFUSED_SLOTS, TASK_TOOLS, TaskTools
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,22 @@ def in_rollout(rollout: Rollout) -> Iterator[None]:
     tools = TaskTools(rollout.rollout_id, lambda: rollout.tools, asyncio.get_running_loop())
     with assigned(CURRENT, rollout), assigned(TASK_TOOLS, tools):
         yield
+
+
+@contextmanager
+def slots_needed() -> Iterator[None]:
+    """If a task in the block got no slot because of its image, raise that error at the end of the block, even if code
+    in the block caught it."""
+    refused: dict[str, TaskError] = {}
+    try:
+        with assigned(REFUSED_SLOTS, refused):
+            yield
+    except Exception as error:
+        if refused:
+            raise next(iter(refused.values())) from error
+        raise
+    if refused:
+        raise next(iter(refused.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +241,15 @@ class ClassEnvironment(EvaluatedEnvironment):
         self._evaluated = 0
         self.inner.most_evaluated = evaluation.limit
         self.inner._run_items, self.inner._evaluation = run_items, {}
-        await run_hook(ConfigError, called(self.inner.evaluate), f"cannot evaluate {self.name}: evaluate")
+        refused: dict[str, TaskError] = {}
+        with assigned(REFUSED_SLOTS, refused):
+            await run_hook(ConfigError, called(self.inner.evaluate), f"cannot evaluate {self.name}: evaluate")
+        if refused:  # `evaluate` may have caught the errors, but it cannot have measured these tasks
+            logger.warning(
+                "%d of the evaluation's tasks got no slot, and its metrics may count them as failed. First: %s",
+                *(len(refused), next(iter(refused.values()))),
+            )
+            evaluation.totals.rollouts += len(refused)
         return self.inner._evaluation
 
     async def evaluated_tasks(self) -> AsyncIterator[Task] | None:
@@ -343,6 +367,7 @@ class CollectedEnvironment(ClassEnvironment):
         rows: list[Row] = []
         try:
             with (
+                slots_needed(),
                 assigned(PLAYER, play),
                 assigned(COLLECTED, SessionContext(group.group_id, task, tools=group.kit.names)),
                 self.group_tools(group.kit),
@@ -399,6 +424,7 @@ class CollectedEnvironment(ClassEnvironment):
 
             try:
                 with (
+                    slots_needed(),
                     assigned(PLAYER, play),
                     in_rollout(rollout),
                     self.group_tools(rollout.kit),
@@ -414,7 +440,7 @@ class CollectedEnvironment(ClassEnvironment):
                 return rollout.result
             if failures:  # a class that catches the failure must not turn it into a score
                 raise failures[0]
-        rollout.meta["row"] = checked_row(row, rollout.task.id)
+        row = rollout.meta["row"] = checked_row(row, rollout.task.id)
         return _result_of(row, ended) if rollout.result is None else rollout.result
 
     async def play(self, rollout: Rollout, attempt: Attempt) -> ScoredDataItem:

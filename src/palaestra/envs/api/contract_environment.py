@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -29,7 +31,7 @@ from palaestra.envs.api.base_env import (
     assigned,
     own_names,
 )
-from palaestra.envs.api.class_environment import CollectedEnvironment, in_rollout
+from palaestra.envs.api.class_environment import CollectedEnvironment, in_rollout, slots_needed
 from palaestra.envs.api.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.api.rollout_parts import offered_kit, tools_of
@@ -43,6 +45,7 @@ from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit
+from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import unrestricted
 from palaestra.tools.runtime.runtime import ToolRuntime
@@ -75,12 +78,23 @@ class ContractEnvironment(CollectedEnvironment):
         self._own_loop = overrides(inner, "_run_agent_loop")
         self._loop_takes_rollout = self._own_loop and takes_rollout(inner._run_agent_loop)
         self._warned = False
+        self._open = contextlib.ExitStack()
+
+    async def set_up(self) -> None:
+        if self._awaits_setup:
+            doing = f"{self.name} cannot begin: _start_tool_backend"
+            await run_hook(ConfigError, called(self.inner._start_tool_backend), doing)
+        await super().set_up()
 
     async def aclose(self) -> None:
         try:
-            await self.inner._close_backend()
+            await run_hook(ConfigError, called(self.inner._stop_tool_backend), f"{self.name}._stop_tool_backend")
         finally:
-            await super().aclose()
+            try:
+                await self.inner._close_backend()
+            finally:
+                await asyncio.to_thread(self._open.close)
+                await super().aclose()
 
     async def open(self) -> None:
         if self._collects and not self._offers_collecting:
@@ -89,8 +103,17 @@ class ContractEnvironment(CollectedEnvironment):
                 f"{type(self.inner).__name__} overrides {named}, which {type(self.inner).__mro__[1].__name__} never "
                 "calls; remove the override, or subclass HermesAgentBaseEnv instead"
             )
+        if self.inner.config.slot_backend != "local":
+            self._open.enter_context(own_tasks(self.inner.config))
         await super().open()
-        self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
+        kit = self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
+        config = self.inner.config
+        if config.enabled_toolsets is None and config.distribution is None and not overrides(self.inner, "tool_kit"):
+            logger.warning(
+                "enabled_toolsets is not set, so agents get every tool that works here: %s. Set it for training, for "
+                "example to `terminal file`.",
+                ", ".join(kit.names),
+            )
 
     @property
     def agent(self) -> AgentSettings:
@@ -176,8 +199,21 @@ class ContractEnvironment(CollectedEnvironment):
 
     async def _begin(self, rollout: Rollout) -> None:
         if self._sets_up(rollout):
-            exec_tool = ExecTool(rollout.sandbox, lambda: rollout.tools)
+
+            async def slot() -> Slot:
+                self._take_image(rollout)
+                return await rollout.sandbox()
+
+            exec_tool = ExecTool(slot, lambda: rollout.tools)
             rollout.meta["workspace_meta"] = await self._set_up(rollout.task, rollout.rollout_id, exec_tool)
+            self._take_image(rollout)
+
+    def _take_image(self, rollout: Rollout) -> None:
+        """Use the image that the set-up has registered for a rollout, if there is one."""
+        pool = vars(self.inner).get("_backend")
+        image = pool.registered_image(rollout.rollout_id) if isinstance(pool, SlotPool) else None
+        if image is not None:
+            rollout.use_image(image)
 
     def _sets_up(self, rollout: Rollout) -> bool:
         """Return whether the rollout needs a set-up of its own, because the prepared workspace does not include it."""
@@ -238,7 +274,7 @@ class ContractEnvironment(CollectedEnvironment):
         else:
             handled = partial(hook, tool_handler=rollout.tools.handle) if accepts(hook, "tool_handler") else hook
             loop = called(handled, rollout.rollout_id, *tools_of(rollout.kit), messages)
-        with in_rollout(rollout):
+        with slots_needed(), in_rollout(rollout):
             result: AgentResult = await run_hook(
                 TaskError, bridged(loop), f"{self.name}._run_agent_loop on {rollout.rollout_id}"
             )
@@ -312,6 +348,17 @@ class ContractEnvironment(CollectedEnvironment):
         row, backlog = row_and_backlog(answer) if isinstance(answer, tuple) else (answer, [])
         self.take_backlog(backlog, f"{self.name}._build_scored_item")
         return checked_row(row, rollout.task.id)
+
+
+def own_tasks(config: HermesAgentEnvConfig) -> AbstractContextManager[None]:
+    """Return a context in which the tasks that a class names itself, outside rollouts, have slots of the run's
+    backend."""
+    from palaestra.sandbox.backends.registry import make_backend
+    from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, lent_session
+
+    policy = ToolSessionConfig(allow_network=config.allow_network, require_sandbox=config.require_sandbox)
+    backend = make_backend(config.slot_backend, config)
+    return lent_session(ToolSession(config=policy, backend=backend, settings=config))
 
 
 def takes_rollout(hook: Callable[..., object]) -> bool:

@@ -160,12 +160,17 @@ class HermesAgentBaseEnv(BaseEnv):
 
     @cached_property
     def _backend(self) -> SlotPool:
-        """Slots for the class's own use, outside rollouts. The pool starts with the first lease and ends with the
-        run."""
-        from palaestra.envs.api.rollout_parts import OwnSlots
+        """Slots for the class's own use, outside rollouts. The pool starts with the first lease and ends with the run.
+        An image that the set-up of a rollout registers here is also that of the rollout's slot."""
         from palaestra.envs.config.build import make_pool
 
-        return OwnSlots(make_pool(self.config))
+        return make_pool(self.config).started_when_used()
+
+    async def _start_tool_backend(self) -> None:
+        """Called before `setup`. The default does nothing, because a pool starts with its first lease."""
+
+    async def _stop_tool_backend(self) -> None:
+        """Called at the end of the run. The default does nothing, because the run closes `_backend`."""
 
     async def _close_backend(self) -> None:
         if (pool := self.__dict__.pop("_backend", None)) is not None:

@@ -1,8 +1,7 @@
-"""Parts of class environments' rollouts: the model server, the tools, an agent loop, and slots for the class itself."""
+"""Parts of class environments' rollouts: the model server, the tools and an agent loop."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from typing import Any, TypeAlias
@@ -16,8 +15,6 @@ from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion, TextCompletion
 from palaestra.rollouts.rollout import CURRENT, Rollout, RolloutTool
 from palaestra.rollouts.spec import Kit
-from palaestra.sandbox.pool import SlotPool
-from palaestra.sandbox.slot import Slot
 from palaestra.tools.registry.build import unrestricted
 
 Tools: TypeAlias = tuple[list[dict[str, JSON]], set[str]]
@@ -29,9 +26,20 @@ class RolloutServer(ChatServer):
     """The model server for the code of one rollout. Chats belong to the rollout, so that a scripted policy can play
     them; other attributes are those of the run's server."""
 
-    def __init__(self, group: ChatServer, session: ChatServer) -> None:
+    def __init__(self, group: ChatServer, session: ChatServer, placeholders: bool = False) -> None:
         self._group = group
         self._session = session
+        self._placeholders = placeholders
+
+    def managed_server(self, **options: Any) -> ChatServer:
+        """Return a server that adds placeholder tokens to its replies, if the settings allow that; otherwise what the
+        run's server returns."""
+        if self._placeholders:
+            from palaestra.envs.contract.dummy_server import DummyManagedServer  # only existing scripts need it
+
+            return DummyManagedServer(self)
+        managed: ChatServer = self._group.managed_server(**options)  # type: ignore[attr-defined]
+        return managed
 
     async def chat_completion(self, **request: JSON) -> ChatCompletion:
         return await self._session.chat_completion(**request)
@@ -41,19 +49,6 @@ class RolloutServer(ChatServer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
-
-
-class OwnSlots(SlotPool):
-    """A pool that starts with its first lease."""
-
-    def __init__(self, pool: SlotPool) -> None:
-        super().__init__(pool.config, pool.backend)
-        self._first = asyncio.Lock()
-
-    async def acquire(self, trajectory_id: str, **options: Any) -> Slot:
-        async with self._first:
-            await self.start()
-        return await super().acquire(trajectory_id, **options)
 
 
 def tools_of(kit: Kit) -> Tools:

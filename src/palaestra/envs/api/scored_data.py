@@ -87,7 +87,10 @@ def grouped(rows: Sequence[ScoredDataItem]) -> ScoredDataGroup | None:
 
 
 def checked_row(row: object, task_id: str) -> Row:
-    """Return the row if it can be recorded. Otherwise, raises `TaskError` with the problem."""
+    """Return the row if it can be recorded; a group of one row stands for the row. Otherwise, raises `TaskError` with
+    the problem."""
+    if isinstance(row, Mapping) and isinstance(row.get("scores"), list) and len(row["scores"]) == 1:
+        (row,) = rows_of(row, task_id)
     if not isinstance(row, Mapping):
         raise TaskError(f"{task_id}: a row is {type(row).__name__}, not a ScoredDataItem")
     for key in ("tokens", "masks", "scores"):

@@ -28,6 +28,9 @@ LATER_BACKENDS = ("daytona", "slot_pool")
 """Slot backends that existing scripts name but that this version does not have. A run rejects them."""
 
 
+OWN_LIMITS = "Each tool limits its own results, and keeps longer output in a file of the sandbox."
+
+
 class EvalHandlingEnum(Enum):
     """What a run does during an evaluation, with the names that existing scripts use."""
 
@@ -202,7 +205,9 @@ class BaseEnvConfig(Settings):
     rollout_server_url: str = setting("http://localhost:8000", "The trainer's trajectory server, which `serve` feeds.")
     rollout_server_token: str | None = setting(None, "The token of the trajectory server, if it requires one.")
     allow_placeholder_tokens: bool = setting(
-        False, "Let `serve` send groups without sampled tokens, which train nothing."
+        False,
+        "Let `serve` send groups without sampled tokens, which train nothing, and let managed_server() of a chat "
+        "server make them.",
     )
     num_rollouts_to_keep: int = setting(32, "Number of groups whose rollouts trackers can show.", ge=1)
     num_rollouts_per_group_for_logging: int = setting(1, "Rollouts to show per group; -1: all.", ge=-1)
@@ -407,6 +412,10 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
     dataset_split: str = setting("train", "The split of a named data set.")
     prompt_field: str = setting("prompt", "The column that holds the prompt.")
 
+    default_result_size_chars: int = later(100_000, "Maximum characters of a tool's result.", OWN_LIMITS)
+    turn_budget_chars: int = later(200_000, "Maximum characters of all tool results of a turn.", OWN_LIMITS)
+    preview_size_chars: int = later(1_500, "Characters to show of a longer result.", OWN_LIMITS)
+    tool_result_overrides: dict[str, int] | None = later(None, "Maximum characters by tool.", OWN_LIMITS)
     terminal_lifetime: int = later(
         3600, "Seconds after which an idle sandbox ends.", "A slot lives as long as its rollout."
     )
@@ -502,6 +511,13 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
                 "the script sets)"
             )
         return self
+
+    def build_budget_config(self) -> object:
+        """Return the settings for the sizes of tool results, which existing scripts pass to `HermesAgentLoop`."""
+        from palaestra.envs.contract.without_effect import BudgetConfig  # only existing scripts need it
+
+        sizes = self.default_result_size_chars, self.turn_budget_chars, self.preview_size_chars
+        return BudgetConfig(*sizes, tool_overrides=self.tool_result_overrides or {})
 
     @property
     def slot_backend(self) -> str:

@@ -81,8 +81,9 @@ _SLOT_VARIABLES = {
     "TERMINAL_NOMAD_MAX": "max_containers",
     "NOMAD_TOKEN": "nomad_token",
     "TERMINAL_NOMAD_JOB_ID": "sandbox_job_id",
+    "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER": "allow_placeholder_tokens",
 }
-"""Names that existing scripts and job files export for slots."""
+"""Names that existing scripts and job files export for an environment, mostly for its slots."""
 
 _SLOT_POOL = ("TERMINAL_ENV", "slot_pool")
 """If this variable has this value, TERMINAL_SLOT_BACKEND names the backend."""

@@ -10,8 +10,13 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from palaestra.core.types import JSON
+from palaestra.inference.parsers import ParsedOutput
+
+ParseResult: TypeAlias = ParsedOutput
+"""What `parse` of a parser returns; it unpacks into the content and the calls."""
 
 logger = logging.getLogger(__name__)
 

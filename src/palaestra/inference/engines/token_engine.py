@@ -69,12 +69,13 @@ class TokenChat(ServerEngine):
         tool_parser: ToolCallParser | str | None = None,
         *,
         history: HistoryMode | None = None,
+        preserve_think_blocks: bool = False,
         name: str = "",
         engine: TokenEngine | None = None,
     ) -> ManagedChat:
         """Return token-exact chat for one rollout. Arguments override the config. If `engine` is set, it samples
-        instead of this engine. If an argument names an unknown parser, a warning is logged and `hermes` is used, as
-        existing scripts expect. Raises `ConfigError`."""
+        instead of this engine. `preserve_think_blocks` means the history `append`. If an argument names an unknown
+        parser, a warning is logged and `hermes` is used, as existing scripts expect. Raises `ConfigError`."""
         chosen = tool_call_parser or tool_parser
         if isinstance(chosen, str) and chosen not in ("none", *list_parsers()):
             logger.warning("no tool-call parser is named %r; hermes is used instead", chosen)
@@ -83,7 +84,7 @@ class TokenChat(ServerEngine):
             engine or self,
             self._chat_format(tokenizer),
             chosen or self.config.tool_parser,
-            history=history or self.config.history,
+            history=history or ("append" if preserve_think_blocks else self.config.history),
             name=name,
             clock=self._clock,
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from palaestra.core.types import JSON
 from palaestra.inference.engine import FunctionCall, ToolCallMessage
@@ -162,6 +162,7 @@ class ParsedOutput:
         return 2
 
 
+@runtime_checkable
 class ToolCallParser(Protocol):
     """The interface of a parser. Scripts can implement it and register their own parser."""
 

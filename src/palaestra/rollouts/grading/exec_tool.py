@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from palaestra.core.errors import InfraError
+from palaestra.core.errors import PalaestraError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Shell, Slot
 from palaestra.sandbox.slot_tools import SLOT_TOOLS, run_slot_tool, tool_result
@@ -29,8 +29,8 @@ class ExecTool:
     async def __call__(
         self, tool: str | ToolCall, args: Mapping[str, JSON] | None = None, timeout: float = 300
     ) -> ToolResult:
-        """Run one call. The result has the call's `uniq_id`. Raises `InfraError`; other expected failures are returned
-        in the result."""
+        """Run one call. The result has the call's `uniq_id`. Raises `PalaestraError`; other expected failures are
+        returned in the result."""
         call = tool if isinstance(tool, ToolCall) else ToolCall(tool, dict(args or {}))
         done = await self._done(call, float(timeout))
         return ToolResult(done.success, done.output, done.error, done.metadata, call.uniq_id)
@@ -42,7 +42,7 @@ class ExecTool:
             if call.name in SLOT_TOOLS:
                 return await run_slot_tool(await self._slot(), self._shell, call.name, call.arguments, timeout_s)
             outcome = await self._tools().call(call.name, call.arguments)
-        except InfraError:
+        except PalaestraError:
             raise
         except (OSError, ValueError, KeyError) as error:
             return tool_result(error=f"{type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ import asyncio
 import atexit
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -28,7 +28,7 @@ from typing import Self, TypeVar
 from pydantic import Field
 
 from palaestra.core.config import nearest
-from palaestra.core.errors import ConfigError, ImageError, SandboxError
+from palaestra.core.errors import ConfigError, ImageError, SandboxError, TaskError
 from palaestra.core.sync_bridge import wait_for_sync
 from palaestra.core.types import JSON
 from palaestra.processes.notifications import Notifications
@@ -36,17 +36,16 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.processes.session import ProcessSession
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
+from palaestra.sandbox.slot import Backend, Slot, SlotSpec, Snapshot
 from palaestra.tools.arguments import InvalidArguments
 from palaestra.tools.mcp.mcp_config import servers_of
 from palaestra.tools.mcp.run_servers import ServersOnDemand
 from palaestra.tools.registry.build import chosen_tools, unrestricted
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import DelegationSource, ToolExecutor, ToolExecutorConfig
-from palaestra.tools.runtime.runtime import ToolRecordings, ToolRuntime, tools_of_task
+from palaestra.tools.runtime.runtime import REFUSED_SLOTS, ToolRecordings, ToolRuntime, tools_of_task
 from palaestra.tools.runtime.ttl import Leases
 from palaestra.tools.settings import ToolSettings
-from palaestra.tools.tool import ToolOutcome
 
 T = TypeVar("T")
 
@@ -86,23 +85,24 @@ class ToolSession:
         registry: ToolRegistry | None = None,
         *,
         config: ToolExecutorConfig | None = None,
-        backend: LocalBackend | None = None,
+        backend: Backend | None = None,
         settings: ToolSettings | None = None,
         shared: Iterable[object] = (),
         delegates: DelegationSource | None = None,
         world: ToolRecordings | None = None,
     ) -> None:
         own = config if isinstance(config, ToolSessionConfig) else ToolSessionConfig()
-        self._lasting = backend if backend is not None and backend.stays else None
+        self._lasting = backend if isinstance(backend, LocalBackend) and backend.stays else None
         if own.checkpoint_path is not None and self._lasting is None:
             raise ConfigError("checkpoint_path needs a backend whose slots stay, such as LocalBackend(service='NAME')")
+        self.settings = settings or ToolSettings()
         self.told = Notifications()
         self._leases = None if own.idle_s is None else Leases(own.idle_s)
         self._sweeping: Future[None] | None = None
         self._processes = ProcessRegistry(checkpoint_path=own.checkpoint_path, notifications=self.told)
         self._recovering = asyncio.Lock()
         self._recovered: int | None = None if self._lasting is not None else 0
-        self._slots = _TaskSlots(backend or LocalBackend())
+        self._slots = _TaskSlots(backend or LocalBackend()).started_when_used()
         self._world = world
         replayed = world is not None and world.replayed
         tools = unrestricted(settings=settings, replayed=replayed) if registry is None else registry.with_tools()
@@ -127,7 +127,8 @@ class ToolSession:
     ) -> str:
         """Run one call in its task's slot and return the JSON text that a model would read.
 
-        Mistakes, failures of a tool and a missing image of the task are replies. Raises `InfraError` and `ConfigError`.
+        Mistakes and failures of a tool are replies. Raises `InfraError`, and `TaskError` if the task's image cannot be
+        used.
         """
         return self._wait(self._reply(name, arguments, task_id or DEFAULT_TASK))
 
@@ -222,10 +223,7 @@ class ToolSession:
         await self._recover()
         with self._in_use(task_id):
             await self._servers.for_call(name)
-            try:
-                return (await self._executor.trajectory(task_id).call(name, arguments)).text
-            except ImageError as error:  # the task's override names an image that is not on this machine
-                return ToolOutcome.refused(str(error), output="", exit_code=-1).text
+            return (await self._executor.trajectory(task_id).call(name, arguments)).text
 
     async def _spawn(self, task_id: str, command: str, options: Mapping[str, JSON]) -> ProcessSession:
         await self._recover()
@@ -302,48 +300,54 @@ class ToolSession:
 
 
 class _TaskSlots(SlotPool):
-    """The pool of a session. It starts with its first slot and applies the task's overrides to each slot."""
+    """The pool of a session, which applies the task's overrides to each slot."""
 
-    def __init__(self, backend: LocalBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         super().__init__(SlotPoolConfig(), backend)
         self.overrides: dict[str, dict[str, JSON]] = {}
         self.leaving = False
-        self._first = asyncio.Lock()
 
     async def release(self, slot: Slot, reset_workspace: bool = False) -> None:
         if not self.leaving:
             await super().release(slot, reset_workspace)
 
-    async def acquire(
-        self,
-        trajectory_id: str,
-        *,
-        spec: SlotSpec | None = None,
-        snapshot: Snapshot | None = None,
-        timeout_s: float | None = None,
-        admitted: Callable[[], None] | None = None,
-    ) -> Slot:
-        async with self._first:
-            await self.start()
-        return await super().acquire(
-            trajectory_id, spec=spec, snapshot=snapshot, timeout_s=timeout_s, admitted=admitted
-        )
-
     async def make(self, spec: SlotSpec, trajectory_id: str, snapshot: Snapshot | None) -> Slot:
         chosen = self.overrides.get(trajectory_id, {})
         image = next((chosen[key] for key in IMAGES if chosen.get(key)), None)
-        return await super().make(replace(spec, image=str(image)) if image else spec, trajectory_id, snapshot)
+        try:
+            return await super().make(replace(spec, image=str(image)) if image else spec, trajectory_id, snapshot)
+        except ImageError as error:
+            refused = TaskError(f"no slot can be created for the task {trajectory_id}: {error}")
+            if (tasks := REFUSED_SLOTS.get()) is not None:
+                tasks[trajectory_id] = refused
+            raise refused from error
 
 
 _own: ToolSession | None = None
+_chosen = False  # whether `use_session` set it
+_lent: list[ToolSession] = []
 _choosing = threading.Lock()
 
 
+@contextlib.contextmanager
+def lent_session(session: ToolSession) -> Iterator[None]:
+    """Make `session` the one that `handle_function_call` and `process_registry` use while the block runs, unless
+    `use_session` sets one. It is closed at the end of the block."""
+    with session:
+        _lent.append(session)
+        try:
+            yield
+        finally:
+            _lent.remove(session)
+
+
 def default_session() -> ToolSession:
-    """Return the process's session: the one that `use_session` set, or else a session with default settings. It is
-    closed when the interpreter exits."""
+    """Return the process's session: the one that `use_session` set, the one that the run lends, or else a session with
+    default settings. It is closed when the interpreter exits."""
     global _own
     with _choosing:
+        if _lent and not _chosen:
+            return _lent[-1]
         if _own is None:
             _own = ToolSession()
             atexit.register(_own.close)
@@ -352,9 +356,9 @@ def default_session() -> ToolSession:
 
 def use_session(session: ToolSession) -> None:
     """Make `session` the one that `handle_function_call` and `process_registry` use, and close the previous session."""
-    global _own
+    global _own, _chosen
     with _choosing:
-        before, _own = _own, session
+        before, _own, _chosen = _own, session, True
     atexit.register(session.close)
     if before is not None and before is not session:
         before.close()
@@ -388,7 +392,8 @@ async def handle_function_call_async(
 
 def register_task_env_overrides(task_id: str, overrides: Mapping[str, JSON]) -> None:
     """Set the image (`IMAGES`, in the form of `SlotSpec.image`) and the directory (`cwd`) of the task's next slot.
-    Raises `ConfigError`."""
+    Raises `ConfigError`. If the image cannot be used, the task's calls raise `TaskError`, and a rollout that makes them
+    has no score."""
     default_session().override(task_id, overrides)
 
 

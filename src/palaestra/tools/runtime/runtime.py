@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Slot
 from palaestra.tools.arguments import InvalidArguments
@@ -182,6 +183,10 @@ class TaskTools:
 
 
 TASK_TOOLS: ContextVar[TaskTools | None] = ContextVar("task_tools", default=None)
+
+REFUSED_SLOTS: ContextVar[dict[str, TaskError] | None] = ContextVar("refused_slots", default=None)
+"""The tasks, by id, that could get no slot because of their image, with the errors. An environment whose code catches
+such an error could otherwise turn it into a score."""
 
 
 def tools_of_task(task_id: str | None) -> TaskTools | None:
