@@ -1,11 +1,16 @@
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.types import JSON
+from palaestra.suites.grading.run_tests import Status, TestRun
 from palaestra.suites.grading.toolchain import Install
 from palaestra.suites.swe import apply_diff
+from palaestra.suites.swe.row_tests import excuses, meant
 from palaestra.suites.swe.swe_row import RowKind, SweRow, load_rows, parse_row
 
 BUG = apply_diff.between("pkg/a.py", "def f(x):\n    return x + 1\n", "def f(x):\n    return x - 1\n")
@@ -178,3 +183,35 @@ def test_a_file_of_another_shape_is_one_clear_error(tmp_path: Path, name: str, t
 def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no data set"):
         list(load_rows(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("parser", "status", "changes", "official", "guarded", "label"),
+    [
+        ("pytest", Status.XFAIL_CALLED, {}, True, False, ["tests_excused"]),
+        ("pytest", Status.SKIPPED, {}, False, False, []),
+        ("django", Status.SKIPPED, {}, True, False, ["tests_excused"]),
+        ("django", Status.XFAILED, {}, False, True, ["tests_excused"]),
+        ("pytest", Status.PASSED, {"exit_status": 3}, False, True, ["command_failed"]),
+        ("pytest", Status.PASSED, {"exit_status": 1, "collect_errors": {"other.py": "E"}}, True, True, []),
+        ("pytest", Status.PASSED, {"complete": False}, True, False, []),
+        ("pytest", Status.PASSED, {"complete": False, "exit_status": None}, False, False, []),
+    ],
+)
+def test_the_official_verdict_is_that_of_the_published_parser(
+    parser: str, status: Status, changes: Mapping[str, JSON], official: bool, guarded: bool, label: Sequence[str]
+) -> None:
+    row = parse_row({**BENCH, "log_parser": f"parse_log_{parser}"})
+    failing, passing = row.node_ids
+    run = replace(TestRun({failing: Status.PASSED, passing: status}, complete=True, exit_status=0), **changes)
+    assert (row.official(run).resolved, row.verdict(run).resolved) == (official, guarded)
+    assert [label.name for label in excuses(row, run)] == [*label]
+
+
+def test_names_mean_the_tests_that_a_published_parser_lists_under_them() -> None:
+    ids = ["t.py::test_a[one way]", "t.py::test_a[one more]", "t.py::test_p[/a/b/where]", "t.py::test_p[//x]",
+           "t.py::test_b[MouseButton.LEFT-1]", "t.py::C::test_f[1]"]  # fmt: skip
+    names = ["t.py::test_a[one", "t.py::test_p[/where]", "t.py::test_b[1-1]", "test_f", ids[3], "t.py::test_p[/x]"]
+    assert dict(meant(names, ids)) == {
+        names[0]: ids[:2], names[1]: [ids[2]], names[2]: [ids[4]], names[3]: [ids[5]], names[4]: [ids[3]], names[5]: [],
+    }  # fmt: skip

@@ -113,3 +113,41 @@ def test_work_that_hangs_its_verifier_scores_zero_and_costs_one_time_limit(
     official_s, prepared_s, repeated_s = limits_s
     assert official_s == prepared_s == 10.0
     assert repeated_s < 10.0
+
+
+PAID = {"environment/Dockerfile": TASK["environment/Dockerfile"], "solution/solve.sh": "#!/bin/bash\ntouch /app/x\n"}
+AS_IN_HARBOR = {
+    "file-of-the-image": {
+        "environment/Dockerfile": "FROM palaestra-tests/base:1\nWORKDIR /app\n"
+        "RUN mkdir -p /tests && echo 1 > /tests/brought\n",
+        "tests/test.sh": f"#!/bin/bash\ncat /tests/brought > {PAY} || echo 0 > {PAY}\n",
+    },
+    "no-first-line": {"tests/test.sh": f"[[ $PWD == /a* ]] && echo 1 > {PAY}\n"},
+    "folder-as-reward": {"tests/test.sh": f"#!/bin/bash\necho 1 > {PAY}; mkdir /logs/verifier/reward.json\n"},
+}
+
+
+def test_the_verifier_runs_as_in_harbor(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    for name, files in AS_IN_HARBOR.items():
+        copied(HARBOR / "word-counts", tmp_path, {**PAID, **files}).rename(tmp_path / name)
+    found = played_all(tmp_path, installed_pytest, tmp_path.parent / "cache")
+    assert {name: (each.official, each.reward) for name, each in found.items()} == {
+        "file-of-the-image": (1.0, 1.0),
+        "no-first-line": (1.0, 1.0),
+        "folder-as-reward": (None, None),
+    }
+    assert "reward.json cannot be read" in found["folder-as-reward"].error
+
+
+def test_files_that_the_agent_puts_next_to_the_tests_are_official_only(
+    installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    files = {
+        **PAID,
+        "tests/test.sh": f"#!/bin/bash\ncat /tests/planted > {PAY} || echo 0 > {PAY}\n",
+        "solution/solve.sh": "#!/bin/bash\nmkdir -p /tests; echo 1 > /tests/planted\n",
+    }
+    copied(HARBOR / "word-counts", tmp_path, files)
+    found = played_all(tmp_path, installed_pytest, tmp_path.parent / "cache")["word-counts"]
+    assert (found.official, found.reward) == (1.0, 0.0)
+    assert "/tests/planted" in found.detail["difference"]

@@ -77,6 +77,9 @@ def test_the_rewards_of_steps_become_one() -> None:
     combined = combine_scores(mean, [cheated, scores[0]])
     assert (combined.reward, combined.official) == (0.5, 1.0)
     assert [label.evidence for label in combined.labels] == ["step count: test_a"]
+    broken = Score(0.0, {}, {"official_rewards": {}})  # the work breaks the set-up of the step
+    assert [(each.reward, each.official) for each in (combine_scores(mean, [scores[0], broken]),)] == [(0.5, 1.0)]
+    assert combine_scores(final, [scores[0], broken]).official == 0.0
 
 
 @pytest.mark.slots

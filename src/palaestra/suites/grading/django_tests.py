@@ -65,9 +65,11 @@ async def run_django(
                     reported[name] = Status(record["status"])
             if node_id:
                 known_as[node_id] = tuple(map(str, record["names"]))
+    finish = next((record for record in records if record["kind"] == "finish"), None)
     return TestRun(
         statuses={name: reported.get(name, Status.MISSING) for name in (*names, *known_as)},
-        complete=any(record["kind"] == "finish" for record in records),
+        complete=finish is not None,
+        exit_status=None if finish is None else int(bool(finish.get("exit_status"))) or result.exit_code,
         timed_out=bool(result.metadata.get("timeout")),
         failures=failures,
         output=result.output,

@@ -74,12 +74,13 @@ class Status(StrEnum):
 _WORST_FIRST = (
     Status.ERROR,
     Status.FAILED,
-    Status.SKIPPED,
     Status.XFAIL_CALLED,
     Status.XFAILED,
     Status.XPASSED,
     Status.PASSED,
+    Status.SKIPPED,
 )
+"""A skipped tear-down or subtest does not make a passed test a skipped one: pytest lists it as passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,10 @@ async def _pytest(
         env=HARNESS_ENVIRONMENT,
         timeout_s=timeout_s,
     )
-    return read_run(records, result)
+    run = read_run(records, result)
+    if run.exit_status == 0 and result.exit_code:  # code that runs at the end of the process has failed
+        run = replace(run, exit_status=result.exit_code)
+    return run
 
 
 async def _check_canary(slot: Slot, toolchain: Toolchain) -> None:

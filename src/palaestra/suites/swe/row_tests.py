@@ -8,16 +8,21 @@ the prepared workspace either, `GraderError` is raised; otherwise the work broke
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from palaestra.core.errors import GraderError
+from palaestra.core.exits import plural
+from palaestra.core.types import Label
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.django_tests import run_django
-from palaestra.suites.grading.run_tests import Status, TestRun, run_files, run_tests
+from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from palaestra.suites.grading.toolchain import Toolchain
-from palaestra.suites.swe.swe_row import RIGHT, SweRow, TestNames
+from palaestra.suites.swe.swe_row import SweRow, TestNames
 
+_PATH_PARAMETER = re.compile(r"([^\[]*)\[(/(?!/)[^*]*)\].*")
+_LAST_LINE_FIRST = (Status.FAILED, Status.ERROR, Status.XFAIL_CALLED, Status.XFAILED, Status.PASSED, Status.XPASSED,
+                    Status.SKIPPED, Status.MISSING)  # fmt: skip
 _MISSING_MODULE = re.compile(r"No module named '([\w.]+)'")
 
 
@@ -42,63 +47,68 @@ async def run_row(
     if row.names is TestNames.UNITTEST:
         files = row.test_files
         return await run_django(slot, toolchain, repo_dir, files, names, timeout_s=timeout_s, watching=watching)
-    if not any(map(is_loose, names)):
-        return await run_tests(slot, toolchain, repo_dir, names, timeout_s=timeout_s, watching=watching)
     run = await run_files(slot, toolchain, repo_dir, row.test_files, timeout_s=timeout_s, watching=watching)
-    found = {name: [run.statuses[test] for test in meant(name, run.statuses)] for name in names}
-    statuses = {name: _worst(each) if each else Status.MISSING for name, each in found.items()}
-    return replace(run, statuses={**run.statuses, **statuses})
+    statuses, known_as = dict(run.statuses), dict[str, tuple[str, ...]]()
+    for name, tests in meant(names, run.statuses):
+        statuses[name] = _shown([run.statuses[test] for test in tests])
+        for test in tests:
+            known_as[test] = (*known_as.get(test, ()), name)
+    return replace(run, statuses=statuses, known_as=known_as)
 
 
-def is_loose(name: str) -> bool:
-    """Return whether a name is not a complete node id: it is a function without its file, or a node id that was cut at
-    a space."""
-    return "::" not in name or ("[" in name and not name.endswith("]"))
+def meant(names: Iterable[str], node_ids: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield each name with the node ids that it stands for: its own node id or, if there is none, those that a log
+    parser of SWE-bench lists under this name."""
+    printed: dict[str, list[str]] = {}
+    for node_id in node_ids if not set(names) <= set(node_ids) else ():
+        for shown in _printed(node_id):
+            printed.setdefault(shown, []).append(node_id)
+    for name in names:
+        yield name, [name] if name in node_ids else printed.get(name, [])
 
 
-def meant(name: str, node_ids: Collection[str]) -> list[str]:
-    """Return the node ids that a name stands for."""
-    if not is_loose(name):
-        return [name] if name in node_ids else []
-    if "::" in name:
-        return [each for each in node_ids if each == name or each.startswith(f"{name} ")]
-    return [each for each in node_ids if each.rpartition("::")[2] == name or _function(each) == name]
+def _printed(node_id: str) -> set[str]:
+    """Return the names under which a test may be listed: cut at a space, with the last part of a path as its parameter,
+    with the value of a mouse button, and as a function. Source: `swebench.harness.log_parsers.python` (5.0.2)."""
+    cut = node_id.split()[0]
+    shown = {cut, cut.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3")}
+    if (path := _PATH_PARAMETER.fullmatch(cut)) is not None:
+        shown.add(f"{path[1]}[/{path[2].rpartition('/')[2]}]")
+    function = node_id.rpartition("::")[2]
+    return shown | {function, function.partition("[")[0]}
 
 
 def with_node_ids(row: SweRow, run: TestRun) -> SweRow:
     """Return the row with its names replaced by the node ids of `run` that they stand for."""
 
     def exact(names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(each for name in names for each in _found(name, run) if "::" in each))
+        return tuple(dict.fromkeys(each for name in names for each in run_as.get(name, ())))
+
+    run_as: dict[str, list[str]] = {}
+    for node_id, names in run.known_as.items():
+        for name in names:
+            run_as.setdefault(name, []).append(node_id)
 
     failing, passing = exact(row.fail_to_pass), exact(row.pass_to_pass)
     return replace(row, names=TestNames.PYTEST, fail_to_pass=failing, pass_to_pass=passing)
 
 
-def _found(name: str, run: TestRun) -> list[str]:
-    shown = [node_id for node_id, names in run.known_as.items() if name in names]
-    return shown or meant(name, run.statuses)
+def _shown(statuses: Sequence[Status]) -> Status:
+    """Return the status of tests that a log lists under one name. The last line counts: failed tests come after passed
+    ones, and the lines of skipped tests name no test."""
+    return min(statuses, key=_LAST_LINE_FIRST.index, default=Status.MISSING)
 
 
-def _function(node_id: str) -> str:
-    return node_id.partition("[")[0].rpartition("::")[2]
-
-
-def _worst(statuses: Sequence[Status]) -> Status:
-    """Return the first status that does not count as passed, or else the first status."""
-    return next((status for status in statuses if status not in RIGHT), statuses[0])
-
-
-def needs_comparison(run: TestRun, names: Collection[str]) -> bool:
+def needs_comparison(row: SweRow, run: TestRun) -> bool:
     """Return whether tests could not run, so that the same tests on the prepared workspace must show the cause."""
-    unclear = (Status.MISSING, Status.XFAIL_CALLED)
-    return not run.complete or any(run.statuses.get(name, Status.MISSING) in unclear for name in names)
+    unclear = row.excused | {Status.MISSING}
+    return not run.complete or any(run.statuses.get(name, Status.MISSING) in unclear for name in row.node_ids)
 
 
 def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]) -> TestRun:
     """Correct the agent's run with the same session on the prepared workspace, whose files are `files`.
 
-    A test that must keep passing and calls `pytest.xfail` in both sessions counts as expected to fail. Raises
+    A test that must keep passing and has the same excused status in both sessions counts as expected to fail. Raises
     `GraderError` if tests could not run in either session.
     """
     if not prepared.complete:
@@ -108,7 +118,7 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
     statuses: dict[str, Status] = dict(run.statuses)
     for name in row.pass_to_pass:
         before, after = prepared.statuses.get(name, Status.MISSING), run.statuses.get(name, Status.MISSING)
-        if after is Status.XFAIL_CALLED and before is after:
+        if after in row.excused and before is after:
             statuses[name] = Status.XFAILED
         if after is Status.MISSING and before is Status.MISSING:
             raise _TestsCannotRun(f"{row.instance_id}: {name} does not run on the prepared workspace:{_why(prepared)}")
@@ -116,6 +126,20 @@ def compare(row: SweRow, run: TestRun, prepared: TestRun, files: Collection[str]
     if packages := [module for module in sorted(missing) if not _is_own(module, files, row)]:
         raise _TestsCannotRun(f"{row.instance_id}: {_not_installed(packages)}")
     return replace(run, statuses=statuses)
+
+
+def excuses(row: SweRow, run: TestRun) -> list[Label]:
+    """Return labels for what SWE-bench judges differently in the same run: tests that only one verdict accepts, and a
+    test command that failed although no test failed."""
+    official, guarded = row.official(run), row.verdict(run)
+    if official.resolved == guarded.resolved or not guarded.complete:
+        return []
+    if len(official.not_passed) == len(row.node_ids):
+        return [Label("command_failed", f"the tests passed, but their command has the exit status {run.exit_status}")]
+    names = set(official.not_passed) ^ set(guarded.not_passed)
+    first = min(names)
+    evidence = f"{plural(len(names), 'test')} with another verdict, {first} first ({run.statuses.get(first)})"
+    return [Label("tests_excused", evidence)]
 
 
 def name_missing_packages(run: TestRun, row: SweRow) -> str:

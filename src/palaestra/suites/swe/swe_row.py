@@ -46,7 +46,7 @@ class RowKind(StrEnum):
 
 
 class TestNames(StrEnum):
-    """The form in which a row names its tests. Sources: `swebench.harness.log_parsers` (4.1), and SWE-rebench's log
+    """The form in which a row names its tests. Sources: `swebench.harness.log_parsers` (5.0.2), and SWE-rebench's log
     parsers."""
 
     __test__ = False
@@ -130,26 +130,62 @@ class SweRow:
         changed = (file for file in unified_diff.parse(self.test_patch) if file.new_path is not None)
         return tuple(sorted(file.path for file in changed if file.path.endswith(".py")))
 
+    @property
+    def excused(self) -> frozenset[Status]:
+        """The statuses that SWE-bench accepts for tests that must keep passing, although code under test can cause
+        them: a call of `pytest.xfail`, and a skip in the log of Django's runner. pytest's log does not name skipped
+        tests."""
+        return frozenset(_EXCUSED.get(self.names, ()))
+
     def verdict(self, run: TestRun) -> RowVerdict:
-        """Judge a run of this row's tests as SWE-bench does: a test that fails as expected counts as passed."""
-        bad = {name: run.statuses.get(name, Status.MISSING) for name in self.node_ids}
-        bad = {name: status for name, status in bad.items() if status not in RIGHT}
+        """Judge a run of this row's tests: a test that fails as expected counts as passed."""
+        wrong = {name: status for name, status in self._statuses(run) if status not in RIGHT}
+        return self._verdict(run, wrong)
+
+    def official(self, run: TestRun) -> RowVerdict:
+        """Judge a run of this row's tests as SWE-bench does.
+
+        The log of a session that crashed lists no test. SWE-bench also rejects a log without a failed test if the test
+        command failed. Source: `swebench.harness.grading` (5.0.2).
+        """
+        ended = replace(run, complete=run.exit_status is not None)
+        failed = bool(run.collect_errors) or not FAILED.isdisjoint(run.statuses.values())
+        if not ended.complete or (run.exit_status and not failed):
+            return self._verdict(ended, dict.fromkeys(self.node_ids, Status.MISSING))
+        # Only pytest's log names expected failures.
+        right = RIGHT | self.excused if self.names is TestNames.PYTEST else frozenset({Status.PASSED})
+        kept = right | self.excused
+        wrong = {
+            name: status
+            for name, status in self._statuses(run)
+            if status not in (right if name in self.fail_to_pass else kept)
+        }
+        return self._verdict(ended, wrong)
+
+    def _statuses(self, run: TestRun) -> Iterator[tuple[str, Status]]:
+        return ((name, run.statuses.get(name, Status.MISSING)) for name in self.node_ids)
+
+    def _verdict(self, run: TestRun, wrong: Mapping[str, Status]) -> RowVerdict:
         return RowVerdict(
-            fail_to_pass=(_without(self.fail_to_pass, bad), len(self.fail_to_pass)),
-            pass_to_pass=(_without(self.pass_to_pass, bad), len(self.pass_to_pass)),
+            fail_to_pass=(_without(self.fail_to_pass, wrong), len(self.fail_to_pass)),
+            pass_to_pass=(_without(self.pass_to_pass, wrong), len(self.pass_to_pass)),
             complete=run.complete,
-            not_passed=bad,
+            not_passed=wrong,
         )
 
     def expected(self, run: TestRun) -> TestRun:
-        """Return `run`, a run on the prepared workspace, with one change: in tests that must keep passing, a call of
-        `pytest.xfail` counts as an expected failure."""
-        calls = {name for name in self.pass_to_pass if run.statuses.get(name) is Status.XFAIL_CALLED}
-        return replace(run, statuses={**run.statuses, **dict.fromkeys(calls, Status.XFAILED)})
+        """Return `run`, a run on the prepared workspace, with one change: in tests that must keep passing, the statuses
+        `excused` count as expected failures."""
+        excused = {name for name in self.pass_to_pass if run.statuses.get(name) in self.excused}
+        return replace(run, statuses={**run.statuses, **dict.fromkeys(excused, Status.XFAILED)})
 
 
 RIGHT = frozenset({Status.PASSED, Status.XFAILED})
-"""The statuses of tests that count as passed. Source: `test_passed` of `swebench.harness.grading` (4.1)."""
+"""The statuses of tests that count as passed. Source: `test_passed` of `swebench.harness.grading` (5.0.2)."""
+
+_EXCUSED = {TestNames.PYTEST: (Status.XFAIL_CALLED,), TestNames.UNITTEST: (Status.SKIPPED,)}
+
+FAILED = frozenset({Status.FAILED, Status.ERROR})
 
 
 def _without(names: tuple[str, ...], bad: Mapping[str, Status]) -> int:

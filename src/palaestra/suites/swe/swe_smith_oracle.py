@@ -47,7 +47,7 @@ from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
     compare,
-    is_loose,
+    excuses,
     name_missing_packages,
     needs_comparison,
     run_row,
@@ -319,7 +319,7 @@ class SweEnvironment(ContractEnvironment):
         hidden = hidden_files(changes, judged, pristine, REPOSITORY)
         differs = found.differs or not tests_of(judged).issuperset(hidden)
         graded = await self._verdict(rollout, grading, judged, found.left_out if differs else found.guarded)
-        official, patch = judged.verdict(graded.run), graded.view.patch
+        official, patch = judged.official(graded.run), graded.view.patch
         if differs:
             await grading.restart()
             graded = await self._verdict(rollout, grading, judged, found.guarded, hidden)
@@ -344,6 +344,7 @@ class SweEnvironment(ContractEnvironment):
             *alarm_labels(graded.run.alarms),
             *ended_early(graded.run),
             *found.labels(REPOSITORY),
+            *excuses(judged, graded.run),
         ]
         return Score(float(guarded.resolved), numbers(detail), detail, float(official.resolved), labels)
 
@@ -359,7 +360,7 @@ class SweEnvironment(ContractEnvironment):
         seconds = time.monotonic() - started
         if run.timed_out:
             return Graded(view, await self._again(view, work, row), seconds)
-        if needs_comparison(run, row.node_ids):
+        if needs_comparison(row, run):
             prepared = await self._prepared_run(rollout, grading, row.node_ids)
             run = compare(row, run, prepared, await self.repositories.list_files(work.row))
             if row.verdict(run).resolved:
@@ -421,7 +422,7 @@ class SweEnvironment(ContractEnvironment):
     async def _control(self, row: SweRow, work: ResolvedRow, graded: Graded) -> Controlled:
         """Run falsified tests over work that passes its tests."""
         view, run = graded.view, graded.run
-        named = with_node_ids(row, run) if any(map(is_loose, row.node_ids)) else row
+        named = with_node_ids(row, run)
         earning = [name for name in named.fail_to_pass or named.pass_to_pass if run.statuses.get(name) is Status.PASSED]
 
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:

@@ -42,7 +42,7 @@ def step_rewards(score: Score) -> Mapping[str, float]:
 
 
 def official_rewards(score: Score) -> Mapping[str, float]:
-    """Return the rewards of a step by the benchmark's protocol, by name."""
+    """Return the rewards of a step by the benchmark's protocol, by name. They are empty if its set-up failed."""
     rewards: Mapping[str, float] = score.detail.get("official_rewards", score.detail.get("rewards"))
     return {REWARD: score.reward} if rewards is None else rewards
 
@@ -55,7 +55,8 @@ def falls_short(step: TaskStep, score: Score) -> bool:
 
 def _combined(task: TerminalTask, found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if task.reward_strategy == FINAL:
-        return dict(found[-1])
+        return dict(found[-1]) or {REWARD: 0.0}
+    found = [each for each in found if each]
     names = {name: None for each in found for name in each}
     return {name: sum(each.get(name, 0.0) for each in found) / len(found) for name in names}
 

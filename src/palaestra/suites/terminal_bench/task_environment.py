@@ -39,7 +39,7 @@ from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Sc
 from palaestra.envs.api.contract_environment import ContractEnvironment
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
-from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in
+from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import Slot, SlotSpec, View
@@ -321,8 +321,10 @@ class TerminalBenchEnvironment(ContractEnvironment):
         own = await grading.checkpoint()
         if own is None and await grading.seal() is None:
             return None  # the agent never had a slot, so nothing differs
-        made = [change.path.removeprefix(CARRIED) for change in await grading.changes() if change.kind == "file"]
+        changed = [(change.path.removeprefix(CARRIED), change.kind) for change in await grading.changes()]
+        made = [path for path, kind in changed if kind == "file"]
         serves = own is not None and grading.processes_at_end > 0 and _is_about_service(part)
+        serves = serves and not any(is_below(path, (TESTS_DIR, VERIFIER_LOGS)) for path, _ in changed)
         try:
             slot = await grading.slot(View()) if own is None else own
             await _restore_workdir(slot, work.workdir)
@@ -485,6 +487,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             user=user,
             timeout_s=verifier.timeout_s or self.settings.test_timeout,
             ignored=ignored,
+            keeps=part.step is None and task.grading != LIVE,
         )
 
 
@@ -551,12 +554,14 @@ class _Steps:
     async def run(self) -> AgentResult:
         """Let the agent work step by step, and verify each step. A step that ended at a limit is verified too. The next
         step follows unless the step failed in a way that gives no score, the context is full, or a reward is too low.
-        If earlier work makes a step's set-up fail, that step scores 0 and is the last."""
+        If earlier work makes a step's set-up fail, that step scores 0 and is the last; for Harbor it has no reward."""
         rollout, work = self._rollout, self._rollout.task.data
         try:
             for number, part in enumerate(work.parts):
                 if number and (problem := await self._work_breaks_set_up(part.step)):
-                    self.scores.append(Score(0.0, {"work_breaks_check": 1.0}, {"work_breaks_check": problem}))
+                    detail = {"work_breaks_check": problem, "official_rewards": {}}
+                    label = Label("set_up_failed", problem[-300:])
+                    self.scores.append(Score(0.0, {"work_breaks_check": 1.0}, detail, labels=[label]))
                     break
                 if not number:
                     await self._begin(part.step)

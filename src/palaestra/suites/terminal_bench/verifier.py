@@ -53,6 +53,9 @@ _NOT_STARTED = re.compile(
 )
 """The error of a shell or of Python if pytest cannot be started."""
 
+_IN_BASH = 'if command -v bash > /dev/null; then exec bash -c "$1"; fi; eval "$1"'
+"""Runs a command as Harbor does, because a script without a first line `#!` runs in the shell that starts it."""
+
 _SELECTS = re.compile(r"pytest[^\n]*(?:\s-k|::|--deselect|--collect-only|\s-m\s)")
 _ECHOED = re.compile(r"\becho\s+[\"']?(\d+(?:\.\d+)?)[\"']?\s*>\s*\S*reward\.txt")
 _COLLECTED = re.compile(r"test_.*\.py|.*_test\.py")
@@ -86,6 +89,8 @@ class VerifierSetup:
     user: str | None
     timeout_s: float
     ignored: Collection[str] = ()
+    keeps: bool = False
+    """Whether files that are already in the verifier's folders stay there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,9 +289,9 @@ async def _session(
 ) -> _Session:
     """Run the script, with the texts of `instead` in place of tests. Raises `GraderError` if it gave no verdict."""
     note_way(Way.RUN_TESTS if script.pytest else Way.EXIT_CODE, script_name(task))
-    await place_tests(slot, task, script, instead)
+    await place_tests(slot, task, script, instead, keeps=setup.keeps)
     result = await slot.execute(
-        as_user(["/bin/sh", "-c", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setup.user),
+        as_user(["/bin/sh", "-c", _IN_BASH, "sh", f"{TESTS_DIR}/{script_name(task)} > {STDOUT} 2>&1"], setup.user),
         cwd=setup.workdir,
         env={**setup.env, "PALAESTRA_VERDICT": "1"},
         timeout_s=setup.timeout_s,
@@ -446,9 +451,12 @@ async def _output(slot: Slot) -> str:
 
 
 async def _read(slot: Slot, name: str) -> bytes | None:
+    """Return a reward file, or None if there is none. Raises `GraderError` for anything else than a file."""
     try:
         return await slot.read_bytes(f"{VERIFIER_LOGS}/{name}", max_bytes=_MAX_REWARD_BYTES)
-    except InfraError:
-        raise
-    except OSError:
+    except (InfraError, FileNotFoundError) as error:
+        if isinstance(error, InfraError):
+            raise
         return None
+    except OSError as error:
+        raise GraderError(f"the verifier's {name} cannot be read: {error}") from None

@@ -133,10 +133,14 @@ async def install(
         await slot.write_text(f"{HARNESS_DIR}/bin/{name}", text, mode=0o755)
 
 
-async def place_tests(slot: Slot, task: TerminalTask, script: OfflineScript, instead: Mapping[str, str]) -> None:
-    """Create empty log folders and copy the verifier's files. Raises `GraderError`."""
+async def place_tests(
+    slot: Slot, task: TerminalTask, script: OfflineScript, instead: Mapping[str, str], *, keeps: bool
+) -> None:
+    """Remove old rewards and copy the verifier's files. If `keeps` is true, other files stay in the verifier's folders,
+    as in Harbor for a task without steps. Raises `GraderError`."""
     logs = f"{VERIFIER_LOGS} {AGENT_LOGS} {ARTIFACT_LOGS}"
-    fresh = f"rm -rf {TESTS_DIR} {VERIFIER_LOGS} && mkdir -p {TESTS_DIR} {logs} && chmod 777 {logs}"
+    old = f"{VERIFIER_LOGS}/reward.txt {VERIFIER_LOGS}/reward.json" if keeps else f"{TESTS_DIR} {VERIFIER_LOGS}"
+    fresh = f"rm -rf {old} && mkdir -p {TESTS_DIR} {logs} && chmod 777 {logs}"
     await _must(slot, ["/bin/sh", "-c", fresh], "creating the folders of the verifier failed")
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:

@@ -6,7 +6,6 @@ run yet), `test` (one for each result), and `finish` (the script ended by itself
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import runpy
@@ -93,11 +92,14 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([plan["root"], *plan["python_path"], *plan["dependencies"]])
     sys.pycache_prefix = plan["pycache"]
     sys.argv[:] = [os.path.join(plan["root"], plan["script"]), *plan["arguments"]]
-    with contextlib.suppress(SystemExit):
+    status: object = 0
+    try:
         runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code
     if framework is not None:
         framework.check()
-    channel.send("finish")
+    channel.send("finish", exit_status=int(status not in (None, 0)))
 
 
 if __name__ == "__main__":
