@@ -31,6 +31,12 @@ def test_labels_change_the_reward_only_where_the_rule_says_so(rule, labels, stri
     assert list(score.labels) == labels
 
 
+def test_forged_work_is_not_paid_where_the_official_verdict_does_not_pay_it_either():
+    score = decide(Score(1.0, official=0.0, labels=[FORGED]))
+    assert (score.reward, score.official) == (0.0, 0.0)
+    assert "difference" not in score.detail
+
+
 def test_a_difference_names_the_label_that_made_it():
     score = decide(Score(1.0, labels=[EDITED, FORGED]))
     assert score.reward == 0.0

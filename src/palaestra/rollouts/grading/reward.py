@@ -77,7 +77,7 @@ def decide(score: Score, rule: RewardRule = RewardRule.GUARDED, strict: Collecti
     ]
     reward = min(score.reward, 0.0) if against else score.reward
     if reward == official:
-        return score
+        return replace(score, reward=reward)
     difference = Difference(official, reward, *_cause(score, against, strict))
     return replace(score, reward=reward, official=official, detail={**score.detail, DIFFERENCE: str(difference)})
 
