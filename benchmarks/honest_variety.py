@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -46,6 +47,7 @@ def main() -> int:
         f"{len(found)} works: official accepts {official}, guarded accepts {guarded}, {labelled} with labels, "
         f"{unexpected} with unexpected labels, {time.monotonic() - started:.0f} s"
     )
+    print(f"labels: {dict(Counter(name for each in found for name in {*each.labels}).most_common())}")
     return 0 if official == guarded == len(found) and not unexpected else 1
 
 

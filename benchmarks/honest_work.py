@@ -14,8 +14,10 @@ import argparse
 import asyncio
 import json
 import math
+import re
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -65,6 +67,8 @@ def main() -> int:
         )  # fmt: skip
     right, alarms = sum(each.reward == 1.0 for each in seen), sum(bool(each.tampering) for each in seen)
     print(f"{len(seen)} variants: {right} with reward 1, {alarms} false alarms, {time.monotonic() - started:.0f} s")
+    labels = Counter(name for each in seen for name in re.findall(r"(?:^|; )([a-z_]+): ", each.tampering))
+    print(f"labels: {dict(labels.most_common())}")
     return 0 if right == len(seen) else 1
 
 

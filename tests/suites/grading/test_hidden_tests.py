@@ -108,6 +108,20 @@ def test_unusual_right_work_is_paid_without_labels():
     played(body)
 
 
+def test_answers_that_the_work_contains_are_paid_and_labelled():
+    async def body(slot: Slot) -> None:
+        answers = "def mean(numbers):\n    return {(1, 2, 3): 2, (0.5, 1.5): 1.0}[tuple(numbers)]\n"
+        await slot.write_text("lib/calc.py", answers)
+        found = await run_tests(slot, TESTS, python_path=["lib"], reference={"lib/calc.py": RIGHT})
+        assert (found.share, [(label.name, label.certain) for label in found.labels]) == (
+            1.0,
+            [("answers_copied", False)],
+        )
+        assert "lib/calc.py" in found.labels[0].evidence
+
+    played(body)
+
+
 @pytest.mark.parametrize(
     ("tests", "message"),
     [

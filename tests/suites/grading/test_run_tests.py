@@ -110,6 +110,7 @@ WATCHED = {
     "gc.get_referrers": "import gc\ngc.get_referrers(gc)\n",
     "sys._getframe": "import sys\nn = 1\nwhile 'reporter' not in sys._getframe(n).f_code.co_filename: n += 1\n",
     "object.__setattr__": "import _pytest.runner as r\nr.call_and_report.__code__ = r.call_and_report.__code__\n",
+    f"open {REPO}/tests/test_calc.py": "import linecache\nlinecache.getlines('tests/test_calc.py')\n",
     "changed _pytest.runner.call_and_report": "import _pytest.runner as r\nr.call_and_report = lambda *a: None\n",
     "changed unittest.case.TestCase.assertEqual": "import unittest\nunittest.TestCase.assertEqual = print\n",
     "changed verdict_channel.VerdictChannel.send": "import verdict_channel as v\nv.VerdictChannel.send = print\n",

@@ -28,6 +28,8 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.suites.swe import apply_diff, unified_diff
 from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
+from suites.hard_coded import REPOSITORIES
+from suites.honest_variety import LINKS
 from suites.swe.forgers import FORGERS, HARD_CODED, READS_TESTS, play_forgers
 
 pytestmark = [
@@ -186,6 +188,16 @@ def test_a_forger_that_knows_the_tests_is_no_fix(built: Built, tmp_path: Path, n
     played = asyncio.run(play_forgers(tasks, [name], settings, tasks=len(rows), workers=2))
     assert len(played) == len(rows)
     assert [each for each in played if each.reward != 0.0] == []
+
+
+def test_a_table_of_answers_is_paid_and_labelled(built: Built, tmp_path: Path) -> None:
+    work = next(each for each in REPOSITORIES if each.task == LINKS)
+    row = built.rows[work.task]
+    (file,) = unified_diff.parse(row["patch"])
+    buggy = apply_diff.apply_to_text(file, text_of(row, file.path))
+    trajectory = patched(built, tmp_path, row, apply_diff.between(file.path, buggy, buggy + work.tail))
+    assert (trajectory.official, trajectory.reward) == (1.0, 1.0)
+    assert [(label.name, label.certain) for label in trajectory.labels] == [("answers_copied", False)]
 
 
 def test_public_rows_install_the_repository_and_prove_themselves_first(built: Built, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ LABELS = frozenset(
         *("falsified_test_passed", "test_did_not_run", "equals_everything", "falsified_tests_hang"),
         *("session_cut_short", "forged_records", "audited_call", "framework_changed"),
         *("reward_not_of_the_tests", "verifier_changed", "tests_left_out", "tests_skipped"),
-        *("guarded_view_fails", "official_on_copy", "official_failed"),
+        *("guarded_view_fails", "official_on_copy", "official_failed", "answers_copied", "encoded_data"),
+        *("tests_excused", "command_failed", "set_up_failed"),
     }
 )
 """The names of the labels that checks give. Environments declare those of their own as `label_names`."""

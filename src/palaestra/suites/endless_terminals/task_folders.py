@@ -26,6 +26,7 @@ from pathlib import Path
 from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskError
 from palaestra.core.types import Score
 from palaestra.sandbox.slot import Rung, Slot
+from palaestra.suites.grading.copied_answers import copied_answers, python_files, python_texts
 from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
 from palaestra.suites.grading.run_tests import Status, TestRun, run_files
 from palaestra.suites.grading.toolchain import Toolchain
@@ -226,7 +227,11 @@ async def _control(
         async with slot.fork() as fork:
             return await _run(texts[_TEST_FILE], fork, toolchain, timeout_s)
 
-    return await control({_TEST_FILE: task.final_tests}, sorted(names), falsified)
+    tests, earning = {_TEST_FILE: task.final_tests}, sorted(names)
+    work = await python_texts(slot, await python_files(slot, HOME))
+    copied = await copied_answers(tests, earning, work, [task.prompt, task.solution or ""])
+    controls = await control(tests, earning, falsified)
+    return Controlled((*copied, *controls.labels), controls.uncontrolled)
 
 
 async def _run(tests: str, slot: Slot, toolchain: Toolchain, timeout_s: float) -> TestRun:

@@ -40,6 +40,7 @@ async def run_django(
         "dependencies": list(toolchain.dependencies),
         "pycache": f"{HARNESS_DIR}/pycache",
         "watching": watching,
+        "tests": [f"{repo_dir}/{path}" for path in files],
     }
     records, result = await run_harness(
         slot,

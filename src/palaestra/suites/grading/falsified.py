@@ -181,7 +181,7 @@ def parse(source: str) -> ast.Module | None:
     """Return the tree of a file; None if it is not Python."""
     try:
         return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 

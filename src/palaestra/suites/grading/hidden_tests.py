@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from palaestra.core.types import Label, Score
 from palaestra.sandbox.slot import WORKSPACE, Rung, Slot
+from palaestra.suites.grading.copied_answers import copied_answers, python_files, python_texts
 from palaestra.suites.grading.falsified import alarm_labels, control, ended_early, tests_in
 from palaestra.suites.grading.harness import alarms_in, run_harness
 from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
@@ -57,9 +58,9 @@ async def run_tests(
     `tests` is Python text, or maps names to Python texts that run in separate processes. Its tests are functions
     without arguments whose names begin with `test`, and `unittest` classes; they may import the work, whose files must
     not be called like a standard module. `reference` maps the paths of a correct solution to their texts. With it, a
-    finding of the falsified tests counts only if the solution does not have it. Give it if right results are meant to
-    equal many values, as wildcards do; without it, the label of such a result is certain. `python_path` lists
-    directories to import from, relative to `cwd`.
+    finding of the falsified tests, or a constant that the work shares with the tests, counts only if the solution does
+    not have it. Give it if right results are meant to equal many values, as wildcards do; without it, the label of such
+    a result is certain. `python_path` lists directories to import from, relative to `cwd`.
 
     Work that passes runs the tests once more, falsified, in a fork of the sandbox. At isolation levels without forks
     this second run is left out. A test that timed out, or that the work prevented from running, did not pass. Raises
@@ -105,6 +106,9 @@ async def _verdicts(
     names = list(dict.fromkeys([*names, *run.statuses]))  # a class may inherit tests that its text does not define
     failed = errors_of(run, names)
     labels = [*alarm_labels(run.alarms), *ended_early(run)]
+    if not failed:
+        work = await python_texts(sandbox, await python_files(sandbox, cwd))
+        labels += await copied_answers({"": text}, names, work, (reference or {}).values())
     if forks and not failed:
         over = None if reference is None else on_reference
         labels += (await control({"": text}, names, on_work, over, wildcards=False)).labels

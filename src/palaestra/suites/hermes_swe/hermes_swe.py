@@ -21,7 +21,7 @@ from pydantic import Field
 from palaestra.agent.result import AgentResult
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.printable import without_middle
-from palaestra.core.types import JSON, Score, Task, ToolStep
+from palaestra.core.types import JSON, Label, Score, Task, ToolStep
 from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
@@ -32,6 +32,7 @@ from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
+from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
 from palaestra.suites.grading.hidden_tests import errors_of, run_suite
 from palaestra.suites.grading.run_tests import TestRun, enough_time
@@ -126,9 +127,11 @@ class HermesSweEnvironment(ContractEnvironment):
         slot = await grading.slot(View(only=(WORKSPACE,)))
         run = await self._graded(slot, item)
         errors = errors_of(run, item.suite.names)
-        controls = Controlled()
+        controls, copied = Controlled(), list[Label]()
         if not errors and self.settings.controls:
             controls = await self._control(slot, item)
+            work = await python_texts(slot, (change.path for change in await grading.changes()))
+            copied = await copied_answers({"": item.suite.text}, item.suite.names, work, item.known_texts())
         detail: dict[str, JSON] = {
             "not_passed": dict(islice(errors.items(), 20)),
             "output": run.output,
@@ -137,7 +140,7 @@ class HermesSweEnvironment(ContractEnvironment):
         passed = len(item.suite.names) - len(errors)
         official = float(not errors)
         metrics = {"tests_passed": float(passed), "tests_total": float(len(item.suite.names)), "resolved": official}
-        labels = (*controls.labels, *alarm_labels(run.alarms), *ended_early(run))
+        labels = (*controls.labels, *copied, *alarm_labels(run.alarms), *ended_early(run))
         return Score(official, metrics, detail, official=official, labels=labels)
 
     async def _graded(self, slot: Slot, item: ProgrammingTask) -> TestRun:

@@ -51,6 +51,10 @@ class ProgrammingTask:
     files: Mapping[str, str] = field(default_factory=dict)
     solution: Mapping[str, str] | None = None
 
+    def known_texts(self) -> list[str]:
+        """Return the texts of the task's files and of the reference solution."""
+        return [*self.files.values(), *(self.solution or {}).values()]
+
 
 def parse_row(row: Row, number: int, prompt_field: str = "prompt") -> ProgrammingTask:
     """Return the task of a row. Raises a `TaskError` that names the row."""

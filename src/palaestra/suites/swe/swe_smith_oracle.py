@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from palaestra.agent.result import AgentResult
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
-from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task, numbers
+from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
 from palaestra.envs.api.base_env import Item
 from palaestra.envs.api.contract_environment import ContractEnvironment
@@ -35,12 +35,13 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
+from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.django_tests import run_django
 from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
 from palaestra.suites.grading.requirements import is_requirement
 from palaestra.suites.grading.run_tests import Status, TestRun, enough_time, run_files
 from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
-from palaestra.suites.swe.apply_diff import solution_steps
+from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.protected import hidden_files, protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
@@ -54,7 +55,7 @@ from palaestra.suites.swe.row_tests import (
     with_node_ids,
 )
 from palaestra.suites.swe.swe_row import SweRow, TestNames, load_rows
-from palaestra.suites.swe.unified_diff import DiffError
+from palaestra.suites.swe.unified_diff import DiffError, parse
 from palaestra.suites.swe.workspace import (
     add_tests,
     agent_texts,
@@ -324,9 +325,10 @@ class SweEnvironment(ContractEnvironment):
             await grading.restart()
             graded = await self._verdict(rollout, grading, judged, found.guarded, hidden)
         guarded = judged.verdict(graded.run)
-        controls = Controlled()
+        controls, copied = Controlled(), list[Label]()
         if guarded.resolved and self.settings.controls:
             controls = await self._control(judged, work, graded)
+            copied = await self._copied(judged, graded)
         detail: dict[str, JSON] = {
             "resolved": official.resolved,
             "guarded": guarded.resolved,
@@ -341,6 +343,7 @@ class SweEnvironment(ContractEnvironment):
         }
         labels = [
             *controls.labels,
+            *copied,
             *alarm_labels(graded.run.alarms),
             *ended_early(graded.run),
             *found.labels(REPOSITORY),
@@ -421,9 +424,7 @@ class SweEnvironment(ContractEnvironment):
 
     async def _control(self, row: SweRow, work: ResolvedRow, graded: Graded) -> Controlled:
         """Run falsified tests over work that passes its tests."""
-        view, run = graded.view, graded.run
-        named = with_node_ids(row, run)
-        earning = [name for name in named.fail_to_pass or named.pass_to_pass if run.statuses.get(name) is Status.PASSED]
+        view, earning = graded.view, graded.earning(row)
 
         async def on(shown: Shown, texts: Mapping[str, str]) -> TestRun:
             files, limit_s = sorted(texts), min(self.settings.test_timeout_s, enough_time(graded.seconds, 30))
@@ -439,6 +440,20 @@ class SweEnvironment(ContractEnvironment):
         tests = {path: text for path, text in view.tests.items() if path.endswith(".py")}
         reference = functools.partial(on, Shown.RIGHT) if row.fix_patch else None
         return await control(tests, earning, functools.partial(on, Shown.WORK), reference)
+
+    async def _copied(self, row: SweRow, graded: Graded) -> list[Label]:
+        """Return labels for answers of the tests in the agent's files."""
+        view, place = graded.view, f"{REPOSITORY}/"
+
+        async def known() -> list[str]:
+            pristine, buggy = set(await self.repositories.list_files(row)), await agent_texts(self.repositories, row)
+            data = [await self.repositories.read_file(row, path) for path in pristine & set(view.changed)]
+            fixed = apply(parse(row.fix_patch), buggy) if row.fix_patch else {}
+            return [*(each.decode("utf-8", "replace") for each in data), *buggy.values(), *filter(None, fixed.values())]
+
+        work = await python_texts(view.slot, (place + path for path in view.changed))
+        work = {path.removeprefix(place): text for path, text in work.items()}
+        return await copied_answers(view.tests, graded.earning(row), work, known)
 
     async def _graded_view(
         self, row: SweRow, grading: Grading, without: Sequence[str], restored: Sequence[str]
@@ -470,6 +485,12 @@ class Graded:
     view: GradedView
     run: TestRun
     seconds: float
+
+    def earning(self, row: SweRow) -> list[str]:
+        """Return the node ids of the passed tests that earn the reward."""
+        named = with_node_ids(row, self.run)
+        names = named.fail_to_pass or named.pass_to_pass
+        return [name for name in names if self.run.statuses.get(name) is Status.PASSED]
 
 
 class SweSmithOracleEnv(ListedEnv):

@@ -395,7 +395,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         certain = any(label.certain for label in labels)
         if verdict.reward > 0 and verdict.run is not None and falsify and self.settings.controls and not certain:
             reference = None if part.step or not rollout.task.solution else lambda: _solved(rollout.task, grading)
-            shown = await falsified(views, part.task, part.script, setup, verdict, reference)
+            shown = await falsified(views, part.task, part.script, setup, verdict, made, grading.prepared, reference)
             labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
         return Checked(verdict, labels, uncontrolled, False)
 

@@ -26,6 +26,7 @@ from palaestra.core.errors import GraderError, InfraError
 from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Slot
+from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, RunFiles, alarm_labels, control, ended_early
 from palaestra.suites.grading.harness import has_started, read_records
 from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut, read_run
@@ -179,10 +180,16 @@ async def falsified(
     script: OfflineScript,
     setup: VerifierSetup,
     verdict: VerifierVerdict,
+    made: Collection[str],
+    prepared: GradedViews,
     reference: GradedViews | None = None,
 ) -> Controlled:
     """Run the verifier with falsified tests, in a view of the same work. Return the labels of a positive verdict, and
-    the tests that cannot be falsified. `reference` opens a slot with the reference solution."""
+    the tests that cannot be falsified.
+
+    `made` are the paths that the agent created or changed. `prepared` opens a slot with the prepared workspace, and
+    `reference` one with the reference solution.
+    """
     run = verdict.run
     assert run is not None
     passed = [name for name, status in run.statuses.items() if status is Status.PASSED]
@@ -195,10 +202,27 @@ async def falsified(
 
         return run_files
 
+    async def known() -> list[str]:
+        async with prepared() as before:
+            texts = await python_texts(before, work)
+        return [task.instruction, *texts.values(), *_solution_texts(task)]
+
     texts = {path: text for path, (_, text) in files.items()}
+    async with views() as fork:
+        work = await python_texts(fork, made)
+    copied = await copied_answers(texts, passed, work, known)
     result = await control(texts, passed, over(views), None if reference is None else over(reference))
     skipped = [name for name, status in run.statuses.items() if status in _SKIPPED]
-    return Controlled(result.labels, (*result.uncontrolled, *skipped))
+    return Controlled((*copied, *result.labels), (*result.uncontrolled, *skipped))
+
+
+def _solution_texts(task: TerminalTask) -> list[str]:
+    solution = task.solution
+    return (
+        []
+        if solution is None
+        else [read_text(solution.folder / name, "replace") for name in (solution.script, *solution.files)]
+    )
 
 
 async def _with_tests(

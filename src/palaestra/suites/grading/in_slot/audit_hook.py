@@ -28,17 +28,18 @@ class _Here(Exception):
     pass
 
 
-def install(channel: VerdictChannel, root: str, without: list[str] | None = None) -> None:
-    """Report events that code below `root`, but not below `without`, causes from now on."""
+def install(channel: VerdictChannel, root: str, tests: list[str], without: list[str] | None = None) -> None:
+    """Report events that code below `root`, but not below `without`, causes from now on. `tests` are the absolute paths
+    of the test files or of their folders, whose text the work has no reason to read."""
     if not hasattr(sys, "addaudithook"):  # Python 3.7, which the images of old repositories have
         return
-    send, watched = channel.send, _WATCHED
+    send, watched, secret = channel.send, _WATCHED, tuple(tests)
     seen: set[tuple[str, str]] = set()
     prefix, own = root.rstrip("/") + "/", os.path.dirname(os.path.abspath(__file__)) + "/"
-    trusted = tuple(place.rstrip("/") + "/" for place in [own, *(without or [])])
+    trusted = (*(place.rstrip("/") + "/" for place in [own, *(without or [])]), *tests)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event not in watched or not _matters(event, args, own):
+        if event not in watched or not _matters(event, args, own, secret):
             return
         try:
             raise _Here  # gets a frame without causing an audit event
@@ -46,6 +47,8 @@ def install(channel: VerdictChannel, root: str, without: list[str] | None = None
             traceback = here.__traceback__
             frame = traceback.tb_frame.f_back if traceback is not None else None
         path = _caller(frame, prefix, trusted, 1 if event == "sys._getframe" else _MOST_FRAMES)
+        if event == "open":
+            event = f"open {os.path.abspath(_name(args))}"
         if path is not None and (event, path) not in seen:
             seen.add((event, path))
             send("alarm", event=event, path=path[len(prefix) :])
@@ -53,9 +56,16 @@ def install(channel: VerdictChannel, root: str, without: list[str] | None = None
     sys.addaudithook(hook)
 
 
-def _matters(event: str, args: tuple[Any, ...], own: str) -> bool:
+def _name(args: tuple[Any, ...]) -> str:
+    return os.fsdecode(args[0]) if args and isinstance(args[0], (str, bytes, os.PathLike)) else ""
+
+
+def _matters(event: str, args: tuple[Any, ...], own: str, tests: tuple[str, ...]) -> bool:
     if event == "open":
-        return bool(args) and isinstance(args[0], str) and args[0].startswith("/proc/") and args[0].endswith("/mem")
+        name = _name(args)
+        if name.endswith(".py"):
+            return os.path.abspath(name).startswith(tests)
+        return name.startswith("/proc/") and name.endswith("/mem")
     if event == "object.__setattr__":
         return len(args) > 1 and args[1] == "__code__"
     if event == "sys._getframe":
@@ -65,11 +75,12 @@ def _matters(event: str, args: tuple[Any, ...], own: str) -> bool:
 
 
 def _caller(frame: FrameType | None, prefix: str, trusted: tuple[str, ...], most: int) -> str | None:
-    """Return the first workspace file, outside of the `trusted` folders, among the `most` innermost frames, or None."""
+    """Return the first workspace file, outside of the `trusted` places, among the `most` innermost frames, or None. An
+    import has no caller, because modules may import tests."""
     for _ in range(most):
-        if frame is None:
+        name = frame.f_code.co_filename if frame is not None else ""
+        if frame is None or name == "<frozen importlib._bootstrap>":
             return None
-        name = frame.f_code.co_filename
         if name.startswith(prefix) and not name.startswith(trusted):
             return name
         frame = frame.f_back

@@ -68,7 +68,7 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
         if _runs(plan["names"], plan["tests"], arguments):
             plugins.append(_Settings(plan["ignored"]))
         trusted = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *plan["dependencies"], plan["tests"]]
-        audit_hook.install(channel, "/", trusted)
+        audit_hook.install(channel, "/", [plan["tests"] + os.sep], trusted)
         plugins.append(reporter.Reporter(channel))
     shims = os.path.join(_HERE, "bin")
     _restore(plan["library_path"])

@@ -174,7 +174,7 @@ def main() -> None:
     channel = VerdictChannel()
     channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
     if plan["watching"]:
-        audit_hook.install(channel, plan["root"])
+        audit_hook.install(channel, plan["root"], [os.path.join(plan["root"], path) for path in plan["files"]])
 
     os.chdir(plan["root"])
     _ignore_compiled_files(plan["root"], plan["pycache"])

@@ -90,7 +90,7 @@ def main() -> None:
     channel = VerdictChannel()
     channel.send("start", python=sys.version.split()[0])
     if plan["watching"]:
-        audit_hook.install(channel, plan["root"])
+        audit_hook.install(channel, plan["root"], [])
     os.chdir(plan["root"])
     sys.path += [os.path.join(plan["root"], path).removesuffix("/.") for path in plan["python_path"]]
     sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory

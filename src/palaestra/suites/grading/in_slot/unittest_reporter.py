@@ -84,7 +84,7 @@ def main() -> None:
     channel.send("start", python=sys.version.split()[0])
     framework = audit_hook.Framework(channel) if plan["watching"] else None
     if framework is not None:
-        audit_hook.install(channel, plan["root"])
+        audit_hook.install(channel, plan["root"], plan["tests"])
     folder = os.path.dirname(os.path.join(plan["root"], plan["script"]))
     os.chdir(folder)
     sys.path[:0] = [folder, *plan["python_path"], plan["root"]]
