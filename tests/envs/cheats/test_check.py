@@ -407,16 +407,15 @@ def one_real_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"--env.dataset_name={folder / 'tasks.jsonl'}", f"--env.cache_dir={folder}"]
 
 
-@pytest.fixture(scope="module")
-def small_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The settings of a task with one module and two tests, one of which the agent does not see."""
-    folder = tmp_path_factory.mktemp("small")
-    rows = folder / "tasks.jsonl"
-    with_pytest = ["iniconfig==2.3.0", "packaging==25.0", "pluggy==1.6.0", "pygments==2.19.2", "pytest==8.4.2"]
-    install = {"requirements": with_pytest, "python_path": ["."]}
-    seen = TESTS.replace(TESTS[TESTS.index("def test_add") : TESTS.index("def test_double")], "")
+def small_task(folder: Path, *, hidden: bool) -> list[str]:
+    """The settings of a task with one module and two tests. If `hidden`, agents do not see the test that fails."""
+    seen = TESTS.replace(TESTS[TESTS.index("def test_add") : TESTS.index("def test_double")], "") if hidden else TESTS
     source = Source.make(folder / "source", {**BASE, "tests/test_calc.py": seen})
-    row = source.row(install=install, test_patch=source.diff({"tests/test_calc.py": TESTS}))
+    with_pytest = ["iniconfig==2.3.0", "packaging==25.0", "pluggy==1.6.0", "pygments==2.19.2", "pytest==8.4.2"]
+    row = source.row(install={"requirements": with_pytest, "python_path": ["."]})
+    if hidden:
+        row["test_patch"] = source.diff({"tests/test_calc.py": TESTS})
+    rows = folder / "tasks.jsonl"
     rows.write_text(json.dumps(row) + "\n")
     return [f"--env.dataset_name={rows}", f"--env.cache_dir={folder}", "--env.test_timeout_s=60"]
 
@@ -424,8 +423,9 @@ def small_task(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_small_task_pays_no_cheat(small_task: list[str]) -> None:
-    proof = check_environment(str(ROOT / "environments/swe_smith_oracle_env.py"), small_task, tasks=1, quiet=True)
+def test_a_small_task_pays_no_cheat(tmp_path: Path) -> None:
+    environment = str(ROOT / "environments/swe_smith_oracle_env.py")
+    proof = check_environment(environment, small_task(tmp_path, hidden=True), tasks=1, quiet=True)
     assert proof.proven
     assert proof.holds, [line for line in proof.lines if not line.ok]
 
@@ -443,10 +443,13 @@ def test_a_real_task_pays_no_cheat(one_real_task: list[str]) -> None:
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_naive_grader_pays_many_cheats(small_task: list[str], tmp_path: Path) -> None:
+def test_a_naive_grader_pays_many_cheats(tmp_path: Path) -> None:
     (tmp_path / "naive_env.py").write_text(NAIVE)
     names = [cheat.name for cheat in BANK[::3]]  # the others take minutes, and show the same
-    settings = [*small_task, '--env.keep_tests=["*"]']  # without them in the tree, doing nothing pays too
+    settings = [
+        *small_task(tmp_path, hidden=False),
+        '--env.keep_tests=["*"]',
+    ]
     proof = check_environment(f"{tmp_path / 'naive_env.py'}:NaiveEnv", settings, tasks=1, only=names, quiet=True)
     assert [line.rewards for line in proof.lines[:2]] == [(1.0,), (0.0,)]
     paid = [line.policy for line in proof.lines[2:] if not line.ok]

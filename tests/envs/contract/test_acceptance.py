@@ -20,6 +20,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.port_script import ROOTS
+from palaestra.inference.parsers import registry
 from palaestra.sandbox.slot import Slot
 
 TERMINAL = "tools.terminal_tool"
@@ -174,7 +175,7 @@ NAMES = """hermes longcat mistral llama3_json llama4_json qwen qwen3_coder deeps
     kimi_k2 glm45 glm47"""
 
 
-def test_tool_call_parsers() -> None:
+def test_tool_call_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
     """`get_parser(NAME).parse(TEXT)` for all eleven formats, and parsers that users register."""
     get, register = (old("environments.tool_call_parsers", name) for name in ("get_parser", "register_parser"))
     assert set(NAMES.split()) <= set(old("environments.tool_call_parsers", "list_parsers")()) | {"deepseek_v31"}
@@ -185,6 +186,8 @@ def test_tool_call_parsers() -> None:
     content, calls = get("hermes").parse('Now. <tool_call>{"name": "add", "arguments": {"a": 1}}')
     assert content.strip() == "Now."
     assert (calls[0].function.name, json.loads(calls[0].function.arguments)) == ("add", {"a": 1})
+
+    monkeypatch.setattr(registry, "_registered", {})
 
     @register("acceptance")
     class Shouting(old("environments.tool_call_parsers", "ToolCallParser")):  # type: ignore[misc]
