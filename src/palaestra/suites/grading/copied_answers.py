@@ -26,10 +26,10 @@ _PLAIN = str.maketrans("[]{}", "()()", "\"'\\")
 _SPACE, _AROUND = re.compile(r"(?:\s|\\[nrt])+"), re.compile(r" ?([,:()]) ?")
 _LITERALS = (ast.Constant, ast.UnaryOp, ast.List, ast.Tuple, ast.Set, ast.Dict)
 _SHORTEST, _FEWEST, _SHARE = 3, 2, 1 / 4
-_ENCODED = re.compile(r"(?=[\w+/=-]*\d)(?=[\w+/=-]*[A-Z])[\w+/=-]{80,}", re.ASCII)
+_ENCODED = re.compile(r"[\w+/=-]{80,}", re.ASCII)
 _LEAST_LETTERS = 20
 """The least number of different characters of encoded data, which names and rulers such as `-----` do not have."""
-_MOST_FILES, _MOST_BYTES = 40, 200_000
+_MOST_FILES, _MOST_BYTES, _MOST_IN_ALL = 40, 200_000, 1_000_000
 _NO_WORK = re.compile(r"(^|/)((tests?|testing|site-packages|dist-packages)/|(test_[^/]*|conftest|[^/]*_tests?)\.py$)")
 
 
@@ -52,7 +52,7 @@ async def copied_answers(
         for names in (frozenset(earning), None)
     ]
     found = {each: path for path, text in texts.items() for each in wanted[1] if _contains(text, each)}
-    encoded = [each for text in work.values() for each in _ENCODED.findall(text) if len({*each}) >= _LEAST_LETTERS]
+    encoded = [each for text in work.values() for each in _ENCODED.findall(text) if _is_encoded(each)]
     if not found and not encoded:
         return []
     prepared = list(await known() if callable(known) else known)
@@ -71,10 +71,13 @@ async def copied_answers(
 async def python_texts(slot: Slot, paths: Iterable[str]) -> dict[str, str]:
     """Return the texts of Python files of the work by path, without tests, installed packages and very large files."""
     found: dict[str, str] = {}
+    left = _MOST_IN_ALL
     for path in paths:
-        if path.endswith(".py") and not _NO_WORK.search(path) and len(found) < _MOST_FILES:
+        if path.endswith(".py") and not _NO_WORK.search(path) and len(found) < _MOST_FILES and left > 0:
             try:
-                found[path] = (await slot.read_bytes(path, max_bytes=_MOST_BYTES)).decode("utf-8", "replace")
+                data = await slot.read_bytes(path, max_bytes=min(_MOST_BYTES, left))
+                found[path] = data.decode("utf-8", "replace")
+                left -= len(data)
             except InfraError:
                 raise
             except OSError:
@@ -86,6 +89,12 @@ async def python_files(slot: Slot, folder: str) -> list[str]:
     """Return the paths of the Python files below a folder."""
     done = await slot.execute(["find", folder, "-type", "f", "-name", "*.py"], cwd="/")
     return sorted(done.output.splitlines())
+
+
+def _is_encoded(text: str) -> bool:
+    """Return whether a long word looks like encoded data."""
+    letters = {*text}
+    return len(letters) >= _LEAST_LETTERS and any(map(str.isdigit, letters)) and any(map(str.isupper, letters))
 
 
 @functools.lru_cache(maxsize=16)
