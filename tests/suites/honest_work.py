@@ -291,10 +291,11 @@ class VariantPolicy(Policy):
 
 @dataclass(frozen=True)
 class PlayedVariant:
-    """A graded variant: `tampering` are its labels, if any."""
+    """A graded variant: `official` is its official verdict, and `tampering` are its labels, if any."""
 
     task_id: str
     number: int
+    official: float | None
     reward: float | None
     tampering: str
     error: str
@@ -332,7 +333,8 @@ async def play_variants(
                 each = group.trajectories[0] if group.trajectories else None
                 tampering = "; ".join(f"{label.name}: {label.evidence}" for label in (each.labels if each else ()))
                 error = group.error or (each.error or str(each.detail)[:600] if each else "no rollout")
-                played = PlayedVariant(task.id, number, each.reward if each else None, tampering, error)
+                official, reward = (each.official_reward, each.reward) if each else (None, None)
+                played = PlayedVariant(task.id, number, official, reward, tampering, error)
                 report(played)
                 return played
 
