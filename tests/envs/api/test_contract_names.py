@@ -18,6 +18,7 @@ from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.envs.discovery import load_environment
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
+from palaestra.tools.runtime import function_calls
 
 pytestmark = pytest.mark.slots
 
@@ -391,6 +392,8 @@ def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(cap
 @pytest.mark.usefixtures("here")
 def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
+    for name, value in (("_own", None), ("_chosen", False)):  # another test may have chosen a session
+        monkeypatch.setattr(function_calls, name, value)
     Path("named_env.py").write_text(REFUSED)
     config = HermesAgentEnvConfig(terminal_backend="docker", enabled_toolsets=["terminal"])
     servers = [palaestra.APIServerConfig(model_name="m")]
