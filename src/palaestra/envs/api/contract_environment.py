@@ -104,7 +104,8 @@ class ContractEnvironment(CollectedEnvironment):
                 "calls; remove the override, or subclass HermesAgentBaseEnv instead"
             )
         if self.inner.config.slot_backend != "local":
-            self._open.enter_context(own_tasks(self.inner.config))
+            with contextlib.suppress(ConfigError):  # the name is that of a backend which the class starts itself
+                self._open.enter_context(own_tasks(self.inner.config))
         await super().open()
         kit = self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
         config = self.inner.config
