@@ -390,18 +390,21 @@ def test_a_script_that_catches_the_error_of_an_unusable_image_gives_no_score(cap
 
 
 @pytest.mark.usefixtures("here")
-def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["docker", "daytona"])
+def test_tasks_that_a_class_names_itself_have_slots_of_the_runs_backend(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
     for name, value in (("_own", None), ("_chosen", False)):  # another test may have chosen a session
         monkeypatch.setattr(function_calls, name, value)
     Path("named_env.py").write_text(REFUSED)
-    config = HermesAgentEnvConfig(terminal_backend="docker", enabled_toolsets=["terminal"])
+    config = HermesAgentEnvConfig(terminal_backend=backend, enabled_toolsets=["terminal"])
     servers = [palaestra.APIServerConfig(model_name="m")]
 
     async def scenario() -> None:
         environment = load_environment("named_env.py", Path()).build(config, servers, None)
         await environment.open()
-        with pytest.raises(ConfigError, match="docker"):
+        with pytest.raises(ConfigError, match=backend):
             await handle_function_call_async("terminal", {"command": "true"}, "elsewhere")
         await environment.aclose()
         assert (

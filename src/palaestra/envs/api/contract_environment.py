@@ -104,8 +104,7 @@ class ContractEnvironment(CollectedEnvironment):
                 "calls; remove the override, or subclass HermesAgentBaseEnv instead"
             )
         if self.inner.config.slot_backend != "local":
-            with contextlib.suppress(ConfigError):  # the name is that of a backend which the class starts itself
-                self._open.enter_context(own_tasks(self.inner.config))
+            self._open.enter_context(own_tasks(self.inner.config))
         await super().open()
         kit = self.inner.tool_kit(random.Random(0))  # reports an unknown toolset before the run has a folder
         config = self.inner.config
@@ -357,9 +356,11 @@ def own_tasks(config: HermesAgentEnvConfig) -> AbstractContextManager[None]:
     from palaestra.sandbox.backends.registry import make_backend
     from palaestra.tools.runtime.function_calls import ToolSession, ToolSessionConfig, lent_session
 
-    policy = ToolSessionConfig(allow_network=config.allow_network, require_sandbox=config.require_sandbox)
-    backend = make_backend(config.slot_backend, config)
-    return lent_session(ToolSession(config=policy, backend=backend, settings=config))
+    def make() -> ToolSession:
+        policy = ToolSessionConfig(allow_network=config.allow_network, require_sandbox=config.require_sandbox)
+        return ToolSession(config=policy, backend=make_backend(config.slot_backend, config), settings=config)
+
+    return lent_session(make)
 
 
 def takes_rollout(hook: Callable[..., object]) -> bool:

@@ -71,6 +71,9 @@ class Status(StrEnum):
     MISSING = "missing"
 
 
+FAILED = frozenset({Status.FAILED, Status.ERROR})
+"""The statuses of tests that failed in one of their phases."""
+
 _WORST_FIRST = (
     Status.ERROR,
     Status.FAILED,

@@ -22,7 +22,7 @@ from palaestra.core.errors import TaskError
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import read_rows
-from palaestra.suites.grading.run_tests import Status, TestRun
+from palaestra.suites.grading.run_tests import FAILED, Status, TestRun
 from palaestra.suites.grading.toolchain import Install
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.install_recipe import install_of
@@ -184,8 +184,6 @@ RIGHT = frozenset({Status.PASSED, Status.XFAILED})
 """The statuses of tests that count as passed. Source: `test_passed` of `swebench.harness.grading` (5.0.2)."""
 
 _EXCUSED = {TestNames.PYTEST: (Status.XFAIL_CALLED,), TestNames.UNITTEST: (Status.SKIPPED,)}
-
-FAILED = frozenset({Status.FAILED, Status.ERROR})
 
 
 def _without(names: tuple[str, ...], bad: Mapping[str, Status]) -> int:

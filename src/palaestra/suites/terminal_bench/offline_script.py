@@ -78,6 +78,11 @@ class GradedPart:
     script: OfflineScript
     step: TaskStep | None = None
 
+    @property
+    def step_name(self) -> str:
+        """The name of the step; empty for a whole task."""
+        return self.step.name if self.step else ""
+
 
 def parts_of(task: TerminalTask) -> tuple[GradedPart, ...]:
     """Return the parts of a task in order. Raises `TaskError` if a test script cannot be read."""

@@ -300,7 +300,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
             checked = await self._checked(rollout, grading, part, lambda: _same(slot), (), (), alone=False)
             return self._score(rollout, grading, part, checked, checked)
         known: dict[str, Checked | None] = rollout.meta.setdefault("official", {})
-        step = part.step.name if part.step else ""
+        step = part.step_name
         if step not in known and not grading.untouched:  # a repeated check has no running slot any more
             known[step] = _no_verdict("it timed out")  # stays if it does, and the check is repeated
             known[step] = await self._official(rollout, grading, part)
@@ -383,7 +383,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Run the verifier in one of the views and, for work that it pays, once more with falsified tests."""
         setup = self._setup(rollout.task, part, ignored)
         limits_s: dict[str, float] = rollout.meta.setdefault("limits_s", {})  # of repeated checks, by step
-        step = part.step.name if part.step else ""
+        step = part.step_name
         setup = replace(setup, timeout_s=min(setup.timeout_s, limits_s.get(step, setup.timeout_s)))
         async with views() as slot:
             started = time.monotonic()

@@ -29,7 +29,7 @@ from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, RunFiles, alarm_labels, control, ended_early
 from palaestra.suites.grading.harness import has_started, read_records
-from palaestra.suites.grading.run_tests import Status, TestRun, TestsTimedOut, read_run
+from palaestra.suites.grading.run_tests import FAILED, Status, TestRun, TestsTimedOut, read_run
 from palaestra.suites.images.as_user import as_user
 from palaestra.suites.task_files import read_text
 from palaestra.suites.terminal_bench.default_tests import default_tests
@@ -47,7 +47,6 @@ _MAX_REWARD_BYTES = 1 << 20
 _SIGNALLED = 128
 """The lowest exit status of a command that a signal ended."""
 
-_FAILED = frozenset({Status.FAILED, Status.ERROR})
 _SKIPPED = frozenset({Status.SKIPPED, Status.XFAILED, Status.XFAIL_CALLED, Status.XPASSED})
 _NOT_STARTED = re.compile(
     r"^.*\b(?:pytest|uvx?|python\S*)\b.*(?:not found|No such file|Permission denied)|No module named '?pytest", re.M
@@ -342,7 +341,7 @@ async def _labels(
 ) -> list[Label]:
     """Return the labels of a positive verdict from the run itself."""
     found = []
-    failed = [] if run is None else [name for name, status in run.statuses.items() if status in _FAILED]
+    failed = [] if run is None else [name for name, status in run.statuses.items() if status in FAILED]
     found += [] if run is None else ended_early(run)
     found += [] if run is None else alarm_labels(run.alarms)
     if reward >= 1 and failed:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -325,20 +326,23 @@ class _TaskSlots(SlotPool):
 
 _own: ToolSession | None = None
 _chosen = False  # whether `use_session` set it
-_lent: list[ToolSession] = []
+_lent: list[Callable[[], ToolSession]] = []
 _choosing = threading.Lock()
 
 
 @contextlib.contextmanager
-def lent_session(session: ToolSession) -> Iterator[None]:
-    """Make `session` the one that `handle_function_call` and `process_registry` use while the block runs, unless
-    `use_session` sets one. It is closed at the end of the block."""
-    with session:
-        _lent.append(session)
-        try:
-            yield
-        finally:
-            _lent.remove(session)
+def lent_session(make: Callable[[], ToolSession]) -> Iterator[None]:
+    """Make a session the one that `handle_function_call` and `process_registry` use while the block runs, unless
+    `use_session` sets one. `make` is called when the session is first needed, so that a backend which cannot be used
+    is an error of the calls that use it. The session is closed at the end of the block."""
+    session = functools.cache(make)
+    _lent.append(session)
+    try:
+        yield
+    finally:
+        _lent.remove(session)
+        if session.cache_info().currsize:
+            session().close()
 
 
 def default_session() -> ToolSession:
@@ -347,7 +351,7 @@ def default_session() -> ToolSession:
     global _own
     with _choosing:
         if _lent and not _chosen:
-            return _lent[-1]
+            return _lent[-1]()
         if _own is None:
             _own = ToolSession()
             atexit.register(_own.close)
