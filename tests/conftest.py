@@ -36,8 +36,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # with xdist, workers report to the main process
+        return
+    config.pluginmanager.register(_PlainIds())
     file = config.getoption("--durations-file")
-    if file is not None and not hasattr(config, "workerinput"):  # with xdist, workers report to the main process
+    if file is not None:
         config.pluginmanager.register(_Durations(file))
 
 
@@ -51,11 +54,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fail if pytest-xdist lost the groups, as it does with pytest 9.2: it would set up shared fixtures everywhere."""
+    grouped = [item for item in session.items if item.get_closest_marker("xdist_group") is not None]
+    if getattr(session.config.option, "loadgroup", False) and any("@" not in item.nodeid for item in grouped):
+        raise pytest.UsageError(f"pytest {pytest.__version__} and pytest-xdist ignore groups: install constraints.txt")
+
+
 def _shares_a_fixture(item: pytest.Item) -> bool:
     """Return whether a slow test uses a fixture of its module, which every worker that runs such a test sets up."""
     found = getattr(item, "_fixtureinfo", None)
     definitions = [] if found is None else [each for these in found.name2fixturedefs.values() for each in these]
     return item.get_closest_marker("slow") is not None and any(each.scope == "module" for each in definitions)
+
+
+class _PlainIds:
+    """Takes off the group's name that pytest-xdist appends to a test's id, so that `--last-failed` finds the test."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid.rfind("@") > report.nodeid.rfind("]"):
+            report.nodeid = report.nodeid.rpartition("@")[0]
 
 
 class _Durations:
@@ -67,7 +86,7 @@ class _Durations:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not report.skipped:
-            self._seconds[report.nodeid.partition("@")[0]] += report.duration  # xdist appends the group's name
+            self._seconds[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
         self._file.write_text(json.dumps(self._seconds, indent=0, sort_keys=True), encoding="utf-8")
