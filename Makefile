@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check spine snapshots interop official faces constraints setup venv
+.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check check-style check-types check-docs spine snapshots interop official faces constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -51,15 +51,21 @@ learn: venv ## train a tiny model on two tool tasks, and print what it has learn
 	@scripts/torch_env
 	@OMP_NUM_THREADS=1 .venv-torch/bin/python benchmarks/learn.py --seeds 1
 
-check: venv ## lint, format, types, layers, and what must not be committed
+check: check-style check-types check-docs ## lint, format, types, layers, documentation, and what must not be committed
+
+check-style: venv
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@.venv/bin/mypy
 	@.venv/bin/lint-imports --no-logo
 	@.venv/bin/python scripts/import_cycles.py
 	@.venv/bin/python scripts/guard.py
 	@.venv/bin/python scripts/prose.py
 	@.venv/bin/python scripts/pictures.py --check
+
+check-types: venv
+	@.venv/bin/mypy
+
+check-docs: venv
 	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
 
 spine: venv ## count the files and frames of one rollout; fails above the caps
