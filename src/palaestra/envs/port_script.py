@@ -53,7 +53,8 @@ ELSEWHERE: Mapping[str, str] = {
             "message_history": "ensure_trajectory_token_limit strip_thinking truncate_thinking",
             "reward_functions": "CombinedReward FormatReward LegacyFunctionWrapper RewardFunction RewardRegistry",
             "sandbox_executor": "SandboxExecutor",
-            "servers": "APIServer ManagedServer OpenAIServer OpenaiConfig SequenceNode parse_http_response",
+            "servers": "APIServer ManagedServer ManagedServerAdapter OpenAIServer OpenaiConfig SequenceNode "
+            "parse_http_response",
             "statistics": "allclose_to_first compute_discounted_returns compute_grpo_process_supervision_advantages "
             "compute_stats get_std_min_max_avg pass_at_k select_best_index",
             "teacher_distillation": "TeacherDistillationConfig TeacherDistillationEnv",
@@ -99,7 +100,6 @@ NOT_NEEDED: Mapping[str, str] = {
     "BatchRunner": "run `palaestra batch FILE`, or call palaestra.run",
     "SandboxServer": "start `palaestra serve executor`, or name a backend in tool_pool_mode",
     "app": "start `palaestra serve tools` or `palaestra serve executor`; tool_server_url='inprocess' needs no server",
-    "ManagedServerAdapter": "call managed_server() of self.server, which has chat_completion",
     "tokenize_for_trainer_dpo": "atroposlib 0.4 does not have it either",
     "BaseLanguageEnv": "atroposlib 0.4 does not have it either; subclass BaseEnv",
     "registry": "write each tool as a typed function with @tool from palaestra, instead of registry.register",

@@ -209,6 +209,24 @@ def test_a_class_that_collects_nothing_is_no_environment(capsys: pytest.CaptureF
     assert capsys.readouterr().err == "error: Idle lacks collect_trajectory or collect_trajectories\n"
 
 
+def test_a_class_may_name_its_configuration_in_config_cls() -> None:
+    class Settings(BaseEnvConfig):
+        depth: int = 3
+
+    class Named(BaseEnv):
+        @classmethod
+        def config_cls(cls) -> type:
+            return Settings
+
+    class Below(Named):
+        pass
+
+    class Own(Named):
+        env_config_cls = BaseEnvConfig
+
+    assert [each.config_init()[0].__class__ for each in (Named, Below, Own)] == [Settings, Settings, BaseEnvConfig]
+
+
 def test_the_tokenizer_is_the_one_that_is_named(tmp_path: Path) -> None:
     from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 

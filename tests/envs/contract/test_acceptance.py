@@ -216,6 +216,20 @@ def test_token_exact_server() -> None:
             assert "Hello." in node.full_text
 
         asyncio.run(play())
+
+    async def through_the_adapter() -> None:
+        async with engine.managed_server(tokenizer=tokenizer, engine=samples) as managed:
+            client = old("atroposlib.envs.server_handling.managed_server", "ManagedServerAdapter")(
+                managed, "http://x/v1"
+            )
+            reply = await client.chat.completions.create(messages=[{"role": "user", "content": "Hello there."}])
+            assert reply.choices[0].message.content == "Hello."
+            await client.completions.create(prompt="Hello there.")
+            assert len(managed.get_state()["nodes"]) == 2
+            with pytest.raises(NotImplementedError, match="no endpoint /tokenize"):
+                await client.post("/tokenize", {}, dict)
+
+    asyncio.run(through_the_adapter())
     group = manager([config(model_name="m", server_type="openai", base_url="http://127.0.0.1:9/v1")])
     with pytest.raises(NotImplementedError, match="sglang, vllm and transformers do"):
         group.managed_server(tokenizer=None)

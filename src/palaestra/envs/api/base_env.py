@@ -159,6 +159,13 @@ class BaseEnv(ABC):
         """The trained tokens of each rollout since the last `wandb_log`."""
         self._evaluation: dict[str, JSON] = {}
 
+    def __init_subclass__(cls, **named: object) -> None:
+        super().__init_subclass__(**named)
+        if "env_config_cls" not in vars(cls) and isinstance(vars(cls).get("config_cls"), classmethod):
+            # Eleven evaluations of the Atropos repository name their configuration so; atroposlib does not read it, and
+            # they fail there with an AttributeError.
+            cls.env_config_cls = cls.config_cls()  # type: ignore[attr-defined]
+
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         """Return the environment's own defaults; files, variables and flags override them."""
