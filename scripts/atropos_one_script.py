@@ -2,17 +2,20 @@
 
 It runs under Palaestra's interpreter and under one that has atroposlib, so it imports neither before `--side` is read.
 Packages that are not installed, and the `datasets` package, are replaced by stand-ins for the script's own imports
-only: every attribute exists, and a data set has rows in which every column is the text `3`.
+only: every attribute exists, and a data set has rows in which every column is the text `3`. A file of the checkout that
+is absent, because its author did not publish it, reads as such a data set, and so does any address.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import builtins
 import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import random
 import re
@@ -39,11 +42,21 @@ class Text(str):
     def get(self, key: str, default: Any = None) -> Any:
         return Text("3")
 
+    def __ge__(self, other: Any) -> bool:
+        return super().__ge__(other) if isinstance(other, str) else True
+
+
+CONVERSATIONS = frozenset({"messages", "conversations", "conversation"})
+
 
 class Row(dict[str, Any]):
     """A row that has every column."""
 
     def __missing__(self, key: str) -> Any:
+        if key in CONVERSATIONS:
+            call = '<think>\n3\n</think>\n<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
+            said = [("user", "human", "3"), ("assistant", "gpt", call), ("tool", "tool", "3")]
+            return [Row({"role": role, "content": text, "from": who, "value": text}) for role, who, text in said]
         return Text("3")
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -103,12 +116,46 @@ class Rows(list[Any]):
     def from_list(cls, rows: Sequence[Any], *_: Any, **__: Any) -> Rows:
         return cls(rows)
 
+    @classmethod
+    def from_dict(cls, columns: dict[str, Sequence[Any]], *_: Any, **__: Any) -> Rows:
+        return cls(Row(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True))
+
 
 SPLITS = frozenset({"train", "test", "validation", "val", "dev", "default", "main", "auxiliary_train", "all"})
 
 
 def load_dataset(*_: Any, **__: Any) -> Rows:
     return Rows(Row(id=str(number)) for number in range(8))
+
+
+DATA_FILES = frozenset({".csv", ".json", ".jsonl", ".txt"})
+
+
+class RowsFile(io.StringIO):
+    """An absent file: lines of text, which `json.load` reads as a data set."""
+
+
+def with_absent_files(folders: tuple[str, ...]) -> None:
+    """Let absent files below `folders`, and addresses, read as stand-ins."""
+    opened, loaded_json, parsed = io.open, json.load, json.loads
+
+    def stand_in_for_absent(file: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+        try:
+            return opened(file, mode, *given, **named)
+        except FileNotFoundError:
+            path = Path(file).absolute()
+            if mode.strip("tb") != "r" or path.suffix not in DATA_FILES or not str(path).startswith(folders):
+                raise
+            return io.BytesIO(b"3\n" * 8) if "b" in mode else RowsFile("3\n" * 8)
+
+    def load(file: Any, *given: Any, **named: Any) -> Any:
+        return load_dataset() if isinstance(file, RowsFile) else loaded_json(file, *given, **named)
+
+    def loads(text: Any, *given: Any, **named: Any) -> Any:
+        return Row() if isinstance(text, str) and text.strip() == "3" else parsed(text, *given, **named)
+
+    builtins.open = io.open = stand_in_for_absent  # type: ignore[assignment]  # pathlib opens through io
+    json.load, json.loads = load, loads
 
 
 class _Anything(type):
@@ -156,10 +203,10 @@ class _Instance:
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(())
+        return iter((stand_in("item")(),))
 
     def __len__(self) -> int:
-        return 0
+        return 1
 
     def __bool__(self) -> bool:
         return True
@@ -172,6 +219,12 @@ class _Instance:
     def __await__(self) -> Iterator[Any]:
         yield from ()
         return self
+
+    def _with(self, other: Any) -> Any:
+        return self
+
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+        vars()[f"__{_name}__"] = vars()[f"__r{_name}__"] = _with
 
     def __float__(self) -> float:
         return 3.0
@@ -217,7 +270,7 @@ class StandIns(MetaPathFinder, Loader):
         frame = inspect.currentframe()
         while frame is not None:
             name = frame.f_code.co_filename
-            if name != __file__ and not name.startswith("<frozen importlib"):
+            if name not in (__file__, importlib.__file__) and not name.startswith("<frozen importlib"):
                 return name.startswith(self.folders)
             frame = frame.f_back
         return False
@@ -245,12 +298,14 @@ class StandIns(MetaPathFinder, Loader):
 class AutoTokenizer:
     """The tokenizer that `self.tokenizer` is, for scripts that load their own where `transformers` is not installed."""
 
-    @staticmethod
-    def from_pretrained(name: str, *_: Any, **__: Any) -> Any:
+    folder = ""
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> Any:
         from palaestra.inference.templates.chat_tokenizer import ChatTokenizer
         from palaestra.inference.tokenizers import load_tokenizer
 
-        return ChatTokenizer(load_tokenizer(name))
+        return ChatTokenizer(load_tokenizer(cls.folder))
 
 
 def _same(one: Any, other: Any, *_: Any, **__: Any) -> bool:
@@ -307,6 +362,8 @@ async def run(options: argparse.Namespace, told: dict[str, Any], finder: StandIn
     config, _ = form.defaults() if form else cls.config_init()
     config.tokenizer_name, config.use_wandb, config.group_size = options.tokenizer, False, 4
     config.data_path_to_save_groups = config.data_dir_to_save_evals = None
+    if getattr(config, "custom_thinking_prompt", "") is None:  # twelve scripts print its first characters
+        config.custom_thinking_prompt = "Think."
     servers = [
         APIServerConfig(
             base_url=options.url,
@@ -382,6 +439,7 @@ def main() -> None:
     options = parser.parse_args()
     sys.argv = [options.script]
     told: dict[str, Any] = {"script": options.script, "stage": "start"}
+    AutoTokenizer.folder = options.tokenizer
     here = str(Path(__file__).parent)
     sys.path[:] = [str(Path(options.script).parent), options.packages, *(each for each in sys.path if each != here)]
     ours = frozenset({"palaestra", "atroposlib", *(each.name for each in Path(options.script).parent.iterdir())})
@@ -393,6 +451,7 @@ def main() -> None:
 
         as_release_4()
     sys.meta_path.insert(0, finder)
+    with_absent_files((options.folder, options.packages))
     out, sys.stdout = sys.stdout, sys.stderr
     try:
         asyncio.run(asyncio.wait_for(run(options, told, finder), options.timeout_s))

@@ -137,10 +137,11 @@ async def run_one(
 ) -> Any:
     run = f"{side}-{server}-{abs(hash(script))}"
     command = [python, str(ONE), str(script), "--side", side, "--server", server, "--url", f"{url}/{run}/v1", *common]
+    keys = dict.fromkeys(re.findall(r"\b[A-Z][A-Z_]*(?:API_KEY|TOKEN)\b", script.read_text()), "x")
     process = await asyncio.create_subprocess_exec(
         *command,
         *("--timeout_s", str(timeout_s)),
-        env=os.environ | {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"},
+        env=os.environ | keys | {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"},
         cwd=common[common.index("--packages") + 1],
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
