@@ -434,7 +434,7 @@ def test_a_small_task_pays_no_cheat(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_task_pays_no_cheat(one_real_task: list[str]) -> None:
-    names = [cheat.name for cheat in BANK[::4]]  # the small task is attacked by all
+    names = [cheat.name for cheat in BANK[::6]]  # the small task is attacked by all
     environment = str(ROOT / "environments/swe_smith_oracle_env.py")
     proof = check_environment(environment, one_real_task, tasks=1, only=names, quiet=True)
     assert proof.holds, [line for line in proof.lines if not line.ok]
@@ -445,7 +445,7 @@ def test_a_real_task_pays_no_cheat(one_real_task: list[str]) -> None:
 @pytest.mark.timeout(900)
 def test_a_naive_grader_pays_many_cheats(tmp_path: Path) -> None:
     (tmp_path / "naive_env.py").write_text(NAIVE)
-    names = [cheat.name for cheat in BANK[::3]]  # the others take minutes, and show the same
+    names = [cheat.name for cheat in BANK[::6]]  # the others take minutes, and show the same
     settings = [
         *small_task(tmp_path, hidden=False),
         '--env.keep_tests=["*"]',

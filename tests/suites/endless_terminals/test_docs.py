@@ -32,6 +32,8 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     commands = [shlex.split(line, comments=True) for line in PAGE.splitlines() if line.startswith("palaestra ")]
     assert len(commands) == 5
+    # the tests of the environment play every cheat, so one is enough here
+    commands = [[*each, "--only", "stale-reward"] if each[1:3] == ["env", "check"] else each for each in commands]
     for command in commands:
         assert main(command[1:]) == 0, command
     found = [
