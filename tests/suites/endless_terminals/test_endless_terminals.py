@@ -37,8 +37,8 @@ from palaestra.suites.endless_terminals.task_folders import (
     read_task,
     score_folder,
 )
-from palaestra.suites.grading.toolchain import DEPENDENCIES_DIR, DependencyCache, Toolchain, interpreter
 from palaestra.suites.images.dockerfile import ImageRecipe
+from palaestra.suites.toolchain.toolchain import DEPENDENCIES_DIR, DependencyCache, Toolchain, interpreter
 from suites.endless_terminals.built import DESCRIBED, FINAL, INITIAL, checked
 
 ENVIRONMENT = str(Path(__file__).parents[3] / "environments" / "endless_terminals_env.py")

@@ -18,9 +18,9 @@ from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
 from palaestra.suites.grading.falsified import control, ended_early
 from palaestra.suites.grading.hidden_tests import errors_of, run_suite
 from palaestra.suites.grading.run_tests import TestRun
-from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig
 from palaestra.suites.hermes_swe.programming_task import make_suite
+from palaestra.suites.toolchain.toolchain import interpreter
 
 pytestmark = pytest.mark.slots
 

@@ -42,7 +42,6 @@ from palaestra.suites.endless_terminals.task_folders import (
     score_folder,
 )
 from palaestra.suites.endless_terminals.triple_check import GRADED as WORKSPACE_ONLY
-from palaestra.suites.grading.toolchain import DependencyCache, Toolchain
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, home_of
 from palaestra.suites.images.dockerfile import ImageConfig
@@ -50,6 +49,7 @@ from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import HOST, TaskRoot, TaskRoots
+from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain
 
 
 class EndlessTerminalsEnvConfig(ListedEnvConfig):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from palaestra.sandbox.slot import Slot
 from palaestra.suites.grading.harness import alarms_in, run_harness
 from palaestra.suites.grading.run_tests import HARNESS_DIR, HARNESS_ENVIRONMENT, FailedTest, Status, TestRun
-from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.toolchain.toolchain import Toolchain
 
 _SCRIPT = "tests/runtests.py"
 

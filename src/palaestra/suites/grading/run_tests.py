@@ -17,7 +17,7 @@ from palaestra.core.errors import GraderError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import ExecutionResult, Slot
 from palaestra.suites.grading.harness import Alarm, alarms_in, run_harness
-from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.toolchain.toolchain import Toolchain
 
 HARNESS_DIR = "/tmp/.palaestra-grade"  # noqa: S108  a path in the grading slot
 CANARY_TIMEOUT_S = 60.0

@@ -36,8 +36,8 @@ from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
 from palaestra.suites.grading.hidden_tests import errors_of, run_suite
 from palaestra.suites.grading.run_tests import TestRun, enough_time
-from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
+from palaestra.suites.toolchain.toolchain import interpreter
 
 BUILT_IN = "built-in"
 """The name of the built-in dataset."""

@@ -38,9 +38,7 @@ from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
 from palaestra.suites.grading.django_tests import run_django
 from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
-from palaestra.suites.grading.requirements import is_requirement
 from palaestra.suites.grading.run_tests import Status, TestRun, enough_time, run_files
-from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
 from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.protected import hidden_files, protected, tests_of
@@ -68,6 +66,8 @@ from palaestra.suites.swe.workspace import (
     work_paths,
     write_texts,
 )
+from palaestra.suites.toolchain.requirements import is_requirement
+from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
 
 REPOSITORY = WORKSPACE
 """The repository in a slot, where the agent's commands start."""
