@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from palaestra.sandbox.slot import View
-from palaestra.suites.grading.run_tests import run_tests
+from palaestra.suites.grading.repository_tests import run_files
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.protected import hidden_files, protected
 from palaestra.suites.swe.swe_row import RowVerdict, SweRow, parse_row
@@ -43,7 +43,7 @@ async def grade(bench: Bench, written: Mapping[str, str], command: str = "true")
     async with bench.slot(sealed) as slot:
         for path in hidden_files(changes, row, tuple(FILES), REPO):
             await slot.write_text(f"{REPO}/{path}", FILES[path])
-        return row.verdict(await run_tests(slot, bench.toolchain, REPO, row.node_ids, timeout_s=30))
+        return row.verdict(await run_files(slot, bench.toolchain, REPO, row.test_files, timeout_s=30))
 
 
 def test_the_fix_passes(run_bench: RunBench) -> None:

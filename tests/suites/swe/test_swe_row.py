@@ -7,7 +7,7 @@ import pytest
 
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
-from palaestra.suites.grading.run_tests import Status, TestRun
+from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.row_tests import excuses, meant
 from palaestra.suites.swe.swe_row import RowKind, SweRow, load_rows, parse_row

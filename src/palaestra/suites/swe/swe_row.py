@@ -22,7 +22,7 @@ from palaestra.core.errors import TaskError
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import read_rows
-from palaestra.suites.grading.run_tests import FAILED, Status, TestRun
+from palaestra.suites.grading.harness import FAILED, Status, TestRun
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.install_recipe import install_of
 from palaestra.suites.task_files import RowFields

@@ -36,9 +36,9 @@ from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
-from palaestra.suites.grading.django_tests import run_django
-from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
-from palaestra.suites.grading.run_tests import Status, TestRun, enough_time, run_files
+from palaestra.suites.grading.falsified import Controlled, control
+from palaestra.suites.grading.harness import Status, TestRun, enough_time
+from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
 from palaestra.suites.swe.protected import hidden_files, protected, tests_of
@@ -344,8 +344,7 @@ class SweEnvironment(ContractEnvironment):
         labels = [
             *controls.labels,
             *copied,
-            *alarm_labels(graded.run.alarms),
-            *ended_early(graded.run),
+            *graded.run.labels,
             *found.labels(REPOSITORY),
             *excuses(judged, graded.run),
         ]

@@ -44,7 +44,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.sandbox.transfer import upload_dir
-from palaestra.suites.grading.run_tests import TestsTimedOut, enough_time
+from palaestra.suites.grading.harness import TestsTimedOut, enough_time
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, home_of, is_root
 from palaestra.suites.images.image_builder import ImageBuilder

@@ -113,9 +113,7 @@ async def install(
     `ends_well`, pytest exits with status 0, so that the script starts it as often as for passing work.
     """
     await slot.remove(HARNESS_DIR)
-    await send_scripts(
-        slot, HARNESS_DIR, "verdict_channel.py", "audit_hook.py", "pytest_launcher.py", "pytest_reporter.py"
-    )
+    await send_scripts(slot, HARNESS_DIR, "pytest_launcher.py", "pytest_reporter.py")
     plan = {
         "dependencies": list(dependencies),
         "tests": TESTS_DIR,

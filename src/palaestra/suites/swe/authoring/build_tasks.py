@@ -29,7 +29,7 @@ from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import SlotSource
 from palaestra.suites.build_once import build_once
-from palaestra.suites.grading.run_tests import Status, TestRun
+from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe.authoring.build_rows import BASE_TIMEOUT_S, Repository, flips, make_row
 from palaestra.suites.swe.authoring.layout import python_path, source_files, test_files
 from palaestra.suites.swe.authoring.manifest import (
