@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from palaestra.core.types import Label
 from palaestra.suites.grading.harness import Status, TestRun
-from palaestra.suites.grading.python_source import ParsedSource, SourceEdit, apply_edits
+from palaestra.suites.python_source import ParsedSource, SourceEdit, apply_edits
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

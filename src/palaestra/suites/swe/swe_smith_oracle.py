@@ -41,7 +41,7 @@ from palaestra.suites.grading.harness import Status, TestRun, enough_time
 from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
-from palaestra.suites.swe.protected import hidden_files, protected, tests_of
+from palaestra.suites.swe.protected import protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
@@ -317,13 +317,12 @@ class SweEnvironment(ContractEnvironment):
         judged = work.row if include else replace(work.row, fail_to_pass=())
         changes, pristine = await grading.changes(), await self.repositories.list_files(judged)
         found = protected(changes, judged, pristine, REPOSITORY)
-        hidden = hidden_files(changes, judged, pristine, REPOSITORY)
-        differs = found.differs or not tests_of(judged).issuperset(hidden)
-        graded = await self._verdict(rollout, grading, judged, found.left_out if differs else found.guarded)
+        without = found.left_out if found.differs else found.guarded
+        graded = await self._verdict(rollout, grading, judged, without)
         official, patch = judged.official(graded.run), graded.view.patch
-        if differs:
+        if found.differs:
             await grading.restart()
-            graded = await self._verdict(rollout, grading, judged, found.guarded, hidden)
+            graded = await self._verdict(rollout, grading, judged, found.guarded, found.hidden)
         guarded = judged.verdict(graded.run)
         controls, copied = Controlled(), list[Label]()
         if guarded.resolved and self.settings.controls:

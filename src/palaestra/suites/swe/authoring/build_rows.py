@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.suites.grading.harness import FailedTest, Status, TestRun
-from palaestra.suites.grading.python_source import SourceEdit, apply_edits
+from palaestra.suites.python_source import SourceEdit, apply_edits
 from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.authoring.manifest import PinnedMutation, PinnedPackage
 from palaestra.suites.swe.authoring.package_trial import PackageTrial
