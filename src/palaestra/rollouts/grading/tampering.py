@@ -19,7 +19,7 @@ task, but never on the content of a file.
 
 Not covered: search paths of interpreters other than Python, search paths that a check sets, and modules in the
 directory in which a check starts Python. An environment whose check runs code of the workspace must isolate that code
-from the check (`suites/grading/repository_tests.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
+from the check (`suites/grading/harness.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
 """
 
 from __future__ import annotations
