@@ -13,10 +13,10 @@ import pytest
 
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, tool
 from palaestra.core.types import JSON
+from palaestra.envs.api.exec_tool import ExecTool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
-from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.tools.tool import Tool
 from tools.serving.asking import Client

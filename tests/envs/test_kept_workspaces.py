@@ -24,9 +24,9 @@ from palaestra.rollouts.records import Group
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung
 from palaestra.sandbox.snapshots.folder import SnapshotStore, StoredSnapshot
-from palaestra.suites.grading.toolchain import Install, Toolchain
 from palaestra.suites.swe.swe_row import RowKind, SweRow
 from palaestra.suites.swe.swe_smith_oracle import ResolvedRow, SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.suites.toolchain.toolchain import Install, Toolchain
 from programs import killed_after, until
 
 pytestmark = pytest.mark.slots

@@ -27,7 +27,6 @@ from palaestra.inference.engines.scripted import PatchPolicy
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot
-from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.row_tests import run_row
 from palaestra.suites.swe.swe_smith_oracle import (
     REPOSITORY,
@@ -37,6 +36,7 @@ from palaestra.suites.swe.swe_smith_oracle import (
     SweSmithOracleEnvConfig,
 )
 from palaestra.suites.swe.workspace import unpack
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.conftest import installed_pytest as installed_pytest
 from suites.swe.published import BUGGY, RIGHT, Files, Source, git
 

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
-from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.toolchain.toolchain import Toolchain
 
 REPO = "/workspace/repo"
 FILES = {

@@ -13,7 +13,7 @@ import pytest
 
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Mount
-from palaestra.suites.grading.toolchain import DEPENDENCIES_DIR, DependencyCache, Install, Toolchain, interpreter
+from palaestra.suites.toolchain.toolchain import DEPENDENCIES_DIR, DependencyCache, Install, Toolchain, interpreter
 from suites.bench import Bench, RunBench
 
 _PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")

@@ -19,13 +19,13 @@ from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.envs.api.exec_tool import ExecTool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.rollouts.events import ReplyReceived
 from palaestra.rollouts.export.token_rows import exported_rows
-from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.journal.journal import read_journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.journal.verify import verify_run

@@ -94,7 +94,7 @@ def test_a_link_does_not_make_an_answer_right(level: str, tmp_path: Path, monkey
     ],
 )
 def test_only_links_between_named_files_and_others_are_replaced(link: str, kind: str, end: str, equated: bool) -> None:
-    named = NamedFiles.of(Task(id="a", prompt="Read input.csv and write the word to answer.txt."))
+    named = NamedFiles(Task(id="a", prompt="Read input.csv and write the word to answer.txt."))
     assert named.equates(link, kind, end, named.directories(["/workspace/answer.txt"])) is equated
 
 
@@ -109,21 +109,19 @@ def test_only_links_between_named_files_and_others_are_replaced(link: str, kind:
     ],
 )
 def test_a_name_counts_wherever_the_messages_have_it(prompt: Any, end: str) -> None:
-    named = NamedFiles.of(Task(id="a", prompt=prompt))
+    named = NamedFiles(Task(id="a", prompt=prompt))
     assert named.equates("/workspace/expected", "file", end, named.directories([]))
     assert named.equates("/workspace/expected", "dir", end, named.directories([]))
 
 
 @pytest.mark.parametrize("link", ["/workspace/node_modules/.bin/eslint", "/workspace/.venv/bin/python"])
 def test_links_of_installed_packages_stay(link: str) -> None:
-    named = NamedFiles.of(
-        Task(id="a", prompt="Make `node_modules/.bin/eslint` pass, then call it from .venv/bin/python.")
-    )
+    named = NamedFiles(Task(id="a", prompt="Make `node_modules/.bin/eslint` pass, then call it from .venv/bin/python."))
     assert not named.equates(link, "file", "/workspace/node_modules/eslint/bin/eslint.js", [])
 
 
 def test_a_link_that_a_task_asks_for_stays() -> None:
-    named = NamedFiles.of(Task(id="a", prompt="Make latest a symbolic link to the newest log."))
+    named = NamedFiles(Task(id="a", prompt="Make latest a symbolic link to the newest log."))
     assert not named.equates("/workspace/latest", "file", "/workspace/log.7", [])
     assert not named.equates("/workspace/latest", "none", "/opt/log.7", [])
     assert named.equates("/workspace/expected", "file", "/workspace/latest", [])

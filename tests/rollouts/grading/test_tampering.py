@@ -223,12 +223,9 @@ HAD = [
 ]
 
 
-class Had:
-    """A root of these files."""
-
-    async def names(self, directory: str) -> frozenset[str]:
-        inside = f"{directory.rstrip('/')}/"
-        return frozenset(path[len(inside) :].split("/")[0] for path in HAD if path.startswith(inside))
+async def names(directory: str) -> frozenset[str]:
+    inside = f"{directory.rstrip('/')}/"
+    return frozenset(path[len(inside) :].split("/")[0] for path in HAD if path.startswith(inside))
 
 
 R, S, C = "programs_replaced", "programs_shadowed", ""
@@ -306,12 +303,12 @@ R, S, C = "programs_replaced", "programs_shadowed", ""
     ],
 )
 def test_the_table(path: str, label: str | None) -> None:
-    rule = Rule("/workspace", env={"PATH": "/opt/tools/bin:/usr/bin"})
+    rule = Rule(names, "/workspace", env={"PATH": "/opt/tools/bin:/usr/bin"})
     assert left_out(rule, Change(path, "file")) == ({} if label is None else {path: label})
 
 
 def left_out(rule: Rule, *changes: Change) -> dict[str, str]:
-    return asyncio.run(rule.left_out(changes, Had().names))
+    return asyncio.run(rule.left_out(changes))
 
 
 def files(*paths: str) -> list[Change]:
@@ -327,15 +324,17 @@ def test_a_directory_counts_where_it_hides_what_was_there() -> None:
         Change("/usr/bin/python3", "deleted"),
         Change("/opt", "symlink"),
     ]
-    found = left_out(Rule("/workspace", env={"PATH": "/opt/tools/bin:/usr/bin"}), *changes)
+    found = left_out(Rule(names, "/workspace", env={"PATH": "/opt/tools/bin:/usr/bin"}), *changes)
     assert found == dict.fromkeys(["/bin", "/opt/tools/bin", "/usr/bin/python3", "/usr/lib", "/usr/lib/git-core"], R)
 
 
 def test_what_a_task_declares_or_names_may_be_replaced() -> None:
-    assert left_out(Rule("/w", programs=frozenset({"git"})), *files("/usr/bin/git", "/bin/bash")) == {"/bin/bash": R}
-    declared = Rule("/w", named=("/usr/share/zoneinfo", "/"))
+    assert left_out(Rule(names, "/w", programs=frozenset({"git"})), *files("/usr/bin/git", "/bin/bash")) == {
+        "/bin/bash": R
+    }
+    declared = Rule(names, "/w", named=("/usr/share/zoneinfo", "/"))
     assert left_out(declared, *files("/usr/share/zoneinfo/UTC", "/usr/include/stdio.h")) == {"/usr/include/stdio.h": R}
-    text = Rule("/w", text="Repair /usr/local/bin/backup.sh in /usr/bin. Upgrade `requests` and install git.")
+    text = Rule(names, "/w", text="Repair /usr/local/bin/backup.sh in /usr/bin. Upgrade `requests` and install git.")
     named = files(
         "/usr/local/bin/backup.sh", "/usr/bin/git", "/usr/lib/python3/dist-packages/requests/api.py", "/usr/bin/python3"
     )
@@ -343,12 +342,13 @@ def test_what_a_task_declares_or_names_may_be_replaced() -> None:
 
 
 def test_naming_the_workspace_declares_nothing_in_it() -> None:
-    rule = Rule("/app", named=("/app",), text="Work in /app.", env={"PATH": "/app/bin", "PYTHONPATH": "/app"})
+    env = {"PATH": "/app/bin", "PYTHONPATH": "/app"}
+    rule = Rule(names, "/app", named=("/app",), text="Work in /app.", env=env)
     shadowing = files("/app/bin/git", "/app/json.py", "/app/requests/__init__.py")
     assert left_out(rule, *shadowing, *files("/app/mine.py", "/app/bin/own")) == {each.path: S for each in shadowing}
-    assert left_out(Rule("/app", text="Write json.py.", env=rule.env), *files("/app/json.py")) == {}
+    assert left_out(Rule(names, "/app", text="Write json.py.", env=env), *files("/app/json.py")) == {}
 
 
 def test_libraries_in_a_path_of_the_image() -> None:
-    rule = Rule("/app", env={"LD_LIBRARY_PATH": "/app/lib"})
+    rule = Rule(names, "/app", env={"LD_LIBRARY_PATH": "/app/lib"})
     assert left_out(rule, *files("/app/lib/libz.so.1", "/app/lib/libown.so")) == {"/app/lib/libz.so.1": S}

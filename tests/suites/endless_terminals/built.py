@@ -13,7 +13,7 @@ from palaestra.suites.endless_terminals.endless_terminals import (
     EndlessTerminalsEnv,
     EndlessTerminalsEnvConfig,
 )
-from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.toolchain.toolchain import DependencyCache
 
 INITIAL = "def test_numbers():\n    assert open('/home/user/data/numbers.txt').read() == '1\\n2\\n'\n"
 FINAL = "def test_sum():\n    assert open('/home/user/sum.txt').read().strip() == '3'\n"

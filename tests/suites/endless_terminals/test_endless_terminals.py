@@ -37,8 +37,8 @@ from palaestra.suites.endless_terminals.task_folders import (
     read_task,
     score_folder,
 )
-from palaestra.suites.grading.toolchain import DEPENDENCIES_DIR, DependencyCache, Toolchain, interpreter
 from palaestra.suites.images.dockerfile import ImageRecipe
+from palaestra.suites.toolchain.toolchain import DEPENDENCIES_DIR, DependencyCache, Toolchain, interpreter
 from suites.endless_terminals.built import DESCRIBED, FINAL, INITIAL, checked
 
 ENVIRONMENT = str(Path(__file__).parents[3] / "environments" / "endless_terminals_env.py")
@@ -258,17 +258,27 @@ def test_a_folders_own_tests_prepare_and_decide(toolchain: Toolchain, in_pool, t
 
 
 STARTED = (
-    "import subprocess\ndef test_sum():\n"
+    "import importlib.util, subprocess, sys\ndef test_sum():\n"
     "    subprocess.run(['git', '-C', '/home/user/data', 'status'])\n"
     "    shown = subprocess.run(['bash', '-lc', 'cat /home/user/sum.txt'], capture_output=True, text=True)\n"
     "    assert shown.stdout.strip() == '3'\n"
     "def test_words():\n    assert 'three' in open('/home/user/words.txt').read()\n"
+    "def test_module():\n    sys.path.append('/home/user')\n    if importlib.util.find_spec('of_source'):\n"
+    "        assert __import__('of_source').VALUE == 'source'\n"
+)
+COMPILED = (
+    "import py_compile; open('of_source.py', 'w').write('VALUE = 0'); py_compile.compile('of_source.py', "
+    "invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)"
 )
 WORK = {
     "own tests": ("echo 3 > sum.txt; echo three > words.txt; echo 'import a' > conftest.py", 1.0),
     "settings of git": ("echo 3 > sum.txt; echo three > words.txt; git init -q data; git -C data config a.b c", 1.0),
     "data in opt": ("echo 3 > sum.txt; mkdir /opt/d; echo three > /opt/d/w; ln -s /opt/d/w words.txt", 1.0),
     "program of the image": ("echo three > words.txt; printf '#!/bin/sh\\necho 3\\n' > /usr/bin/cat", 0.0),
+    "compiled file of another source": (
+        f'echo 3 > sum.txt; echo three > words.txt; python3 -c "{COMPILED}"; echo "VALUE = \'source\'" > of_source.py',
+        1.0,
+    ),
     "honest": ("echo 3 > sum.txt; echo three > it; ln -s it words.txt; echo 'set -u' > .pro''file", 1.0),
     "link to the tests": ("echo 3 > sum.txt; ln -s /tmp/palaestra-tests/test_state.py words.txt", 0.0),
     "link through a directory": (

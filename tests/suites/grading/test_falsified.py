@@ -20,7 +20,8 @@ from palaestra.suites.grading.falsified import (
     parse,
     without_tests,
 )
-from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun, run_files
+from palaestra.suites.grading.harness import FailedTest, Status, TestRun
+from palaestra.suites.grading.repository_tests import run_files
 from suites.bench import FILES, REPO, Bench, RunBench
 
 TESTS = '''\

@@ -15,12 +15,12 @@ from palaestra.envs.cheats.proof import check_environment
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec
-from palaestra.suites.grading.falsified import control, ended_early
+from palaestra.suites.grading.falsified import control
+from palaestra.suites.grading.harness import TestRun
 from palaestra.suites.grading.hidden_tests import errors_of, run_suite
-from palaestra.suites.grading.run_tests import TestRun
-from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.hermes_swe import HermesSweEnvConfig
 from palaestra.suites.hermes_swe.programming_task import make_suite
+from palaestra.suites.toolchain.toolchain import interpreter
 
 pytestmark = pytest.mark.slots
 
@@ -100,7 +100,7 @@ def test_work_that_only_looks_right_does_not_pass_or_is_certainly_forged() -> No
             if errors_of(first, SUITE.names):
                 found[name] = "did not pass"
                 continue
-            labels = [*ended_early(first), *(await control({"": SUITE.text}, SUITE.names, run, reference)).labels]
+            labels = [*first.labels, *(await control({"": SUITE.text}, SUITE.names, run, reference)).labels]
             found[name] = ", ".join(label.name for label in labels if label.certain)
         assert found == {
             "exit": "did not pass",

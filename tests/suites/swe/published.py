@@ -17,8 +17,8 @@ from palaestra.envs.run.run import run
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.records import Group
-from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.swe_smith_oracle import SweEnvironment, SweSmithOracleEnv, SweSmithOracleEnvConfig
+from palaestra.suites.toolchain.toolchain import DependencyCache
 
 Files = Mapping[str, str | bytes | None]
 

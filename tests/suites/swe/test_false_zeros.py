@@ -14,8 +14,8 @@ import pytest
 
 from palaestra.core.types import JSON, Blame
 from palaestra.rollouts.records import Trajectory
-from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.swe.swe_smith_oracle import Shown, SweEnvironment
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.swe.published import BUGGY, F2P, P2P, RIGHT, TESTS, Source, WithoutBaseline, roll_out
 
 pytestmark = [pytest.mark.slots, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -7,7 +7,6 @@ from palaestra.suites.swe.protected import (
     SETTINGS_CHANGED,
     STARTUP_FILES,
     TESTS_EDITED,
-    hidden_files,
     protected,
 )
 from palaestra.suites.swe.swe_row import SweRow, parse_row
@@ -116,8 +115,9 @@ def test_a_directory_of_tests_cannot_be_taken_away(path: str, kind: str) -> None
 
 def test_a_rewritten_directory_keeps_its_work_and_gets_its_tests_back() -> None:
     changes = [Change(f"{REPO}/src", "dir", opaque=True), Change(f"{REPO}/src/pkg/core.py", "file")]
-    assert protected(changes, row(), PRISTINE, REPO).guarded == ()
-    assert hidden_files(changes, row(), PRISTINE, REPO) == ("src/pkg/tests/test_inner.py",)
+    found = protected(changes, row(), PRISTINE, REPO)
+    assert found.guarded == ()
+    assert found.hidden == ("src/pkg/tests/test_inner.py",)
 
 
 def test_the_tests_that_a_row_brings_are_protected_too() -> None:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import pytest
 
 from palaestra.sandbox.slot import View
-from palaestra.suites.grading.run_tests import run_tests
+from palaestra.suites.grading.repository_tests import run_files
 from palaestra.suites.swe import unified_diff
-from palaestra.suites.swe.protected import hidden_files, protected
+from palaestra.suites.swe.protected import protected
 from palaestra.suites.swe.swe_row import RowVerdict, SweRow, parse_row
 from palaestra.suites.swe.workspace import patch_of, start_history
 from suites.bench import F2P, FILES, P2P, REPO, Bench, RunBench
@@ -38,12 +38,12 @@ async def grade(bench: Bench, written: Mapping[str, str], command: str = "true")
     done = await agent.execute(command, cwd=REPO)
     assert done.success, done.output
     changes = await agent.changes()
-    dropped = protected(changes, row, tuple(FILES), REPO).guarded
-    sealed = await bench.seal(agent, View(only=(REPO,), without=dropped))
+    found = protected(changes, row, tuple(FILES), REPO)
+    sealed = await bench.seal(agent, View(only=(REPO,), without=found.guarded))
     async with bench.slot(sealed) as slot:
-        for path in hidden_files(changes, row, tuple(FILES), REPO):
+        for path in found.hidden:
             await slot.write_text(f"{REPO}/{path}", FILES[path])
-        return row.verdict(await run_tests(slot, bench.toolchain, REPO, row.node_ids, timeout_s=30))
+        return row.verdict(await run_files(slot, bench.toolchain, REPO, row.test_files, timeout_s=30))
 
 
 def test_the_fix_passes(run_bench: RunBench) -> None:

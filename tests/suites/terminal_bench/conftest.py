@@ -13,13 +13,13 @@ from palaestra.envs.cheats.proof import CheatPolicy, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy, Policy
 from palaestra.rollouts.records import Group, Trajectory
-from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
 from palaestra.suites.terminal_bench.import_tasks import TriedTask
 from palaestra.suites.terminal_bench.import_tasks import try_tasks as try_all
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.mini import HARBOR
 
 collect_ignore = ["tasks"]

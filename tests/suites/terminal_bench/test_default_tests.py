@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.suites.grading.run_tests import Status, TestRun
+from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.terminal_bench import harbor
 from palaestra.suites.terminal_bench.default_tests import default_tests
 from palaestra.suites.terminal_bench.offline_script import offline

@@ -14,13 +14,13 @@ import pytest
 
 from palaestra.envs.cheats.proof import BANK, EnvironmentProof, Proof, cheats_named
 from palaestra.envs.config.build import make_pool
-from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.terminal_bench.find_tasks import load_tasks
 from palaestra.suites.terminal_bench.import_tasks import Finding, import_tasks
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.terminal_bench.verifier import VerifierVerdict
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import Try, played_all
 from suites.terminal_bench.mini import HARBOR, TASKS, copied
 from suites.terminal_bench.roots import make_root

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from palaestra.core.errors import ImageError, TaskError
-from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, read_config
 from palaestra.suites.terminal_bench import harbor, terminal_bench_1
 from palaestra.suites.terminal_bench.import_tasks import Finding
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from sandbox.containers import Docker, docker
 from suites.endless_terminals.built import checked
 from suites.terminal_bench.conftest import Try

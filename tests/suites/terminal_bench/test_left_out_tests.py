@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from palaestra.envs.cheats.proof import cheats_named
-from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import Try, played_all
 from suites.terminal_bench.mini import HARBOR, copied
 

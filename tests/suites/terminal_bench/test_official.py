@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.terminal_bench import task_environment
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import played_all
 from suites.terminal_bench.mini import HARBOR, copied
 

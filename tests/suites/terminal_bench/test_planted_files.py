@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import played_all
 from suites.terminal_bench.mini import HARBOR, copied
 

@@ -9,11 +9,11 @@ import pytest
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import Label, Score
 from palaestra.envs.cheats.proof import check_environment
-from palaestra.suites.grading.toolchain import DependencyCache
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import harbor
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
+from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import Try, played
 from suites.terminal_bench.mini import HARBOR, copied
 

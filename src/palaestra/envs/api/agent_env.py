@@ -29,12 +29,12 @@ from palaestra.core.user_code import called, run_hook, settled
 from palaestra.envs.api.base_env import PLAYER, Attempt, Item, own_names, scored_item
 from palaestra.envs.api.class_environment import ClassEnvironment
 from palaestra.envs.api.contract_environment import ContractEnvironment, accepts
+from palaestra.envs.api.exec_tool import ExecTool
 from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem, grouped
 from palaestra.envs.config.build import system_prompt, tools_with
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Kit, RecordedTools

@@ -32,6 +32,7 @@ from palaestra.envs.api.base_env import (
     own_names,
 )
 from palaestra.envs.api.class_environment import CollectedEnvironment, in_rollout, slots_needed
+from palaestra.envs.api.exec_tool import ExecTool
 from palaestra.envs.api.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.api.rollout_parts import offered_kit, tools_of
@@ -39,7 +40,6 @@ from palaestra.envs.api.scored_data import Row, ScoredDataItem, checked_row, row
 from palaestra.envs.config.build import agent_settings, network_policy
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.rollouts.environment import Environment
-from palaestra.rollouts.grading.exec_tool import ExecTool
 from palaestra.rollouts.grading.grader import LIVE, Grading
 from palaestra.rollouts.grading.reward import decide
 from palaestra.rollouts.grading.tool_context import ToolContext

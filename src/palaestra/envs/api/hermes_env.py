@@ -27,9 +27,9 @@ from palaestra.tools.tool import States, Tool
 
 if TYPE_CHECKING:
     from palaestra.agent.result import AgentResult
+    from palaestra.envs.api.exec_tool import ExecTool
     from palaestra.envs.api.rollout_parts import Tools
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
-    from palaestra.rollouts.grading.exec_tool import ExecTool
     from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.rollout import Rollout, RolloutTool
     from palaestra.rollouts.spec import Kit

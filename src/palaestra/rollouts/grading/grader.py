@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 
@@ -212,7 +212,11 @@ class Grading:
 
     async def restart(self) -> None:
         """Release the grading slot and clear any failure that was kept. The next slot shows the same work again."""
-        slot, self._slot, self._shown, self._trouble = self._slot, None, None, None
+        self._trouble = None
+        await self._release()
+
+    async def _release(self) -> None:
+        slot, self._slot, self._shown = self._slot, None, None
         if slot is not None:
             await self.pool.release(slot)
 
@@ -230,10 +234,9 @@ class Grading:
         own slot. `view` selects the agent's changes to show, by default those that `view()` selects; only the first
         call's `view` counts. Without `scratch`, the files of `/tmp` are left to `restore_scratch`."""
         with self._troubled():
-            if self.live:
-                async with self._leasing:
-                    return await self._live_slot()
             async with self._leasing:
+                if self.live:
+                    return await self._live_slot()
                 if self._slot is None:
                     base = await self._base(view)
                     self._slot = self._shown = await self.rollout.lease(
@@ -281,19 +284,18 @@ class Grading:
         its messages; `env` are variables that the check sets.
         """
         changes = await self.changes()
-        rule = Rule(
-            workspace=workspace,
-            named=tuple(paths),
-            programs=frozenset(programs),
-            text=text_of_task(self.rollout.task) if text is None else text,
-            env={**dict(self.spec.env), **(env or {})},
-        )
-        found: dict[str, str] = {}
-        if any(map(rule.is_suspect, changes)):
-            async with self.prepared() as before:
-                names = names_in(before)
-                found = await rule.left_out(changes, names)
-                self._libraries = await library_directories(names) if CACHE in found else None
+        async with AsyncExitStack() as opened:
+            names = names_in(lambda: opened.enter_async_context(self.prepared()))
+            rule = Rule(
+                names,
+                workspace,
+                named=paths,
+                programs=programs,
+                text=text_of_task(self.rollout.task) if text is None else text,
+                env={**dict(self.spec.env), **(env or {})},
+            )
+            found = await rule.left_out(changes)
+            self._libraries = await library_directories(names) if CACHE in found else None
         for label in (REPLACED, SHADOWED):
             self.note(label, [path for path, its in found.items() if its == label])
         self.left_out = (*self._lost, *sorted(path for path, label in found.items() if label))[:MOST_LEFT_OUT]
@@ -387,9 +389,7 @@ class Grading:
         """Release the grading slot and let the rollout continue from its sealed work, with all of it as its changes
         where the backend can do that. After a live check, it continues in its own slot. The layers stay until
         `aclose`."""
-        slot, self._slot, self._shown = self._slot, None, None
-        if slot is not None:
-            await self.pool.release(slot)
+        await self._release()
         if not self.live and self._sealed is not None:
             self.rollout.continue_from(self.pool.continued(self._sealed))
 
@@ -397,9 +397,7 @@ class Grading:
         """Close the check's tools, release the grading slot and drop its layers. Idempotent."""
         while self._tools:
             await self._tools.pop().aclose()
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            await self.pool.release(slot)
+        await self._release()
         while self._made:
             await self.pool.forget(self._made.pop())
 

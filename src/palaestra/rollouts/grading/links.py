@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from posixpath import dirname, join, normpath
 
@@ -66,20 +65,13 @@ _MOST_LINKS = 20_000
 """The maximum number of links that are examined, because each takes a process. Further ones are removed."""
 
 
-@dataclass(frozen=True, slots=True)
 class NamedFiles:
     """The text of a task's messages, the names in it, and whether it mentions links."""
 
-    text: str
-    names: frozenset[str]
-    about_links: bool
-
-    @classmethod
-    def of(cls, task: Task) -> NamedFiles:
-        """Return the names in the task's messages, and whether the messages mention links."""
-        text = text_of_task(task)
-        names = frozenset(name.rstrip(".") for name in _NAME.findall(text))
-        return cls(text, names, _ABOUT_LINKS.search(text) is not None)
+    def __init__(self, task: Task) -> None:
+        self.text = text_of_task(task)
+        self.names = frozenset(name.rstrip(".") for name in _NAME.findall(self.text))
+        self.about_links = _ABOUT_LINKS.search(self.text) is not None
 
     def equates(self, link: str, kind: str, end: str, with_answers: Collection[str]) -> bool:
         """Return whether a symbolic link must be replaced: because it makes a named file and an unnamed file one file,
@@ -129,7 +121,7 @@ async def detach_links(
     directories of the check, to which no link may lead. Raises `GraderError` if the links cannot be examined.
     """
     replaced: list[str] = []
-    named = NamedFiles.of(task)
+    named = NamedFiles(task)
     hard = ("-prune", "-type", "f", "-links", "+1", "-exec", *_DETACHING, "{}", ";")
     for some in batches([each.path for each in changes if each.kind == "file" and named.has(each.path)]):
         await slot.execute(["find", *some, *hard], cwd="/", timeout_s=_DETACH_S, spill=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from posixpath import basename, dirname
 
@@ -65,8 +65,9 @@ def decide(score: Score, rule: RewardRule = RewardRule.GUARDED, strict: Collecti
     """Return the score with the reward that the rule gives. `strict` names the labels that `STRICT` does not accept;
     if it is empty, `STRICT` accepts none.
 
-    If the reward differs from the official verdict, `detail["difference"]` is a sentence that names the cause and the
-    setting that changes it (see `Difference`). Deciding again changes nothing.
+    If the reward differs from the official verdict, `detail["difference"]` is a sentence that names the cause (a label
+    or a few words), the evidence (files, tests or calls), and the setting that changes the reward, with its effect.
+    Deciding again changes nothing.
     """
     official = score.reward if score.official is None else score.official
     if rule is RewardRule.OFFICIAL:
@@ -79,8 +80,10 @@ def decide(score: Score, rule: RewardRule = RewardRule.GUARDED, strict: Collecti
     reward = min(score.reward, 0.0) if against else score.reward
     if reward == official:
         return replace(score, reward=reward)
-    difference = Difference(official, reward, *_cause(score, against, strict))
-    return replace(score, reward=reward, official=official, detail={**score.detail, DIFFERENCE: str(difference)})
+    cause, evidence, remedy = _cause(score, against, strict)
+    head = f"official {official:g}, reward {reward:g}, because of {cause}"
+    detail = {**score.detail, DIFFERENCE: f"{head}: {evidence}; {remedy}"}
+    return replace(score, reward=reward, official=official, detail=detail)
 
 
 def check_strict_labels(strict: Collection[str], own: Collection[str]) -> None:
@@ -94,29 +97,9 @@ def check_strict_labels(strict: Collection[str], own: Collection[str]) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Why a reward differs from the official verdict. `cause` is a label's name, or a few words; `evidence` names the
-    files, tests or calls. `remedy` is the setting that changes the reward, with its effect. As text, it is one sentence
-    without a full stop."""
-
-    official: float
-    reward: float
-    cause: str
-    evidence: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.head}: {self.evidence}; {self.remedy}"
-
-    @property
-    def head(self) -> str:
-        """The part of the sentence that differences with the same cause share."""
-        return f"official {self.official:g}, reward {self.reward:g}, because of {self.cause}"
-
-
 def parts(difference: str) -> tuple[str, str, str]:
-    """Return the head, the evidence and the remedy of a recorded sentence."""
+    """Return the head of a recorded sentence, which differences with the same cause share, the evidence and the
+    remedy."""
     head, _, rest = difference.partition(": ")
     evidence, _, remedy = rest.rpartition("; ")
     return head, evidence, remedy

@@ -19,15 +19,14 @@ task, but never on the content of a file.
 
 Not covered: search paths of interpreters other than Python, search paths that a check sets, and modules in the
 directory in which a check starts Python. An environment whose check runs code of the workspace must isolate that code
-from the check (`suites/grading/run_tests.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
+from the check (`suites/grading/harness.py` does). Sources: ld.so(8), ldconfig(8), Python's `site` and `getpath`.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from posixpath import join, normpath
 from typing import TypeAlias
@@ -112,18 +111,17 @@ Names: TypeAlias = Callable[[str], Awaitable[frozenset[str]]]
 """Returns the names in a directory of the root as it was before the agent started; empty for a missing directory."""
 
 
-async def _no_names(directory: str) -> frozenset[str]:
-    return frozenset()
-
-
-def names_in(slot: Slot) -> Names:
-    """Return a `Names` function that reads an unused slot and lists each directory only once."""
+def names_in(open_root: Callable[[], Awaitable[Slot]]) -> Names:
+    """Return a `Names` function that opens an unused slot when it is first called, and lists each directory once."""
     known: dict[str, frozenset[str]] = {}
+    opened: list[Slot] = []
 
     async def names(directory: str) -> frozenset[str]:
         if directory not in known:
+            if not opened:
+                opened.append(await open_root())
             try:
-                entries = await slot.list_dir(directory)
+                entries = await opened[0].list_dir(directory)
             except InfraError:
                 raise
             except OSError:
@@ -168,60 +166,42 @@ def _distribution(name: str) -> str:
     return re.split(r"[-.]", name, maxsplit=1)[0].lower()
 
 
-@dataclass(slots=True)
 class Rule:
     """Applies the table.
 
-    `workspace` is the agent's working directory. What is below the paths `named`, and the `programs`, may be replaced.
-    `text` is that of the task's messages. `env` are the variables with which the check's programs run.
+    `names` lists the original root, and is not called if the paths and kinds of the changes decide. `workspace` is the
+    agent's working directory. What is below the paths `named`, and the `programs`, may be replaced. `text` is that of
+    the task's messages. `env` are the variables with which the check's programs run.
     """
 
-    workspace: str
-    named: Sequence[str] = ()
-    programs: frozenset[str] = frozenset()
-    text: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    _names: Names = _no_names
-    _packages: frozenset[str] | None = None
-    _named: tuple[str, ...] = ()
-    _asked: frozenset[str] = frozenset()
-    _searched: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        above = [self.workspace, *map(str, PurePosixPath(self.workspace).parents)]
-        self._named = tuple(({*self.named} | paths_in(self.text)).difference(above))
-        words = [word for found in _INSTALLS.findall(self.text) for word in found.split()]
-        self._asked = frozenset(word.strip("`'\",.()*") for word in words)
+    def __init__(
+        self,
+        names: Names,
+        workspace: str,
+        *,
+        named: Collection[str] = (),
+        programs: Collection[str] = (),
+        text: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._names, self._workspace, self._text, self._env = names, workspace, text, env or {}
+        above = [workspace, *map(str, PurePosixPath(workspace).parents)]
+        self._named = tuple(({*named} | paths_in(text)).difference(above))
+        words = [word for found in _INSTALLS.findall(text) for word in found.split()]
+        self._wanted = frozenset(word.strip("`'\",.()*") for word in words).union(programs)
         self._searched = {
-            name: frozenset(normpath(join(self.workspace, each)) for each in self.env.get(name, "").split(":") if each)
+            name: frozenset(normpath(join(workspace, each)) for each in self._env.get(name, "").split(":") if each)
             for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")
         }
+        self._directories = PROGRAM_DIRECTORIES | self._searched["PATH"]  # in which programs are found
+        self._packages: frozenset[str] | None = None
 
-    @property
-    def _directories(self) -> frozenset[str]:
-        """The directories in which programs are found."""
-        return PROGRAM_DIRECTORIES | self._searched["PATH"]
-
-    def is_suspect(self, change: Change) -> bool:
-        """Return whether the change may have to be left out of the graded view. If no change is suspect, the original
-        root need not be read."""
-        path = str(PurePosixPath("/", change.path))
-        if change.kind == "dir" and not change.opaque:
-            return False  # its entries are separate changes
-        at = path.removeprefix(CARRIED)
-        if path == CACHE or self._is_brought(path) or self._module(at, change.kind) or self._hidden_by(change):
-            return True
-        folder = path.rpartition("/")[0]
-        if any({path, folder} & places for places in (self._directories, *self._searched.values())):
-            return True
-        return any(pattern.fullmatch(path) for pattern in (_LOADER, _STARTS, _SITE))
-
-    async def left_out(self, changes: Sequence[Change], names: Names) -> dict[str, str]:
-        """Return the paths of `changes` to leave out of the graded view, each with its label. `names` lists the root's
-        original directories."""
-        self._names, self._packages = names, None
+    async def left_out(self, changes: Iterable[Change]) -> dict[str, str]:
+        """Return the paths of `changes` to leave out of the graded view, each with its label."""
         found: dict[str, str] = {}
-        for change in filter(self.is_suspect, changes):
+        for change in changes:
+            if change.kind == "dir" and not change.opaque:
+                continue  # its entries are separate changes
             label = await self._label(change)
             if label is not None:
                 found[change.path] = label
@@ -240,7 +220,7 @@ class Rule:
         inside = self._is_work(path)
         if "/__pycache__/" in path and not inside and self._is_brought(path):
             return CACHES
-        if _STARTS.fullmatch(path) and (not inside or "PYTHONPATH" in self.env or ".local" in path.split("/")):
+        if _STARTS.fullmatch(path) and (not inside or "PYTHONPATH" in self._env or ".local" in path.split("/")):
             return SHADOWED if change.kind != "deleted" else REPLACED
         if (site := _SITE.fullmatch(path)) and not inside:
             return await self._of_package(site[1], site[2], path)
@@ -251,7 +231,7 @@ class Rule:
         return SHADOWED if await self._stands_in(path.removeprefix(CARRIED), folder, name, change.kind) else None
 
     def _is_work(self, path: str) -> bool:
-        return self.workspace != "/" and is_below(path, (self.workspace,))
+        return self._workspace != "/" and is_below(path, (self._workspace,))
 
     def _is_brought(self, path: str) -> bool:
         """Return whether an existing file of this path is what the image brought to run programs."""
@@ -266,13 +246,11 @@ class Rule:
             return True
         site = _SITE.fullmatch(path)
         wanted = {name, _distribution(site[2])} if site else {name}
-        return not wanted.isdisjoint(self.programs | self._asked)
+        return not wanted.isdisjoint(self._wanted)
 
     def _hidden_by(self, change: Change) -> tuple[str, ...]:
         """Return the directories of PATH that are hidden because this change removed or replaced a directory above
         them."""
-        if change.kind == "dir" and not change.opaque:
-            return ()
         places = sorted(each for each in self._searched["PATH"] if not self._is_work(each))
         return tuple(place for place in places if place.startswith(f"{change.path}/"))
 
@@ -294,16 +272,17 @@ class Rule:
         searched = {place for places in self._searched.values() for place in places} | self._directories
         if path in searched and kind == "symlink":
             return True
-        if folder in self._directories and not ("venv" in self.text and _VENV_PROGRAM.fullmatch(name)):
+        if folder in self._directories and not ("venv" in self._text and _VENV_PROGRAM.fullmatch(name)):
             return await self._exists(name, self._directories) and not await self._has(path)
         if _LIBRARY.fullmatch(name) and await self._shadows_library(folder, name):
             return True
-        if _STANDARD.fullmatch(folder) and not self._is_work(path):
+        if _STANDARD.fullmatch(folder) and self._is_brought(path):
             stems = {each.partition(".")[0] for each in await self._names(folder)}
             return name.partition(".")[0] in stems
         module = self._module(path, kind)
-        known = module in sys.stdlib_module_names or module.lower() in await self._image_packages()
-        return bool(module) and known and f"{module}.py" not in self.text and not await self._has(path)
+        if not module or f"{module}.py" in self._text or await self._has(path):
+            return False
+        return module in sys.stdlib_module_names or module.lower() in await self._image_packages()
 
     async def _exists(self, name: str, places: Iterable[str]) -> bool:
         return any([name in await self._names(each) for each in sorted(places)])

@@ -27,7 +27,7 @@ from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Slot, SlotSpec, View
+from palaestra.sandbox.slot import Change, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.endless_terminals.checks.all_checks import faults, first_fault, live_faults
 from palaestra.suites.endless_terminals.compose_tasks import TaskSelection, generate
@@ -42,7 +42,6 @@ from palaestra.suites.endless_terminals.task_folders import (
     score_folder,
 )
 from palaestra.suites.endless_terminals.triple_check import GRADED as WORKSPACE_ONLY
-from palaestra.suites.grading.toolchain import DependencyCache, Toolchain
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, home_of
 from palaestra.suites.images.dockerfile import ImageConfig
@@ -50,6 +49,8 @@ from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import TestTools, find_test_tools, working_command
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import HOST, TaskRoot, TaskRoots
+from palaestra.suites.task_paths import TaskScope
+from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain
 
 
 class EndlessTerminalsEnvConfig(ListedEnvConfig):
@@ -229,10 +230,17 @@ class EndlessEnvironment(ContractEnvironment):
         known, timeout_s = self._prepared[rollout.task.id], self.settings.test_timeout_s
         scope = folder_scope(task.item)
         table = await grading.view(scope.paths, workspace=HOME, text=task.item.prompt)
-        view = View(table.only, (*table.without, TESTS_DIR))
+        changes = await grading.changes()
+        view = View(table.only, (*table.without, *_compiled(changes, scope), TESTS_DIR))
         slot = await grading.slot(view)
-        await grading.disarm(slot, rollout.task, changes_in(view, await grading.changes()), (TESTS_DIR,))
+        await grading.disarm(slot, rollout.task, changes_in(view, changes), (TESTS_DIR,))
         return await score_folder(task.item, known.names, slot, known.toolchain, timeout_s)
+
+
+def _compiled(changes: Sequence[Change], scope: TaskScope) -> list[str]:
+    """Return the compiled files that Python would load in place of a source, unless the task names them."""
+    new = [each.path for each in changes if each.kind != "deleted" and "__pycache__" in each.path.split("/")]
+    return [path for path in new if path not in scope.paths]
 
 
 def _score(task: GeneratedTask, found: Sequence[str]) -> Score:

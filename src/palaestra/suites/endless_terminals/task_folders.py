@@ -27,13 +27,14 @@ from palaestra.core.errors import ConfigError, GraderError, PrepareError, TaskEr
 from palaestra.core.types import Score
 from palaestra.sandbox.slot import Rung, Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_files, python_texts
-from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
-from palaestra.suites.grading.run_tests import Status, TestRun, run_files
-from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.grading.falsified import Controlled, control
+from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.grading.repository_tests import run_files
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import TypedFields, check_links, read_text
 from palaestra.suites.task_paths import TaskScope, scope_of
+from palaestra.suites.toolchain.toolchain import Toolchain
 
 _INSTALLERS = re.compile(
     r"(DEBIAN_FRONTEND=\w+\s+)?(sudo\s+)?"
@@ -212,7 +213,7 @@ async def score_folder(
             "not_passed": {name: status for name, status in bad.items() if status != Status.PASSED.value},
             "uncontrolled": list(controls.uncontrolled[:50]) if resolved else [],
         },
-        labels=(*controls.labels, *alarm_labels(run.alarms), *ended_early(run)),
+        labels=(*controls.labels, *run.labels),
     )
 
 

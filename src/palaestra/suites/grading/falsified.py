@@ -29,9 +29,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass
 
 from palaestra.core.types import Label
-from palaestra.suites.grading.harness import Alarm
-from palaestra.suites.grading.python_source import ParsedSource, SourceEdit, apply_edits
-from palaestra.suites.grading.run_tests import Status, TestRun
+from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.python_source import ParsedSource, SourceEdit, apply_edits
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -159,22 +158,6 @@ def _labels(
             more = f" (and {len(own) - _MOST_EVIDENCE} more)" if len(own) > _MOST_EVIDENCE else ""
             evidence = "; ".join(shown[:_MOST_EVIDENCE]) + more
             yield Label(label, evidence, certain=compared or plain or forged)
-
-
-def alarm_labels(alarms: Collection[Alarm]) -> list[Label]:
-    """Return the labels for what the harness and its audit hook reported."""
-    found: dict[tuple[str, bool], list[str]] = {}
-    for alarm in sorted(alarms):
-        found.setdefault((alarm.label, alarm.certain), []).append(f"{alarm.event} in {alarm.path}".removesuffix(" in "))
-    return [Label(name, ", ".join(events[:10]), certain) for (name, certain), events in found.items()]
-
-
-def ended_early(run: TestRun) -> list[Label]:
-    """Return a label if the session did not end by itself after tests had passed. It is certain: either code of the
-    work ended the session in place of the harness, or the session crashed, and then the tests have not passed."""
-    if run.complete or run.timed_out or Status.PASSED not in run.statuses.values():
-        return []
-    return [Label("session_cut_short", f"the test session ended before its end: {run.output[-300:]!r}", certain=True)]
 
 
 def parse(source: str) -> ast.Module | None:

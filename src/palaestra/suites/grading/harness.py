@@ -1,4 +1,4 @@
-"""Run a test harness in a slot and read its records from the verdict channel.
+"""Run a test harness in a slot and return what it reports on the verdict channel.
 
 No workspace code runs before the harness sends the record `start`. If the record is missing, the grader has failed and
 not the agent.
@@ -13,25 +13,115 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib import resources
+from typing import ClassVar
 
 from palaestra.core.errors import GraderError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Label
 from palaestra.rollouts.grading.grader import Way, note_way
 from palaestra.sandbox.slot import ExecutionResult, Slot
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Alarm:
-    """A report of the harness: the event, the file below the root that caused it, and the label that it becomes.
-    `path` is empty if the file is unknown."""
+class TestsTimedOut(GraderError):
+    """Raised if a test session did not end in time. A second session can show whether the work or a slow machine is the
+    cause."""
 
-    event: str
+    __test__: ClassVar[bool] = False  # pytest: not a test class
+
+
+def enough_time(usual_s: float, least_s: float = 1.0) -> float:
+    """Return the time limit of a repeated session whose tests usually take `usual_s` seconds."""
+    return least_s + 3 * usual_s
+
+
+class Status(StrEnum):
+    """The outcome of one test over all its phases."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    ERROR = "error"
+    SKIPPED = "skipped"
+    XFAILED = "xfailed"
+    """The test is marked `xfail` and failed."""
+    XFAIL_CALLED = "xfail called"
+    """The test, or the code under test, called `pytest.xfail`."""
+    XPASSED = "xpassed"
+    MISSING = "missing"
+
+
+FAILED = frozenset({Status.FAILED, Status.ERROR})
+"""The statuses of tests that failed in one of their phases."""
+
+_WORST_FIRST = (
+    Status.ERROR,
+    Status.FAILED,
+    Status.XFAIL_CALLED,
+    Status.XFAILED,
+    Status.XPASSED,
+    Status.PASSED,
+    Status.SKIPPED,
+)
+"""A skipped tear-down or subtest does not make a passed test a skipped one: pytest lists it as passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTest:
+    """The exception of a failed test, and the last line in its traceback that belongs to the test's function.
+
+    `path` is the file of the test's code, which for an inherited test differs from its node id. `line` is 0 if the
+    traceback does not contain that file. `params` holds the `repr` of each parameter of the test. Only pytest reports
+    more than the `message`.
+    """
+
+    exception: str = ""
+    message: str = ""
     path: str = ""
-    label: str = "audited_call"
-    certain: bool = False
+    line: int = 0
+    params: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TestRun:
+    """One test session. `complete` means that it ended by itself, after a report on each collected test.
+
+    `alarms` are labels for what the harness reported, `output` is what the harness printed, and `known_as` maps tests
+    to further names under which another program lists them.
+    """
+
+    __test__: ClassVar[bool] = False  # pytest: not a test class
+
+    statuses: Mapping[str, Status]
+    complete: bool
+    timed_out: bool = False
+    exit_status: int | None = None
+    failures: Mapping[str, FailedTest] = field(default_factory=dict)
+    collect_errors: Mapping[str, str] = field(default_factory=dict)
+    durations_s: Mapping[str, float] = field(default_factory=dict)
+    output: str = ""
+    alarms: tuple[Label, ...] = ()
+    known_as: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """The alarms, and a label if the session did not end by itself after tests had passed. That label is certain:
+        either code of the work ended the session in place of the harness, or the session crashed, and then the tests
+        have not passed."""
+        if self.complete or self.timed_out or Status.PASSED not in self.statuses.values():
+            return self.alarms
+        evidence = f"the test session ended before its end: {self.output[-300:]!r}"
+        return (*self.alarms, Label("session_cut_short", evidence, certain=True))
+
+    def check_ended(self, what: str) -> None:
+        """Raise `TestsTimedOut` if the time limit ended the session, because such a run gives no verdict."""
+        if self.timed_out:
+            raise TestsTimedOut(f"{what}: its tests timed out:\n{self.output[-1500:]}")
+
+    def passed(self, node_ids: Collection[str]) -> int:
+        """Return how many of these tests passed. Skipped, xfailed and missing tests do not count."""
+        return sum(self.statuses.get(node_id) is Status.PASSED for node_id in node_ids)
 
 
 async def run_harness(
@@ -49,7 +139,7 @@ async def run_harness(
     Raises `GraderError` if the script does not send `start`.
     """
     note_way(Way.RUN_TESTS)
-    await send_scripts(slot, folder, "verdict_channel.py", "audit_hook.py", script)
+    await send_scripts(slot, folder, script)
     result = await slot.execute(
         [*command, f"{folder}/{script}"],
         cwd=plan["root"],
@@ -65,8 +155,8 @@ async def run_harness(
 
 
 async def send_scripts(slot: Slot, folder: str, *names: str) -> None:
-    """Copy files of `in_slot` into a folder of the slot."""
-    for name in names:
+    """Copy files of `in_slot`, and the module that all of them import, into a folder of the slot."""
+    for name in ("verdict_channel.py", *names):
         await slot.write_bytes(f"{folder}/{name}", _script(name))
 
 
@@ -88,20 +178,66 @@ def read_records(data: bytes) -> list[Mapping[str, JSON]]:
     return records
 
 
-def alarms_in(records: Sequence[Mapping[str, JSON]]) -> frozenset[Alarm]:
-    """Return the alarms in the records. A session that ends twice, although the harness was started once, is certain: a
-    harness reports the end once, and no honest work writes to the verdict channel."""
-    found = set()
+def alarms_in(records: Sequence[Mapping[str, JSON]]) -> tuple[Label, ...]:
+    """Return labels for the alarms in the records. A session that ends twice, although the harness was started once, is
+    certain: a harness reports the end once, and no honest work writes to the verdict channel."""
+    found: dict[str, set[str]] = {}
     for record in records:
         if record["kind"] == "alarm":
             event, path = str(record.get("event")), str(record.get("path", ""))
-            found.add(Alarm(event, path, "framework_changed" if event.startswith("changed ") else "audited_call"))
+            name = "framework_changed" if event.startswith("changed ") else "audited_call"
+            found.setdefault(name, set()).add(f"{event} in {path}".removesuffix(" in "))
+    labels = [Label(name, ", ".join(sorted(events)[:10])) for name, events in sorted(found.items())]
     kinds = [record["kind"] for record in records]
     if kinds.count("finish") > 1 and kinds.count("start") == 1:
-        found.add(Alarm("a session that ends twice", "", "forged_records", certain=True))
-    return frozenset(found)
+        labels.append(Label("forged_records", "a session that ends twice", certain=True))
+    return tuple(labels)
 
 
 def has_started(records: Sequence[Mapping[str, JSON]]) -> bool:
     """Return whether the harness sent `start`."""
     return any(record["kind"] == "start" for record in records)
+
+
+def read_run(records: Sequence[Mapping[str, JSON]], result: ExecutionResult) -> TestRun:
+    """Return the test run that the records of one command describe; the command may have started pytest several
+    times."""
+    phases: dict[str, list[Mapping[str, JSON]]] = {}
+    for record in records:
+        if record["kind"] == "test":
+            phases.setdefault(record["node_id"], []).append(record)
+    collected = {name for record in records if record["kind"] == "collected" for name in record["node_ids"]}
+    finish = next((record for record in records if record["kind"] == "finish"), None)
+    failures = {
+        name: FailedTest(**phase["failure"])
+        for name, reports in phases.items()
+        for phase in reports
+        if phase["failure"]
+    }
+    return TestRun(
+        statuses={name: _status(reports) for name, reports in phases.items() if name in collected},
+        complete=finish is not None and collected <= phases.keys(),
+        timed_out=bool(result.metadata.get("timeout")),
+        exit_status=finish["exit_status"] if finish else None,
+        failures=failures,
+        collect_errors={record["node_id"]: record["message"] for record in records if record["kind"] == "collect"},
+        durations_s={name: sum(phase.get("duration_s", 0.0) for phase in reports) for name, reports in phases.items()},
+        output=result.output,
+        alarms=alarms_in(records),
+    )
+
+
+def _status(phases: Sequence[Mapping[str, JSON]]) -> Status:
+    """Return the worst outcome of a test's phases: a failing teardown overrides a passing call."""
+    return min((_phase_status(phase) for phase in phases), key=_WORST_FIRST.index)
+
+
+def _phase_status(phase: Mapping[str, JSON]) -> Status:
+    outcome, expected = phase["outcome"], phase.get("wasxfail")
+    if outcome == "passed":
+        return Status.XPASSED if expected else Status.PASSED
+    if outcome == "skipped" and expected:
+        return Status.XFAILED if phase.get("marked") else Status.XFAIL_CALLED
+    if outcome == "skipped":
+        return Status.SKIPPED
+    return Status.FAILED if phase["when"] == "call" else Status.ERROR

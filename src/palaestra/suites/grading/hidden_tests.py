@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from palaestra.core.types import Label, Score
 from palaestra.sandbox.slot import WORKSPACE, Rung, Slot
 from palaestra.suites.grading.copied_answers import copied_answers, python_files, python_texts
-from palaestra.suites.grading.falsified import alarm_labels, control, ended_early, tests_in
-from palaestra.suites.grading.harness import alarms_in, run_harness
-from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
+from palaestra.suites.grading.falsified import control, tests_in
+from palaestra.suites.grading.harness import Status, TestRun, read_run, run_harness
 
-HARNESS_DIR = "/tmp/.palaestra-tests"  # noqa: S108  in the slot; saved file systems do not contain it
+_FOLDER = "/tmp/.palaestra-tests"  # noqa: S108  in the slot; saved file systems do not contain it
 _PYTHON = ("python3", "-I", "-B")
 
 
@@ -91,27 +91,23 @@ async def _verdicts(
     cwd: str,
     reference: Mapping[str, str] | None,
 ) -> TestVerdicts:
-    async def on_work(texts: Mapping[str, str]) -> TestRun:
+    async def over(files: Mapping[str, str], texts: Mapping[str, str]) -> TestRun:
         async with sandbox.fork() as fork:
-            return await run_text(fork, texts[""])
-
-    async def on_reference(texts: Mapping[str, str]) -> TestRun:
-        async with sandbox.fork() as fork:
-            for path, content in (reference or {}).items():
+            for path, content in files.items():
                 await fork.write_text(path if path.startswith("/") else f"{cwd}/{path}", content)
             return await run_text(fork, texts[""])
 
     forks = sandbox.rung in (Rung.FULL, Rung.USERNS)
-    run = await (on_work({"": text}) if forks else run_text(sandbox, text))
+    run = await (over({}, {"": text}) if forks else run_text(sandbox, text))
     names = list(dict.fromkeys([*names, *run.statuses]))  # a class may inherit tests that its text does not define
     failed = errors_of(run, names)
-    labels = [*alarm_labels(run.alarms), *ended_early(run)]
+    labels = [*run.labels]
     if not failed:
         work = await python_texts(sandbox, await python_files(sandbox, cwd))
         labels += await copied_answers({"": text}, names, work, (reference or {}).values())
     if forks and not failed:
-        over = None if reference is None else on_reference
-        labels += (await control({"": text}, names, on_work, over, wildcards=False)).labels
+        solved = None if reference is None else partial(over, reference)
+        labels += (await control({"": text}, names, partial(over, {}), solved, wildcards=False)).labels
     return TestVerdicts(tuple(name for name in names if name not in failed), failed, tuple(labels))
 
 
@@ -150,28 +146,11 @@ async def run_suite(
         python,
         "python_test_runner.py",
         {"root": root, "tests": text, "watching": watching, "python_path": list(python_path)},
-        folder=HARNESS_DIR,
+        folder=_FOLDER,
         env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "TZ": "UTC"},
         timeout_s=timeout_s,
     )
-    tests = {str(record.get("name")): record for record in records if record["kind"] == "test"}
-    errors = {name: str(record.get("error")) for name, record in tests.items() if record.get("passed") is not True}
-    problem = next((str(record.get("error")) for record in records if record["kind"] == "collected"), "")
-    return TestRun(
-        {name: Status.FAILED if name in errors else Status.PASSED for name in tests},
-        complete=any(record["kind"] == "finish" for record in records),
-        timed_out=bool(done.metadata.get("timeout")),
-        failures={name: FailedTest(_exception(error), error, "", 0) for name, error in errors.items()},
-        collect_errors={"": problem} if problem else {},
-        output=done.output[-4000:],
-        alarms=alarms_in(records),
-    )
-
-
-def _exception(error: str) -> str:
-    """Return the class name of the exception at the end of a traceback."""
-    last = error.strip().rpartition("\n")[2]
-    return last.partition(":")[0].rpartition(".")[2]
+    return replace(read_run(records, done), output=done.output[-4000:])
 
 
 def errors_of(run: TestRun, names: Sequence[str]) -> dict[str, str]:

@@ -33,11 +33,11 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
-from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
+from palaestra.suites.grading.falsified import Controlled, control
+from palaestra.suites.grading.harness import TestRun, enough_time
 from palaestra.suites.grading.hidden_tests import errors_of, run_suite
-from palaestra.suites.grading.run_tests import TestRun, enough_time
-from palaestra.suites.grading.toolchain import interpreter
 from palaestra.suites.hermes_swe.programming_task import ProgrammingTask, parse_row
+from palaestra.suites.toolchain.toolchain import interpreter
 
 BUILT_IN = "built-in"
 """The name of the built-in dataset."""
@@ -140,7 +140,7 @@ class HermesSweEnvironment(ContractEnvironment):
         passed = len(item.suite.names) - len(errors)
         official = float(not errors)
         metrics = {"tests_passed": float(passed), "tests_total": float(len(item.suite.names)), "resolved": official}
-        labels = (*controls.labels, *copied, *alarm_labels(run.alarms), *ended_early(run))
+        labels = (*controls.labels, *copied, *run.labels)
         return Score(official, metrics, detail, official=official, labels=labels)
 
     async def _graded(self, slot: Slot, item: ProgrammingTask) -> TestRun:

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.suites.grading.requirements import is_requirement
-from palaestra.suites.grading.toolchain import Install
 from palaestra.suites.task_files import RowFields
+from palaestra.suites.toolchain.requirements import is_requirement
+from palaestra.suites.toolchain.toolchain import Install
 
 _PIP = re.compile(r"(?:^|[;&|]\s*)(?:python3?\s+-m\s+)?pip3?\s+install\s+([^;&|\n]*)", re.MULTILINE)
 

@@ -77,17 +77,16 @@ instead."""
 class Protected:
     """The protected paths among an agent's changes, spelled as in the changes, with the name of the label of each.
 
-    `left_out` are the paths that no patch contains. `overwritten` are tests that grading writes in any view.
+    `left_out` are the paths that no patch contains. `hidden` are protected files of the prepared repository, relative
+    to it, that an opaque directory hides: one that the agent removed and made again. The guarded view writes these
+    files back. If it left out the whole directory, honest work in it would be lost. `differs` tells whether the guarded
+    view differs from what the agent left, after the tests are written.
     """
 
     labelled: Mapping[str, str]
     left_out: tuple[str, ...]
-    overwritten: frozenset[str]
-
-    @property
-    def differs(self) -> bool:
-        """Whether the guarded view differs from what the agent left, after the tests are written."""
-        return not self.overwritten.issuperset(self.labelled)
+    hidden: tuple[str, ...]
+    differs: bool
 
     @property
     def guarded(self) -> tuple[str, ...]:
@@ -113,35 +112,24 @@ def protected(changes: Sequence[Change], row: SweRow, pristine_paths: Collection
     guarded = _test_directories(tests, pristine_paths)
     prefix = PurePosixPath("/", repo_dir or "/")
     found: dict[str, str] = {}
-    overwritten = set()
+    written = set(tests)  # in any view
     for change in sorted(changes, key=lambda each: each.path):
         path = PurePosixPath("/", change.path)
         inside = path.relative_to(prefix) if path.is_relative_to(prefix) else PurePosixPath()
         if inside.parts and (label := _label(inside, change, tests, guarded, pristine)) is not None:
             found[change.path] = label
             if str(inside) in tests and change.kind in ("file", "deleted"):
-                overwritten.add(change.path)
-    return Protected(
-        {path: label for path, label in found.items() if label != _NOT_IN_PATCH},
-        tuple(path for path, label in found.items() if label == _NOT_IN_PATCH),
-        frozenset(overwritten),
-    )
-
-
-def hidden_files(
-    changes: Sequence[Change], row: SweRow, pristine_paths: Collection[str], repo_dir: str = ""
-) -> tuple[str, ...]:
-    """Return the protected files of the prepared repository, relative to `repo_dir`, that are hidden by an opaque
-    directory: one that the agent removed and made again.
-
-    The guarded view writes these files back. If it left out the whole directory, honest work in it would be lost.
-    """
-    prefix = PurePosixPath("/", repo_dir or "/")
+                written.add(change.path)
     opaque = [PurePosixPath("/", change.path) for change in changes if change.opaque]
     below = [path for path in pristine_paths if any((prefix / path).is_relative_to(top) for top in opaque)]
-    as_changes = [Change(str(prefix / path), "file") for path in below]
-    kept = protected(as_changes, row, pristine_paths, repo_dir).guarded
-    return tuple(str(PurePosixPath(path).relative_to(prefix)) for path in kept)
+    hidden = [
+        path
+        for path in sorted(below)
+        if _label(PurePosixPath(path), Change(path, "file"), tests, guarded, pristine) is not None
+    ]
+    labelled = {path: label for path, label in found.items() if label != _NOT_IN_PATCH}
+    left_out = tuple(path for path, label in found.items() if label == _NOT_IN_PATCH)
+    return Protected(labelled, left_out, tuple(hidden), not written.issuperset([*labelled, *hidden]))
 
 
 class _Pristine:
@@ -183,8 +171,8 @@ def _label(
 
 
 def _hides_tests(path: PurePosixPath, change: Change, tests: frozenset[str], guarded: frozenset[str]) -> bool:
-    """Return whether a directory above protected paths was deleted or replaced by something else. `hidden_files`
-    handles a directory that was made again."""
+    """Return whether a directory above protected paths was deleted or replaced by something else. A directory that was
+    made again hides files (`Protected.hidden`)."""
     if change.kind == "dir":
         return False
     return any(PurePosixPath(kept).is_relative_to(path) for kept in (*tests, *guarded))

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from palaestra.core.config import local_path
 from palaestra.sandbox.slot import Slot
-from palaestra.suites.grading.toolchain import Toolchain
 from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.task_root import TaskRoots
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.swe.swe_row import SweRow
+from palaestra.suites.toolchain.toolchain import Toolchain
 
 _CONDA = "/opt/miniconda3/envs/testbed/bin"
 _START = f'python={_CONDA}/python; [ -x "$python" ] || python=python3; exec "$python" -s -B "$@"'

@@ -15,10 +15,10 @@ from palaestra.core.errors import GraderError
 from palaestra.core.exits import plural
 from palaestra.core.types import Label
 from palaestra.sandbox.slot import Slot
-from palaestra.suites.grading.django_tests import run_django
-from palaestra.suites.grading.run_tests import Status, TestRun, run_files
-from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.grading.harness import Status, TestRun
+from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.swe.swe_row import SweRow, TestNames
+from palaestra.suites.toolchain.toolchain import Toolchain
 
 _PATH_PARAMETER = re.compile(r"([^\[]*)\[(/(?!/)[^*]*)\].*")
 _LAST_LINE_FIRST = (Status.FAILED, Status.ERROR, Status.XFAIL_CALLED, Status.XFAILED, Status.PASSED, Status.XPASSED,

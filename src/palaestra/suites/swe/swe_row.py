@@ -22,11 +22,11 @@ from palaestra.core.errors import TaskError
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.envs.datasets import read_rows
-from palaestra.suites.grading.run_tests import FAILED, Status, TestRun
-from palaestra.suites.grading.toolchain import Install
+from palaestra.suites.grading.harness import FAILED, Status, TestRun
 from palaestra.suites.swe import unified_diff
 from palaestra.suites.swe.install_recipe import install_of
 from palaestra.suites.task_files import RowFields
+from palaestra.suites.toolchain.toolchain import Install
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FUNCTION = re.compile(r"\w+(?:\[.*\])?")

@@ -36,14 +36,12 @@ from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, View
 from palaestra.suites.build_once import CACHE_DIR
 from palaestra.suites.grading.copied_answers import copied_answers, python_texts
-from palaestra.suites.grading.django_tests import run_django
-from palaestra.suites.grading.falsified import Controlled, alarm_labels, control, ended_early
-from palaestra.suites.grading.requirements import is_requirement
-from palaestra.suites.grading.run_tests import Status, TestRun, enough_time, run_files
-from palaestra.suites.grading.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
+from palaestra.suites.grading.falsified import Controlled, control
+from palaestra.suites.grading.harness import Status, TestRun, enough_time
+from palaestra.suites.grading.repository_tests import run_django, run_files
 from palaestra.suites.swe.apply_diff import apply, solution_steps
 from palaestra.suites.swe.authoring.build_tasks import builtin_ids, builtin_tasks
-from palaestra.suites.swe.protected import hidden_files, protected, tests_of
+from palaestra.suites.swe.protected import protected, tests_of
 from palaestra.suites.swe.repository import RepositoryCache
 from palaestra.suites.swe.row_image import IMAGE_TOOLCHAIN, RowImages, move_repository
 from palaestra.suites.swe.row_tests import (
@@ -68,6 +66,8 @@ from palaestra.suites.swe.workspace import (
     work_paths,
     write_texts,
 )
+from palaestra.suites.toolchain.requirements import is_requirement
+from palaestra.suites.toolchain.toolchain import DependencyCache, Toolchain, install_editable, venv_toolchain
 
 REPOSITORY = WORKSPACE
 """The repository in a slot, where the agent's commands start."""
@@ -317,13 +317,12 @@ class SweEnvironment(ContractEnvironment):
         judged = work.row if include else replace(work.row, fail_to_pass=())
         changes, pristine = await grading.changes(), await self.repositories.list_files(judged)
         found = protected(changes, judged, pristine, REPOSITORY)
-        hidden = hidden_files(changes, judged, pristine, REPOSITORY)
-        differs = found.differs or not tests_of(judged).issuperset(hidden)
-        graded = await self._verdict(rollout, grading, judged, found.left_out if differs else found.guarded)
+        without = found.left_out if found.differs else found.guarded
+        graded = await self._verdict(rollout, grading, judged, without)
         official, patch = judged.official(graded.run), graded.view.patch
-        if differs:
+        if found.differs:
             await grading.restart()
-            graded = await self._verdict(rollout, grading, judged, found.guarded, hidden)
+            graded = await self._verdict(rollout, grading, judged, found.guarded, found.hidden)
         guarded = judged.verdict(graded.run)
         controls, copied = Controlled(), list[Label]()
         if guarded.resolved and self.settings.controls:
@@ -344,8 +343,7 @@ class SweEnvironment(ContractEnvironment):
         labels = [
             *controls.labels,
             *copied,
-            *alarm_labels(graded.run.alarms),
-            *ended_early(graded.run),
+            *graded.run.labels,
             *found.labels(REPOSITORY),
             *excuses(judged, graded.run),
         ]

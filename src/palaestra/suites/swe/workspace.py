@@ -125,7 +125,7 @@ async def _agent_tests(cache: RepositoryCache, row: SweRow) -> dict[str, str | N
 
 
 async def restore_files(slot: Slot, cache: RepositoryCache, row: SweRow, repo_dir: str, paths: Sequence[str]) -> None:
-    """Write files back with their content in the row's commit, for example the files from `protected.hidden_files`."""
+    """Write files back with their content in the row's commit, for example the files from `Protected.hidden`."""
     for path in paths:
         await slot.write_bytes(f"{repo_dir}/{path}", await cache.read_file(row, path))
 

@@ -44,8 +44,7 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
 from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.sandbox.transfer import upload_dir
-from palaestra.suites.grading.run_tests import TestsTimedOut, enough_time
-from palaestra.suites.grading.toolchain import DependencyCache
+from palaestra.suites.grading.harness import TestsTimedOut, enough_time
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, home_of, is_root
 from palaestra.suites.images.image_builder import ImageBuilder
@@ -91,6 +90,7 @@ from palaestra.suites.terminal_bench.verifier_files import (
     script_name,
     starts_inline_python,
 )
+from palaestra.suites.toolchain.toolchain import DependencyCache
 
 _ABOUT_SERVICES = re.compile(
     r"\b(?:servers?|services?|daemons?|ports?|localhost|127\.0\.0\.1|listen\w*|sockets?|https?://|nohup|setsid)\b",

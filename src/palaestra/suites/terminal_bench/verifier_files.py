@@ -113,9 +113,7 @@ async def install(
     `ends_well`, pytest exits with status 0, so that the script starts it as often as for passing work.
     """
     await slot.remove(HARNESS_DIR)
-    await send_scripts(
-        slot, HARNESS_DIR, "verdict_channel.py", "audit_hook.py", "pytest_launcher.py", "pytest_reporter.py"
-    )
+    await send_scripts(slot, HARNESS_DIR, "pytest_launcher.py", "pytest_reporter.py")
     plan = {
         "dependencies": list(dependencies),
         "tests": TESTS_DIR,
@@ -141,13 +139,15 @@ async def place_tests(
     logs = f"{VERIFIER_LOGS} {AGENT_LOGS} {ARTIFACT_LOGS}"
     old = f"{VERIFIER_LOGS}/reward.txt {VERIFIER_LOGS}/reward.json" if keeps else f"{TESTS_DIR} {VERIFIER_LOGS}"
     fresh = f"rm -rf {old} && mkdir -p {TESTS_DIR} {logs} && chmod 777 {logs}"
-    await _must(slot, ["/bin/sh", "-c", fresh], "creating the folders of the verifier failed")
+    problem = f"placing the files of the verifier failed in {slot.slot_id}"
+    await check_execute(slot, ["/bin/sh", "-c", fresh], problem, error=GraderError)
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, path in task.verifier.files().items():
             if name not in instead and name != script_name(task) and "__pycache__" not in path.parts:
                 archive.add(path, name, recursive=False, filter=_owned_by_root)
-    await _must(slot, ["tar", "-x", "-C", TESTS_DIR], "unpacking the tests failed", packed.getvalue())
+    unpack = ["tar", "-x", "-C", TESTS_DIR]
+    await check_execute(slot, unpack, problem, stdin=packed.getvalue(), error=GraderError)
     for name, text in {**script.others, **instead}.items():
         await slot.write_text(f"{TESTS_DIR}/{name}", text)
     await slot.write_text(f"{TESTS_DIR}/{script_name(task)}", script.text, mode=0o755)
@@ -158,10 +158,6 @@ def _owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
     info.uname = info.gname = "root"
     info.mode |= 0o444
     return info
-
-
-async def _must(slot: Slot, argv: Sequence[str], problem: str, stdin: bytes = b"") -> None:
-    await check_execute(slot, argv, f"{problem} in {slot.slot_id}", stdin=stdin, error=GraderError)
 
 
 Prepared = Callable[[], AbstractAsyncContextManager[Slot]]

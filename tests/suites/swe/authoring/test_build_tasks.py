@@ -205,10 +205,10 @@ def test_the_committed_manifest_is_large_and_varied() -> None:
 def test_tasks_are_searched_pinned_and_rebuilt_the_same(tmp_path: Path, run_bench: RunBench) -> None:
     async def scenario(bench: Bench) -> None:
         # The pytest of this test run stands in for installed requirements.
-        from palaestra.suites.grading.toolchain import Install
         from palaestra.suites.swe.authoring.build_rows import Repository, make_row
         from palaestra.suites.swe.authoring.build_tasks import find_bugs
         from palaestra.suites.swe.authoring.package_trial import open_trial
+        from palaestra.suites.toolchain.toolchain import Install
 
         files = read_sdist(ARCHIVE, "mini")
         commit = await make_repository(files, tmp_path / "mini.git", "mini 1.0")

@@ -2,7 +2,7 @@ import textwrap
 
 import pytest
 
-from palaestra.suites.grading.run_tests import FailedTest
+from palaestra.suites.grading.harness import FailedTest
 from palaestra.suites.swe.authoring.problem_statement import mentions, problem_statement
 
 TESTS = textwrap.dedent("""

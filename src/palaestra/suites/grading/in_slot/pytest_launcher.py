@@ -19,11 +19,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from palaestra.suites.grading.in_slot import audit_hook
-    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
+    from palaestra.suites.grading.in_slot.pytest_reporter import Reporter
+    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel, watch
 else:
-    import audit_hook
-    from verdict_channel import VerdictChannel
+    from pytest_reporter import Reporter
+    from verdict_channel import VerdictChannel, watch
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLING = ("init", "venv", "sync", "add", "lock", "pip", "python", "self", "tool", "cache", "--version", "-V")
@@ -54,42 +54,42 @@ def _pytest(plan: dict[str, Any], arguments: list[str]) -> int:
     own = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != _HERE]
     sys.path += plan["dependencies"]
-    sys.path.append(_HERE)
     import pytest
 
-    reporter: Any = importlib.import_module("pytest_reporter")
-    sys.path.remove(_HERE)
     sys.path += own
-    pytest.hookimpl(hookwrapper=True)(reporter.Reporter.pytest_runtest_makereport)
-    plugins: list[object] = [_Ctrf(), _EveryTest()]
+    tests = plan["tests"]
+    paths = [os.path.abspath(word.partition("::")[0]) for word in arguments if not word.startswith("-")]
+    paths = [path for path in paths if os.path.exists(path)]
+    plugins: list[object] = [_Options()]
     if os.environ.pop("PALAESTRA_VERDICT", ""):
         channel = VerdictChannel()
-        channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
-        if _runs(plan["names"], plan["tests"], arguments):
+        channel.send("start")
+        if any(_has_tests(path, plan["names"], tests) for path in paths or [os.getcwd()]):
             plugins.append(_Settings(plan["ignored"]))
-        trusted = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *plan["dependencies"], plan["tests"]]
-        audit_hook.install(channel, "/", [plan["tests"] + os.sep], trusted)
-        plugins.append(reporter.Reporter(channel))
+        trusted = [sys.prefix, sys.base_prefix, os.path.dirname(os.__file__), *plan["dependencies"], tests]
+        watch(channel, "/", [tests + os.sep], trusted)
+        plugins.append(Reporter(channel))
+    os.environ.pop("LD_LIBRARY_PATH", None)  # the launcher's value is only for this interpreter
+    if plan["library_path"] is not None:
+        os.environ["LD_LIBRARY_PATH"] = plan["library_path"]
     shims = os.path.join(_HERE, "bin")
-    _restore(plan["library_path"])
     sys.executable = os.path.join(shims, "palaestra-python")
     path = [place for place in os.environ.get("PATH", "").split(os.pathsep) if place != shims]
     os.environ["PATH"] = os.pathsep.join([*path, shims])
-    status = int(pytest.main([*_pinned(plan["tests"], arguments), *arguments], plugins=plugins))
+    # The verifier's folder is the root if every test that runs is in it.
+    inside = bool(paths) and all(os.path.commonpath([path, tests]) == tests for path in paths)
+    root = [f"--rootdir={tests}", f"--confcutdir={tests}"] if inside else []
+    status = int(pytest.main(["-p", "no:cacheprovider", *root, *arguments], plugins=plugins))
     return 0 if plan["ends_well"] else status
 
 
-def _runs(names: list[str], tests: str, arguments: list[str]) -> bool:
-    """Return whether these arguments select tests of the verifier: files in its folder, copies of them, or directories
-    with copies. Settings of the agent apply only to the agent's own tests."""
-    paths = [word.partition("::")[0] for word in arguments if not word.startswith("-")]
-    for path in [each for each in paths if os.path.exists(each)] or ["."]:
-        inside = os.path.realpath(path)
-        if inside == tests or inside.startswith(tests + os.sep) or os.path.basename(path) in names:
-            return True
-        if any(not set(names).isdisjoint(files) for _, _, files in os.walk(path)):
-            return True
-    return False
+def _has_tests(path: str, names: list[str], tests: str) -> bool:
+    """Return whether a path is in the verifier's folder `tests`, or is a copy of its files `names`, or a directory with
+    copies. Settings of the agent apply only to the agent's own tests."""
+    inside = os.path.realpath(path)
+    if inside == tests or inside.startswith(tests + os.sep) or os.path.basename(path) in names:
+        return True
+    return any(not set(names).isdisjoint(files) for _, _, files in os.walk(path))
 
 
 class _Settings:
@@ -130,33 +130,10 @@ class _Settings:
         return self._ignores(os.path.join(getattr(distribution, "_path", "/"), "entry_points.txt"))
 
 
-def _restore(library_path: str | None) -> None:
-    """Restore the image's LD_LIBRARY_PATH, because the launcher's value is only for this interpreter."""
-    os.environ.pop("LD_LIBRARY_PATH", None)
-    if library_path is not None:
-        os.environ["LD_LIBRARY_PATH"] = library_path
-
-
-def _pinned(tests: str, arguments: list[str]) -> list[str]:
-    """Return pytest options to put before the script's options: no cache, and the folder `tests` as root if it contains
-    every test that runs."""
-    paths = [os.path.abspath(word.partition("::")[0]) for word in arguments if not word.startswith("-")]
-    paths = [path for path in paths if os.path.exists(path)]
-    inside = bool(paths) and all(os.path.commonpath([path, tests]) == tests for path in paths)
-    own = [f"--rootdir={tests}", f"--confcutdir={tests}"] if inside else []
-    return ["-p", "no:cacheprovider", *own]
-
-
-class _EveryTest:
-    """Run all tests, even if an option (`-x`) stops at the first failure, because falsified tests fail and all other
-    tests must still report."""
-
-    def pytest_configure(self, config: Any) -> None:
-        config.option.maxfail = 0
-
-
-class _Ctrf:
-    """Write `--ctrf FILE`, which the stock script passes: the result of each test as JSON (ctrf.io)."""
+class _Options:
+    """Write `--ctrf FILE`, which the stock script passes: the result of each test as JSON (ctrf.io). Run all tests,
+    even if an option (`-x`) stops at the first failure, because falsified tests fail and all other tests must still
+    report."""
 
     def __init__(self) -> None:
         self._tests: list[dict[str, object]] = []
@@ -167,6 +144,7 @@ class _Ctrf:
 
     def pytest_configure(self, config: Any) -> None:
         self._path = config.getoption("--ctrf")
+        config.option.maxfail = 0
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":

@@ -1,9 +1,9 @@
 """Run test files with pytest and report the tests on the verdict channel.
 
-Input: one JSON object on standard input, written by `run_tests.py`. Output, in this order: `start` (interpreter, pytest
-and channel work; no code of the workspace has run yet), `collect` (a file that could not be collected), `collected`
-(the tests that were found), `test` (a test's call phase, or its set-up or tear-down if that did not pass), and `finish`
-(pytest ended its session). Reports of the audit hook (`alarm`) come in between.
+Input: one JSON object on standard input, written by `repository_tests.py`. Output, in this order: `start` (interpreter,
+pytest and channel work; no code of the workspace has run yet), `collect` (a file that could not be collected),
+`collected` (the tests that were found), `test` (a test's call phase, or its set-up or tear-down if that did not pass),
+and `finish` (pytest ended its session). Reports of the audit hook (`alarm`) come in between.
 
 Invariant: nothing from the workspace is imported before `start` is sent and the audit hook is installed, and standard
 output carries no verdict.
@@ -12,31 +12,18 @@ output carries no verdict.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import sys
-from importlib.machinery import (
-    BYTECODE_SUFFIXES,
-    EXTENSION_SUFFIXES,
-    SOURCE_SUFFIXES,
-    ExtensionFileLoader,
-    FileFinder,
-    SourceFileLoader,
-    SourcelessFileLoader,
-)
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import CodeType
 
     import pytest
 
-    from palaestra.suites.grading.in_slot import audit_hook
-    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
+    from palaestra.suites.grading.in_slot.verdict_channel import Framework, VerdictChannel, read_plan, watch
 else:
-    import audit_hook
-    from verdict_channel import VerdictChannel
+    from verdict_channel import Framework, VerdictChannel, read_plan, watch
 
 _MAX_TEXT = 2000
 
@@ -50,9 +37,13 @@ class Reporter:
     """The pytest plugin: reports the tests and, if it is `watching`, whether the test framework was changed."""
 
     def __init__(self, channel: VerdictChannel, *, watching: bool = True) -> None:
+        import pytest
+
+        # it runs after all other plugins, because for unittest's tests one of them puts the exception into `call`
+        pytest.hookimpl(hookwrapper=True)(Reporter.pytest_runtest_makereport)
         self._send = channel.send
-        self._watch = (lambda: audit_hook.Framework(channel)) if watching else None
-        self._framework: audit_hook.Framework | None = None
+        self._watch = (lambda: Framework(channel)) if watching else None
+        self._framework: Framework | None = None
         self._failures: dict[tuple[str, str], dict[str, object]] = {}
         self._marked: set[str] = set()
 
@@ -74,10 +65,8 @@ class Reporter:
         self._send("collected", node_ids=[item.nodeid for item in session.items])
 
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-        """Record the exception of a failed phase, and the line of the test's file through which the exception passed.
-
-        Runs after all other plugins, because for unittest's tests one of them puts the exception into `call`.
-        """
+        """Record the exception of a failed phase, and the line of the test's file through which the exception
+        passed."""
         yield
         if call.excinfo is not None:
             self._failures[item.nodeid, call.when] = _failure(item, call.excinfo)
@@ -99,7 +88,7 @@ class Reporter:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if self._framework is not None:
             self._framework.check()
-        self._send("finish", exit_status=int(exitstatus), tests=session.testscollected)
+        self._send("finish", exit_status=int(exitstatus))
 
 
 def _failure(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException]) -> dict[str, object]:
@@ -127,66 +116,24 @@ def _repr(value: object) -> str:
         return f"<unprintable: {type(problem).__name__}>"
 
 
-class _CompiledLoader(SourceFileLoader):
-    """Uses the compiled file in `__pycache__`, although `sys.pycache_prefix` is set."""
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        prefix, sys.pycache_prefix = sys.pycache_prefix, None
-        try:
-            return super().get_code(fullname)
-        finally:
-            sys.pycache_prefix = prefix
-
-
-def _ignore_compiled_files(root: str, pycache: str) -> None:
-    """From now on, compile modules from their source, because a planted compiled file could differ from it.
-
-    Compiled files of folders on the import path outside `root` still count: pytest was loaded from such files too, and
-    compiling the standard library costs more than many tests.
-    """
-    installed = tuple(os.path.abspath(path) + "/" for path in sys.path)
-    loaders = (
-        (ExtensionFileLoader, EXTENSION_SUFFIXES),
-        (_CompiledLoader, SOURCE_SUFFIXES),
-        (SourcelessFileLoader, BYTECODE_SUFFIXES),
-    )
-
-    def finder(path: str) -> FileFinder:
-        place = os.path.abspath(path) + "/"
-        if not os.path.isdir(path) or not place.startswith(installed) or place.startswith(root.rstrip("/") + "/"):
-            raise ImportError
-        return FileFinder(path, *loaders)
-
-    sys.path_hooks.insert(0, finder)
-    sys.path_importer_cache.clear()
-    sys.pycache_prefix = pycache
-
-
 def main() -> None:
-    plan: dict[str, Any] = json.load(sys.stdin)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    plan = read_plan()
     sys.path += plan["dependencies"]
     import pytest
 
-    pytest.hookimpl(hookwrapper=True)(Reporter.pytest_runtest_makereport)
     channel = VerdictChannel()
-    channel.send("start", python=sys.version.split()[0], pytest=pytest.__version__)
+    channel.send("start")
     if plan["watching"]:
-        audit_hook.install(channel, plan["root"], [os.path.join(plan["root"], path) for path in plan["files"]])
-
-    os.chdir(plan["root"])
-    _ignore_compiled_files(plan["root"], plan["pycache"])
+        watch(channel, plan["root"], [os.path.join(plan["root"], path) for path in plan["files"]])
     first = len(sys.path) - len(plan["dependencies"])  # after the standard library, before installed packages
     sys.path[first:first] = plan["python_path"]
     os.environ["PYTHONPATH"] = os.pathsep.join([*plan["python_path"], *plan["dependencies"]])
     files = [path for path in plan["files"] if os.path.exists(path)]
-    arguments = [*plan["arguments"], f"--rootdir={plan['root']}", *files]
     if files:
+        arguments = [*plan["arguments"], f"--rootdir={plan['root']}", *files]
         pytest.main(arguments, plugins=[Reporter(channel, watching=plan["watching"])])
     else:
-        channel.send("finish", exit_status=0, tests=0)
+        channel.send("finish", exit_status=0)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Tests are functions without arguments, or methods of classes, including subclasses of `unittest.TestCase`.
 
-Input: one JSON object on standard input, written by `hermes_swe/hermes_swe.py`. Output: `start` (no code of the
-workspace has run yet), `collected` (the names of the tests), `test` (one for each test), and `finish`.
+Input: one JSON object on standard input, written by `hidden_tests.py`. Output, in the form of `pytest_reporter.py`:
+`start` (no code of the workspace has run yet), `collect` (the text cannot be loaded), `collected`, `test` (one for each
+test), and `finish`.
 
 Invariant: no file of the slot contains the tests, and the standard library precedes the workspace on the import path.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
-import json
 import linecache
 import os
 import site
@@ -25,12 +25,10 @@ from typing import TYPE_CHECKING, Any
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 if TYPE_CHECKING:
-    from palaestra.suites.grading.in_slot import audit_hook
-    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
+    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel, read_plan, watch
 else:
     sys.path.insert(0, _HERE)  # Python runs isolated (-I), which leaves this folder out
-    import audit_hook
-    from verdict_channel import VerdictChannel
+    from verdict_channel import VerdictChannel, read_plan, watch
 
 _MAX_TEXT = 1500
 _FILE = "<tests>"
@@ -84,24 +82,25 @@ def _run(names: dict[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    plan: dict[str, Any] = json.load(sys.stdin)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != _HERE]
+    plan = read_plan()
     channel = VerdictChannel()
-    channel.send("start", python=sys.version.split()[0])
+    channel.send("start")
     if plan["watching"]:
-        audit_hook.install(channel, plan["root"], [])
-    os.chdir(plan["root"])
+        watch(channel, plan["root"], [])
     sys.path += [os.path.join(plan["root"], path).removesuffix("/.") for path in plan["python_path"]]
     sys.path += [site.getusersitepackages()]  # pip installs there if it cannot write another directory
     sys.pycache_prefix = os.path.join(_HERE, "pycache")
     names, problem = _load(plan["tests"])
     found = _tests(plan["tests"], names)
-    channel.send("collected", node_ids=found, error=problem[-_MAX_TEXT:])
+    if problem:
+        channel.send("collect", node_id="", message=problem[-_MAX_TEXT:])
+    channel.send("collected", node_ids=found)
     for name in found:
         error = problem or _run(names, name)
-        channel.send("test", name=name, passed=not error, error=error[-_MAX_TEXT:])
-    channel.send("finish")
+        failure = {"message": error[-_MAX_TEXT:]} if error else None
+        outcome = "failed" if error else "passed"
+        channel.send("test", node_id=name, when="call", outcome=outcome, failure=failure)
+    channel.send("finish", exit_status=0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Run a script that starts unittest, and report the result of each test on the verdict channel.
 
-Input: one JSON object on standard input, written by `django_tests.py`. Output: `start` (no code of the workspace has
-run yet), `test` (one for each result), and `finish` (the script ended by itself).
+Input: one JSON object on standard input, written by `repository_tests.py`. Output: `start` (no code of the workspace
+has run yet), `test` (one for each result), and `finish` (the script ended by itself).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import sys
@@ -14,11 +13,9 @@ import unittest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from palaestra.suites.grading.in_slot import audit_hook
-    from palaestra.suites.grading.in_slot.verdict_channel import VerdictChannel
+    from palaestra.suites.grading.in_slot.verdict_channel import Framework, VerdictChannel, read_plan, watch
 else:
-    import audit_hook
-    from verdict_channel import VerdictChannel
+    from verdict_channel import Framework, VerdictChannel, read_plan, watch
 
 _MAX_TEXT = 2000
 _OUTCOMES = {
@@ -75,23 +72,19 @@ def _report(channel: VerdictChannel) -> None:
 
 
 def main() -> None:
-    plan: dict[str, Any] = json.load(sys.stdin)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    plan = read_plan()
     channel = VerdictChannel()
     _report(channel)
-    channel.send("start", python=sys.version.split()[0])
-    framework = audit_hook.Framework(channel) if plan["watching"] else None
+    channel.send("start")
+    framework = Framework(channel) if plan["watching"] else None
     if framework is not None:
-        audit_hook.install(channel, plan["root"], plan["tests"])
-    folder = os.path.dirname(os.path.join(plan["root"], plan["script"]))
+        watch(channel, plan["root"], [os.path.join(plan["root"], path) for path in plan["files"]])
+    folder, script = os.path.split(os.path.join(plan["root"], plan["script"]))
     os.chdir(folder)
     sys.path[:0] = [folder, *plan["python_path"], plan["root"]]
     sys.path += plan["dependencies"]
     os.environ["PYTHONPATH"] = os.pathsep.join([plan["root"], *plan["python_path"], *plan["dependencies"]])
-    sys.pycache_prefix = plan["pycache"]
-    sys.argv[:] = [os.path.join(plan["root"], plan["script"]), *plan["arguments"]]
+    sys.argv[:] = [os.path.join(folder, script), *plan["arguments"]]
     status: object = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,13 +1,40 @@
-"""Write the records of a test run to the verdict descriptor, which is separate from standard output."""
+"""What every harness uses: its plan, the verdict channel, and the reports on code that reaches into the test run.
+
+`VerdictChannel` writes the records of a test run to the verdict descriptor, which is separate from standard output. The
+audit hook (`watch`) is installed before any code of the workspace runs and cannot be removed. It reports each event
+once for each workspace file that causes it. `Framework` reports replaced functions of the test framework. Honest code
+may cause each of these reports, so they become labels and no more. Sources: the audit events table of Python, and
+PEP 578.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import sys
+import unittest  # noqa: F401  pytest imports it too late for `Framework`
+from types import FrameType
+from typing import Any
 
 DESCRIPTOR = 3
 """The descriptor from which `Slot.execute(verdict=True)` reads the verdict."""
+
+_WATCHED = frozenset(
+    {"gc.get_objects", "gc.get_referrers", "sys._current_frames", "sys._getframe", "object.__setattr__", "open"}
+)
+_MOST_FRAMES = 8
+_FRAMEWORK = ("_pytest", "pytest", "pluggy", "unittest", "verdict_channel", "pytest_reporter", "__main__")
+"""Modules whose functions the work has no reason to replace. `__main__` is the harness."""
+
+
+def read_plan() -> dict[str, Any]:
+    """Return the plan from standard input, which is empty from now on. Take this folder off the import path."""
+    plan: dict[str, Any] = json.load(sys.stdin)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path and os.path.abspath(path) != here]
+    return plan
 
 
 class VerdictChannel:
@@ -30,3 +57,98 @@ class VerdictChannel:
         line = self._encode({"kind": kind, **fields}).encode() + b"\n"
         while line:
             line = line[self._write(self._descriptor, line) :]
+
+
+class _Here(Exception):
+    pass
+
+
+def watch(channel: VerdictChannel, root: str, tests: list[str], without: list[str] | None = None) -> None:
+    """Report events that code below `root`, but not below `without`, causes from now on. `tests` are the absolute paths
+    of the test files or of their folders, whose text the work has no reason to read."""
+    if not hasattr(sys, "addaudithook"):  # Python 3.7, which the images of old repositories have
+        return
+    send, watched, secret = channel.send, _WATCHED, tuple(tests)
+    seen: set[tuple[str, str]] = set()
+    prefix, own = root.rstrip("/") + "/", os.path.dirname(os.path.abspath(__file__)) + "/"
+    trusted = (*(place.rstrip("/") + "/" for place in [own, *(without or [])]), *tests)
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event not in watched or not _matters(event, args, own, secret):
+            return
+        try:
+            raise _Here  # gets a frame without causing an audit event
+        except _Here as here:
+            traceback = here.__traceback__
+            frame = traceback.tb_frame.f_back if traceback is not None else None
+        path = _caller(frame, prefix, trusted, 1 if event == "sys._getframe" else _MOST_FRAMES)
+        if event == "open":
+            event = f"open {os.path.abspath(_name(args))}"
+        if path is not None and (event, path) not in seen:
+            seen.add((event, path))
+            send("alarm", event=event, path=path[len(prefix) :])
+
+    sys.addaudithook(hook)
+
+
+def _name(args: tuple[Any, ...]) -> str:
+    return os.fsdecode(args[0]) if args and isinstance(args[0], (str, bytes, os.PathLike)) else ""
+
+
+def _matters(event: str, args: tuple[Any, ...], own: str, tests: tuple[str, ...]) -> bool:
+    if event == "open":
+        name = _name(args)
+        if name.endswith(".py"):
+            return os.path.abspath(name).startswith(tests)
+        return name.startswith("/proc/") and name.endswith("/mem")
+    if event == "object.__setattr__":
+        return len(args) > 1 and args[1] == "__code__"
+    if event == "sys._getframe":
+        wanted = args[0].f_code.co_filename if args and isinstance(args[0], FrameType) else ""
+        return wanted.startswith(own) or "/_pytest/" in wanted or "/pluggy/" in wanted
+    return True
+
+
+def _caller(frame: FrameType | None, prefix: str, trusted: tuple[str, ...], most: int) -> str | None:
+    """Return the first workspace file, outside of the `trusted` places, among the `most` innermost frames, or None. An
+    import has no caller, because modules may import tests."""
+    for _ in range(most):
+        name = frame.f_code.co_filename if frame is not None else ""
+        if frame is None or name == "<frozen importlib._bootstrap>":
+            return None
+        if name.startswith(prefix) and not name.startswith(trusted):
+            return name
+        frame = frame.f_back
+    return None
+
+
+class Framework:
+    """The functions of the test framework as they were before the workspace's code ran."""
+
+    def __init__(self, channel: VerdictChannel) -> None:
+        self._send = channel.send
+        self._owners: list[tuple[str, object, dict[str, object]]] = []
+        self._reported: set[str] = set()
+        legacy = sys.modules.get("_pytest.legacypath")
+        self._own = [each for each in vars(legacy).values() if callable(each)] if legacy is not None else []
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in _FRAMEWORK:
+                self._add(name, module)
+                for attribute, value in list(vars(module).items()):
+                    if isinstance(value, type) and value.__module__ == name:
+                        self._add(f"{name}.{attribute}", value)
+
+    def _add(self, name: str, owner: object) -> None:
+        kept = {key: value for key, value in vars(owner).items() if callable(value) or hasattr(value, "__get__")}
+        self._owners.append((name, owner, kept))
+
+    def check(self) -> None:
+        """Report replaced functions."""
+        for name, owner, before in self._owners:
+            now = vars(owner)
+            for key, value in before.items():
+                place = f"{name}.{key}"
+                changed = now.get(key) is not value and not any(now.get(key) is each for each in self._own)
+                if changed and place not in self._reported:
+                    self._reported.add(place)
+                    self._send("alarm", event=f"changed {place}", path="")

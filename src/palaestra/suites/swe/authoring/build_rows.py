@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.suites.grading.python_source import SourceEdit, apply_edits
-from palaestra.suites.grading.run_tests import FailedTest, Status, TestRun
-from palaestra.suites.grading.toolchain import Install
+from palaestra.suites.grading.harness import FailedTest, Status, TestRun
+from palaestra.suites.python_source import SourceEdit, apply_edits
 from palaestra.suites.swe import apply_diff
 from palaestra.suites.swe.authoring.manifest import PinnedMutation, PinnedPackage
 from palaestra.suites.swe.authoring.package_trial import PackageTrial
 from palaestra.suites.swe.authoring.problem_statement import mentions, problem_statement
 from palaestra.suites.swe.authoring.sdist import SourceFile
 from palaestra.suites.swe.swe_row import RowKind
+from palaestra.suites.toolchain.toolchain import Install
 
 ROW_SCHEMA = "palaestra.swe-row/1"
 MAX_PASS_TO_PASS = 200

@@ -29,8 +29,7 @@ from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.slot import SlotSource
 from palaestra.suites.build_once import build_once
-from palaestra.suites.grading.run_tests import Status, TestRun
-from palaestra.suites.grading.toolchain import DependencyCache, Install
+from palaestra.suites.grading.harness import Status, TestRun
 from palaestra.suites.swe.authoring.build_rows import BASE_TIMEOUT_S, Repository, flips, make_row
 from palaestra.suites.swe.authoring.layout import python_path, source_files, test_files
 from palaestra.suites.swe.authoring.manifest import (
@@ -43,6 +42,7 @@ from palaestra.suites.swe.authoring.manifest import (
 from palaestra.suites.swe.authoring.mutations import Mutation, apply, find_mutations
 from palaestra.suites.swe.authoring.package_trial import PackageTrial, open_trial
 from palaestra.suites.swe.authoring.sdist import cached_bytes, make_repository, open_index, read_sdist
+from palaestra.suites.toolchain.toolchain import DependencyCache, Install
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from palaestra.suites.grading.python_source import ParsedSource, SourceEdit, apply_edits
+from palaestra.suites.python_source import ParsedSource, SourceEdit, apply_edits
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),

@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from palaestra.sandbox.slot import WORKSPACE, SlotSource, SlotSpec, Snapshot
-from palaestra.suites.grading.run_tests import TestRun, run_files
-from palaestra.suites.grading.toolchain import Toolchain
+from palaestra.suites.grading.harness import TestRun
+from palaestra.suites.grading.repository_tests import run_files
 from palaestra.suites.swe.authoring.sdist import SourceFile
 from palaestra.suites.swe.workspace import unpack
+from palaestra.suites.toolchain.toolchain import Toolchain
 
 REPO_DIR = f"{WORKSPACE}/repo"
 

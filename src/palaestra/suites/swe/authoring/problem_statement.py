@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from palaestra.suites.grading.run_tests import FailedTest
+from palaestra.suites.grading.harness import FailedTest
 
 MAX_EXAMPLES = 3
 _MAX_VALUE = 400

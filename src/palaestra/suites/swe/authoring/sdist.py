@@ -35,7 +35,7 @@ from palaestra.core.io.durable_files import replaced
 from palaestra.core.io.host_process import check_process, run_process
 from palaestra.core.redaction import redacted
 from palaestra.sandbox.images.unpack import Archive
-from palaestra.suites.grading.wheel_install import pip_settings
+from palaestra.suites.toolchain.wheel_install import pip_settings
 
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
 _LINK = re.compile(r"""<a\s[^>]*?href=["']([^"']+)["'][^>]*>([^<]+)</a>""", re.IGNORECASE)

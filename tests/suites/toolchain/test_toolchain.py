@@ -9,7 +9,7 @@ import pytest
 from envs.scripts import need_level
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.sandbox.slot import Mount
-from palaestra.suites.grading.toolchain import DependencyCache, Install, Toolchain, interpreter
+from palaestra.suites.toolchain.toolchain import DependencyCache, Install, Toolchain, interpreter
 from suites.bench import Bench, RunBench
 
 

@@ -32,8 +32,8 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.images.unpack import unpack_file
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import WORKSPACE, Mount, SlotSpec
-from palaestra.suites.grading.requirements import check_requirements
 from palaestra.suites.slot_commands import check_execute
+from palaestra.suites.toolchain.requirements import check_requirements
 
 _SITE, _PACKED, _CERTIFICATES = "site", "site.tar", "certificates.pem"
 """Names in the slot's workspace."""

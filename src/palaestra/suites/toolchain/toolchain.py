@@ -23,10 +23,10 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
 from palaestra.sandbox.slot import Mount, Slot
 from palaestra.suites.build_once import build_once
-from palaestra.suites.grading.requirements import check_requirements
-from palaestra.suites.grading.wheel_install import install_wheels
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import RowFields
+from palaestra.suites.toolchain.requirements import check_requirements
+from palaestra.suites.toolchain.wheel_install import install_wheels
 
 DEPENDENCIES_DIR = "/opt/palaestra/dependencies"
 VENV_DIR = "/opt/palaestra/venv"
