@@ -92,7 +92,7 @@ class ExecutionResult:
 class FileInfo:
     """One directory entry. `kind` is file, dir, symlink or other; `size` is in bytes; `mode` holds the permission bits.
 
-    `target` is the path that a symlink contains.
+    `target` is the path that a symlink contains. `uid` and `gid` are the owner's numbers in the slot.
     """
 
     path: str
@@ -101,6 +101,8 @@ class FileInfo:
     mode: int
     mtime: float
     target: str = ""
+    uid: int = 0
+    gid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
