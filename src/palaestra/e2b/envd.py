@@ -109,7 +109,7 @@ class Envd:
         return await _send(request, sandbox, self._messages(request, sandbox))
 
     async def _messages(self, request: web.Request, sandbox: HostedSandbox) -> AsyncIterator[dict[str, JSON]]:
-        message = await anext(read_stream(request), {})
+        message: dict[str, JSON] = await anext(read_stream(request), {})
         timeout_s = timeout_of(request)
 
         def is_gone() -> bool:

@@ -35,8 +35,8 @@ _BASE_IMAGES = ("e2bdev/base", "e2bdev/base:latest")
 SCHEMA, VERSION = "palaestra-e2b-template", 1
 
 _COPY = r"""set -e
-rm -rf /tmp/e2b-copy; mkdir -p /tmp/e2b-copy/files; cd /tmp/e2b-copy/files
-tar -xf ../archive.tar; target=$2
+rm -rf /tmp/e2b-copy; mkdir -p /tmp/e2b-copy; cd /tmp/e2b-copy
+tar -xf /tmp/e2b-copy.tar; target=$2
 set -- $1
 several=; [ $# -le 1 ] || several=1
 for each in "$@"; do
@@ -228,7 +228,8 @@ class TemplateBuilds:
         done = await slot.execute(argv, cwd=template.workdir, env=env, timeout_s=_STEP_S)
         build.note(done.output)
         if not done.success:
-            raise BuildFailed(f"failed to run command '{command[:500]}': {done.error.lower()}")
+            what = f"command '{command[:500]}'" if not arguments else f"the step for {' '.join(arguments)[:500]}"
+            raise BuildFailed(f"failed to run {what}: {done.error.lower()}")
 
     async def _copy(self, build: Build, slot: Slot, template: Template, args: Sequence[str], digest: str) -> None:
         if len(args) < 2:
@@ -238,8 +239,7 @@ class TemplateBuilds:
             raise BuildFailed(f"the files of COPY {args[0][:200]} were not uploaded")
         source, user, mode = posixpath.normpath(args[0]), *(*args[2:4], "", "")[:2]
         target = absolute(args[1], template.workdir) + ("/" if args[1].endswith("/") else "")
-        await slot.execute(["mkdir", "-p", "/tmp/e2b-copy"], cwd="/")  # noqa: S108 - in the slot
-        await slot.upload(archive, "/tmp/e2b-copy/archive.tar")  # noqa: S108 - in the slot
+        await slot.upload(archive, "/tmp/e2b-copy.tar")  # noqa: S108 - in the slot
         await self._execute(build, slot, template, _COPY, "root", source, target)
         if mode:
             await self._execute(build, slot, template, 'chmod -R "$1" "$2"', "root", mode, target)
