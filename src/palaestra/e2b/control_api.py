@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -273,8 +272,3 @@ def _page(
         found = [row for row in found if (position(row) > token if ascending else position(row) < token)]
     page = found[:limit]
     return page, {"X-Next-Token": position(page[-1])} if len(found) > limit else {}
-
-
-def uptime(since: float) -> float:
-    """Return the seconds since a time."""
-    return time.time() - since

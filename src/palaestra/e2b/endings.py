@@ -8,11 +8,11 @@ server that was killed, and the next server says so to whoever asks for it. Only
 from __future__ import annotations
 
 import json
+from io import FileIO
 from pathlib import Path
 from typing import Self
 
 from palaestra.core.io.durable_files import replaced
-from palaestra.core.types import JSON
 
 MOST = 20_000
 _KILLED = "the server that ran it was killed or crashed, and it ended with that server"
@@ -23,15 +23,13 @@ class Endings:
 
     def __init__(self, file: Path | None = None) -> None:
         self._known: dict[str, tuple[str, str]] = {}  # by sandbox: its key, and how it ended; empty while it lives
-        self._file = None
+        self._path, self._lines = file, 0
+        self._file: FileIO | None = None
         self.recovered = 0
         if file is not None:
             self._read(file)
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with replaced(file) as fresh:
-                for sandbox_id, (key, why) in self._known.items():
-                    fresh.write(_line({"ended": sandbox_id, "key": key, "why": why}))
-            self._file = file.open("ab", buffering=0)
+            self._rewrite(file)
 
     def __enter__(self) -> Self:
         return self
@@ -59,8 +57,17 @@ class Endings:
         while len(self._known) > MOST:
             del self._known[next(iter(self._known))]
         if self._file is not None:
-            about = {"ended": sandbox_id, "key": key, "why": why} if why else {"began": sandbox_id, "key": key}
-            self._file.write(_line(about))
+            self._file.write(_line(sandbox_id, key, why))
+            self._lines += 1
+            if self._path is not None and self._lines > 3 * MOST:
+                self._file.close()
+                self._rewrite(self._path)
+
+    def _rewrite(self, file: Path) -> None:
+        with replaced(file) as fresh:
+            for sandbox_id, (key, why) in self._known.items():
+                fresh.write(_line(sandbox_id, key, why))
+        self._file, self._lines = file.open("ab", buffering=0), len(self._known)
 
     def _read(self, file: Path) -> None:
         try:
@@ -80,5 +87,6 @@ class Endings:
                 self._known[sandbox_id] = key, _KILLED
 
 
-def _line(about: JSON) -> bytes:
+def _line(sandbox_id: str, key: str, why: str) -> bytes:
+    about = {"ended": sandbox_id, "key": key, "why": why} if why else {"began": sandbox_id, "key": key}
     return json.dumps(about).encode() + b"\n"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -27,6 +29,9 @@ ENVD_PORT = 49983
 ENVD_VERSION = "0.6.4"
 """The version whose calls are served; the SDKs choose their calls by it."""
 
+MOST_CALLS = 256
+"""The calls into one sandbox that can be open at a time; each takes a connection, of which the server has a limit."""
+
 _UNARY = {
     **{f"/process.Process/{name}": call for name, call in process_service.UNARY.items()},
     **{f"/filesystem.Filesystem/{name}": call for name, call in filesystem_service.UNARY.items()},
@@ -36,15 +41,40 @@ _INPUT = "/process.Process/StreamInput"
 _KEEPALIVE_S = 50.0
 
 
+class OpenCalls:
+    """Counts open calls by their target, at most `most` of each."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, target: str) -> Iterator[None]:
+        """Count one call. Raises `ApiError` with status 429 if there are too many."""
+        if self._open[target] >= self._most:
+            raise ApiError(429, f"{self._most} calls are open; wait until one ends")
+        self._open[target] += 1
+        try:
+            yield
+        finally:
+            self._open[target] -= 1
+            if not self._open[target]:
+                del self._open[target]
+
+
 class Envd:
     """Serves the calls into all sandboxes of a server."""
 
     def __init__(self, sandboxes: Sandboxes, files: FileTransfer) -> None:
-        self._sandboxes, self._files = sandboxes, files
+        self._sandboxes, self._files, self._open = sandboxes, files, OpenCalls(MOST_CALLS)
 
     async def handle(self, request: web.Request, sandbox_id: str) -> web.StreamResponse:
         """Answer a call into a sandbox. Raises `ApiError`."""
         sandbox = self._sandboxes.inside(sandbox_id)
+        with self._open.one(sandbox_id):
+            return await self._call(request, sandbox)
+
+    async def _call(self, request: web.Request, sandbox: HostedSandbox) -> web.StreamResponse:
         path = request.path
         if path == "/health":
             sandbox.running_slot  # noqa: B018 - raises if it is paused

@@ -58,7 +58,7 @@ def _parse(data: bytes, method: str, port: int) -> web.Response:
     except (http.client.HTTPException, OSError, ValueError) as error:
         raise ApiError(502, f"port {port} of the sandbox did not answer with HTTP: {error!r:.200}") from None
     response = web.Response(status=answer.status, body=body)
-    del response.headers["Content-Type"]
+    response.headers.popall("Content-Type", None)
     for name, value in answer.getheaders():
         if name.lower() not in _HOPS:
             response.headers.add(name, value)

@@ -106,9 +106,6 @@ class ProcessTable:
     def __init__(self) -> None:
         self._running: dict[int, HostedProcess] = {}
 
-    def __iter__(self) -> object:
-        return iter(list(self._running.values()))
-
     def all(self) -> list[HostedProcess]:
         """Return the running processes, oldest first."""
         return list(self._running.values())

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from palaestra.core.errors import AcquireTimeout, InfraError, PalaestraError, SlotLost
+from palaestra.core.errors import AcquireTimeout, InfraError, PalaestraError, SandboxError, SlotLost
 from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.e2b.api_keys import ApiKey
 from palaestra.e2b.endings import Endings
@@ -163,8 +163,14 @@ class Sandboxes:
         network = self._allowed(request.wanted_network())
         template = self.templates.find(key, request.template)
         with self._place(key):
-            snapshot = await self.templates.prepared(template)
-            sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
+            try:
+                snapshot = await self.templates.prepared(template)
+                sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
+            except SandboxError:
+                if not await self.templates.is_lost(template):
+                    raise
+                snapshot = await self.templates.prepared(template)
+                sandbox = await self._begin(key, template, request, network, snapshot, request.timeout_s)
         if template.start_command:
             await self._run_start_command(sandbox)
         template.spawned += 1

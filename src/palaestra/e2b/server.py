@@ -22,7 +22,7 @@ from palaestra.core.errors import PalaestraError
 from palaestra.core.io.http_server import invite_body, listening
 from palaestra.e2b.api_keys import ApiKey, ApiKeys
 from palaestra.e2b.control_api import MOST_BODY_BYTES, ControlApi
-from palaestra.e2b.envd import ENVD_PORT, Envd, error_body
+from palaestra.e2b.envd import ENVD_PORT, MOST_CALLS, Envd, OpenCalls, error_body
 from palaestra.e2b.port_proxy import pass_on
 from palaestra.e2b.sandboxes import Sandboxes, resumed
 from palaestra.e2b.template_api import UPLOADS, TemplateApi
@@ -41,7 +41,7 @@ class E2BServer:
         self, keys: ApiKeys, control: ControlApi, envd: Envd, templates: TemplateApi, sandboxes: Sandboxes
     ) -> None:
         self._keys, self._control, self._envd = keys, control, envd
-        self._templates, self._sandboxes = templates, sandboxes
+        self._templates, self._sandboxes, self._open = templates, sandboxes, OpenCalls(MOST_CALLS)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer one request."""
@@ -75,7 +75,8 @@ class E2BServer:
         if request.path.startswith(UPLOADS):
             return await self._templates.upload(request)
         key = self._key(request)
-        return await self._control.handle(key, request, await _body(request))
+        with self._open.one(key.name):
+            return await self._control.handle(key, request, await _body(request))
 
     def _key(self, request: web.Request) -> ApiKey:
         given = request.headers.get("X-API-Key", "")

@@ -6,6 +6,7 @@ import asyncio
 import re
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -27,7 +28,7 @@ UPLOADS = "/template-files/"
 
 _HASH = re.compile(r"[0-9a-f]{16,128}")
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._/-]{0,127}(?::[a-zA-Z0-9._-]{1,64})?")
-_ARRIVE_S = 60.0
+_ARRIVE_S, _UPLOADS_AT_ONCE = 60.0, 8
 
 
 class NewTemplate(_Body):
@@ -54,6 +55,7 @@ class TemplateApi:
 
     def __init__(self, templates: Templates, builds: TemplateBuilds, limits: Limits) -> None:
         self._templates, self._builds, self._limits = templates, builds, limits
+        self._uploads = asyncio.Semaphore(_UPLOADS_AT_ONCE)
         one, build = r"/templates/([^/]+)", r"/templates/([^/]+)/builds/([^/]+)"
         self.routes: Sequence[tuple[str, str, Handle]] = (
             ("GET", r"(?:/v2)?/templates", self.list),
@@ -143,22 +145,13 @@ class TemplateApi:
             raise ApiError(405, "files are sent with PUT")
         place = self._builds.place(token)
         await invite_body(request)
-        size = 0
-        try:
-            with await asyncio.to_thread(place.open, "xb") as file:
-                while True:
-                    async with asyncio.timeout(_ARRIVE_S):
-                        data = await request.content.readany()
-                    if not data:
-                        break
-                    size += len(data)
-                    if size > MOST_ARCHIVE_BYTES:
-                        raise ApiError(413, f"the files of one COPY may have at most {MOST_ARCHIVE_BYTES} bytes")
-                    await asyncio.to_thread(file.write, data)
-        except BaseException:
-            place.unlink(missing_ok=True)
-            raise
-        self._builds.arrived(token, place)
+        async with self._uploads:
+            try:
+                await _store(request, place)
+            except BaseException:
+                place.unlink(missing_ok=True)
+                raise
+            self._builds.arrived(token, place)
         return web.Response(status=200)
 
     def _described(self, template: Template) -> dict[str, JSON]:
@@ -175,6 +168,21 @@ class TemplateApi:
             "buildCount": int(build is not None), "envdVersion": ENVD_VERSION,
             "buildStatus": build.status if build is not None else "ready",
         }  # fmt: skip
+
+
+async def _store(request: web.Request, place: Path) -> None:
+    """Write a request's body to a new file. Raises `ApiError` if it is too large."""
+    size = 0
+    with await asyncio.to_thread(place.open, "xb") as file:
+        while True:
+            async with asyncio.timeout(_ARRIVE_S):
+                data = await request.content.readany()
+            if not data:
+                return
+            size += len(data)
+            if size > MOST_ARCHIVE_BYTES:
+                raise ApiError(413, f"the files of one COPY may have at most {MOST_ARCHIVE_BYTES} bytes")
+            await asyncio.to_thread(file.write, data)
 
 
 _NO_BUILD = "00000000-0000-0000-0000-000000000000"

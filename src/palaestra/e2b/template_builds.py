@@ -30,6 +30,7 @@ from palaestra.suites.images.as_user import as_user, is_root
 from palaestra.suites.images.dockerfile import ImageConfig
 
 MOST_STEPS, MOST_ARCHIVE_BYTES, MOST_LOG_LINES = 200, 256 << 20, 5000
+_MOST_BUILDS, _MOST_KEPT_BYTES = 200, 1 << 30  # of one key; its older builds and archives are dropped
 _STEP_S, _RUNNING_BUILDS = 1800.0, 4
 _BASE_IMAGES = ("e2bdev/base", "e2bdev/base:latest")
 SCHEMA, VERSION = "palaestra-e2b-template", 1
@@ -97,6 +98,11 @@ class TemplateBuilds:
         """Make a build, which `start` begins."""
         template = Template("t" + secrets.token_hex(10), tuple(names), key.name)
         build = Build(template, key)
+        own = [each for each in self._builds.values() if each.key == key]
+        for old in [each for each in own if each.status != "building"][: max(0, len(own) + 1 - _MOST_BUILDS)]:
+            del self._builds[old.build_id]
+        if len(own) >= _MOST_BUILDS and all(each.status == "building" for each in own):
+            raise ApiError(429, f"the key {key.name} has {_MOST_BUILDS} builds; wait until one ends")
         self._builds[build.build_id] = build
         return build
 
@@ -141,7 +147,16 @@ class TemplateBuilds:
 
     def arrived(self, token: str, file: Path) -> None:
         """Note that the files of a link are complete."""
-        self._archives[self._links.pop(token)] = file
+        of = self._links.pop(token, None)
+        if of is None:  # two uploads to one link
+            file.unlink(missing_ok=True)
+            return
+        if of in self._archives:
+            self._archives.pop(of).unlink(missing_ok=True)
+        self._archives[of] = file
+        own = [name for name in self._archives if name[0] == of[0]]
+        while len(own) > 1 and sum(self._archives[name].stat().st_size for name in own) > _MOST_KEPT_BYTES:
+            self._archives.pop(own.pop(0)).unlink(missing_ok=True)
 
     # The build
 

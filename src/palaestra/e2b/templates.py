@@ -138,11 +138,21 @@ class Templates:
         if template.snapshot is not None:
             await self._pool.forget(template.snapshot)
 
+    async def is_lost(self, template: Template) -> bool:
+        """Return whether a template's workspace has been lost with the process that held it, and forget it then."""
+        if template.snapshot is None or await self._pool.holds(template.snapshot):
+            return False
+        template.snapshot = None
+        return True
+
     async def prepared(self, template: Template) -> Snapshot:
-        """Return the workspace from which sandboxes of a template start, and prepare it first if it is not there or has
-        been lost."""
+        """Return the workspace from which sandboxes of a template start, and prepare it first if it is not there.
+        Raises `ApiError` if it cannot be made again."""
+        ready = template.snapshot
+        if ready is not None:
+            return ready
         async with self._preparing:
-            if template.snapshot is not None and await self._pool.holds(template.snapshot):
+            if template.snapshot is not None:
                 return template.snapshot
             if template.folder is not None:
                 spec = SlotSpec(image=template.image)
