@@ -15,6 +15,7 @@ import functools
 import hashlib
 import hmac
 import posixpath
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -33,6 +34,7 @@ MOST_UPLOAD_BYTES = 1 << 30
 _MOST_FILES = 1000
 _AT_ONCE, _PROGRESS_S = 8, 60.0
 _PIECE = 256 << 10
+_FILENAME = re.compile(r';\s*filename="([^"]*)"')
 
 
 def signature(path: str, operation: str, user: str, token: str, expiration: str = "") -> str:
@@ -110,7 +112,7 @@ class FileTransfer:
                         continue
                     if len(written) == _MOST_FILES:
                         raise ApiError(400, f"at most {_MOST_FILES} files can be written in one request")
-                    given = named or part.filename or ""
+                    given = named or _filename(part)
                     written.append(await self._put(user, given, functools.partial(part.read_chunk, _PIECE)))
                     if named:
                         break
@@ -161,6 +163,14 @@ class FileTransfer:
             if total > self._most:
                 raise ApiError(413, f"a file may have at most {self._most} bytes")
             yield data
+
+
+def _filename(part: BodyPartReader) -> str:
+    """Return the path in a part's header. aiohttp's own `filename` is without a leading slash. Source: the encoding of
+    multipart/form-data in the HTML standard, which both SDKs follow."""
+    found = _FILENAME.search(part.headers.get("Content-Disposition", ""))
+    text = found[1] if found is not None else ""
+    return text.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 
 
 def _finish(file: IO[bytes], mode: int) -> None:

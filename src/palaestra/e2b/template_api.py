@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,10 +86,7 @@ class TemplateApi:
         return web.json_response({"templateID": template.template_id, "public": template.owner is None})
 
     async def delete(self, call: Call) -> web.Response:
-        template = self._templates.find(call.key, call.parts[0])
-        await self._templates.remove(call.key, call.parts[0])
-        if template.folder is not None:
-            await asyncio.to_thread(shutil.rmtree, template.folder, ignore_errors=True)
+        await self._builds.delete(call.key, call.parts[0])
         return web.Response(status=204)
 
     async def update(self, call: Call) -> web.Response:

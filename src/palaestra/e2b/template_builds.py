@@ -8,7 +8,10 @@ own `tar` unpacks. What comes out is a snapshot, saved in the server's folder so
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import os
 import posixpath
 import secrets
 import shutil
@@ -279,9 +282,21 @@ class TemplateBuilds:
             file.write(json.dumps(record).encode())
         template.folder = folder
 
+    async def delete(self, key: ApiKey, name: str) -> None:
+        """Delete a template or snapshot of a key with its saved files. Files that sandboxes use in place go with the
+        next start of a server. Raises `ApiError`."""
+        template = self._templates.find(key, name)
+        await self._templates.remove(key, name)
+        if template.folder is not None:
+            (template.folder / "template.json").unlink(missing_ok=True)
+            await asyncio.to_thread(_remove_unused, template.folder)
+
     def read_saved(self) -> list[str]:
         """Add the templates of the folder, and return what is wrong with those that cannot be read."""
         problems: list[str] = []
+        for folder in self._folder.glob("t*") if self._folder is not None else ():
+            if not (folder / "template.json").exists():  # it was deleted while sandboxes used it, or is half a save
+                shutil.rmtree(folder, ignore_errors=True)
         for file in sorted(self._folder.glob("t*/template.json")) if self._folder is not None else ():
             try:
                 record = json.loads(file.read_bytes())
@@ -304,6 +319,17 @@ class TemplateBuilds:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problems.append(f"the template in {file.parent} cannot be read and is left out: {error}")
         return problems
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a saved template unless the slot server uses it, which holds a shared lock on its files then."""
+    with contextlib.suppress(OSError):
+        files = os.open(folder / "files", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(files, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(files)
 
 
 def _parsed(step: JSON) -> tuple[str, list[str]]:
