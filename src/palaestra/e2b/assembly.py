@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -71,7 +72,8 @@ async def running_server(
             template_api = TemplateApi(templates, builds, limits)
             try:
                 async with Sandboxes(pool, templates, endings, limits=limits, network=network) as sandboxes:
-                    secure_domain = f"{domain}:{tls_port}" if domain is not None and tls_port else domain
+                    tls_port = tls_port or _free_port(host)  # sandboxes are told the port before it is opened
+                    secure_domain = None if domain is None else f"{domain}:{tls_port}"
                     control = ControlApi(sandboxes, template_api, domain=secure_domain)
                     envd = Envd(sandboxes, FileTransfer(most_upload_bytes=most_upload_bytes))
                     server = E2BServer(keys, control, envd, template_api, sandboxes)
@@ -84,6 +86,13 @@ async def running_server(
                         yield RunningServer(url, secure, pool, sandboxes, tuple(notes))
             finally:
                 await builds.aclose()
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as trial:
+        trial.bind((host, 0))
+        return int(trial.getsockname()[1])
 
 
 @contextmanager
