@@ -136,11 +136,11 @@ def test_files_are_written_read_listed_moved_and_removed(box: Box) -> None:
     assert box.read("/home/user/d").status == 400
     entry = box.files("Stat", {"path": "d/a.txt"}).json["entry"]
     assert (entry["type"], entry["size"], entry["permissions"]) == ("FILE_TYPE_FILE", "5", "-rw-r--r--")
-    assert (entry["owner"], entry["group"], entry["path"]) == ("root", "root", "/home/user/d/a.txt")
+    assert (entry["owner"], entry["group"], entry["path"]) == ("user", "user", "/home/user/d/a.txt")
     box.run("ln -s a.txt d/link; mkdir -p d/x/y; ln -s x d/dirlink; chown 1234:99 d/a.txt")
     listed = {each["name"]: each for each in box.files("ListDir", {"path": "d"}).json["entries"]}
     assert set(listed) == {"a.txt", "link", "x", "dirlink"}
-    assert (listed["link"]["symlinkTarget"], listed["link"]["type"]) == ("a.txt", "FILE_TYPE_FILE")
+    assert (listed["link"]["symlinkTarget"], listed["link"]["type"]) == ("/home/user/d/a.txt", "FILE_TYPE_FILE")
     assert listed["dirlink"]["type"] == "FILE_TYPE_DIRECTORY"
     assert (listed["a.txt"]["owner"], listed["a.txt"]["group"]) == ("1234", "99")
     deep = box.files("ListDir", {"path": "d", "depth": 2}).json["entries"]

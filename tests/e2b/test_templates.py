@@ -69,6 +69,12 @@ def test_a_build_runs_its_steps_and_outlives_the_server(tmp_path: Path) -> None:
         assert api.create("mine").run("pwd; cat out; stat -c %a named; echo $GREETING").out.split() == [
             b"/srv/app", b"hello", b"data", b"600", b"hello",
         ]  # fmt: skip
+        assert api.call("POST", "/templates/tags", {"target": "mine", "tags": ["v1", "v2"]}).status == 201
+        assert [each["tag"] for each in api.call("GET", "/templates/mine/tags").json] == ["default", "v1", "v2"]
+        assert api.create("mine:v2").kill() == 204
+        assert api.call("DELETE", "/templates/tags", {"name": "mine", "tags": ["v1", "v2"]}).status == 204
+        assert api.call("POST", "/v2/sandboxes", {"templateID": "mine:v2"}).status == 404
+        assert api.call("DELETE", "/templates/tags", {"name": "mine", "tags": ["v1"]}).status == 404
         again = build(api, "over", step("RUN", "echo over > over"), fromTemplate="mine")
         assert again["status"] == "ready"
         other = Api(running.url, SECOND)
@@ -135,6 +141,6 @@ def test_images_are_templates_with_their_settings(tmp_path: Path) -> None:
         described = api.call("GET", "/templates/small").json
         assert described["public"] is True
         assert api.call("PATCH", "/templates/small", {"public": False}).status == 400
-        assert api.call("GET", "/templates/small/tags").status == 501
+        assert api.call("POST", "/templates/tags", {"target": "small", "tags": ["v2"]}).status == 403
         no_folder = api.call("GET", f"/templates/any/files/{DIGEST}")
         assert no_folder.status == 400

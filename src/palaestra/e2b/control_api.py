@@ -185,7 +185,10 @@ class ControlApi:
 
     async def metrics(self, call: Call) -> web.Response:
         sandbox = self._sandboxes.get(call.key, call.parts[0])
-        return web.json_response([await self._metrics.of(sandbox, self._sandboxes.limits)])
+        found, query = await self._metrics.of(sandbox, self._sandboxes.limits), call.request.query
+        start, end = query.get("start", "0"), query.get("end", "")
+        early = start.isdigit() and found["timestampUnix"] < int(start)  # only the present is known
+        return web.json_response([] if early or (end.isdigit() and found["timestampUnix"] > int(end)) else [found])
 
     async def metrics_of_several(self, call: Call) -> web.Response:
         names = call.request.query.get("sandbox_ids", "").split(",")[:_MOST_ON_PAGE]

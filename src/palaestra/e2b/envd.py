@@ -22,7 +22,7 @@ from palaestra.e2b.connect_protocol import check_codec, envelope, read_stream, r
 from palaestra.e2b.file_transfer import FileTransfer, is_signed
 from palaestra.e2b.sandboxes import HostedSandbox, Sandboxes, resumed
 from palaestra.e2b.users import User, name_in_header, user_of
-from palaestra.e2b.wire_errors import ApiError, RpcError, api_error, rpc_error
+from palaestra.e2b.wire_errors import ApiError, NotRunning, RpcError, api_error, rpc_error
 from palaestra.sandbox.slot import Slot
 
 ENVD_PORT = 49983
@@ -207,7 +207,7 @@ async def _send(
         if isinstance(found, ApiError):
             if not response.prepared:
                 raise found from None
-            found = RpcError("unavailable", str(found))
+            found = found.in_stream() if isinstance(found, NotRunning) else RpcError("unavailable", str(found))
         end = {"error": found.body}
     if not response.prepared:
         await response.prepare(request)

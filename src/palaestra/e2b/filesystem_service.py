@@ -14,13 +14,13 @@ from datetime import UTC, datetime
 from palaestra.core.types import JSON
 from palaestra.e2b.connect_protocol import flag_field, number_field, text_field
 from palaestra.e2b.sandboxes import HostedSandbox
-from palaestra.e2b.templates import absolute
+from palaestra.e2b.templates import DEFAULT_USER, absolute
 from palaestra.e2b.users import User
 from palaestra.e2b.watchers import Event, Watcher, walk
 from palaestra.e2b.wire_errors import RpcError
 from palaestra.sandbox.slot import FileInfo, Slot
 
-_MOST_DEPTH = 64
+_MOST_DEPTH, _MOST_LINKS = 64, 10
 _MOVE_S = 60.0
 _TYPES = {"file": "FILE_TYPE_FILE", "dir": "FILE_TYPE_DIRECTORY", "symlink": "FILE_TYPE_SYMLINK"}
 _FORMATS = {"file": stat.S_IFREG, "dir": stat.S_IFDIR, "symlink": stat.S_IFLNK, "other": 0}
@@ -28,8 +28,9 @@ _FORMATS = {"file": stat.S_IFREG, "dir": stat.S_IFDIR, "symlink": stat.S_IFLNK, 
 Message = dict[str, JSON]
 
 
-async def entry_of(slot: Slot, info: FileInfo) -> Message:
-    """Return an entry in the API's words. A link has the type of what it leads to."""
+async def entry_of(slot: Slot, info: FileInfo, own_home: str) -> Message:
+    """Return an entry in the API's words. A link has the type of what it leads to. `user` and `root` are one account:
+    its files below `own_home`, the home of `user`, are shown as those of `user`."""
     kind, is_link = info.kind, info.kind == "symlink"
     if is_link and await _is_dir(slot, info.path):
         kind = "dir"
@@ -40,16 +41,16 @@ async def entry_of(slot: Slot, info: FileInfo) -> Message:
         "size": str(info.size),
         "mode": info.mode,
         "permissions": stat.filemode(_FORMATS[info.kind] | info.mode),
-        "owner": _name(info.uid),
-        "group": _name(info.gid),
+        "owner": _name(info.uid, info.path, own_home),
+        "group": _name(info.gid, info.path, own_home),
         "modifiedTime": datetime.fromtimestamp(info.mtime, UTC).isoformat().replace("+00:00", "Z"),
     }
-    return entry | ({"symlinkTarget": info.target, "isSymlink": True} if is_link else {})
+    return entry | ({"symlinkTarget": await _target(slot, info), "isSymlink": True} if is_link else {})
 
 
 async def stat_entry(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
     """Return the entry at a path."""
-    return {"entry": await entry_of(user.slot, await _existing(user.slot, path_of(message, user)))}
+    return {"entry": await entry_of(user.slot, await _existing(user.slot, path_of(message, user)), user.own_home)}
 
 
 async def list_dir(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
@@ -60,7 +61,7 @@ async def list_dir(sandbox: HostedSandbox, slot: Slot, user: User, message: Mess
     await _existing(user.slot, path)
     if not await _is_dir(user.slot, path):
         raise RpcError("invalid_argument", f"path is not a directory: {path}")
-    return {"entries": [await entry_of(user.slot, info) async for info in walk(user.slot, path, depth)]}
+    return {"entries": [await entry_of(user.slot, info, user.own_home) async for info in walk(user.slot, path, depth)]}
 
 
 async def make_dir(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
@@ -72,7 +73,7 @@ async def make_dir(sandbox: HostedSandbox, slot: Slot, user: User, message: Mess
             raise RpcError("already_exists", f"directory already exists: {path}")
         raise RpcError("invalid_argument", f"path already exists but it is not a directory: {path}")
     await user.slot.make_dir(path)
-    return {"entry": await entry_of(user.slot, await _existing(user.slot, path))}
+    return {"entry": await entry_of(user.slot, await _existing(user.slot, path), user.own_home)}
 
 
 async def move(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
@@ -83,7 +84,7 @@ async def move(sandbox: HostedSandbox, slot: Slot, user: User, message: Message)
     done = await user.slot.execute(["mv", "-T", "--", source, target], cwd="/", timeout_s=_MOVE_S)
     if not done.success:
         raise RpcError("invalid_argument", f"{source} was not moved: {done.output.strip()[-300:]}")
-    return {"entry": await entry_of(user.slot, await _existing(user.slot, target))}
+    return {"entry": await entry_of(user.slot, await _existing(user.slot, target), user.own_home)}
 
 
 async def remove(sandbox: HostedSandbox, slot: Slot, user: User, message: Message) -> Message:
@@ -160,13 +161,15 @@ async def _watcher(user: User, message: Message) -> Watcher:
     if not await _is_dir(user.slot, path):
         await _existing(user.slot, path)
         raise RpcError("invalid_argument", f"path {path} is not a directory")
-    return Watcher(user.slot, path, flag_field(message, "recursive"), flag_field(message, "includeEntry"))
+    return Watcher(
+        user.slot, user.own_home, path, flag_field(message, "recursive"), flag_field(message, "includeEntry")
+    )
 
 
 async def _event(watcher: Watcher, event: Event) -> Message:
     found: Message = {"name": event.name, "type": event.kind}
     if watcher.include_entry and event.entry is not None:
-        found["entry"] = await entry_of(watcher.slot, event.entry)
+        found["entry"] = await entry_of(watcher.slot, event.entry, watcher.own_home)
     return found
 
 
@@ -183,5 +186,18 @@ async def _is_dir(slot: Slot, path: str) -> bool:
     return found is not None and found.kind == "dir"
 
 
-def _name(number: int) -> str:
-    return "root" if number == 0 else str(number)
+async def _target(slot: Slot, info: FileInfo) -> str:
+    """Return the path to which a link leads, over further links."""
+    path = info.path
+    for _ in range(_MOST_LINKS):
+        found = await slot.stat(path)
+        if found is None or found.kind != "symlink":
+            return path
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(path), found.target))
+    return info.target
+
+
+def _name(number: int, path: str, own_home: str) -> str:
+    if number:
+        return str(number)
+    return DEFAULT_USER if path == own_home or path.startswith(f"{own_home}/") else "root"

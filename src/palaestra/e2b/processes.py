@@ -192,7 +192,7 @@ class ProcessTable:
             await self._finish(hosted, status.exit_code or 0)
         except* (PalaestraError, ProcessLookupError) as errors:
             self._running.pop(hosted.pid, None)
-            hosted.fail(RpcError("unavailable", f"the sandbox was not found: {errors.exceptions[0]}"))
+            hosted.fail(RpcError("unavailable", f"the sandbox stopped: {errors.exceptions[0]}"))
 
     async def _finish(self, hosted: HostedProcess, code: int) -> None:
         self._running.pop(hosted.pid, None)

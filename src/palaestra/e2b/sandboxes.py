@@ -28,7 +28,7 @@ from palaestra.e2b.processes import ProcessTable
 from palaestra.e2b.requests import NewSandbox
 from palaestra.e2b.templates import Template, Templates, spec_of
 from palaestra.e2b.watchers import Watchers
-from palaestra.e2b.wire_errors import ApiError, not_found, not_running
+from palaestra.e2b.wire_errors import ApiError, NotRunning, not_found
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import Slot, Snapshot
 
@@ -70,7 +70,7 @@ class HostedSandbox:
     def running_slot(self) -> Slot:
         """The slot of a running sandbox. Raises `ApiError` if the sandbox is paused."""
         if self.slot is None or self.state is not SandboxState.RUNNING:
-            raise not_running(self.sandbox_id, "it is paused; connect to it to resume it")
+            raise NotRunning(self.sandbox_id, "it is paused; connect to it to resume it")
         return self.slot
 
     def environment(self, user: str) -> dict[str, str]:
@@ -129,7 +129,7 @@ class Sandboxes:
         502, which the SDKs expect."""
         found = self._found.get(sandbox_id)
         if found is None:
-            raise not_running(sandbox_id[:100], self.endings.reason(sandbox_id, None))
+            raise NotRunning(sandbox_id[:100], self.endings.reason(sandbox_id, None))
         return found
 
     def all(self) -> list[HostedSandbox]:
@@ -247,7 +247,7 @@ class Sandboxes:
             return
         self.endings.ended(sandbox.sandbox_id, sandbox.key.name, why)
         async with sandbox.changing:
-            await sandbox.processes.aclose(not_running(sandbox.sandbox_id, why))
+            await sandbox.processes.aclose(NotRunning(sandbox.sandbox_id, why))
             await sandbox.watchers.aclose()
             slot, sandbox.slot = sandbox.slot, None
             if slot is not None:
@@ -269,7 +269,7 @@ class Sandboxes:
                 raise ApiError(409, f"the sandbox {sandbox.sandbox_id} is paused already")
             if not memory:
                 self._check_kept(sandbox.key)
-            gone = not_running(sandbox.sandbox_id, "it was paused")
+            gone = NotRunning(sandbox.sandbox_id, "it was paused")
             if memory:
                 await sandbox.processes.stand_still(gone)
                 await sandbox.slot.freeze()
@@ -304,7 +304,7 @@ class Sandboxes:
     async def _reboot(self, sandbox: HostedSandbox) -> None:
         assert sandbox.slot is not None
         sandbox.snapshot = await self._checkpoint(sandbox, continued=True)
-        await sandbox.processes.aclose(not_running(sandbox.sandbox_id, "it was rebooted"))
+        await sandbox.processes.aclose(NotRunning(sandbox.sandbox_id, "it was rebooted"))
         sandbox.processes = ProcessTable()
         slot, sandbox.slot = sandbox.slot, None
         await self.pool.release(slot)
@@ -424,4 +424,4 @@ async def resumed(sandboxes: Sandboxes, sandbox: HostedSandbox) -> AsyncIterator
         yield sandbox.running_slot
     except SlotLost as error:
         await sandboxes.lost(sandbox, str(error))
-        raise not_running(sandbox.sandbox_id, str(error)) from None
+        raise NotRunning(sandbox.sandbox_id, str(error)) from None

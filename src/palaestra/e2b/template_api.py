@@ -38,6 +38,14 @@ class NewTemplate(_Body):
     tags: tuple[str, ...] = Field(default=(), max_length=20)
 
 
+class Tags(_Body):
+    """POST and DELETE /templates/tags."""
+
+    target: str = Field(default="", max_length=200)
+    name: str = Field(default="", max_length=200)
+    tags: tuple[str, ...] = Field(max_length=20)
+
+
 class StartBuild(_Body):
     """POST /v2/templates/{id}/builds/{id}."""
 
@@ -65,9 +73,9 @@ class TemplateApi:
             ("GET", build + "/status", self.status),
             ("GET", build + "/logs", self.status),
             ("GET", one + r"/files/([^/]+)", self.files),
-            ("POST", r"/templates/tags", self.tags),
-            ("DELETE", r"/templates/tags", self.tags),
-            ("GET", one + r"/tags(?:/.*)?", self.tags),
+            ("POST", r"/templates/tags", self.assign_tags),
+            ("DELETE", r"/templates/tags", self.remove_tags),
+            ("GET", one + r"/tags", self.tags),
             ("GET", one, self.detail),
             ("DELETE", one, self.delete),
             ("PATCH", "(?:/v2)?" + one, self.update),
@@ -95,7 +103,33 @@ class TemplateApi:
         )
 
     async def tags(self, call: Call) -> web.Response:
-        raise ApiError(501, "tags can be given to a build, and cannot be changed later on this server")
+        template = self._templates.find(call.key, call.parts[0])
+        described, tags = self._described(template), [name.partition(":")[2] or "default" for name in template.names]
+        found = [{"tag": tag, "buildID": described["buildID"], "createdAt": described["createdAt"]} for tag in tags]
+        return web.json_response(found)
+
+    async def assign_tags(self, call: Call) -> web.Response:
+        body = read_body(call.body, Tags)
+        template = self._templates.find(call.key, body.target)
+        if template.owner is None:
+            raise ApiError(403, f"the template {template.name} belongs to this server, so it gets no tags")
+        names = [f"{body.target.partition(':')[0]}:{tag}" for tag in body.tags]
+        for name in names:
+            if not _NAME.fullmatch(name):
+                raise ApiError(400, f"{name[:200]!r} is not a name with a tag")
+        self._templates.rename(template, [*template.names, *names])
+        build_id = self._described(template)["buildID"]
+        return web.json_response({"tags": list(body.tags), "buildID": build_id}, status=201)
+
+    async def remove_tags(self, call: Call) -> web.Response:
+        body = read_body(call.body, Tags)
+        for tag in body.tags:
+            name = f"{body.name.partition(':')[0]}:{tag}"
+            template = self._templates.find(call.key, name)
+            if template.owner is None or name not in template.names:
+                raise ApiError(404, f"tag '{tag[:100]}' not found")
+            self._templates.rename(template, [each for each in template.names if each != name])
+        return web.Response(status=204)
 
     async def request(self, call: Call) -> web.Response:
         body = read_body(call.body, NewTemplate)

@@ -14,7 +14,7 @@ import asyncio
 import posixpath
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -124,10 +124,15 @@ class Templates:
 
     def add(self, template: Template) -> None:
         """Add a template. A name that an older template of the same key has passes to the new one."""
-        for each in self:
-            if each.owner == template.owner and set(each.names) & set(template.names):
-                each.names = tuple(name for name in each.names if name not in template.names)
         self._known[template.template_id] = template
+        self.rename(template, template.names)
+
+    def rename(self, template: Template, names: Sequence[str]) -> None:
+        """Give a template these names, which other templates of its key then lose."""
+        for each in self:
+            if each is not template and each.owner == template.owner and set(each.names) & set(names):
+                each.names = tuple(name for name in each.names if name not in names)
+        template.names = tuple(dict.fromkeys(names))
 
     async def remove(self, key: ApiKey, name: str) -> None:
         """Remove a template or snapshot of a key. Sandboxes that started from it go on. Raises `ApiError`."""

@@ -22,12 +22,15 @@ _ROOTS = (DEFAULT_USER, "root", "0")
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user of one sandbox: the name, the home, the directory where commands start, and the slot with its rights."""
+    """A user of one sandbox: the name, the home, the directory where commands start, and the slot with its rights.
+    `sandbox_slot` is the slot with the rights of root, and `own_home` the home of `user`."""
 
     name: str
     home: str
     start: str
     slot: Slot
+    sandbox_slot: Slot
+    own_home: str
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return a command that runs `argv` as this user."""
@@ -43,13 +46,15 @@ async def user_of(sandbox: HostedSandbox, slot: Slot, given: str) -> User:
         raise RpcError("unauthenticated", f"invalid username: {name!r:.60}")
     if name in _ROOTS:
         home = template.home if name == DEFAULT_USER else "/root"
-        return User(name, home, template.workdir if not given or name == template.user else home, slot)
+        return User(
+            name, home, template.workdir if not given or name == template.user else home, slot, slot, template.home
+        )
     try:
         home = await home_of(slot, name)
     except PrepareError as error:
         raise RpcError("unauthenticated", f"invalid username: {name!r}: {error}") from None
     own = not given and template.config.workdir != "/"
-    return User(name, home, template.workdir if own else home, UserSlot(slot, name, home))
+    return User(name, home, template.workdir if own else home, UserSlot(slot, name, home), slot, template.home)
 
 
 def name_in_header(authorization: str) -> str:

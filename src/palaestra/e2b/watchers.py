@@ -36,6 +36,7 @@ class Watcher:
     """One watched directory."""
 
     slot: Slot
+    own_home: str
     path: str
     recursive: bool
     include_entry: bool
@@ -135,23 +136,18 @@ class Watchers:
 
 
 async def walk(slot: Slot, path: str, depth: int | None) -> AsyncIterator[FileInfo]:
-    """Yield the entries below a directory, down to a depth; links are not followed. Raises `RpcError` for more than
+    """Yield the entries below a directory, down to a depth and each before those below it; links are not followed. Raises `RpcError` for more than
     `MOST_ENTRIES`, and OSError if the directory cannot be listed."""
-    level, count, reached = [path], 0, 1
-    while level and (depth is None or reached <= depth):
-        below: list[str] = []
-        for folder in level:
+    count, waiting = 0, [(entry, 1) for entry in reversed(await slot.list_dir(path))]
+    while waiting:
+        entry, level = waiting.pop()
+        count += 1
+        if count > MOST_ENTRIES:
+            raise RpcError("resource_exhausted", f"{path} has more than {MOST_ENTRIES} entries")
+        yield entry
+        if entry.kind == "dir" and (depth is None or level < depth):
             try:
-                entries = await slot.list_dir(folder)
+                waiting += [(each, level + 1) for each in reversed(await slot.list_dir(entry.path))]
             except OSError as error:
-                if folder == path or isinstance(error, PalaestraError):
-                    raise
-                continue  # it was removed meanwhile, or is /proc
-            for entry in entries:
-                count += 1
-                if count > MOST_ENTRIES:
-                    raise RpcError("resource_exhausted", f"{path} has more than {MOST_ENTRIES} entries")
-                yield entry
-                if entry.kind == "dir":
-                    below.append(entry.path)
-        level, reached = below, reached + 1
+                if isinstance(error, PalaestraError):
+                    raise  # otherwise, it was removed meanwhile, or is /proc

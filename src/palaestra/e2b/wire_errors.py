@@ -31,6 +31,19 @@ class ApiError(Exception):
         self.status, self.retry = status, retry
 
 
+class NotRunning(ApiError):
+    """A call into a sandbox that does not run, or that has ended during the call."""
+
+    def __init__(self, sandbox_id: str, why: str) -> None:
+        super().__init__(502, f"the sandbox {sandbox_id} {NOT_FOUND_TEXT}: {why}")
+        self._why = why
+
+    def in_stream(self) -> RpcError:
+        """Return the error that ends a stream. Without the words of `NOT_FOUND_TEXT`, the SDKs ask for the sandbox's
+        health, and report that it ended during the call."""
+        return RpcError("unavailable", f"the sandbox stopped: {self._why}")
+
+
 class RpcError(Exception):
     """A Connect error of a service in a sandbox. `code` is Connect's name of the error."""
 
@@ -55,7 +68,7 @@ def rpc_error(error: Exception, sandbox_id: str) -> RpcError | ApiError:
         case RpcError() | ApiError():
             return error
         case SlotLost() | StaleLease():
-            return not_running(sandbox_id, str(error))
+            return NotRunning(sandbox_id, str(error))
         case AcquireTimeout():
             return RpcError("unavailable", str(error))
         case TimeoutError():
@@ -83,11 +96,6 @@ def api_error(error: Exception, sandbox_id: str) -> ApiError:
     if isinstance(found, ApiError):
         return found
     return ApiError(507 if isinstance(error, OSError) and error.errno in _NO_SPACE else found.status, str(found))
-
-
-def not_running(sandbox_id: str, why: str) -> ApiError:
-    """Return the error for a call into a sandbox that does not run."""
-    return ApiError(502, f"the sandbox {sandbox_id} {NOT_FOUND_TEXT}: {why}")
 
 
 def not_found(sandbox_id: str, why: str = "no such sandbox") -> ApiError:
