@@ -212,8 +212,7 @@ async def _send(
     if not response.prepared:
         await response.prepare(request)
     try:
-        await response.write(envelope(end, end=True))
-        await response.write_eof()
+        await response.write_eof(envelope(end, end=True))
     except ConnectionError:
         pass
     return response

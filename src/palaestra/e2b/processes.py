@@ -188,8 +188,7 @@ class ProcessTable:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(_copy(hosted, "stdout", 0))
                     group.create_task(_copy(hosted, "stderr", 1))
-            status = await hosted.process.status()
-            await self._finish(hosted, status.exit_code or 0)
+            await self._finish(hosted, hosted.process.exit_code or 0)
         except* (PalaestraError, ProcessLookupError) as errors:
             self._running.pop(hosted.pid, None)
             hosted.fail(RpcError("unavailable", f"the sandbox stopped: {errors.exceptions[0]}"))

@@ -136,8 +136,8 @@ class Watchers:
 
 
 async def walk(slot: Slot, path: str, depth: int | None) -> AsyncIterator[FileInfo]:
-    """Yield the entries below a directory, down to a depth and each before those below it; links are not followed. Raises `RpcError` for more than
-    `MOST_ENTRIES`, and OSError if the directory cannot be listed."""
+    """Yield the entries below a directory, down to a depth and each before those below it; links are not followed.
+    Raises `RpcError` for more than `MOST_ENTRIES`, and OSError if the directory cannot be listed."""
     count, waiting = 0, [(entry, 1) for entry in reversed(await slot.list_dir(path))]
     while waiting:
         entry, level = waiting.pop()

@@ -233,6 +233,10 @@ class Process(Protocol):
     def pid(self) -> int:
         """The process's number in the slot."""
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, if a read has found that the process has ended."""
+
     async def status(self) -> ProcessStatus: ...
 
     async def read(

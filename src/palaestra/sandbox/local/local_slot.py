@@ -389,6 +389,7 @@ class LocalProcess:
 
     def __init__(self, slot: LocalSlot, fields: Mapping[str, JSON]) -> None:
         self._slot, self.process_id, self.pid = slot, int(fields["process"]), int(fields["pid"])
+        self.exit_code: int | None = None
 
     def __repr__(self) -> str:
         return f"<LocalProcess {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
@@ -460,6 +461,7 @@ class LocalProcess:
     async def _read(self, cursor: int, max_bytes: int, wait_s: float, stderr: bool) -> tuple[OutputPiece, bool]:
         extra = {"stderr": True} if stderr else {}
         reply = await self._call("output", cursor=cursor, max_bytes=max_bytes, wait_s=wait_s, **extra)
+        self.exit_code = reply.fields["exit_code"]
         start = int(reply.fields["start"])
         lost = max(0, start - cursor) if cursor >= 0 else 0
         return OutputPiece(reply.data, start, lost), bool(reply.fields["running"])
