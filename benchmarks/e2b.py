@@ -2,8 +2,9 @@
 
 The server runs in a process of its own, and the calls are those of the E2B SDK, over one connection that stays open.
 Sandboxes and containers have no network, and a command is `bash -c true` (with `-l` in the sandbox, as the SDK sends
-it). The cases alternate. Then 200 idle sandboxes are weighed (the proportional set size of all the server's processes),
-and 1,000 are created and killed. The rows of docker need root and dockerd; without them, the ratios are left out.
+it). The cases alternate, with five commands in each sandbox and container. Then 200 idle sandboxes are weighed (the
+proportional set size of all the server's processes, without kernel memory), and 1,000 are created and killed. The rows
+of docker need root and dockerd; without them, the ratios are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import _slot_peers as peers
 
 CREATE, EXEC = 0.06, 0.12
 """The largest ratios of `create` to `docker run` and of a command to `docker exec`."""
-IDLE_BYTES, IDLE, CYCLES, FORKS = 5_000_000, 200, 1000, 16
+IDLE_BYTES, IDLE, CYCLES, FORKS, EXECS = 5_000_000, 200, 1000, 16, 5
 KEY = "e2b_benchmark"
 
 
@@ -137,7 +138,8 @@ def latencies(client: Client, docker: tuple[str, dict[str, str]] | None, rounds:
     for number in range(rounds):
         measure.progress(f"round {number + 1} of {rounds}")
         box = once("create", client.create)
-        once("exec", lambda box=box: client.run(box))
+        for _ in range(EXECS):
+            once("exec", lambda box=box: client.run(box))
         fork = f"/sandboxes/{box['sandboxID']}/fork"
         forks = once(f"fork({FORKS})", lambda fork=fork: client.call("POST", fork, {"count": FORKS, "timeout": 600}))
         for each in forks:
@@ -147,7 +149,8 @@ def latencies(client: Client, docker: tuple[str, dict[str, str]] | None, rounds:
         if docker is not None:
             run = ("run", "-d", "--network", "none", peers.IMAGE, "/bin/sleep", "100000")
             container = once("docker run", lambda run=run: command(*run))
-            once("docker exec", lambda container=container: command("exec", container, *peers.TRUE))
+            for _ in range(EXECS):
+                once("docker exec", lambda container=container: command("exec", container, *peers.TRUE))
             once("docker rm -f", lambda container=container: command("rm", "-f", container))
     median = {name: statistics.median(each) for name, each in found.items()}
     rows = []

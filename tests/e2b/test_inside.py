@@ -241,8 +241,8 @@ def test_users_are_root_with_their_homes_or_accounts_of_the_image(box: Box) -> N
     connection.close()
     for wrong in ("-x", "a b", "$(id)", "../root"):
         assert box.files("Stat", {"path": "/"}, **as_user(wrong)).json["code"] == "unauthenticated"
-    box.run("echo 'ann:x:1500:1500::/home/ann:/bin/bash' >> /etc/passwd; mkdir /home/ann; chown 1500:1500 /home/ann")
-    assert box.run(script, headers=as_user("ann")).out.decode().split() == ["1500", "/home/ann", "ann", "/home/ann"]
+    box.run("echo 'ann:x:1500:1500::/srv/ann:/bin/bash' >> /etc/passwd; mkdir /srv/ann; chown 1500:1500 /srv/ann")
+    assert box.run(script, headers=as_user("ann")).out.decode().split() == ["1500", "/srv/ann", "ann", "/srv/ann"]
     box.run("echo secret > /root/s; chmod 600 /root/s")
     refused = box.api.send("GET", "/files?path=/root/s&username=ann", None, box.headers)
     assert refused.status == 403

@@ -6,11 +6,9 @@ sandbox or template depends only on what the caller's key may see.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import TypeVar
 from urllib.parse import parse_qsl, unquote
 
@@ -18,6 +16,7 @@ from aiohttp import web
 
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.e2b.api_keys import ApiKey
+from palaestra.e2b.calls import Call, Handle, cpu_count, moment
 from palaestra.e2b.envd import ENVD_VERSION
 from palaestra.e2b.metrics import Metrics
 from palaestra.e2b.requests import (
@@ -41,19 +40,6 @@ _IDEMPOTENCY = re.compile(r"[a-z0-9-]{1,255}")
 _CLIENT = "palaestra"
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One request: the caller's key, the variable parts of the path, the query and the body."""
-
-    key: ApiKey
-    parts: tuple[str, ...]
-    request: web.Request
-    body: bytes
-
-
-Handle = Callable[[Call], Awaitable[web.Response]]
 
 
 class ControlApi:
@@ -234,16 +220,6 @@ class ControlApi:
             "diskSizeMB": (limits.disk_bytes or 0) >> 20, "metadata": sandbox.request.metadata,
             "state": sandbox.state.value, "envdVersion": ENVD_VERSION,
         }  # fmt: skip
-
-
-def moment(seconds: float) -> str:
-    """Return a time as the API writes it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def cpu_count(cpus: float | None) -> int:
-    """Return the number of processors of a sandbox with this limit."""
-    return max(1, round(cpus or os.cpu_count() or 1))
 
 
 def _snapshot(template: Template) -> dict[str, JSON]:

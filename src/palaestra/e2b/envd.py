@@ -10,7 +10,7 @@ import hmac
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from aiohttp import web
 
@@ -211,10 +211,8 @@ async def _send(
         end = {"error": found.body}
     if not response.prepared:
         await response.prepare(request)
-    try:
+    with suppress(ConnectionError):
         await response.write_eof(envelope(end, end=True))
-    except ConnectionError:
-        pass
     return response
 
 

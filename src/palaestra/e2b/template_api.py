@@ -6,21 +6,18 @@ import asyncio
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 from pydantic import Field
 
 from palaestra.core.io.http_server import invite_body
 from palaestra.core.types import JSON, Limits
+from palaestra.e2b.calls import Call, Handle, cpu_count, moment
 from palaestra.e2b.envd import ENVD_VERSION
 from palaestra.e2b.requests import _Body, read_body
 from palaestra.e2b.template_builds import MOST_ARCHIVE_BYTES, MOST_STEPS, Build, TemplateBuilds
 from palaestra.e2b.templates import Template, Templates
 from palaestra.e2b.wire_errors import ApiError
-
-if TYPE_CHECKING:
-    from palaestra.e2b.control_api import Call, Handle
 
 UPLOADS = "/template-files/"
 """The start of the paths to which the files of templates are sent, with a token in place of a key."""
@@ -185,8 +182,6 @@ class TemplateApi:
         return web.Response(status=200)
 
     def _described(self, template: Template) -> dict[str, JSON]:
-        from palaestra.e2b.control_api import cpu_count, moment
-
         build = self._builds.latest(template)
         created = moment(template.created_at)
         return {
@@ -219,8 +214,6 @@ _NO_BUILD = "00000000-0000-0000-0000-000000000000"
 
 
 def _status(build: Build, entries: Sequence[tuple[float, str, str]]) -> dict[str, JSON]:
-    from palaestra.e2b.control_api import moment
-
     found: dict[str, JSON] = {
         "templateID": build.template.template_id, "buildID": build.build_id, "status": build.status,
         "logs": [text for _, _, text in entries],

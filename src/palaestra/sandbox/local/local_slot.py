@@ -459,7 +459,7 @@ class LocalProcess:
         await self._call("dismiss")
 
     async def _read(self, cursor: int, max_bytes: int, wait_s: float, stderr: bool) -> tuple[OutputPiece, bool]:
-        extra = {"stderr": True} if stderr else {}
+        extra: dict[str, JSON] = {"stderr": True} if stderr else {}
         reply = await self._call("output", cursor=cursor, max_bytes=max_bytes, wait_s=wait_s, **extra)
         self.exit_code = reply.fields["exit_code"]
         start = int(reply.fields["start"])
