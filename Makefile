@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check check-style check-types check-docs spine snapshots interop official faces constraints setup venv
+.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check check-style check-types check-docs spine snapshots interop official e2b faces constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -74,7 +74,7 @@ spine: venv ## count the files and frames of one rollout; fails above the caps
 snapshots: venv ## write the snapshots of tool schemas, toolsets and distributions that the tests compare with
 	@.venv/bin/python scripts/tool_snapshots.py
 
-interop: venv official ## run the tests against the original runtime, in an environment of its own
+interop: venv official e2b ## run the tests against the original runtime, in an environment of its own
 	@scripts/interop_env
 	@.venv/bin/python -m pytest -q -n $(or $(WORKERS),2) -m interop tests/interop
 
@@ -85,6 +85,10 @@ official: venv ## compare official verdicts with those of SWE-bench's and Harbor
 
 FAULTS = tests/integrations/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
+e2b: venv ## run the E2B SDKs for Python and JavaScript against our server, in an environment of their own
+	@scripts/e2b_env
+	@.venv/bin/python -m pytest -q -m interop tests/e2b
+
 faces: venv ## run the tests of the trainers' integrations with the trainers' own packages (large; Python 3.12 and 3.11)
 	@scripts/faces_env
 	@test ! -d .venv-faces || .venv-faces/bin/python $(FACES) $(addprefix tests/integrations/test_,verifiers.py agent_lightning.py) $(FAULTS)
@@ -103,6 +107,8 @@ constraints: venv ## pin the newest allowed versions again (needs uv)
 	    -o constraints-torch.txt
 	@echo 'atroposlib==0.4.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
 	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-interop.txt
+	@echo 'e2b==2.63.0' | uv pip compile - --universal --python-version 3.11 --generate-hashes --upgrade --quiet \
+	    --no-header --no-annotate --no-emit-index-url --no-emit-find-links -o constraints-e2b.txt
 	@printf '%s\n' harbor==0.25.0 swebench==5.0.2 aiohttp click fastjsonschema greenlet jinja2 msgspec pydantic pyyaml rich \
 	    tokenizers editables hatchling hypothesis pytest pytest-timeout pytest-xdist | uv pip compile - --universal \
 	    --python-version 3.12 --generate-hashes --upgrade --quiet --no-header --no-annotate --no-emit-index-url \

@@ -65,9 +65,12 @@ def _docker_host() -> dict[str, str]:
     return _host
 
 
+IMAGE = "slot-peer:1"
+
+
 @contextmanager
-def docker_exec() -> Iterator[Peer]:
-    """Run `docker exec` from the command line, in a running container without a network."""
+def docker() -> Iterator[tuple[str, dict[str, str]]]:
+    """Run a separate daemon that has the image `IMAGE`, and yield the program `docker` and its variables."""
     program, daemon = shutil.which("docker"), shutil.which("dockerd")
     if program is None or daemon is None or os.geteuid() != 0:
         raise Absent("needs root, docker and dockerd (apt-get install docker.io)")
@@ -77,11 +80,19 @@ def docker_exec() -> Iterator[Peer]:
         stack.callback(_host.clear)
         stack.enter_context(_daemon(daemon, folder))
         environment = {**os.environ, **_host}
-        _docker([program, "import", "-", "slot-peer:1"], environment, stdin=_minimal_root(folder))
-        run = [program, "run", "-d", "--network", "none", "slot-peer:1", "/bin/sleep", "100000"]
-        container = _docker(run, environment)
-        stack.callback(_docker, [program, "rm", "-f", container], environment)
-        yield lambda: timed([program, "exec", container, *TRUE])
+        _docker([program, "import", "-", IMAGE], environment, stdin=_minimal_root(folder))
+        yield program, environment
+
+
+@contextmanager
+def docker_exec() -> Iterator[Peer]:
+    """Run `docker exec` from the command line, in a running container without a network."""
+    with docker() as (program, environment):
+        container = _docker([program, "run", "-d", "--network", "none", IMAGE, "/bin/sleep", "100000"], environment)
+        try:
+            yield lambda: timed([program, "exec", container, *TRUE])
+        finally:
+            _docker([program, "rm", "-f", container], environment)
 
 
 def _docker(command: list[str], environment: Mapping[str, str], stdin: bytes = b"") -> str:

@@ -10,14 +10,20 @@ from typing import Any
 import click
 
 from palaestra.cli.host_path import HostPath
+from palaestra.cli.main import PluginGroup
 from palaestra.cli.serve_tools import executor, json_option, print_url, read_token, token_file, tools
 from palaestra.core.exits import told_to_stop
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
+class _ServeGroup(PluginGroup):
+    prefix = "serve"
+
+
 @click.group(
     "serve",
+    cls=_ServeGroup,
     context_settings=_CONTEXT,
     help="""Run servers.
 
@@ -27,6 +33,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
       palaestra serve tinker /tmp/tiny              # training and sampling for the Tinker SDK
       palaestra serve executor --slots 32           # slots and tools, for other programs
       palaestra serve tools my_tools.py             # tools that need no slot, for other machines' executors
+      palaestra serve e2b                           # sandboxes, for programs that use the E2B SDK
     """,
 )
 def command() -> None:

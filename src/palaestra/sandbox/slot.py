@@ -92,7 +92,7 @@ class ExecutionResult:
 class FileInfo:
     """One directory entry. `kind` is file, dir, symlink or other; `size` is in bytes; `mode` holds the permission bits.
 
-    `target` is the path that a symlink contains.
+    `target` is the path that a symlink contains. `uid` and `gid` are the owner's numbers in the slot.
     """
 
     path: str
@@ -101,6 +101,8 @@ class FileInfo:
     mode: int
     mtime: float
     target: str = ""
+    uid: int = 0
+    gid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,15 +233,22 @@ class Process(Protocol):
     def pid(self) -> int:
         """The process's number in the slot."""
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, if a read has found that the process has ended."""
+
     async def status(self) -> ProcessStatus: ...
 
-    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
+    async def read(
+        self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0, stderr: bool = False
+    ) -> OutputPiece:
         """Return output from `cursor`; a negative cursor counts back from the end. At least the last 256 KiB are kept.
 
-        If there is no new output, wait up to `wait_s` seconds for output or for the end of the process.
+        If there is no new output, wait up to `wait_s` seconds for output or for the end of the process. `stderr` reads
+        standard error, of a process that keeps it apart.
         """
 
-    def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
+    def output(self, cursor: int = 0, *, stderr: bool = False) -> AsyncIterator[OutputPiece]:
         """Follow the output from `cursor` until the process has ended."""
 
     async def write(self, data: bytes) -> None:
@@ -401,9 +410,15 @@ class Slot(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bool = True,
         terminal: TerminalSize | None = None,
+        stderr: bool = False,
+        hold: bool = False,
     ) -> Process:
         """Start a background process. If `terminal` is given, the process runs in its own terminal. Otherwise, it gets
         a pipe for input if `stdin` is true.
+
+        `stderr` keeps standard error apart from standard output; a process with a terminal has one stream. `hold` lets
+        the process wait, as at a full pipe, while 128 KiB of a stream come after the cursor of the last read, so that
+        a reader who follows the stream misses nothing.
 
         If the program of an argv cannot be run, raises OSError, for example FileNotFoundError or PermissionError.
         """

@@ -268,6 +268,21 @@ class BackendConformance(ABC):
 
         self.in_slot(body)
 
+    def test_a_background_process_keeps_its_streams_apart_and_waits_for_its_reader(self) -> None:
+        async def body(slot: Slot) -> None:
+            command = "echo wrong >&2; head -c 3000000 /dev/zero; exit 3"
+            process = await slot.spawn(command, stdin=False, stderr=True, hold=True)
+            await asyncio.sleep(0.2)
+            assert (await process.status()).running, "without a reader, the process waits"
+            pieces = [piece async for piece in process.output()]
+            assert sum(len(piece.data) for piece in pieces) == 3_000_000
+            assert not any(piece.lost for piece in pieces)
+            errors = [piece.data async for piece in process.output(stderr=True)]
+            assert b"".join(errors) == b"wrong\n"
+            assert (await process.status()).exit_code == 3
+
+        self.in_slot(body)
+
     def test_a_terminal_has_its_size(self) -> None:
         async def body(slot: Slot) -> None:
             process = await slot.spawn("tty >/dev/null && echo terminal", terminal=TerminalSize(30, 100))

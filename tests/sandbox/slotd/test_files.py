@@ -39,7 +39,7 @@ def result(listing: Generator[None, None, list[dict[str, Any]]]) -> list[dict[st
 
 
 def test_a_list_is_without_what_goes_meanwhile(root: int, tmp_path: Path) -> None:
-    listing = files.list_directory(root, "/d")
+    listing = files.list_directory(root, "/d", os.geteuid())
     next(listing)
     for number in range(600):
         (tmp_path / f"d/{number}").unlink()
@@ -77,7 +77,7 @@ def test_a_file_that_is_being_written_is_in_no_list_and_no_copy(root: int, tmp_p
 
 def seen(root: int, tmp_path: Path, copy: str) -> list[str]:
     """The names in `/d/nested`, as listed and then as copied."""
-    listed = result(files.list_directory(root, "/d/nested"))
+    listed = result(files.list_directory(root, "/d/nested", os.geteuid()))
     for _ in TreeCopy().tree(str(tmp_path / "d/nested"), str(tmp_path / copy)):
         pass
     return [*sorted(os.path.basename(entry["path"]) for entry in listed), *sorted(os.listdir(tmp_path / copy))]

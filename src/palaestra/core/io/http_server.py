@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -130,12 +131,14 @@ async def listening(
     token: str | None = None,
     shutdown_s: float = 2.0,
     handler_cancellation: bool = False,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs, and yield the URL, without a path. Port 0 selects a free port. If `app` is a handler
     instead of an application, it gets every request directly.
 
     `token` is the token that the application's `guard` requires. At the end, requests in progress have `shutdown_s`
-    seconds to finish. `handler_cancellation` cancels the handler of a client that disconnects. Raises `ConfigError` if
+    seconds to finish. `handler_cancellation` cancels the handler of a client that disconnects. With `tls`, the server
+    speaks HTTPS. Raises `ConfigError` if
     the port cannot be opened, or if `host` is not a loopback address and there is no token.
     """
     require_token(host, token)
@@ -145,11 +148,12 @@ async def listening(
     try:
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
         except OSError as error:
             problem = error.strerror or error
             raise ConfigError(f"cannot listen on {host}:{port}: {problem}; choose another port") from None
-        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+        scheme = "http" if tls is None else "https"
+        yield f"{scheme}://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 

@@ -149,10 +149,17 @@ class LocalSlot(Slot):
         env: Mapping[str, str] | None = None,
         stdin: bool = True,
         terminal: TerminalSize | None = None,
+        stderr: bool = False,
+        hold: bool = False,
     ) -> LocalProcess:
         size = None if terminal is None else [terminal.rows, terminal.columns]
         extra = {} if terminal is None else {"TERM": "xterm-256color"}
         fields = {**self.lease(), "cwd": cwd, "stdin": stdin, "terminal": size, "env": {**extra, **(env or {})}}
+        _require(terminal is None or not stderr, "a process with a terminal has one stream of output")
+        if stderr:
+            fields["apart"] = True
+        if hold:
+            fields["hold"] = True
         _add_command(fields, command)
         self.running += 1
         try:
@@ -382,6 +389,7 @@ class LocalProcess:
 
     def __init__(self, slot: LocalSlot, fields: Mapping[str, JSON]) -> None:
         self._slot, self.process_id, self.pid = slot, int(fields["process"]), int(fields["pid"])
+        self.exit_code: int | None = None
 
     def __repr__(self) -> str:
         return f"<LocalProcess {self.process_id} (pid {self.pid}) of {self._slot.slot_id}>"
@@ -389,18 +397,21 @@ class LocalProcess:
     async def status(self) -> ProcessStatus:
         return _status(await self._call("wait", wait_s=0))
 
-    async def read(self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0) -> OutputPiece:
+    async def read(
+        self, cursor: int = 0, *, max_bytes: int = 1 << 16, wait_s: float = 0.0, stderr: bool = False
+    ) -> OutputPiece:
         """Return output from `cursor`; a negative cursor counts back from the end. At least the last 256 KiB are kept.
 
-        If there is no new output, wait up to `wait_s` seconds for output or for the end of the process.
+        If there is no new output, wait up to `wait_s` seconds for output or for the end of the process. `stderr` reads
+        standard error, of a process that keeps it apart.
         """
         _require(max_bytes > 0, "max_bytes must be positive")
-        return (await self._read(cursor, max_bytes, wait_s))[0]
+        return (await self._read(cursor, max_bytes, wait_s, stderr))[0]
 
-    async def output(self, cursor: int = 0) -> AsyncIterator[OutputPiece]:
+    async def output(self, cursor: int = 0, *, stderr: bool = False) -> AsyncIterator[OutputPiece]:
         """Follow the output from `cursor` until the process has ended."""
         while True:
-            piece, running = await self._read(cursor, _PIECE_BYTES, _LONGEST_WAIT_S)
+            piece, running = await self._read(cursor, _PIECE_BYTES, _LONGEST_WAIT_S, stderr)
             if piece.data:
                 yield piece
             elif not running:
@@ -447,8 +458,10 @@ class LocalProcess:
         """Kill the process if it still runs, and drop its output."""
         await self._call("dismiss")
 
-    async def _read(self, cursor: int, max_bytes: int, wait_s: float) -> tuple[OutputPiece, bool]:
-        reply = await self._call("output", cursor=cursor, max_bytes=max_bytes, wait_s=wait_s)
+    async def _read(self, cursor: int, max_bytes: int, wait_s: float, stderr: bool) -> tuple[OutputPiece, bool]:
+        extra: dict[str, JSON] = {"stderr": True} if stderr else {}
+        reply = await self._call("output", cursor=cursor, max_bytes=max_bytes, wait_s=wait_s, **extra)
+        self.exit_code = reply.fields["exit_code"]
         start = int(reply.fields["start"])
         lost = max(0, start - cursor) if cursor >= 0 else 0
         return OutputPiece(reply.data, start, lost), bool(reply.fields["running"])

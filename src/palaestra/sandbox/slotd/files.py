@@ -31,6 +31,7 @@ UNFINISHED: set[str] = set()  # random names of files that are being written fro
 
 _MAX_LINKS = 40
 _PAUSE_EVERY = 256
+_MAPPED, _NOBODY = 1 << 16, 65534  # users of a slot, and the number of all others, as user_namespaces(7) has it
 
 
 def absolute(path: str) -> str:
@@ -176,21 +177,22 @@ def make_link(root: int, path: str, target: str, owner: int) -> None:
         os.close(parent)
 
 
-def describe(root: int, path: str) -> dict[str, Any] | None:
-    """Return the entry at a path, without following links; None if it does not exist."""
+def describe(root: int, path: str, owner: int) -> dict[str, Any] | None:
+    """Return the entry at a path, without following links; None if it does not exist. `owner` is the slot's root user
+    as this process sees it."""
     path = absolute(path)
     try:
         fd = open_at(root, path, os.O_PATH | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return _entry(_plain(path), os.fstat(fd), fd, "")
+        return _entry(_plain(path), os.fstat(fd), fd, "", owner)
     finally:
         os.close(fd)
 
 
-def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str, Any]]]:
-    """Return the entries of a directory, as a job."""
+def list_directory(root: int, path: str, owner: int) -> Generator[None, None, list[dict[str, Any]]]:
+    """Return the entries of a directory, as a job. `owner` is the slot's root user as this process sees it."""
     path = absolute(path)
     fd = open_at(root, path, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK)
     found: list[dict[str, Any]] = []
@@ -206,7 +208,7 @@ def list_directory(root: int, path: str) -> Generator[None, None, list[dict[str,
                     continue
                 with contextlib.suppress(FileNotFoundError):  # a program of the slot removed it in the meantime
                     status = entry.stat(follow_symlinks=False)
-                    found.append(_entry(_plain(f"{path}/{entry.name}"), status, fd, entry.name))
+                    found.append(_entry(_plain(f"{path}/{entry.name}"), status, fd, entry.name, owner))
     finally:
         os.close(fd)
     return found
@@ -374,7 +376,7 @@ def kind_of(mode: int) -> str:
     return "symlink" if stat.S_ISLNK(mode) else "other"
 
 
-def _entry(path: str, status: os.stat_result, folder: int, name: str) -> dict[str, Any]:
+def _entry(path: str, status: os.stat_result, folder: int, name: str, owner: int) -> dict[str, Any]:
     kind, mode = kind_of(status.st_mode), stat.S_IMODE(status.st_mode)
     target = os.readlink(name, dir_fd=folder) if kind == "symlink" else ""
     return {
@@ -384,4 +386,11 @@ def _entry(path: str, status: os.stat_result, folder: int, name: str) -> dict[st
         "mode": mode,
         "mtime": status.st_mtime,
         "target": target,
+        "uid": _inside(status.st_uid, owner),
+        "gid": _inside(status.st_gid, owner),
     }
+
+
+def _inside(number: int, owner: int) -> int:
+    """Return the user or group in the slot that this process sees under a number."""
+    return number - owner if 0 <= number - owner < _MAPPED else _NOBODY

@@ -329,12 +329,12 @@ class SlotServer:
 
     def _stat(self, frame: Frame) -> None:
         with self._at(self._leased(frame), frame.fields["path"]) as place:
-            entry = files.describe(place.root, place.path)
+            entry = files.describe(place.root, place.path, place.owner)
         self._reply(frame, {"entry": None if entry is None else place.seen(entry)})
 
     def _list_directory(self, frame: Frame) -> Job:
         with self._at(self._leased(frame), frame.fields["path"]) as place:
-            entries = yield from files.list_directory(place.root, place.path)
+            entries = yield from files.list_directory(place.root, place.path, place.owner)
         yield from self._send_list(frame, map(place.seen, entries))
 
     def _mkdir(self, frame: Frame) -> None:

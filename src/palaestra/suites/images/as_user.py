@@ -123,10 +123,14 @@ class UserSlot(Slot):
         env: Mapping[str, str] | None = None,
         stdin: bool = True,
         terminal: TerminalSize | None = None,
+        stderr: bool = False,
+        hold: bool = False,
     ) -> Process:
         """Call `Slot.spawn` as the user."""
         argv, variables = self._argv(command), self._env(env)
-        return await self._slot.spawn(argv, cwd=cwd, env=variables, stdin=stdin, terminal=terminal)
+        return await self._slot.spawn(
+            argv, cwd=cwd, env=variables, stdin=stdin, terminal=terminal, stderr=stderr, hold=hold
+        )
 
     async def freeze(self) -> int:
         return await self._slot.freeze()

@@ -173,7 +173,7 @@ class DirectSlot(Requests):
                 del self._pending[pending.number]
         elif op == "stat" and self._has_file(fields):
             with contextlib.suppress(OSError):
-                entry = files.describe(self.root, fields["path"])
+                entry = files.describe(self.root, fields["path"], self._owner)
                 if next(_file_calls) % _IN_A_ROW == 0:
                     await asyncio.sleep(0)
                 return Frame(FrameKind.RESULT, 0, {"entry": entry}, b"")

@@ -2,8 +2,9 @@
 the fields of the slot's lease:
 
     op          fields                                              RESULT
-    spawn       argv | command, cwd, env, terminal, stdin           `BackgroundProcess.fields`
-    output      process, cursor, max_bytes, wait_s                  the same, start, and the bytes
+    spawn       argv | command, cwd, env, terminal, stdin,          `BackgroundProcess.fields`
+                apart, hold
+    output      process, cursor, max_bytes, wait_s, stderr          the same, start, and the bytes
     wait        process, wait_s                                     the same
     input       process, close, and the bytes                       written
     signal      process, signal
@@ -16,7 +17,9 @@ A cancelled `output` or `wait` is answered with the current state, and a cancell
 written.
 
 Output goes to a ring that clients read by cursor, and also to a spill file of the slot once the ring is full, so no
-reader can hold up the process or the server. Input is written as fast as the process reads it.
+reader can hold up the process or the server. A process that was started with `hold` waits instead, as with a pipe:
+while `HELD_BYTES` come after the cursor of the last read, its output is not taken. `apart` gives standard error a ring
+of its own. Input is written as fast as the process reads it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from .supervisor import Supervisor, start_error
 
 MAX_PROCESSES = 64  # per slot, including ended processes; a new process replaces the oldest ended one
 RING_BYTES = 256 << 10
+HELD_BYTES = RING_BYTES // 2  # what the pipe holds at the end of the process fits into the rest of the ring
 END_OF_INPUT = b"\x04"  # ends the input of a terminal in its usual mode
 MAX_SIDE = 1000  # the maximum number of rows and of columns of a terminal
 _BREATH_EVERY_BYTES, _BREATH_S, _NOBODY_S = 4 << 20, 0.02, 0.02  # pauses let the server serve other processes
@@ -81,7 +85,7 @@ class BackgroundProcesses:
     def _spawn(self, frame: Frame) -> None:
         fields, supervisor = frame.fields, self._supervisor
         self._make_room()
-        process = BackgroundProcess(next(self._numbers), supervisor)
+        process = BackgroundProcess(next(self._numbers), supervisor, hold=bool(fields.get("hold")))
 
         def started(error: Fields | None) -> None:
             if error is None:
@@ -93,7 +97,8 @@ class BackgroundProcesses:
         argv = fields.get("argv") or [f"/bin/{supervisor.shell()}", "-c", fields["command"]]
         size = fields["terminal"] and (fields["terminal"][0], fields["terminal"][1])
         env = supervisor.with_variables(fields["env"])
-        process.start(argv, files.absolute(fields["cwd"]), env, size, fields["stdin"], started)
+        apart = bool(fields.get("apart"))
+        process.start(argv, files.absolute(fields["cwd"]), env, size, fields["stdin"], apart, started)
 
     def _make_room(self) -> None:
         if len(self._processes) >= MAX_PROCESSES:
@@ -106,9 +111,11 @@ class BackgroundProcesses:
 
 @dataclass
 class _Reader:
-    """A request that waits for output after a cursor or, if `cursor` is None, for the end of the process."""
+    """A request that waits for output of a stream after a cursor or, if `cursor` is None, for the end of the
+    process."""
 
     number: int
+    stream: _Output | None
     cursor: int | None
     max_bytes: int
     timer: Timer | None
@@ -117,17 +124,13 @@ class _Reader:
 class BackgroundProcess:
     """One process. Implements `Child` for the process and `OpenRequest` for the requests that wait for it."""
 
-    def __init__(self, name: int, supervisor: Supervisor) -> None:
+    def __init__(self, name: int, supervisor: Supervisor, *, hold: bool = False) -> None:
         self.name, self.pid, self.over = name, 0, False
-        self._supervisor = supervisor
+        self.terminal = False
+        self._supervisor, self._hold = supervisor, hold
         self._loop, self._send, self._open = supervisor.loop, supervisor.send, supervisor.open_requests
-        self._output = -1
+        self._outputs: list[_Output] = []  # standard output or the terminal, and standard error if it is kept apart
         self._input: _Input | None = None
-        self._terminal = False
-        self._ring, self._seen = Ring(RING_BYTES), Capture(RING_BYTES)
-        self._spill = Spill(supervisor.shelf, f"process-{name & 0xFFFF}", RING_BYTES)
-        self._breath = 0
-        self._paused = False
         self._readers: dict[int, _Reader] = {}
         self._killers: list[int] = []
         self._end: InitReport | None = None
@@ -137,45 +140,54 @@ class BackgroundProcess:
         self._cwd = ""
 
     def start(
-        self, argv: list[str], cwd: str, env: EnvBlock, size: tuple[int, int] | None, stdin: bool,
+        self, argv: list[str], cwd: str, env: EnvBlock, size: tuple[int, int] | None, stdin: bool, apart: bool,
         on_start: Callable[[Fields | None], None],
     ) -> None:  # fmt: skip
         """Start the process; `on_start` is then called with None, or with the fields of an ERROR. Raises OSError and
         ValueError."""
-        self._on_start, self._terminal, self._cwd = on_start, size is not None, cwd
+        self._on_start, self.terminal, self._cwd = on_start, size is not None, cwd
         writer, mark = -1, b""
         if size is not None:
-            self._output, slave = _open_terminal(self._supervisor.owner.root, *size)
-            writer, mark = os.dup(self._output), END_OF_INPUT
-            ends, places = [slave], [(0, 0), (0, 1), (0, 2)]
+            output, slave = _open_terminal(self._supervisor.owner.root, *size)
+            writer, mark = os.dup(output), END_OF_INPUT
+            read, ends, places = [output], [slave], [(0, 0), (0, 1), (0, 2)]
         else:
-            self._output, output = pipes.pipe()
+            output, end = pipes.pipe()
             reader, writer = pipes.input_pipe() if stdin else (-1, -1)
-            ends, places = [output, reader], [(1, 0), (0, 1), (0, 2)]
+            read, ends, places = [output], [end, reader], [(1, 0), (0, 1), (0, 2)]
+            if apart:
+                errors, end = pipes.pipe()
+                read, ends, places = [output, errors], [*ends, end], [(1, 0), (0, 1), (2, 2)]
+        self._outputs = [_Output(fd, self, self._supervisor, self._hold) for fd in read]
         self._input = _Input(writer, mark, self._supervisor)
         fds = [fd if fd >= 0 else pipes.nothing() for fd in ends]
         try:
-            spawn = Spawn(self.name, argv, cwd, env, places, terminal=self._terminal, announce=True)
+            spawn = Spawn(self.name, argv, cwd, env, places, terminal=self.terminal, announce=True)
             self._supervisor.spawn(self, spawn, fds)
         except ValueError:
             self._close()
             raise
         finally:
             pipes.close(*ends)
-        self._loop.watch(self._output, self._on_output)
+        for stream in self._outputs:
+            stream.watch()
 
     # Requests
 
-    def read(self, number: int, cursor: int, max_bytes: int, wait_s: float) -> None:
+    def read(self, number: int, cursor: int, max_bytes: int, wait_s: float, stderr: bool) -> None:
         """Answer with the output from `cursor`. If there is no output yet, first wait up to `wait_s` seconds for output
-        or for the end of the process."""
+        or for the end of the process. Raises ValueError if standard error is not kept apart."""
+        if stderr and len(self._outputs) < 2:
+            raise ValueError("the process was not started with its standard error apart")
+        stream = self._outputs[1 if stderr else 0]
         if cursor < 0:
-            cursor = max(0, self._ring.total + cursor)
-        self._wait(_Reader(number, cursor, max_bytes, None), wait_s)
+            cursor = max(0, stream.ring.total + cursor)
+        stream.taken(cursor)
+        self._wait(_Reader(number, stream, cursor, max_bytes, None), wait_s)
 
     def wait(self, number: int, wait_s: float) -> None:
         """Answer when the process has ended, or after `wait_s` seconds."""
-        self._wait(_Reader(number, None, 0, None), wait_s)
+        self._wait(_Reader(number, None, None, 0, None), wait_s)
 
     def write(self, number: int, data: bytes, close: bool) -> None:
         """Answer when all of `data` is written. If `close` is true, end the input after that. Raises
@@ -186,10 +198,10 @@ class BackgroundProcess:
 
     def resize(self, number: int, rows: int, columns: int) -> None:
         """Resize the process's terminal. Raises OSError if the process has no terminal."""
-        if not self._terminal:
+        if not self.terminal:
             raise OSError(errno.ENOTTY, "the process has no terminal")
-        if self._output >= 0:
-            _resize(self._output, rows, columns)
+        if self._outputs[0].fd >= 0:
+            _resize(self._outputs[0].fd, rows, columns)
         self._send(FrameKind.RESULT, number)
 
     def signal(self, number: int, signal_number: int) -> None:
@@ -223,9 +235,9 @@ class BackgroundProcess:
         ended = self._ended or time.monotonic()
         fields: Fields = {"process": self.name, "pid": self.pid, "running": not self.over, "exit_code": code}
         fields |= {"started_s": self._started_s, "duration_s": round(ended - self._started, 6)}
-        fields |= {"output_total_bytes": self._ring.total}
+        fields |= {"output_total_bytes": sum(stream.ring.total for stream in self._outputs)}
         fields |= {"cpu_s": end and end.cpu_s, "max_rss_bytes": end and end.max_rss_bytes}
-        return {**fields, "terminal": self._terminal, **self._spill.fields()}
+        return {**fields, "terminal": self.terminal, **self._outputs[0].spill.fields()}
 
     # Events
 
@@ -270,67 +282,30 @@ class BackgroundProcess:
         self.over = True
         self._close()
 
-    def descriptors(self) -> tuple[int, int]:
-        return self._output, -1 if self._input is None else self._input.fd
+    def descriptors(self) -> tuple[int, ...]:
+        return *(stream.fd for stream in self._outputs), -1 if self._input is None else self._input.fd
+
+    def on_output(self, stream: _Output) -> None:
+        """Answer the requests that wait for output of this stream."""
+        for reader in [reader for reader in self._readers.values() if reader.stream is stream]:
+            self._answer(reader)
 
     def _on_end(self, report: InitReport) -> None:
-        taken = 0
-        # output that the process wrote before its end is in the pipe now
-        while self._output >= 0 and taken <= PIPE_BYTES:
-            before = self._ring.total
-            self._on_output()
-            if self._ring.total == before:
-                break
-            taken += self._ring.total - before
+        for stream in self._outputs:
+            stream.drain()
         self._end, self.over, self._ended = report, True, time.monotonic()
         if not self._killers:
             self._supervisor.drop(self.name)
         if self._input is not None:
             self._input.finish()
-        self._spill.close()
+        for stream in self._outputs:
+            stream.spill.close()
+            stream.watch()  # of processes that the ended one has left
         for reader in list(self._readers.values()):
             self._answer(reader)
 
-    def _on_output(self) -> None:
-        data = pipes.read(self._output)
-        if data:
-            self._take(data)
-        elif data is None:
-            return
-        elif self._terminal and not self.over:
-            # No process has the terminal open now. Closing the terminal would hang up on a process that is about to
-            # open it, or to end.
-            self._pause(_NOBODY_S)
-        else:
-            self._close_output()
-
-    def _take(self, data: bytes) -> None:
-        self._spill.add(data, self._seen)
-        if self._seen.total <= RING_BYTES:
-            self._seen.add(data)
-        self._ring.add(data)
-        for reader in [reader for reader in self._readers.values() if reader.cursor is not None]:
-            self._answer(reader)
-        self._breath += len(data)
-        if self._breath >= _BREATH_EVERY_BYTES and not self.over:
-            self._breath = 0
-            self._pause(_BREATH_S)
-
-    def _pause(self, seconds: float) -> None:
-        """Stop reading for a while. Without such pauses, a flood of output, or a terminal that no process has open,
-        would keep the loop busy."""
-        if not self._paused:
-            self._paused = True
-            self._loop.unwatch(self._output)
-            self._loop.later(seconds, self._resume)
-
-    def _resume(self) -> None:
-        self._paused = False
-        if self._output >= 0:
-            self._loop.watch(self._output, self._on_output)
-
     def _wait(self, reader: _Reader, wait_s: float) -> None:
-        ready = reader.cursor is not None and self._ring.total > reader.cursor
+        ready = reader.stream is not None and reader.cursor is not None and reader.stream.ring.total > reader.cursor
         if ready or self.over or wait_s <= 0:
             self._answer(reader)
             return
@@ -343,24 +318,110 @@ class BackgroundProcess:
             reader.timer.cancel()
         self._readers.pop(reader.number, None)
         self._open.pop(reader.number, None)
-        start, data = (0, b"") if reader.cursor is None else self._ring.read(reader.cursor, reader.max_bytes)
+        start, data = 0, b""
+        if reader.stream is not None and reader.cursor is not None:
+            start, data = reader.stream.ring.read(reader.cursor, reader.max_bytes)
         self._send(FrameKind.RESULT, reader.number, {**self.fields(), "start": start}, data)
 
-    def _close_output(self) -> None:
-        self._loop.unwatch(self._output)
-        pipes.close(self._output)
-        self._output = -1
-
     def _close(self) -> None:
-        self._spill.close()
         if self._input is not None:
             self._input.finish()
-        if self._output >= 0:
-            self._close_output()
+        for stream in self._outputs:
+            stream.close()
+
+
+class _Output:
+    """One stream of a process's output: the ring that clients read, and the spill file. With `hold`, the stream is not
+    read while `HELD_BYTES` come after the cursor of the last request."""
+
+    def __init__(self, fd: int, process: BackgroundProcess, supervisor: Supervisor, hold: bool) -> None:
+        self.fd, self.ring = fd, Ring(RING_BYTES)
+        self.spill = Spill(supervisor.shelf, f"process-{process.name & 0xFFFF}", RING_BYTES)
+        self._process, self._loop, self._hold = process, supervisor.loop, hold
+        self._seen = Capture(RING_BYTES)
+        self._breath = self._cursor = 0
+        self._paused = self._watched = False
+
+    def watch(self) -> None:
+        """Read the stream whenever it has output, unless it is held."""
+        wanted = self.fd >= 0 and not self._paused and not self._is_held()
+        if wanted and not self._watched:
+            self._loop.watch(self.fd, self._on_output)
+        elif self._watched and not wanted:
+            self._loop.unwatch(self.fd)
+        self._watched = wanted
+
+    def taken(self, cursor: int) -> None:
+        """Note that a client has all output before the cursor."""
+        self._cursor = max(self._cursor, cursor)
+        if self._hold:
+            self.watch()
+
+    def drain(self) -> None:
+        """Read what the process wrote before its end, which is in the pipe now."""
+        taken = 0
+        while self.fd >= 0 and taken <= PIPE_BYTES:
+            before = self.ring.total
+            self._on_output()
+            if self.ring.total == before:
+                break
+            taken += self.ring.total - before
+
+    def close(self) -> None:
+        """Close the stream and its spill file. Idempotent."""
+        self.spill.close()
+        if self._watched:
+            self._loop.unwatch(self.fd)
+            self._watched = False
+        pipes.close(self.fd)
+        self.fd = -1
+
+    def _is_held(self) -> bool:
+        return self._hold and not self._process.over and self.ring.total - self._cursor >= HELD_BYTES
+
+    def _on_output(self) -> None:
+        data = pipes.read(self.fd)
+        if data:
+            self._take(data)
+        elif data is None:
+            return
+        elif self._process.terminal and not self._process.over:
+            # No process has the terminal open now. Closing the terminal would hang up on a process that is about to
+            # open it, or to end.
+            self._pause(_NOBODY_S)
+        else:
+            self.close()
+
+    def _take(self, data: bytes) -> None:
+        self.spill.add(data, self._seen)
+        if self._seen.total <= RING_BYTES:
+            self._seen.add(data)
+        self.ring.add(data)
+        self._process.on_output(self)
+        self._breath += len(data)
+        if self._breath >= _BREATH_EVERY_BYTES and not self._process.over:
+            self._breath = 0
+            self._pause(_BREATH_S)
+        elif self._hold:
+            self.watch()
+
+    def _pause(self, seconds: float) -> None:
+        """Stop reading for a while. Without such pauses, a flood of output, or a terminal that no process has open,
+        would keep the loop busy."""
+        if not self._paused:
+            self._paused = True
+            self.watch()
+            self._loop.later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self._paused = False
+        self.watch()
 
 
 _OPERATIONS: dict[str, Callable[[BackgroundProcess, int, Fields, bytes], None]] = {
-    "output": lambda process, number, f, _: process.read(number, f["cursor"], f["max_bytes"], f["wait_s"]),
+    "output": lambda process, number, f, _: process.read(
+        number, f["cursor"], f["max_bytes"], f["wait_s"], bool(f.get("stderr"))
+    ),
     "wait": lambda process, number, f, _: process.wait(number, f["wait_s"]),
     "input": lambda process, number, f, data: process.write(number, data, f["close"]),
     "signal": lambda process, number, f, _: process.signal(number, f["signal"]),

@@ -168,7 +168,7 @@ class Supervisor:
     def shell(self) -> str:
         """Return `bash`, or `sh` if the root has no bash. The file is looked up each time, because a process of the
         slot may remove it."""
-        return "bash" if files.describe(self.owner.root, "/bin/bash") is not None else "sh"
+        return "bash" if files.describe(self.owner.root, "/bin/bash", 0) is not None else "sh"
 
     def with_variables(self, variables: dict[str, str] | None) -> EnvBlock:
         """Return the environment of a command that sets additional variables. Raises ValueError for invalid
