@@ -86,7 +86,7 @@ def test_commands_exist() -> None:
     for page in PAGES:
         context = click.Context(cli)
         for line in shell_lines(page):
-            words = re.match(r"(?:\.venv/bin/)?palaestra ([a-z-]+)(?: ([a-z][a-z-]*))?", line)
+            words = re.match(r"(?:\.venv/bin/)?palaestra ([a-z-]+)(?: ([a-z][a-z0-9-]*))?", line)
             if words is None:
                 continue
             command = cli.get_command(context, words[1])
@@ -97,6 +97,6 @@ def test_commands_exist() -> None:
 
 def test_make_targets_exist() -> None:
     for page in PAGES:
-        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-        named = {found[1] for line in shell_lines(page) if (found := re.match(r"make ([a-z-]+)", line))}
+        targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        named = {found[1] for line in shell_lines(page) if (found := re.match(r"make ([a-z0-9-]+)", line))}
         assert named <= targets, page
