@@ -205,6 +205,8 @@ def test_a_page_that_takes_too_long_to_understand_is_read_as_plain_text() -> Non
     assert "all of its text" in article.note
 
 
-@pytest.mark.parametrize("source", ["", "   ", "<html></html>", "\0", "<" * 1000, "<div>" * 100_000])
+@pytest.mark.parametrize(
+    "source", ["", "   ", "<html></html>", "\0", "<" * 1000, pytest.param("<div>" * 100_000, id="deep")]
+)
 def test_what_is_hardly_a_page_is_read_all_the_same(source: str) -> None:
     assert asyncio.run(read_article(source, "http://odd.example/")).title == ""
