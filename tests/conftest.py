@@ -54,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a case with a long text by its parameter: pytest puts the id into a variable, which limits its length."""
+    return argname if isinstance(val, str | bytes) and len(val) > 100 else None
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fail if pytest-xdist lost the groups, as it does with pytest 9.2: it would set up shared fixtures everywhere."""
     grouped = [item for item in session.items if item.get_closest_marker("xdist_group") is not None]
