@@ -29,7 +29,7 @@ def test_keys_are_read_with_their_limits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "ann\n", "ann sandboxes=3\n", "ann short\n", "ann e2b_secret limit=3\n", "a e2b_secret\na e2b_other1\n",
-     "a e2b_secret\nb e2b_secret\n", "a e2b_secret kept=-1\n"],
+     "a e2b_secret\nb e2b_secret\n", "a e2b_secret kept=-1\n", "a e2b_secret kept=²\n"],
 )  # fmt: skip
 def test_wrong_keys_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"

@@ -90,7 +90,7 @@ def _key(line: str, where: str) -> ApiKey:
     limits: dict[str, int] = {}
     for setting in settings:
         what, _, value = setting.partition("=")
-        if what not in _LIMITS or not value.isdigit():
+        if what not in _LIMITS or not (value.isascii() and value.isdigit()):
             raise ConfigError(f"{where}: {setting!r} is not a limit; use sandboxes=N or kept=N")
         limits[what] = int(value)
     if not secret.isascii() or len(secret) < 8:
