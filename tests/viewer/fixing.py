@@ -21,7 +21,13 @@ from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.fake_token_server import TokenLoopback
 from palaestra.testing.tiny_model import save_tokenizer, train_tokenizer
 
-CHECK = "test \"$(cat answer.txt)\" = \"$(wc -l < a.txt)\" && echo passed || echo failed"
+HOSTILE = (
+    "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'> \x1b[31mred\x1b[0m \x1b]0;title\x07"
+    "\x1b]8;;http://evil.example\x1b\\link\x1b]8;;\x1b\\ \u202ereversed\u202c \x07\x9b2J </script> javascript:alert(1)"
+)
+"""Markup, terminal sequences, a hyperlink, and characters that reorder text."""
+
+CHECK = 'test "$(cat answer.txt)" = "$(wc -l < a.txt)" && echo passed || echo failed'
 
 
 @environment(toolsets=["terminal"], label_names=["check_edited"])
@@ -56,7 +62,11 @@ def call(command: str) -> str:
 
 
 WAYS = {
-    "wc": ["<think>\nwc counts lines.\n</think>\n\n" + call("wc -l < a.txt > answer.txt"), call("sh check.sh"), "Done."],
+    "wc": [
+        "<think>\nwc counts lines.\n</think>\n\n" + call("wc -l < a.txt > answer.txt"),
+        call("sh check.sh"),
+        "Done.",
+    ],
     "guess": ["I think there are 7.\n" + call("echo 7 > answer.txt"), "Done, **7** lines."],
     "edit": [call("echo 7 > answer.txt; echo 'echo passed' > check.sh; sh check.sh"), "The check passes."],
     "look": [call("printf '\\033[31mred\\033[0m plain\\n'; cat missing.txt")] * 9,
@@ -98,6 +108,10 @@ async def real_run(folder: Path, *, tasks: int = 3, group_size: int = 6, turns: 
             server_type="vllm", base_url=server.url, model_name="toy", tokenizer_name=str(folder / "model")
         )
         run = await palaestra.run(
-            count_and_check(n=tasks), server=config, group_size=group_size, folder=folder / "runs", max_agent_turns=turns
+            count_and_check(n=tasks),
+            server=config,
+            group_size=group_size,
+            folder=folder / "runs",
+            max_agent_turns=turns,
         )
     return run.path

@@ -376,12 +376,9 @@ class RunIndex:
             file.seek(place)
             line = file.readline()
         try:
-            return decoder.decode(line)
-        except UNREADABLE:
-            try:
-                return decoder.decode(line.decode("utf-8", "replace"))
-            except UNREADABLE as error:
-                raise ConfigError(f"{self.path}: the line at byte {place} cannot be read: {error}") from error
+            return _decoded(decoder, line)
+        except UNREADABLE as error:
+            raise ConfigError(f"{self.path}: the line at byte {place} cannot be read: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
         """Open the index's file if it belongs to this journal, or start an empty index."""
@@ -416,7 +413,7 @@ class RunIndex:
 
     def _take(self, part: _Slice, line: bytes) -> None:
         try:
-            event = _lines.decode(line)
+            event = _decoded(_lines, line)
         except UNREADABLE as error:
             if part.place == 0:
                 raise ConfigError(f"{self.path} is not the journal of a run: {error}") from None
@@ -543,6 +540,14 @@ def _connect(name: str) -> sqlite3.Connection:
     return db
 
 
+def _decoded(decoder: msgspec.json.Decoder[_EventT], line: bytes) -> _EventT:
+    """Decode a line. Bytes that are not UTF-8 become U+FFFD, so that they do not hide the rest."""
+    try:
+        return decoder.decode(line)
+    except UnicodeDecodeError:
+        return decoder.decode(line.decode("utf-8", "replace"))
+
+
 def _name_of(path: Path) -> str:
     return hashlib.blake2b(os.fsencode(path.resolve()), digest_size=12).hexdigest()
 
@@ -575,7 +580,7 @@ def _first(messages: Iterable[msgspec.Raw], role: bytes) -> str:
 
 def _text(raw: msgspec.Raw) -> str:
     """Return the beginning of a text in JSON, in one line. The content of a message may be a list of parts."""
-    value = json.loads(bytes(raw) or b'""')
+    value = json.loads(bytes(raw).decode("utf-8", "replace") or '""')
     if isinstance(value, list):
         value = " ".join(str(part.get("text", "")) for part in value if isinstance(part, Mapping))
     return " ".join(value[: 4 * _PREVIEW_CHARS].split())[:_PREVIEW_CHARS] if isinstance(value, str) else ""

@@ -88,12 +88,12 @@ class Runs:
 
     def _below(self) -> list[Path]:
         if self.root == RUNS.resolve() or self.root == RUNS:
-            return list_runs()
+            return [folder for folder in list_runs() if _is_below(folder, RUNS) or _is_below(folder, BATCHES)]
         found = {
             path.parent
             for depth in range(1, _DEEP + 1)
             for path in self.root.glob("/".join(["*"] * depth + [JOURNAL_NAME]))
-            if path.is_file() and not path.is_symlink()
+            if path.is_file() and not path.is_symlink() and _is_below(path.parent, self.root)
         }
         return sorted(found, key=lambda folder: (folder / JOURNAL_NAME).stat().st_mtime, reverse=True)
 
@@ -102,6 +102,11 @@ class Runs:
             return folder.resolve().relative_to(self.root.resolve()).as_posix()
         except ValueError:  # a named batch, which is next to the folder of runs
             return folder.as_posix()
+
+
+def _is_below(folder: Path, root: Path) -> bool:
+    """Return whether a folder is below another one, and not only linked there."""
+    return folder.resolve().is_relative_to(root.resolve())
 
 
 def open_runs(target: str, store: Path | None = None) -> Runs:

@@ -88,7 +88,7 @@ def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
         "outcomes": dict(outcomes.most_common()),
         "blame": dict(blames.most_common()),
         "totals": totals,
-        "trains": (folder / "training").is_dir(),
+        "trains": (folder / "training").is_dir() and not (folder / "training").is_symlink(),
     }
 
 
@@ -101,7 +101,8 @@ def run_details(index: RunIndex) -> dict[str, JSON]:
         part, _, key = setting.partition(".")
         if source != "default" and key in parts.get(part, {}):
             chosen[setting] = {"value": parts[part][key], "source": source}
-    lines = list(read_steps(index.path.parent))
+    folder = index.path.parent
+    lines = [] if (folder / "training").is_symlink() else list(read_steps(folder))
     return {"settings": chosen, "provenance": config.get("provenance") or {}, "training": lines}
 
 

@@ -61,7 +61,7 @@ async function open({ keepScroll = false } = {}) {
     const opened = keepScroll ? folds() : null;
     main.replaceChildren(made.node);
     if (opened) refold(opened);
-    document.body.classList.toggle("is-live", Boolean(made.live) && !api.isFile());
+    document.body.classList.toggle("is-live", Boolean(made.following) && !api.isFile());
     scrollTo(0, keepScroll ? scroll : 0);
   } catch (error) {
     if (mine !== turn) return;

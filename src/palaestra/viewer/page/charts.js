@@ -25,12 +25,13 @@ function ticks(low, high, n) {
   return found;
 }
 
+const tick = (value) => (value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential() : String(Number(value.toPrecision(6))));
+
 export function chart(title, curves) {
   const W = 420, H = 200, L = 52, R = 12, T = 12, B = 30;
   const all = curves.flatMap(([, points]) => points);
   let [low, high] = [Math.min(...all.map(([, y]) => y)), Math.max(...all.map(([, y]) => y))];
-  if (low >= 0 && low < 0.5 * high) low = 0;
-  // A difference that is only rounding must not fill the chart.
+  if (low >= 0) low = 0; // from 0, so that noise does not look like a trend
   const least = Math.max(Math.abs(low), Math.abs(high)) * 0.02 || 1;
   if (high - low < least) [low, high] = [(low + high) / 2 - least / 2, (low + high) / 2 + least / 2];
   const xs = all.map(([x]) => x);
@@ -38,7 +39,7 @@ export function chart(title, curves) {
   const px = (x) => L + ((W - L - R) * (x - first)) / (last - first || 1), py = (y) => T + (H - T - B) * (1 - (y - low) / (high - low));
   const read = h("span.read", {}, "");
   const graph = svg("svg", { class: "chart", viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${title} over training steps` });
-  for (const value of ticks(low, high, 4)) graph.append(svg("line", { class: "grid", x1: L, x2: W - R, y1: py(value), y2: py(value) }), svg("text", { class: "tick", x: L - 6, y: py(value) + 4, "text-anchor": "end" }, figure(value, high - low < 0.05 ? 4 : 2)));
+  for (const value of ticks(low, high, 5)) graph.append(svg("line", { class: "grid", x1: L, x2: W - R, y1: py(value), y2: py(value) }), svg("text", { class: "tick", x: L - 6, y: py(value) + 4, "text-anchor": "end" }, tick(value)));
   for (const value of ticks(first, last, 6).filter(Number.isInteger)) graph.append(svg("line", { class: "axis", x1: px(value), x2: px(value), y1: H - B, y2: H - B + 4 }), svg("text", { class: "tick", x: px(value), y: H - B + 16, "text-anchor": "middle" }, String(value)));
   graph.append(svg("line", { class: "axis", x1: L, x2: W - R, y1: H - B, y2: H - B }), svg("line", { class: "axis", x1: L, x2: L, y1: T, y2: H - B }), svg("text", { class: "tick", x: W - R, y: H - 2, "text-anchor": "end" }, "step"));
   curves.forEach(([label, points], place) => {

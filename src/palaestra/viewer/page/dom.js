@@ -62,7 +62,7 @@ export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 1) return value ? `${Math.max(1, Math.round(value * 1000))} ms` : "0 s";
   if (value < 90) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
-  if (value < 5400) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  if (value < 5400) return `${Math.floor(Math.round(value) / 60)}m ${Math.round(value) % 60}s`;
   return `${(value / 3600).toFixed(1)} h`;
 }
 

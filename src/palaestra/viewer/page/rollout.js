@@ -34,6 +34,7 @@ export async function show(params, shell) {
   return {
     node: main,
     live: rollout.in_flight ? run : null,
+    following: rollout.in_flight,
     keys: {
       j: ["next turn", () => go(at + 1)],
       k: ["previous turn", () => go(at - 1)],
@@ -164,7 +165,8 @@ function conversation(rollout, source) {
       names.push(String(fn.name));
       const results = h("div.result", {});
       waiting.set(String(request && request.id), results);
-      body.push(h("div.call", {}, h("div.call-head", {}, h("span.tool", {}, String(fn.name)), oneLine(fn.arguments)), args(fn.arguments, source), results));
+      const line = oneLine(fn.arguments);
+      body.push(h("div.call", {}, h("div.call-head", {}, h("span.tool", {}, String(fn.name)), line), line && line.whole ? null : args(fn.arguments, source), results));
     }
     const number = message.role === "assistant" && own >= 0 && own < (rollout.turns || []).length ? own : null;
     if (message.role === "assistant") own++;
@@ -229,7 +231,10 @@ function oneLine(value) {
   const found = parsed(value);
   if (!found || Array.isArray(found)) return null;
   const main = found.command ?? found.code ?? found.path ?? found.query ?? found.url;
-  return typeof main === "string" ? h("code.line", {}, main.replace(/\s+/g, " ").slice(0, 160)) : null;
+  if (typeof main !== "string") return null;
+  const node = h("code.line", { title: plain(main.slice(0, 2000)) }, main.replace(/\s+/g, " ").slice(0, 160));
+  node.whole = Object.keys(found).length === 1 && main.length <= 110 && !main.includes("\n");
+  return node;
 }
 
 function args(value, source) {
@@ -244,13 +249,27 @@ function args(value, source) {
 function fields(object, source, name) {
   if (Array.isArray(object)) return h(`div.${name}`, {}, tree(object, source));
   const inline = [], blocks = [];
+  const isolation = { rung: "isolation" };
   for (const [key, value] of Object.entries(object)) {
-    if (value !== null && typeof value === "object" && !value.$cut) blocks.push(h("div.field", {}, h("span.key", {}, key), tree(value, source)));
-    else if (typeof value === "string" && (BLOCKS.has(key) || value.includes("\n") || value.length > 100)) blocks.push(value === "" ? null : block(value, { source, name: key, caption: key === "output" || key === "command" ? "" : key }));
+    if (isTests(value)) blocks.push(tests(key, value));
+    else if (value !== null && typeof value === "object" && !value.$cut) blocks.push(h("div.field", {}, h("span.key", {}, key), tree(value, source)));
+    else if (typeof value === "string" && (BLOCKS.has(key) || value.includes("\n") || value.length > 100)) value === "" ? inline.push(h("span.pair.dim", {}, `${key} (empty)`)) : blocks.push(block(value, { source, name: key, caption: key === "output" || key === "command" ? "" : key }));
     else if (value !== null && typeof value === "object") blocks.push(block(value, { source, name: key, caption: key }));
-    else inline.push(h("span.pair", {}, h("span.key", {}, key), h("span.value", {}, value === "" ? "(empty)" : String(value))));
+    else inline.push(h("span.pair", {}, h("span.key", {}, isolation[key] || key), " ", h("span.value", {}, value === "" ? "(empty)" : String(value))));
   }
   return h(`div.${name}`, {}, inline.length ? h("div.inline", {}, inline) : null, blocks);
+}
+
+// A mapping from names to results: what failed comes first.
+const PASSED = new Set([true, "passed", "pass", "ok"]), RESULTS = new Set([true, false, "passed", "pass", "ok", "failed", "fail", "error", "skipped", "missing"]);
+const isTests = (value) => value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length > 0 && Object.values(value).every((each) => RESULTS.has(typeof each === "string" ? each.toLowerCase() : each));
+
+function tests(name, results) {
+  const entries = Object.entries(results).map(([test, each]) => [test, PASSED.has(typeof each === "string" ? each.toLowerCase() : each), typeof each === "string" ? each : each ? "passed" : "failed"]);
+  const bad = entries.filter(([, passed]) => !passed), good = entries.filter(([, passed]) => passed);
+  const list = (found) => h("ul.tests", {}, found.map(([test, passed, word]) => h("li", { class: passed ? "good" : "bad" }, passed ? "✓ " : "✕ ", h("code", {}, test), word === "passed" || word === "failed" ? null : h("span.dim", {}, ` ${word}`))));
+  return h("div.field", {}, h("span.key", {}, `${name}: ${bad.length ? `${count(bad.length)} of ${count(entries.length)} failed` : `all ${count(entries.length)} passed`}`), bad.length ? list(bad) : null,
+    good.length > 12 ? h("details", {}, h("summary", {}, `${count(good.length)} passed`), list(good)) : good.length ? list(good) : null);
 }
 
 function result(value, source) {

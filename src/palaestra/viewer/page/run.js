@@ -29,13 +29,14 @@ export async function show(params, shell) {
   const view = { rollouts, groups, training, settings }[tab];
   const shown = await view({ run, found, where, go, body, params });
   return {
-    node: h("div.run", {}, facts(summary, run, go), bar, body),
+    node: h("div.run", {}, facts(summary, run, go, found.training), bar, body),
     live: run,
+    following: summary.state === "running",
     keys: { 1: ["rollouts", () => go({ tab: "rollouts" })], 2: ["groups", () => go({ tab: "groups" })], ...(shown || {}) },
   };
 }
 
-function facts(run, name, go) {
+function facts(run, name, go, training) {
   const only = (condition) => () => go({ tab: "rollouts", where: JSON.stringify([condition]) });
   const fact = (label, ...value) => h("div.fact", {}, h("dt", {}, label), h("dd", {}, value));
   const interval = (each) => (each.interval ? h("span.dim.small", {}, ` ${figure(each.interval[0], 2)}–${figure(each.interval[1], 2)}`) : null);
@@ -43,8 +44,9 @@ function facts(run, name, go) {
   return h("section.head", { "aria-label": "The run" },
     h("div.title", {}, h("h1", {}, run.env || name, h("span.dim", {}, ` ${run.model}`)), h("span", {}, state(run))),
     h("dl.facts", {},
-      fact("reward", h("b.big", {}, figure(run.reward.mean)), interval(run.reward), strip(run.reward.mean, run.reward.interval)),
-      run.official ? fact(run.official_name, h("b.big", {}, figure(run.official.mean)), interval(run.official), run.differs ? h("div", {}, chip(`${count(run.differs)} differ from the reward`, "warn", { onclick: only(["differs", "=", 1]) })) : null) : null,
+      training.length ? trained(training, fact) : null,
+      training.length ? fact("reward over all steps", figure(run.reward.mean), h("div.small.dim", {}, "the weights changed meanwhile")) : fact("reward", h("b.big", {}, figure(run.reward.mean)), interval(run.reward), strip(run.reward.mean, run.reward.interval)),
+      run.official ? fact(run.official_name, h(training.length ? "b" : "b.big", {}, figure(run.official.mean)), interval(run.official), run.differs ? h("div", {}, chip(`${count(run.differs)} differ from the reward`, "warn", { onclick: only(["differs", "=", 1]) })) : null) : null,
       Object.entries(run.pass).slice(-1).map(([k, each]) => (k === "pass@1" ? null : fact(k, figure(each.mean), interval(each)))),
       fact("scored", count(run.scored), h("span.dim", {}, ` of ${count(run.planned)}`)),
       fact("groups", count(run.groups.ended), h("span.dim", {}, ` of ${count(run.groups.begun)}`), run.groups.dull ? h("div.small.dim", { title: "all scores of the group are equal: a policy gradient learns nothing from it" }, `${count(run.groups.dull)} dull`) : null, run.groups.failed ? h("div.small.warn", {}, `${count(run.groups.failed)} failed`) : null),
@@ -58,6 +60,15 @@ function facts(run, name, go) {
       Object.entries(run.labels).map(([name, n]) => chip(`${name} ${count(n)}`, "warn", { onclick: only(["label", "=", name]) }))),
     Object.keys(run.criteria).length ? h("div.criteria", {}, Object.entries(run.criteria).map(([name, value]) => h("span.criterion", {}, h("span", {}, name), h("b", {}, figure(value))))) : null,
     run.damaged ? h("p.callout.is-bad", {}, `${plural(run.damaged, "line")} of the journal cannot be read and are left out.`) : null);
+}
+
+// A training run is judged by where it is now: its last held-out reward, and its latest steps.
+function trained(lines, fact) {
+  const points = (kind) => lines.filter((line) => line.kind === kind && Number.isFinite(line.reward));
+  const steps = points("step").slice(-5), last = points("evaluation").pop();
+  const mean = steps.reduce((sum, line) => sum + line.reward, 0) / (steps.length || 1);
+  return [last ? fact(`held out, step ${last.step}`, h("b.big", {}, figure(last.reward))) : null,
+    steps.length ? fact(steps.length > 1 ? `training, steps ${steps[0].step} to ${steps.at(-1).step}` : `training, step ${steps[0].step}`, h(last ? "b" : "b.big", {}, figure(mean))) : null];
 }
 
 async function rollouts({ run, found, where, go, body, params }) {
@@ -131,9 +142,10 @@ async function rollouts({ run, found, where, go, body, params }) {
 async function search(run, text, results) {
   const list = h("ol", {}), note = h("p.note", { role: "status" }, "searching …");
   results.replaceChildren(h("section.found", { "aria-label": "Found" }, note, list));
-  let after = 0, total = 1, n = 0;
+  let after = 0, total = 1, n = 0, seen = false;
   try {
-    while (after < total && n < 500 && results.isConnected !== false) {
+    while (after < total && n < 500 && (results.isConnected || !seen)) {
+      seen = results.isConnected;
       const found = await get("search", { run, text, after });
       for (const [id, passage] of found.found) {
         const place = passage.toLowerCase().indexOf(text.toLowerCase());
@@ -173,7 +185,7 @@ async function groups({ run, body }) {
 }
 
 async function training({ found, body }) {
-  add(body, charts(found.training));
+  body.append(charts(found.training));
 }
 
 async function settings({ found, body }) {

@@ -82,7 +82,7 @@ export async function show(params, shell) {
   node.append(h("div.tools", {}, h("h1", {}, "Runs"), input, h("span.dim", {}, `${plural(found.runs.length, "run")} in ${found.root}`)), table, notes);
   paint();
   if (base) compare().catch((error) => say(error.message));
-  return { node, live: "*", keys: { "/": ["filter", () => input.focus()] } };
+  return { node, live: "*", following: found.runs.some((run) => run.state === "running"), keys: { "/": ["filter", () => input.focus()] } };
 }
 
 function sortValue(run, key) {

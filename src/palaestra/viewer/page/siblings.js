@@ -46,12 +46,13 @@ export async function show(params, shell) {
       Object.entries(found.tests).slice(0, 60).map(([name, values]) => line(h("code.small", {}, name), (each, row, place) => (values[place] ? h("span", { class: values[place] === "passed" ? "good" : values[place] === "failed" ? "bad" : "dim" }, values[place]) : ""))))));
 
   const token = h("section.card", { id: "token", "aria-label": "The first differing token" });
-  async function tokensAt(each) {
+  async function tokensAt(each, scroll = true) {
     token.replaceChildren(h("p.note", {}, "loading the tokens …"));
     try {
       const pair = await Promise.all([reference, each.id].map((id) => getKept("tokens", { run, id, row: 0 })));
       const index = each.token.index;
-      token.replaceChildren(h("h2", {}, `Token ${count(index)}: ${number(each.id)} parts from ${number(reference)}`),
+      token.replaceChildren();
+      add(token, [h("h2", {}, `Token ${count(index)}: ${number(each.id)} parts from ${number(reference)}`),
         pair.map((record, place) => {
           const { ids, mask, logprobs, texts } = unpack(record), id = [reference, each.id][place];
           const nodes = [];
@@ -60,9 +61,9 @@ export async function show(params, shell) {
             nodes.push(h("span.token", { class: `${sampled ? `heat${heat(logprobs[at])}` : "given"} ${mask[at] ? "trained" : ""} ${at === index ? "focus" : at > index ? "after" : ""}`, title: `${at}: id ${ids[at]}${sampled ? `, log-probability ${logprobs[at].toFixed(3)}` : ", not sampled"}` }, face(ids[at], texts)));
           }
           if (index >= ids.length) nodes.push(h("span.dim", {}, " (ends here)"));
-          return h("div.token-pair", {}, h("a.who", { href: address("tokens", { run, id, at: Math.min(index, ids.length - 1) }) }, number(id), " ", rewardTag(row(id).reward, row(id).outcome)), h("div.token-wrap", {}, nodes));
-        }));
-      token.scrollIntoView({ block: "nearest" });
+          return h("div.token-pair", {}, h("a.who", { href: address("tokens", { run, id, at: Math.min(index, ids.length - 1) }) }, number(id), " ", rewardTag(row(id).reward, row(id).outcome)), h("div.token-wrap", { class: texts ? "" : "ids" }, nodes));
+        })]);
+      if (scroll) token.scrollIntoView({ block: "nearest" });
     } catch (error) {
       token.replaceChildren(h("p.note", {}, error.message));
     }
@@ -79,7 +80,7 @@ export async function show(params, shell) {
     }))))));
 
   const first = shown.find((each) => each.token);
-  if (first) tokensAt(passed.length && passed.length < shown.length ? shown.find((each) => each.token && (row(each.id).reward ?? 0) < 1) || first : first);
+  if (first) tokensAt(shown.find((each) => each.token && passed.length && (row(each.id).reward ?? 0) < 1) || first, false);
   return {
     node: h("div.siblings-view", {}, h("section.head", {}, h("h1", {}, task, h("span.dim", {}, ` ${plural(shown.length, "sibling")}`)), pick, h("div.why", {}, why(shown, found, row, number))), table, first ? token : null,
       h("h2", {}, "Calls, one below the other"), h("p.note", {}, "Equal calls are dim. The first call in which a rollout differs from the reference is marked."), calls),
@@ -98,6 +99,8 @@ function argument(text) {
   return text.slice(0, 300);
 }
 
+const named = (call) => [`${call[1]} `, h("code", {}, argument(call[2]).replace(/\s+/g, " ").slice(0, 70))];
+
 // One sentence for each rollout that ended differently from the reference.
 function why(shown, found, row, number) {
   const reference = found.reference, best = row(reference);
@@ -110,13 +113,13 @@ function why(shown, found, row, number) {
     if (each.token) parts.push(`the tokens part at ${count(each.token.index)}${each.token.turn ? ` (turn ${each.token.turn})` : ""}`);
     if (each.call !== null && each.call !== undefined) {
       const [one, two] = [base.calls[each.call], each.calls[each.call]];
-      parts.push(`call ${each.call + 1} is ${two ? `${two[1]} ${argument(two[2]).replace(/\s+/g, " ").slice(0, 60)}` : "missing"} instead of ${one ? `${one[1]} ${argument(one[2]).replace(/\s+/g, " ").slice(0, 60)}` : "no call"}`);
+      parts.push([`call ${each.call + 1} is `, two ? named(two) : "missing", " instead of ", one ? named(one) : "no call"]);
     }
     const place = shown.indexOf(each), at = shown.indexOf(base);
     const tests = Object.entries(found.tests).filter(([, values]) => values[place] !== values[at]).map(([name]) => name);
     if (tests.length) parts.push(`${plural(tests.length, "test")} ${tests.length === 1 ? "ends" : "end"} differently, first ${tests[0]}`);
     if (row(each.id).outcome !== best.outcome) parts.push(`it ended with ${row(each.id).outcome}`);
-    lines.push(h("p", {}, h("b", {}, `${number(each.id)} (${row(each.id).reward === null ? "unscored" : figure(row(each.id).reward, 2)}): `), parts.join("; ") || "no difference in calls was found", "."));
+    lines.push(h("p", {}, h("b", {}, `${number(each.id)} (${row(each.id).reward === null ? "unscored" : figure(row(each.id).reward, 2)}): `), parts.length ? parts.map((part, place) => [place ? "; " : "", part]) : "no difference was found", "."));
   }
   return lines;
 }

@@ -39,6 +39,7 @@ export async function show(params, shell) {
   const page = h("div.token-page", { tabindex: "0", role: "application", "aria-label": "Tokens; use the arrow keys", "aria-keyshortcuts": "ArrowLeft ArrowRight ArrowUp ArrowDown" });
   const inner = h("div.virtual", {});
   page.append(inner);
+  page.classList.toggle("ids", !texts);
 
   function layout() {
     const probe = h("span.token", {}, "0".repeat(50));
@@ -116,7 +117,7 @@ export async function show(params, shell) {
       paint(true);
     }
     const span = record.spans[spanOf[at]], logprob = logprobs && logprobs[at] <= 0.01 ? logprobs[at] : null;
-    const fact = (name, value) => h("span.pair", {}, h("span.key", {}, name), h("span.value", {}, value));
+    const fact = (name, value) => h("span.pair", {}, h("span.key", {}, name), " ", h("span.value", {}, value));
     info.replaceChildren(...[fact("position", count(at)), fact("id", String(ids[at])), texts ? fact("text", JSON.stringify(plain(texts.get(ids[at]) ?? ""))) : null,
       logprob === null ? fact("log-probability", "not sampled") : fact("log-probability", `${logprob.toFixed(4)} (p ${Math.exp(logprob).toPrecision(3)})`),
       fact("mask", mask[at] ? "trained" : "not trained"), span && span[3] ? fact("turn", String(span[3])) : null, span ? fact("from", span[0] === "prompt" ? "prompt: template, task and tools" : "the model") : null,
