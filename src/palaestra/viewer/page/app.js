@@ -65,7 +65,7 @@ async function open({ keepScroll = false } = {}) {
     scrollTo(0, keepScroll ? scroll : 0);
   } catch (error) {
     if (mine !== turn) return;
-    view = null;
+    view = { live: "*", keys: {} }; // what is missing may still be read
     shell.title("problem", [["runs", "#/runs"], ["problem", null]]);
     main.replaceChildren(h("p.callout.is-bad", { role: "alert" }, String(error.message || error)), h("p", {}, h("a", { href: "#/runs" }, "all runs")));
   }

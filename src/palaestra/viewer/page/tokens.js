@@ -61,13 +61,26 @@ export async function show(params, shell) {
   }
 
   let shown = [-1, -1];
+  const kept = new Map(); // the lines on the screen, which stay while they are
   function paint(again = false) {
     const first = Math.max(0, Math.floor(page.scrollTop / LINE) - 10), last = Math.min(lines.length, Math.ceil((page.scrollTop + page.clientHeight) / LINE) + 10);
     if (!again && first === shown[0] && last === shown[1]) return;
     shown = [first, last];
+    if (again) {
+      kept.clear();
+      inner.replaceChildren();
+    }
+    for (const [line, node] of kept) if (line < first || line >= last) {
+      node.remove();
+      kept.delete(line);
+    }
     const rows = document.createDocumentFragment();
-    for (let line = first; line < last; line++) rows.append(makeLine(line));
-    inner.replaceChildren(rows);
+    for (let line = first; line < last; line++) if (!kept.has(line)) {
+      const node = makeLine(line);
+      kept.set(line, node);
+      rows.append(node);
+    }
+    inner.append(rows);
   }
 
   function makeLine(line) {
@@ -114,7 +127,7 @@ export async function show(params, shell) {
     if (reveal) {
       const line = lineOf(at);
       if (line * LINE < page.scrollTop || (line + 1) * LINE > page.scrollTop + page.clientHeight) page.scrollTop = Math.max(0, line * LINE - page.clientHeight / 3);
-      paint(true);
+      paint();
     }
     const span = record.spans[spanOf[at]], logprob = logprobs && logprobs[at] <= 0.01 ? logprobs[at] : null;
     const fact = (name, value) => h("span.pair", {}, h("span.key", {}, name), " ", h("span.value", {}, value));
