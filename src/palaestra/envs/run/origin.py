@@ -40,14 +40,10 @@ def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
 def is_ours(recording: Recording) -> bool:
     """Return whether this user recorded the run on this machine, in this folder, with the settings that its journal now
     has."""
-    return made_here(recording.path.parent, recording.meta.config)
-
-
-def made_here(folder: Path, config: Mapping[str, JSON]) -> bool:
-    """Return whether this user recorded the run in this folder on this machine, with these recorded settings."""
+    folder = recording.path.parent
     try:
         marks = read_regular(folder / MARKS).decode().split()
-        ours = _mark(folder, config, _key())
+        ours = _mark(folder, recording.meta.config, _key())
     except (OSError, ValueError):
         return False
     return any(hmac.compare_digest(mark.encode(), ours.encode()) for mark in marks)
