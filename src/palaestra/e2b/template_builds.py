@@ -297,7 +297,8 @@ class TemplateBuilds:
         for folder in self._folder.glob("t*") if self._folder is not None else ():
             if not (folder / "template.json").exists():  # it was deleted while sandboxes used it, or is half a save
                 shutil.rmtree(folder, ignore_errors=True)
-        for file in sorted(self._folder.glob("t*/template.json")) if self._folder is not None else ():
+        files = [] if self._folder is None else self._folder.glob("t*/template.json")
+        for file in sorted(files, key=lambda each: each.stat().st_mtime_ns):  # in the order in which they were built
             try:
                 record = json.loads(file.read_bytes())
                 if record["schema"] != SCHEMA or record["version"] > VERSION:
