@@ -35,6 +35,7 @@ COMMANDS = {
     "runs": "List the runs in this folder, the latest first.",
     "resume": "Continue a run that was killed or interrupted.",
     "status": "Show the state of a run: what is in flight, failures, cost.",
+    "view": "Look at runs, rollouts and tokens in a browser.",
     "report": "Write the HTML report of a run, finished or not.",
     "export": "Write a run's rollouts in another program's format.",
     "compare": "Compare runs of the same tasks.",
@@ -199,7 +200,7 @@ def _in_words(error: click.UsageError) -> str:
 
 
 _OTHER_WORDS = {
-    "list": "runs", "ls": "runs", "logs": "status", "show": "status", "view": "report", "start": "run",
+    "list": "runs", "ls": "runs", "logs": "status", "show": "status", "start": "run",
     "new": "env new", "init": "env new", "check": "env check", "build": "tasks build",
     "evaluate": "eval", "rescore": "grade", "score": "grade", "clean": "slots clean",
 }  # fmt: skip

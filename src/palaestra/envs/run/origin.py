@@ -40,10 +40,14 @@ def mark_origin(folder: Path, config: Mapping[str, JSON]) -> None:
 def is_ours(recording: Recording) -> bool:
     """Return whether this user recorded the run on this machine, in this folder, with the settings that its journal now
     has."""
-    folder = recording.path.parent
+    return made_here(recording.path.parent, recording.meta.config)
+
+
+def made_here(folder: Path, config: Mapping[str, JSON]) -> bool:
+    """Return whether this user recorded the run in this folder on this machine, with these recorded settings."""
     try:
         marks = read_regular(folder / MARKS).decode().split()
-        ours = _mark(folder, recording.meta.config, _key())
+        ours = _mark(folder, config, _key())
     except (OSError, ValueError):
         return False
     return any(hmac.compare_digest(mark.encode(), ours.encode()) for mark in marks)

@@ -1,0 +1,82 @@
+"""`palaestra view [RUN]`: look at runs, rollouts and tokens in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from palaestra.cli.completion import complete_runs
+from palaestra.cli.host_path import HostPath
+
+if TYPE_CHECKING:
+    from palaestra.viewer.runs import Runs
+    from palaestra.viewer.token_texts import TokenTexts
+
+
+@click.command(
+    "view",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Look at runs, rollouts and tokens in a browser.
+
+    \b
+      palaestra view                          # all runs in this folder
+      palaestra view last
+      palaestra view RUN --html run.html      # one file, to send or to keep
+      palaestra view RUN --html group.html --rollout '000003-*'
+
+    RUN is a run's folder, an id or `last`, or a folder with runs. The page shows scores with their intervals, every
+    conversation, the exact tokens with mask and log-probabilities, and where the rollouts of a group part. It follows a
+    run that is still going on. The server listens on 127.0.0.1 only, and its address contains a token. It changes
+    nothing in the runs; its index of large runs is in ~/.cache/palaestra/view.
+    """,
+)
+@click.argument("run", default="", shell_complete=complete_runs)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="The port. [default: a free one]")
+@click.option("--no-open", is_flag=True, help="Do not open the browser.")
+@click.option(
+    "--tokenizer",
+    metavar="NAME",
+    help="The tokenizer for the texts of tokens: a folder or a model's name. [default: the run's own, if you made the "
+    "run on this machine and its tokenizer is a folder]",
+)
+@click.option("--html", type=HostPath(dir_okay=False), help="Write one self-contained file instead of serving.")
+@click.option(
+    "--rollout", "rollouts", multiple=True, metavar="PATTERN", help="With --html: only these rollouts. Repeatable."
+)
+def command(
+    run: str, port: int, no_open: bool, tokenizer: str | None, html: Path | None, rollouts: tuple[str, ...]
+) -> None:
+    from palaestra.core.errors import ConfigError
+    from palaestra.viewer.runs import index_store, open_runs
+    from palaestra.viewer.token_texts import TokenTexts
+
+    if rollouts and html is None:
+        raise ConfigError("--rollout chooses the rollouts of a file: set --html too")
+    if html is not None:
+        from palaestra.viewer.page_file import write_page
+
+        runs = open_runs(run or "last", index_store())
+        texts = TokenTexts(runs, tokenizer)
+        click.echo(write_page(html, runs, rollouts, texts))
+        return
+    runs = open_runs(run, index_store())
+    asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, not no_open))
+
+
+async def _serve(runs: Runs, texts: TokenTexts, port: int, opens: bool) -> None:
+    import secrets
+    import webbrowser
+
+    from palaestra.viewer.server import Viewer, serving
+
+    token = secrets.token_urlsafe(24)
+    async with serving(Viewer(runs, token, texts), token, port) as url:
+        address = f"{url}/?token={token}"
+        click.echo(address)
+        click.echo("Ctrl-C stops the viewer", err=True)
+        if opens:
+            await asyncio.to_thread(webbrowser.open, address)
+        await asyncio.Event().wait()

@@ -1,0 +1,141 @@
+"""The runs that one viewer shows, each with its index.
+
+A viewer shows one run, or the runs below a folder. A run's name is its folder's path below that folder. Only these
+journals, and the files that belong to them, are read; links are not followed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.durable_files import UNREADABLE
+from palaestra.rollouts.journal.reader import BATCHES, JOURNAL_NAME, RUNS, find_run, list_runs
+from palaestra.viewer.run_index import RunIndex
+
+MOST = 200
+"""The maximum number of runs that a viewer shows; the latest come first."""
+
+_DEEP = 3
+_KEPT_S = 30 * 86_400.0
+
+
+class Runs:
+    """The runs below `root`, or the one run `only`. `store` is the folder of the indexes; None keeps them in memory."""
+
+    def __init__(self, root: Path, only: Path | None = None, store: Path | None = None) -> None:
+        self.root = root
+        self.only = only
+        self.problems: dict[str, str] = {}
+        """The reason why a run cannot be shown, by its name."""
+        self.more = 0
+        """The number of older runs that are not shown."""
+        self._store = store
+        self._indexes: dict[str, RunIndex] = {}
+        self.discover()
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names of the runs, the latest first."""
+        return iter(list(self._indexes))
+
+    def __getitem__(self, name: str) -> RunIndex:
+        """Return the index of a run. Raises `ConfigError` for another name."""
+        if name not in self._indexes:
+            raise ConfigError(f"this viewer does not show a run {name!r}; reload the list of runs")
+        return self._indexes[name]
+
+    def discover(self) -> bool:
+        """Look for new runs, and return whether there are any."""
+        found = [self.only] if self.only is not None else self._below()
+        self.more = max(0, len(found) - MOST)
+        names = {self._name(folder): folder for folder in found[:MOST]}
+        fresh = names.keys() - self._indexes.keys() - self.problems.keys()
+        indexes: dict[str, RunIndex] = {}
+        for name, folder in names.items():
+            index = self._indexes.get(name)
+            if index is None and name in fresh:
+                try:
+                    index = RunIndex(folder / JOURNAL_NAME, self._store)
+                except (ConfigError, OSError) as error:
+                    self.problems[name] = str(error)
+            if index is not None:
+                indexes[name] = index
+        for name in self._indexes.keys() - indexes.keys():
+            self._indexes[name].close()
+        self._indexes = indexes
+        return bool(fresh)
+
+    def update(self, name: str, seconds: float = 0.1) -> bool:
+        """Index what one run has gained, and return whether there was anything. A run that cannot be read is left out
+        from then on, with its reason in `problems`."""
+        index = self._indexes.get(name)
+        if index is None:
+            return False
+        try:
+            return index.update(seconds)
+        except (ConfigError, OSError, ValueError, *UNREADABLE) as error:
+            self.problems[name] = str(error)
+            self._indexes.pop(name).close()
+            return True
+
+    def close(self) -> None:
+        """Close all indexes."""
+        for index in self._indexes.values():
+            index.close()
+
+    def _below(self) -> list[Path]:
+        if self.root == RUNS.resolve() or self.root == RUNS:
+            return [folder for folder in list_runs() if _is_below(folder, RUNS) or _is_below(folder, BATCHES)]
+        found = {
+            path.parent
+            for depth in range(1, _DEEP + 1)
+            for path in self.root.glob("/".join(["*"] * depth + [JOURNAL_NAME]))
+            if path.is_file() and not path.is_symlink() and _is_below(path.parent, self.root)
+        }
+        return sorted(found, key=lambda folder: (folder / JOURNAL_NAME).stat().st_mtime, reverse=True)
+
+    def _name(self, folder: Path) -> str:
+        try:
+            return folder.resolve().relative_to(self.root.resolve()).as_posix()
+        except ValueError:  # a named batch, which is next to the folder of runs
+            return folder.as_posix()
+
+
+def _is_below(folder: Path, root: Path) -> bool:
+    """Return whether a folder is below another one, and not only linked there."""
+    return folder.resolve().is_relative_to(root.resolve())
+
+
+def open_runs(target: str, store: Path | None = None) -> Runs:
+    """Return the runs that `target` names: a run, as in `find_run`, or a folder with runs in it or below it. An empty
+    `target` names the folder of runs. Raises `ConfigError` if there are none."""
+    if not target:
+        if not list_runs():
+            raise ConfigError(
+                f"there are no runs in {RUNS.resolve()} or {BATCHES.resolve()}: specify the folder of a run, or start "
+                "one with `palaestra run`"
+            )
+        return Runs(RUNS, store=store)
+    folder = find_run(target)
+    folder = folder.parent if folder.is_file() and folder.name == JOURNAL_NAME else folder
+    if (folder / JOURNAL_NAME).is_file():
+        return Runs(folder.parent, folder, store)
+    runs = Runs(folder, store=store) if folder.is_dir() else None
+    if runs is None or not list(runs):
+        raise ConfigError(f"{folder} is not a run folder, and there is no run below it: specify a folder with journals")
+    return runs
+
+
+def index_store() -> Path:
+    """Return the folder for indexes in the user's cache, without the indexes that were not used for 30 days."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "view"
+    for path in folder.glob("*.sqlite"):
+        try:
+            if time.time() - path.stat().st_mtime > _KEPT_S:
+                path.unlink()
+        except OSError:
+            continue
+    return folder

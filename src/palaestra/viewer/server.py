@@ -1,0 +1,333 @@
+"""The viewer's server: the page, and a JSON API over the runs, on a loopback address.
+
+Invariants: every request needs the token, which the first address carries and a cookie keeps; the server reads only the
+runs that it shows and changes nothing; no answer can run a script that is not the page's own (`POLICY`). Lists are
+paged: `offset` and `limit` (at most 1,000).
+
+    GET /                            the page; with ?token=… it sets the cookie and redirects
+    GET /page/NAME                   the page's own scripts and styles
+    GET /api/runs                    [{name, reward, official, labels, indexed, …}]: `summary.run_summary` of each run,
+                                     with `problems` and the number of older runs that are left out (`more`)
+    GET /api/run?run                 one run: {summary, settings, provenance, training}
+    GET /api/compare?base&by&run…    paired differences between each run and `base`, by `reward` or `official`
+    GET /api/rollouts?run            {total, rows}; with `where` (JSON: [[field, comparison, value], …]), `sort`,
+                                     `descending=1`, `offset`, `limit`: `run_index.RunIndex.rows`
+    GET /api/groups?run              {total, groups}: the groups with a cell for each rollout; `offset`, `limit`
+    GET /api/search?run&text         {found: [[id, passage]], next, total}: repeat with `after=next` until it is total
+    GET /api/rollout?run&id          the whole rollout: `rollout_record.rollout_record`
+    GET /api/text?run&id&path        {text}: part of a text that was cut; `start`, `chars` (at most 1,000,000)
+    GET /api/tokens?run&id&row       the exact tokens of a row: `rollout_record.token_record`
+    GET /api/siblings?run&id&id…     2 to 16 rollouts compared; `reference`: `divergence.siblings`
+    GET /api/events                  server-sent events: {run} when a run has changed, {} when runs were added
+
+Errors are `{"detail": …}` with status 400 for a wrong request, 401 without the token, and 404 for an unknown address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from importlib import resources
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from palaestra.core.errors import ConfigError, PalaestraError
+from palaestra.core.io.http_server import Handler, is_loopback, listening, refusal
+from palaestra.core.types import JSON
+from palaestra.viewer.divergence import MOST, siblings
+from palaestra.viewer.rollout_record import Names, rollout_record, text_at, token_record
+from palaestra.viewer.run_index import Condition
+from palaestra.viewer.runs import Runs
+from palaestra.viewer.summary import compared, run_details, run_summary
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+"""The page's content security policy. Images of a conversation are data in the record; nothing else is loaded."""
+
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+_MOST_ROWS = 1000
+_MOST_CHARS = 1_000_000
+_POLL_S = 0.5
+_DISCOVER_S = 3.0
+_QUEUED = 100
+
+
+class Viewer:
+    """Answers the requests of one viewer. `names` returns the texts of tokens, if a tokenizer is known."""
+
+    def __init__(self, runs: Runs, token: str, names: Callable[[str], Names | None] = lambda run: None) -> None:
+        self.runs = runs
+        self._token = token
+        self._names = names
+        self._listeners: set[asyncio.Queue[str]] = set()
+
+    def application(self) -> web.Application:
+        """Return the application with all routes."""
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/", self._page)
+        app.router.add_get("/page/{name}", self._file)
+        app.router.add_get("/api/events", self._events)
+        for path, answer in self._answers().items():
+            app.router.add_get(f"/api/{path}", _json(answer))
+        return app
+
+    async def follow(self) -> None:
+        """Index the runs, and tell the pages when a run has changed. Runs until it is cancelled."""
+        quiet = _DISCOVER_S
+        while True:
+            changed = [name for name in self.runs if await asyncio.to_thread(self.runs.update, name)]
+            for name in changed:
+                self._tell({"run": name})
+            quiet += 0 if changed else _POLL_S
+            if quiet >= _DISCOVER_S:
+                quiet = 0.0
+                if await asyncio.to_thread(self.runs.discover):
+                    self._tell({})
+            await asyncio.sleep(0 if changed else _POLL_S)
+
+    def _tell(self, event: Mapping[str, JSON]) -> None:
+        for queue in self._listeners:
+            if not queue.full():
+                queue.put_nowait(json.dumps(event))
+
+    def _answers(self) -> dict[str, _Answer]:
+        return {
+            "runs": lambda asked: all_runs(self.runs),
+            "run": lambda asked: one_run(self.runs, asked.run),
+            "compare": lambda asked: compared(
+                {name: self.runs[name] for name in dict.fromkeys((*asked.every("run"), asked.one("base")))},
+                asked.one("base"),
+                asked.one("by", "reward"),
+            ),
+            "rollouts": lambda asked: rollouts(self.runs, asked),
+            "groups": lambda asked: groups(self.runs, asked.run, asked.offset, asked.limit),
+            "search": self._search,
+            "rollout": lambda asked: rollout_record(self.runs[asked.run], asked.one("id")),
+            "text": lambda asked: {
+                "text": text_at(
+                    self.runs[asked.run],
+                    asked.one("id"),
+                    asked.one("path"),
+                    asked.number("start"),
+                    min(_MOST_CHARS, asked.number("chars", 20_000)),
+                )
+            },
+            "tokens": lambda asked: token_record(
+                self.runs[asked.run], asked.one("id"), asked.number("row"), self._names(asked.run)
+            ),
+            "siblings": lambda asked: compared_rollouts(
+                self.runs, asked.run, asked.every("id"), asked.one("reference", "")
+            ),
+        }
+
+    def _search(self, asked: Query) -> JSON:
+        text = asked.one("text")
+        found, following, total = self.runs[asked.run].search(text, after=asked.number("after"))
+        return {"found": [list(each) for each in found], "next": following, "total": total}
+
+    @property
+    def _guard(self) -> Middleware:
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            try:
+                response = self._refused(request) or await handler(request)
+            except web.HTTPException as error:
+                response = web.json_response({"detail": error.reason}, status=error.status)
+            if not response.prepared:
+                response.headers.update(_HEADERS)
+            return response
+
+        return check
+
+    def _refused(self, request: web.Request) -> web.Response | None:
+        """Return the answer to a caller who may not read, or to one who shows the token for the first time."""
+        name = request.headers.get("Host", "")
+        if not is_loopback(name if name.endswith("]") else name.rpartition(":")[0] or name):
+            return web.json_response({"detail": f"this server is localhost, not {name}"}, status=403)
+        given = request.query.get("token")
+        sent = given or request.cookies.get(_cookie(request), "")
+        headers = {"Authorization": request.headers.get("Authorization") or f"Bearer {sent}"}
+        if refusal(self._token, headers) is not None:
+            hint = "open the address that `palaestra view` printed, which has the token"
+            return web.json_response({"detail": hint}, status=401)
+        if given and request.path == "/":
+            response = web.Response(status=303, headers={"Location": "/"})
+            response.set_cookie(_cookie(request), self._token, httponly=True, samesite="Strict", path="/")
+            return response
+        return None
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(text=page_file("index.html"), content_type="text/html")
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in page_files():
+            raise web.HTTPNotFound
+        return web.Response(text=page_file(name), content_type=_TYPES["." + name.rpartition(".")[2]])
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_HEADERS})
+        await response.prepare(request)
+        queue: asyncio.Queue[str] = asyncio.Queue(_QUEUED)
+        self._listeners.add(queue)
+        try:
+            while True:
+                try:
+                    event = await asyncio.wait_for(queue.get(), 15.0)
+                    await response.write(f"data: {event}\n\n".encode())
+                except TimeoutError:
+                    await response.write(b": alive\n\n")
+        except ConnectionResetError:
+            return response
+        finally:
+            self._listeners.discard(queue)
+
+
+class Query:
+    """The parameters of a request. Wrong ones raise `ConfigError`."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._given = request.query
+
+    def one(self, name: str, default: str | None = None) -> str:
+        found = self._given.get(name, default)
+        if found is None:
+            raise ConfigError(f"the parameter {name} is missing")
+        return found
+
+    def every(self, name: str) -> list[str]:
+        return self._given.getall(name, [])
+
+    def number(self, name: str, default: int = 0) -> int:
+        found = self._given.get(name, str(default))
+        if not found.isdecimal() or len(found) > 15:
+            raise ConfigError(f"the parameter {name} must be a number, not {found!r}")
+        return int(found)
+
+    @property
+    def run(self) -> str:
+        return self.one("run")
+
+    @property
+    def offset(self) -> int:
+        return self.number("offset")
+
+    @property
+    def limit(self) -> int:
+        return min(_MOST_ROWS, self.number("limit", 200))
+
+    @property
+    def where(self) -> list[Condition]:
+        try:
+            return msgspec.json.decode(self._given.get("where", "[]"), type=list[Condition])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"the parameter where is not a list of [field, comparison, value]: {error}") from None
+
+
+_Answer = Callable[[Query], JSON]
+
+
+def all_runs(runs: Runs) -> JSON:
+    """Return the summaries of all runs."""
+    found = [run_summary(runs[name], name) for name in runs]
+    return {"runs": found, "problems": runs.problems, "more": runs.more, "root": str(runs.root)}
+
+
+def one_run(runs: Runs, name: str) -> JSON:
+    """Return the summary and the details of a run."""
+    return {"summary": run_summary(runs[name], name), **run_details(runs[name])}
+
+
+def groups(runs: Runs, name: str, offset: int, limit: int) -> JSON:
+    """Return one page of a run's groups."""
+    total, found = runs[name].groups(offset=offset, limit=limit)
+    return {"total": total, "groups": found}
+
+
+def rollouts(runs: Runs, asked: Query) -> JSON:
+    """Return one page of a run's rollouts."""
+    total, rows = runs[asked.run].rows(
+        asked.where,
+        sort=asked.one("sort", ""),
+        descending=asked.one("descending", "") == "1",
+        offset=asked.offset,
+        limit=asked.limit,
+    )
+    return {"total": total, "rows": rows}
+
+
+def compared_rollouts(runs: Runs, name: str, ids: Sequence[str], reference: str) -> JSON:
+    """Compare rollouts of a run."""
+    if not 2 <= len(set(ids)) <= MOST:
+        raise ConfigError(f"2 to {MOST} rollouts can be compared, not {len(set(ids))}")
+    found = [runs[name].trajectory(each) for each in dict.fromkeys(ids)]
+    finished = [each for each in found if each is not None]
+    if len(finished) < 2:
+        raise ConfigError("fewer than two of these rollouts have ended")
+    return siblings(finished, reference)
+
+
+def page_files() -> list[str]:
+    """Return the names of the page's own files."""
+    return sorted(each.name for each in resources.files(__package__).joinpath("page").iterdir() if each.is_file())
+
+
+def page_file(name: str) -> str:
+    """Return one of the page's own files."""
+    return resources.files(__package__).joinpath("page", name).read_text("utf-8")
+
+
+def _json(answer: _Answer) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            body = await asyncio.to_thread(lambda: _encoded(answer(Query(request))))
+        except PalaestraError as error:
+            return web.json_response({"detail": str(error)}, status=400)
+        response = web.Response(body=body, content_type="application/json")
+        response.enable_compression()
+        return response
+
+    return handle
+
+
+def _encoded(value: JSON) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except (UnicodeEncodeError, msgspec.MsgspecError):  # a lone surrogate, which JSON can only escape
+        return json.dumps(value).encode()
+
+
+def _cookie(request: web.Request) -> str:
+    """Return the cookie's name, which has the port, because browsers do not keep cookies of ports apart."""
+    return f"palaestra_view_{request.url.port}"
+
+
+@asynccontextmanager
+async def serving(viewer: Viewer, token: str, port: int = 0) -> AsyncIterator[str]:
+    """Serve the viewer on 127.0.0.1 while the block runs, and yield its address without the token. Raises
+    `ConfigError` if the port cannot be opened."""
+    async with listening(viewer.application(), "127.0.0.1", port, token=token, handler_cancellation=True) as url:
+        following = asyncio.ensure_future(viewer.follow())
+        try:
+            yield url
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+            viewer.runs.close()

@@ -1,0 +1,179 @@
+"""The figures of one run, computed from its index: rewards with intervals, verdicts, labels, outcomes, usage.
+
+The figures are those of the run's own summary: rewards are over scored rollouts, intervals are clustered by task.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from palaestra.core.types import JSON
+from palaestra.rollouts.observe.compare_runs import RunScores, TaskScores, compare
+from palaestra.rollouts.observe.intervals import Interval, mean_interval
+from palaestra.rollouts.observe.metrics import group_size, pass_metrics
+from palaestra.rollouts.observe.status import ELSEWHERE, KILLED, RUNNING
+from palaestra.rollouts.observe.status_file import is_alive, read_stages
+from palaestra.rollouts.observe.verdicts import official_name, official_words
+from palaestra.trainers.checkpoints import read_steps
+from palaestra.viewer.run_index import RunIndex
+
+
+def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
+    """Return the figures of a run as JSON data. `name` is the run's name in the viewer. Means without values are None;
+    intervals are `[low, high]` or None."""
+    facts, config, totals = index.facts(), index.config(), index.totals()
+    read, size = index.progress
+    folder, scores, groups = index.path.parent, index.scores(), index.all_groups()
+    by_task: defaultdict[str, list[float]] = defaultdict(list)
+    officials: defaultdict[str, list[float]] = defaultdict(list)
+    by_group: defaultdict[str, list[float | None]] = defaultdict(list)
+    outcomes, blames, labels = Counter[str](), Counter[str](), Counter[str]()
+    criteria: defaultdict[str, list[float]] = defaultdict(list)
+    judged = differs = 0
+    for group, task, reward, official, outcome, blame, marks, metrics in scores:
+        by_group[group].append(reward)
+        outcomes[outcome] += 1
+        if blame:
+            blames[blame] += 1
+        if marks != "[]":
+            labels.update(set(json.loads(marks)))
+        for metric, value in json.loads(metrics).items():
+            criteria[metric].append(value)
+        judged += official is not None
+        differs += official is not None and official != reward
+        if reward is not None:
+            by_task[task].append(reward)
+            officials[task].append(reward if official is None else official)
+    planned_of = group_size(config)
+    planned = sum(
+        max(len(by_group[group]), planned_of if error or not ended else 0) for group, _, _, error, ended in groups
+    )
+    dull = sum(
+        bool(scored := [each for each in by_group[group] if each is not None]) and len(set(scored)) == 1
+        for group, _, _, _, ended in groups
+        if ended
+    )
+    return {
+        "name": name,
+        "path": str(folder),
+        "env": facts.get("env", ""),
+        "model": facts.get("model", ""),
+        "seed": facts.get("seed", ""),
+        "state": _state(folder, facts),
+        "kind": _kind(config),
+        "started_at": float(facts.get("started_at", "0")),
+        "last_at": float(facts.get("last_at", "0")),
+        "indexed": [read, size],
+        "damaged": int(facts.get("damaged", "0")),
+        "groups": {
+            "begun": len(groups),
+            "ended": sum(ended for *_, ended in groups),
+            "failed": sum(bool(error) for *_, error, _ in groups),
+            "dull": dull,
+        },
+        "tasks": len({task for _, task, *_ in groups}),
+        "planned": planned,
+        "scored": sum(map(len, by_task.values())),
+        "reward": _figure(list(by_task.values())),
+        "official": _figure(list(officials.values())) if judged else None,
+        "official_name": official_words(official_name(config)),
+        "differs": differs,
+        "pass": _passes(list(by_task.values()), planned_of),
+        "criteria": {name: math.fsum(values) / len(values) for name, values in sorted(criteria.items())},
+        "labels": dict(labels.most_common()),
+        "outcomes": dict(outcomes.most_common()),
+        "blame": dict(blames.most_common()),
+        "totals": totals,
+        "trains": (folder / "training").is_dir() and not (folder / "training").is_symlink(),
+    }
+
+
+def run_details(index: RunIndex) -> dict[str, JSON]:
+    """Return the settings of a run that were set explicitly, its versions, and its training steps and evaluations."""
+    config = index.config()
+    sources, chosen = config.get("sources") or {}, dict[str, JSON]()
+    parts = {"env": config.get("env") or {}, "openai": (config.get("openai") or [{}])[0]}
+    for setting, source in sources.items():
+        part, _, key = setting.partition(".")
+        if source != "default" and key in parts.get(part, {}):
+            chosen[setting] = {"value": parts[part][key], "source": source}
+    folder = index.path.parent
+    lines = [] if (folder / "training").is_symlink() else list(read_steps(folder))
+    return {"settings": chosen, "provenance": config.get("provenance") or {}, "training": lines}
+
+
+def compared(runs: Mapping[str, RunIndex], base: str, by: str = "reward") -> dict[str, JSON]:
+    """Return, for each run, its paired comparison with the run `base` on the tasks that both have: difference, interval
+    and counts, or the reason (`problem`) why there is none. `by` is `reward` or `official`."""
+    scores = {name: _scores(index, name) for name, index in runs.items()}
+    if by == "official":
+        scores = {name: each.by_official() for name, each in scores.items()}
+    found: dict[str, JSON] = {}
+    for name, each in scores.items():
+        if name == base:
+            continue
+        try:
+            result = compare(each, scores[base])
+        except ValueError as error:
+            found[name] = {"problem": str(error)}
+            continue
+        counts = {"tasks": len(result.pairs), "better": result.better, "worse": result.worse}
+        interval = None if result.low is None else [result.low, result.high]
+        facts = {"difference": result.difference, "interval": interval, "winner": result.winner}
+        found[name] = counts | facts | {"undecided": result.undecided}
+    return found
+
+
+def _scores(index: RunIndex, name: str) -> RunScores:
+    facts, size = index.facts(), group_size(index.config())
+    tasks: dict[str, TaskScores] = {}
+    counts = Counter[str]()
+    judged = False
+    for group, task, reward, official, *_ in index.scores():
+        counts[group] += 1
+        entry = tasks.setdefault(task, TaskScores())
+        judged = judged or official is not None
+        if reward is None:
+            entry.lost += 1
+        else:
+            entry.rewards.append(reward)
+            entry.officials.append(reward if official is None else official)
+    unfinished = 0
+    for group, task, asked, error, ended in index.all_groups():
+        entry = tasks.setdefault(task, TaskScores())
+        entry.asked |= {asked} - {""}
+        if error:
+            entry.lost += max(0, size - counts[group])
+        unfinished += 0 if ended else max(0, size - counts[group])
+    made = RunScores(name, facts.get("env", ""), facts.get("model", ""), index.config(), tasks, unfinished)
+    made.judged = judged
+    return made
+
+
+def _figure(tasks: Sequence[Sequence[float]]) -> dict[str, JSON]:
+    values = [value for task in tasks for value in task]
+    interval: Interval | None = mean_interval(tasks)
+    return {"mean": math.fsum(values) / len(values) if values else None, "interval": interval and list(interval)}
+
+
+def _passes(tasks: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
+    found = pass_metrics(tasks, attempts or max(map(len, tasks), default=0))
+    names = [name for name in found if name.startswith("pass@") and f"{name}/low" in found]
+    return {name: {"mean": found[name], "interval": [found[f"{name}/low"], found[f"{name}/high"]]} for name in names}
+
+
+def _state(folder: Path, facts: Mapping[str, str]) -> str:
+    if facts.get("ended"):
+        return facts["ended"]
+    stages = read_stages(folder)
+    return KILLED if stages is None else {True: RUNNING, False: KILLED, None: ELSEWHERE}[is_alive(stages)]
+
+
+def _kind(config: Mapping[str, JSON]) -> str:
+    if config.get("environment") == "batch":
+        return "batch"
+    return {"evaluate": "eval", "serve": "feed"}.get(str(config.get("command")), "run")

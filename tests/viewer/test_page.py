@@ -1,0 +1,277 @@
+"""The page in a real Chromium: every view of a real run, hostile texts, the keyboard, and the file that is one page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+import pytest
+from recorded import rollout, write_run
+
+from palaestra.cli.main import main as palaestra
+from palaestra.core.types import JSON
+from palaestra.rollouts.records import Group
+from palaestra.tools.browser import launch
+from palaestra.viewer.page_file import bundled
+from palaestra.viewer.runs import open_runs
+from palaestra.viewer.server import Viewer, serving
+from palaestra.viewer.token_texts import TokenTexts
+
+from .fixing import HOSTILE
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
+
+TOKEN = "secret"
+Visit = Callable[["Page", str], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    if (reason := launch.problem()) is not None:
+        pytest.skip(reason)
+    found = launch.usable()
+    assert found is not None
+    return found
+
+
+async def browse(chromium: str, address: str, visit: Visit, **context: JSON) -> None:
+    """Open an address and visit it. The page must report no error, and send nothing to another host."""
+    from playwright.async_api import async_playwright
+
+    problems: list[str] = []
+    asked: list[str] = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = await (await browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **context})).new_page()
+        page.on(
+            "console", lambda message: problems.append(message.text) if message.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("dialog", lambda dialog: problems.append(dialog.message))
+        await page.goto(address)
+        await page.wait_for_selector("#main h1")
+        await visit(page, address.split("?")[0].split("#")[0])
+        await browser.close()
+    assert problems == []
+    origin = address.split("?")[0].split("#")[0]
+    assert [url for url in asked if not url.startswith((origin, "data:", "blob:"))] == []
+
+
+def see(chromium: str, run: Path, visit: Visit, **context: JSON) -> None:
+    """Serve a run, index it, and visit its list of runs."""
+
+    async def main() -> None:
+        runs = open_runs(str(run))
+        for name in runs:
+            while runs.update(name):
+                continue
+        async with serving(Viewer(runs, TOKEN, TokenTexts(runs)), TOKEN) as url:
+            await browse(chromium, f"{url}/?token={TOKEN}", visit, **context)
+
+    asyncio.run(main())
+
+
+async def until(page: Page, condition: str) -> None:
+    """Wait until a condition holds. Playwright's own wait uses `eval`, which the page's policy forbids."""
+    for _ in range(300):
+        if await page.evaluate(f"() => {condition}"):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{condition} never holds: {await page.inner_text('body')}")
+
+
+async def go(page: Page, base: str, view: str, **params: Any) -> None:
+    """Open a view by its address, and wait until it is there."""
+    await page.evaluate("address => { location.hash = address }", f"#/{view}?{urlencode(params, doseq=True)}")
+    await asyncio.sleep(0.05)
+    await until(page, "!document.querySelector('main[aria-busy]')")
+    await page.wait_for_selector("#main h1")
+
+
+def test_every_view_of_a_real_run_opens_without_an_error(real: Path, chromium: str) -> None:
+    run, first = real.name, "000000-count/0"
+
+    async def visit(page: Page, base: str) -> None:
+        assert await page.locator("table.wide tbody tr").count() == 1
+        await page.click("table.wide tbody th a")
+        await page.wait_for_selector("a.row")
+        assert await page.locator("a.row").count() == 12
+        for tab, found in (("groups", ".group .cell"), ("settings", ".card tr")):
+            await go(page, base, "run", run=run, tab=tab)
+            assert await page.locator(found).count() >= 12 - 8
+        await go(page, base, "rollout", run=run, id=f"{first}/0")
+        assert await page.locator(".turn.r-user").inner_text() != ""
+        assert await page.locator(".turn.r-assistant").count() >= 2
+        assert await page.locator(".tests li").count() == 2
+        await go(page, base, "tokens", run=run, id=f"{first}/0")
+        await page.wait_for_selector(".token-line .token.trained, .token-line .token.given")
+        assert "T1 to T4 hold" in await page.inner_text("#main")
+        assert "lines" in "".join(await page.locator(".token-line .token").all_inner_texts())
+        await go(page, base, "siblings", run=run, id=[f"{first}/{n}" for n in range(4)])
+        await page.wait_for_selector("table.calls td")
+        assert await page.locator("table.siblings thead th").count() == 5
+        await go(page, base, "run", run=run, text="Write the number")
+        await until(page, "document.querySelectorAll('.found li').length == 12")
+
+    see(chromium, real, visit)
+
+
+@pytest.mark.parametrize("width", [400, 3840])
+def test_no_view_is_wider_than_the_window(real: Path, chromium: str, width: int) -> None:
+    async def visit(page: Page, base: str) -> None:
+        one = {"run": real.name, "id": "000000-count/0/0"}
+        views = [("runs", {}), ("run", one), ("run", {**one, "tab": "groups"}), ("rollout", one), ("tokens", one),
+                 ("siblings", {**one, "id": ["000000-count/0/0", "000000-count/0/1"]})]  # fmt: skip
+        for view, params in views:
+            await go(page, base, view, **params)
+            assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+
+    see(chromium, real, visit, viewport={"width": width, "height": 900}, color_scheme="dark")
+
+
+def test_the_filter_and_the_keyboard(real: Path, chromium: str) -> None:
+    async def visit(page: Page, base: str) -> None:
+        await go(page, base, "run", run=real.name)
+        await page.keyboard.press("/")
+        await page.keyboard.type('task:count/1 calls>=1 "count/1"')
+        await page.keyboard.press("Enter")
+        await until(page, "document.querySelectorAll('a.row').length == 4")
+        await page.keyboard.press("Escape")
+        for key in ("j", "j", "k", "Enter"):
+            await page.keyboard.press(key)
+        await page.wait_for_selector(".turn")
+        assert "id=000001-count%2F1%2F0" in page.url
+        await page.keyboard.press("j")
+        await page.keyboard.press("j")
+        assert await page.locator(".step[aria-current]").inner_text() != ""
+        await page.keyboard.press("n")
+        await until(page, "location.hash.includes('000001-count%2F1%2F1')")
+        await page.keyboard.press("?")
+        assert "next rollout" in await page.inner_text("dialog")
+        await page.keyboard.press("Escape")
+        await page.keyboard.press("t")
+        await page.wait_for_selector(".token-page")
+        await page.focus(".token-page")
+        for _ in range(3):
+            await page.keyboard.press("ArrowRight")
+        assert "position 2" in (await page.inner_text(".token-info")).replace("\n", " ")
+
+    see(chromium, real, visit)
+
+
+def hostile_run(folder: Path) -> Path:
+    call = {"id": HOSTILE, "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    image = {"type": "image_url", "image_url": {"url": "http://evil.example/x.png"}}
+    script = {"type": "image_url", "image_url": {"url": "data:image/svg+xml;base64,PHN2ZyBvbmxvYWQ9ImFsZXJ0KDEpIi8+"}}
+    messages = [
+        {"role": HOSTILE, "content": HOSTILE},
+        {"role": "user", "content": [{"type": "text", "text": HOSTILE}, image, script]},
+        {
+            "role": "assistant",
+            "content": f"<think>{HOSTILE}</think>{HOSTILE}",
+            "tool_calls": [call, None, {"function": 3}],
+        },
+        {"role": "tool", "tool_call_id": HOSTILE, "content": HOSTILE},
+        {"role": "tool", "tool_call_id": 7, "content": {"x": [HOSTILE]}},
+    ]
+    detail = {HOSTILE: HOSTILE, "patch": f"--- a\n+++ b\n+{HOSTILE}", "tests": {HOSTILE: False}}
+    given: dict[str, JSON] = {"group_id": "g", "task_id": HOSTILE, "error": HOSTILE, "detail": detail}
+    rollouts = [rollout(n, messages, float(n), rollout_id=f"g/{n}", **given) for n in range(2)]
+    return write_run(folder, Group(group_id="g", number=0, task_id=HOSTILE, trajectories=rollouts), model=HOSTILE)
+
+
+async def unharmed(page: Page) -> None:
+    """Nothing of the hostile texts ran or hides."""
+    assert await page.evaluate("window.broken") is None
+    assert (
+        await page.locator(
+            "main script, main iframe, main [onerror], main a[href^='http'], main a[href^='javascript']"
+        ).count()
+        == 0
+    )
+    text = await page.evaluate("document.querySelector('main').textContent + document.title")
+    assert not set("\u202e\u202c\x1b\x07\x9b") & set(text)
+
+
+def test_hostile_texts_do_nothing(tmp_path: Path, chromium: str) -> None:
+    async def visit(page: Page, base: str) -> None:
+        one = {"run": "run", "id": "g/0"}
+        pair = {"run": "run", "id": ["g/0", "g/1"]}
+        views = [("runs", {}), ("run", one), ("run", {**one, "tab": "groups"}), ("run", {**one, "text": "broken"}),
+                 ("rollout", one), ("siblings", pair)]  # fmt: skip
+        for view, params in views:
+            await go(page, base, view, **params)
+            await unharmed(page)
+        await go(page, base, "rollout", **one)
+        shown = await page.inner_text("main")
+        assert "<script>window.broken = 1</script>" in shown
+        assert "⟨U+202E⟩reversed" in shown
+        assert await page.locator(".a-fg1", has_text="red").count() > 0
+
+    see(chromium, hostile_run(tmp_path / "run"), visit)
+
+
+def test_the_file_shows_the_same_without_a_server(real: Path, tmp_path: Path, chromium: str) -> None:
+    out = tmp_path / "group.html"
+    assert palaestra(["view", str(real), "--html", str(out), "--rollout", "000000-*"]) == 0
+    assert out.stat().st_size < 2_000_000
+
+    async def visit(page: Page, base: str) -> None:
+        assert await page.locator("table.wide tbody tr").count() == 1
+        await go(page, base, "run", run=real.name)
+        assert await page.locator("a.row").count() == 4
+        await go(page, base, "run", run=real.name, where='[["index","<",2]]', sort="reward desc")
+        assert await page.locator("a.row").count() == 2
+        await go(page, base, "run", run=real.name, tab="groups")
+        assert await page.locator(".group").count() == 1
+        await go(page, base, "rollout", run=real.name, id="000000-count/0/1")
+        assert await page.locator(".turn.r-assistant").count() >= 1
+        await go(page, base, "tokens", run=real.name, id="000000-count/0/1")
+        await page.wait_for_selector(".token-line .token")
+        await go(page, base, "siblings", run=real.name, id=[f"000000-count/0/{n}" for n in range(4)])
+        await page.wait_for_selector("table.calls td")
+
+    asyncio.run(browse(chromium, out.as_uri(), visit))
+
+
+def test_hostile_texts_in_a_file_do_nothing(tmp_path: Path, chromium: str) -> None:
+    run, out = hostile_run(tmp_path / "run"), tmp_path / "run.html"
+    assert palaestra(["view", str(run), "--html", str(out)]) == 0
+    assert "window.broken" not in out.read_text()
+
+    async def visit(page: Page, base: str) -> None:
+        await go(page, base, "rollout", run="run", id="g/0")
+        await unharmed(page)
+        assert "<script>window.broken = 1</script>" in await page.inner_text("main")
+
+    asyncio.run(browse(chromium, out.as_uri(), visit))
+
+
+def test_the_bundle_has_every_module_once_and_no_import() -> None:
+    script = bundled()
+    assert script.count("const $_dom = ") == 1
+    assert "\nimport " not in script
+    assert "\nexport " not in script
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (["--rollout", "x"], "--html"),
+        (["--html", "OUT", "--rollout", "nothing*"], "no finished rollout"),
+        (["--html", "OUT", "--tokenizer", "./missing"], "no model folder"),
+    ],
+)
+def test_a_wrong_command_line_gets_a_reason(
+    tmp_path: Path, line: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = hostile_run(tmp_path / "run")
+    words = [str(tmp_path / "out.html") if word == "OUT" else word for word in line]
+    assert palaestra(["view", str(run), *words]) == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "out.html").exists()
