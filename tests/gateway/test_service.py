@@ -377,6 +377,31 @@ def test_nothing_is_lost_while_the_platform_does_not_answer(tmp_path):
     asyncio.run(main())
 
 
+def test_an_answer_waits_until_its_platform_has_started(tmp_path):
+    class SlowToStart(Loopback):
+        """As every platform that opens a client when it starts."""
+
+        async def start(self, deliver):
+            await asyncio.sleep(0.3)
+            self.client = object()
+            await super().start(deliver)
+
+        def _add(self, message):
+            assert self.client is not None
+            return super()._add(message)
+
+    async def main():
+        async with a_gateway(tmp_path) as scene:
+            scene.platform.outage = True
+            await scene.platform.say("say it", message_id="m")
+            await until(lambda: len(scene.model.requests) == 1)
+        async with a_gateway(tmp_path, platform=SlowToStart()) as scene:
+            assert (await scene.platform.receive()).text == "it"
+            assert await scene.gateway.mailbox.refused() == []
+
+    asyncio.run(main())
+
+
 def test_sending_goes_on_by_itself_when_the_platform_answers_again(tmp_path):
     async def main():
         async with a_gateway(tmp_path) as scene:

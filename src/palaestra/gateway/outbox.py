@@ -43,28 +43,26 @@ class Outbox:
         self._start = start
         self._mailbox, self._platforms, self._on_refused, self._clock = mailbox, platforms, on_refused, clock
         self._sending: dict[ChatAddress, asyncio.Event] = {}
-        self._again = asyncio.Event()
+        self._connected: set[str] = set()
 
-    async def resume(self) -> None:
-        """Send the messages that an earlier gateway left."""
+    async def begin(self, platform: str) -> None:
+        """Send the waiting messages of a platform that has just started, and from now on those that follow."""
+        self._connected.add(platform)
         for address in await self._mailbox.chats_to_send_to():
-            self.wake(address)
+            if address.platform == platform:
+                self.wake(address)
 
     def wake(self, address: ChatAddress) -> None:
-        """Start to send the waiting messages of a chat, unless its platform is not enabled."""
-        if address.platform not in self._platforms:
-            return  # the platform is no longer enabled; its messages wait in the mailbox
+        """Start to send the waiting messages of a chat. The messages of a platform that is not enabled, or has not
+        started yet, wait in the mailbox."""
+        if address.platform not in self._connected:
+            return
         if address in self._sending:
             self._sending[address].set()
             return
         self._sending[address] = asyncio.Event()
         self._sending[address].set()
         self._start(self._send_all(address), f"send to {address.platform}")
-
-    def retry_now(self) -> None:
-        """Retry immediately, because a platform is connected again."""
-        self._again.set()
-        self._again = asyncio.Event()
 
     async def _send_all(self, address: ChatAddress) -> None:
         more, failures = self._sending[address], 0
@@ -130,11 +128,4 @@ class Outbox:
             wait_s = max(wait_s if failures > 1 else 0.0, error.retry_after_s)
         log = logger.warning if failures == 1 else logger.info
         log("%s: %s; trying again in %.1f s", address.platform, error, wait_s)
-        sleeping = asyncio.ensure_future(self._clock.sleep(wait_s))
-        again = asyncio.ensure_future(self._again.wait())
-        try:
-            await asyncio.wait((sleeping, again), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            sleeping.cancel()
-            again.cancel()
-            await asyncio.gather(sleeping, again, return_exceptions=True)
+        await self._clock.sleep(wait_s)

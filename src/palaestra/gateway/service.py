@@ -149,7 +149,6 @@ class Gateway:
         await self._recover()
         async with asyncio.TaskGroup() as self._tasks:
             try:
-                await self._outbox.resume()
                 for row, key in await self.mailbox.waiting():  # before the platforms deliver messages after these
                     waiting = await self.mailbox.read(row)
                     if waiting is not None and waiting.message.address.platform in self.platforms:
@@ -218,6 +217,8 @@ class Gateway:
         except PlatformUnavailable as error:
             logger.warning("%s: %s; trying again until it answers", platform.name, error)
             self._start(self._reconnect(platform), f"connect {platform.name}")
+        else:
+            await self._outbox.begin(platform.name)
 
     async def _reconnect(self, platform: Platform) -> None:
         wait_s = 1.0
@@ -234,7 +235,7 @@ class Gateway:
                 logger.exception("%s cannot be started; trying again", platform.name)
                 wait_s = min(LONGEST_RECONNECT_S, wait_s * 2)
             else:
-                self._outbox.retry_now()
+                await self._retried(partial(self._outbox.begin, platform.name), "the sending of waiting messages")
                 return
 
     # Messages

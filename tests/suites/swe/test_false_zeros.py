@@ -267,13 +267,13 @@ def test_work_that_hangs_its_tests_is_scored_zero_after_one_time_limit(
     source = Source.make(tmp_path / "source")
     patch = tmp_path / "hanging.patch"
     patch.write_text(source.diff({"pkg/calc.py": "import time\ntime.sleep(600)\n"}))
-    flags = ("--env.controls=false", "--env.test_timeout_s=20")
+    flags = ("--env.controls=false", "--env.test_timeout_s=30")
     (group,) = roll_out(
         [source.row()], f"patch:{patch}", tmp_path / "run", installed_pytest, *flags, kind=WithoutBaseline
     )
     (trajectory,) = group.trajectories
     assert (trajectory.official, trajectory.reward) == (0.0, 0.0), (trajectory.detail, trajectory.error)
-    assert 20 <= trajectory.beside.stages["grade"] < 40
+    assert 30 <= trajectory.beside.stages["grade"] < 60
 
 
 PATCHED = """
