@@ -87,7 +87,7 @@ FAULTS = tests/integrations/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
 e2b: venv ## run the E2B SDKs for Python and JavaScript against our server, in an environment of their own
 	@scripts/e2b_env
-	@.venv/bin/python -m pytest -q -m interop tests/e2b
+	@.venv/bin/python -m pytest -q -m interop tests/doors/e2b
 
 faces: venv ## run the tests of the trainers' integrations with the trainers' own packages (large; Python 3.12 and 3.11)
 	@scripts/faces_env

@@ -27,7 +27,7 @@ from pathlib import Path
 import _measure as measure
 from _instant_server import chat_reply, serve
 
-from palaestra.batch.prompts import batch
+from palaestra.doors.batch.prompts import batch
 from palaestra.envs.run.command import command_line
 from palaestra.envs.run.run import run
 from palaestra.rollouts.events import GroupFinished, Handlers

@@ -3,7 +3,7 @@
 200 people on the loopback platform each write a message every `PAUSE_S` seconds, at random moments. The model server,
 in a separate process, answers after `MODEL_S` seconds. The added latency is the time from the person's message to the
 answer, minus the model server's time. For comparison, the same run measures the same conversations without a gateway
-(`palaestra.chat` alone).
+(`palaestra.doors.chat` alone).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ async def people(say: Say, messages: int) -> list[float]:
 
 
 async def with_gateway(url: str, home: Path, messages: int) -> dict[str, float]:
-    from palaestra.chat.service import ChatService, ChatSettings
-    from palaestra.chat.store import ConversationStore
-    from palaestra.gateway.config import GatewayConfig
-    from palaestra.gateway.mailbox import Mailbox
-    from palaestra.gateway.platforms.loopback import Loopback
-    from palaestra.gateway.service import Gateway
+    from palaestra.doors.chat.service import ChatService, ChatSettings
+    from palaestra.doors.chat.store import ConversationStore
+    from palaestra.doors.gateway.config import GatewayConfig
+    from palaestra.doors.gateway.mailbox import Mailbox
+    from palaestra.doors.gateway.platforms.loopback import Loopback
+    from palaestra.doors.gateway.service import Gateway
     from palaestra.inference.config import APIServerConfig
 
     allowed = {"loopback": {"allowed_users": ["*"]}}
@@ -73,9 +73,9 @@ async def with_gateway(url: str, home: Path, messages: int) -> dict[str, float]:
 
 
 async def without_gateway(url: str, home: Path, messages: int) -> dict[str, float]:
-    from palaestra.chat.conversation import Conversation
-    from palaestra.chat.service import ChatService, ChatSettings
-    from palaestra.chat.store import ConversationStore
+    from palaestra.doors.chat.conversation import Conversation
+    from palaestra.doors.chat.service import ChatService, ChatSettings
+    from palaestra.doors.chat.store import ConversationStore
     from palaestra.inference.config import APIServerConfig
 
     with closing(ConversationStore(home / "conversations.db")) as store:

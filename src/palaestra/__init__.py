@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     )
     from palaestra.envs.api.agent_env import AgentEnv, AgentEnvConfig
     from palaestra.envs.api.base_env import BaseEnv, Item
-    from palaestra.envs.api.function_form import FunctionEnvConfig, environment
+    from palaestra.envs.api.declaration import FunctionEnvConfig
+    from palaestra.envs.api.function_form import environment
     from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
     from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
@@ -377,7 +378,7 @@ _MODULES = {
     "ExportedRow": "rollouts.export.token_rows",
     "FileInfo": "sandbox.slot",
     "FunctionEngine": "inference.engines.function_engine",
-    "FunctionEnvConfig": "envs.api.function_form",
+    "FunctionEnvConfig": "envs.api.declaration",
     "GraderError": "core.errors",
     "Group": "rollouts.records",
     "HermesAgentBaseEnv": "envs.api.hermes_env",

@@ -15,7 +15,8 @@ import pytest
 from recorded import MALFORMED, broken, rollout, sky, write_run
 
 from palaestra.cli.main import main
-from palaestra.rollouts.export.exporter import FORMATS, ExportMeta, ExportReport
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
+from palaestra.rollouts.export.formats import FORMATS
 from palaestra.rollouts.records import Group
 
 

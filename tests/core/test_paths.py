@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 import palaestra
-from palaestra.batch.prompts import BatchConfig
 from palaestra.cli.host_path import HostPath
 from palaestra.core.config import local_path, slot_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.doors.batch.prompts import BatchConfig
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.scripted import ReplayPolicy, policy_named

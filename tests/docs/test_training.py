@@ -16,7 +16,7 @@ import pytest
 from recorded import META, groups, sky
 
 from palaestra.core.types import JSON
-from palaestra.rollouts.export.exporter import FORMATS, exporter_named
+from palaestra.rollouts.export.formats import FORMATS, exporter_named
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.records import Group
 

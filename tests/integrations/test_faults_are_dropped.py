@@ -29,7 +29,8 @@ from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.integrations import trl
-from palaestra.rollouts.export.exporter import ExportMeta, exporter_named
+from palaestra.rollouts.export.exporter import ExportMeta
+from palaestra.rollouts.export.formats import exporter_named
 from palaestra.rollouts.records import Group
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
 from palaestra.trainers.atropos.groups import fitting, scored_data

@@ -13,8 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from palaestra import Task, ToolStep, environment
-from palaestra.batch.batch_files import write_batch_files
 from palaestra.core.types import Outcome
+from palaestra.doors.batch.batch_files import write_batch_files
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from chat.chat_process import environment
+from doors.chat.chat_process import environment
 
 
 def test_the_fixed_answer_server_answers_a_chat(tmp_path):

@@ -154,6 +154,7 @@ def test_the_filter_and_the_keyboard(real: Path, chromium: str) -> None:
         await page.keyboard.press("?")
         assert "next rollout" in await page.inner_text("dialog")
         await page.keyboard.press("Escape")
+        await until(page, "!document.querySelector('dialog')")
         await page.keyboard.press("t")
         await page.wait_for_selector(".token-page")
         await page.focus(".token-page")

@@ -42,11 +42,9 @@ _PATH = CompletionItem("", type="file")
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> None:
-    from palaestra.cli.main import cli
-
     kind = get_completion_class(shell)
     assert kind is not None  # click has a class for each of the three shells
-    click.echo(kind(cli, {}, "palaestra", "_PALAESTRA_COMPLETE").source())
+    click.echo(kind(click.get_current_context().find_root().command, {}, "palaestra", "_PALAESTRA_COMPLETE").source())
 
 
 def complete_environments(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -69,7 +67,7 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
 
 def complete_formats(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the formats of `export`."""
-    from palaestra.rollouts.export.exporter import FORMATS
+    from palaestra.rollouts.export.formats import FORMATS
 
     return _starting(incomplete, ((name, summary) for name, (_, summary) in FORMATS.items()))
 

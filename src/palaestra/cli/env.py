@@ -19,7 +19,7 @@ from palaestra.cli.completion import (
     complete_settings,
 )
 from palaestra.cli.host_path import HostPath
-from palaestra.cli.main import PluginGroup
+from palaestra.cli.plugin_group import PluginGroup
 from palaestra.core.config import why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural

@@ -7,29 +7,42 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Protocol, cast
 
 import click
 
 from palaestra.cli.completion import complete_formats, complete_runs
 from palaestra.cli.host_path import HostPath
 from palaestra.core.exits import plural
+from palaestra.core.io import plugins
 
 if TYPE_CHECKING:
     from palaestra.rollouts.export.exporter import Exporter, ExportReport
     from palaestra.rollouts.journal.reader import Recording
     from palaestra.rollouts.records import Group, Trajectory
 
+SOURCES = "palaestra.exported"
+"""The group of entry points for what can be exported beside runs."""
+
+
+class StoredGroups(Protocol):
+    """Opens stored conversations. If `names` is empty, all are read; `left_out` counts those that are excluded."""
+
+    def __call__(
+        self, names: Sequence[str], left_out: Counter[str], *, tokens: bool
+    ) -> AbstractContextManager[Iterable[Group]]: ...
+
 
 class _Help(click.Command):
     """A command whose help ends with the formats; they are looked up only when the help is printed."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from palaestra.rollouts.export.exporter import FORMATS
+        from palaestra.rollouts.export.formats import FORMATS
 
         super().format_help_text(ctx, formatter)
         with formatter.section("Formats"):
@@ -114,7 +127,7 @@ def command(
     from palaestra.core.config import nearest
     from palaestra.core.errors import ConfigError
     from palaestra.core.types import Outcome
-    from palaestra.rollouts.export.exporter import exporter_named
+    from palaestra.rollouts.export.formats import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
 
     known = [outcome.value for outcome in Outcome]
@@ -149,10 +162,10 @@ def command(
 
 
 def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: Filter, *, as_json: bool) -> None:
-    """Write stored conversations."""
-    from palaestra.chat.export import session_groups
-    from palaestra.chat.store import ConversationStore
+    """Write stored conversations, which the door that stored them reads."""
     from palaestra.rollouts.export.exporter import ExportMeta
+
+    stored = cast("StoredGroups", plugins.load(plugins.installed(SOURCES)["sessions"]))
 
     path = out or Path("exports")
     if out is None or path.is_dir():
@@ -162,13 +175,12 @@ def _export_sessions(exporter: Exporter, named: str, out: Path | None, wanted: F
     def write(file: IO[bytes]) -> ExportReport:
         left_out: Counter[str] = Counter()
         names = [] if named in ("", "all") else [named]
-        groups = session_groups(store, names, left_out, tokens=exporter.name in ("rows", "atropos"))
-        report = exporter.export(wanted.of(groups), file, meta)
+        with stored(names, left_out, tokens=exporter.name in ("rows", "atropos")) as groups:
+            report = exporter.export(wanted.of(groups), file, meta)
         report.left_out += left_out + wanted.left_out
         return report
 
-    with ConversationStore() as store:
-        target, report = _written(path, write)
+    target, report = _written(path, write)
     _say(exporter, report, target, 0, as_json)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from palaestra.cli.main import PluginGroup
+from palaestra.cli.plugin_group import PluginGroup
 
 
 class _ImagesGroup(PluginGroup):

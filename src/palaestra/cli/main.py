@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import click
 
@@ -20,9 +19,6 @@ from palaestra import __version__
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.exits import DONE, USAGE, Program
 from palaestra.core.io import plugins
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 COMMANDS = {
     "run": "Roll out an environment.",
@@ -53,7 +49,11 @@ COMMANDS = {
     "doctor": "Report which isolation levels work here, or check backends or a model server.",
     "completion": "Print the completion script for a shell.",
 }
-"""Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command`."""
+"""Maps each subcommand to its help line. The subcommand is `palaestra.cli.<name>.command`, or the entry point of that
+name in the group `palaestra.commands`."""
+
+_OF_DOORS = frozenset({"acp", "batch", "chat", "gateway"})
+"""Subcommands that are entry points, since this package imports no door."""
 
 _EXAMPLES = """\b
   palaestra run terminal_test --policy oracle --tasks 2
@@ -72,57 +72,6 @@ Exit codes: 0 done, 1 failed, 2 usage or settings, 3 more unscored rollouts than
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-PLUGINS = "palaestra.commands"
-
-
-class PluginGroup(click.Group):
-    """A group that installed packages extend: the entry point `env.import` is the command `palaestra env import`.
-
-        [project.entry-points."palaestra.commands"]
-        "tasks.build.words" = "my_package.build_words:command"
-
-    The entry point names a click command, whose docstring is its help. The command's module is imported when the
-    command is used; `--help` of the group only parses the module. The group consists of the entry points whose names
-    begin with `prefix`.
-    """
-
-    prefix: str
-
-    def _plugins(self) -> dict[str, EntryPoint]:
-        found = {name.removeprefix(f"{self.prefix}."): point for name, point in plugins.installed(PLUGINS).items()}
-        return {
-            name: point
-            for name, point in found.items()
-            if point.name == f"{self.prefix}.{name}" and "." not in name and name not in self.commands
-        }
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *self._plugins()]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own = super().get_command(ctx, cmd_name)
-        point = self._plugins().get(cmd_name)
-        if own is not None or point is None:
-            return own
-        command = plugins.load(point)
-        if not isinstance(command, click.Command):
-            raise ConfigError(f"{point.name} of {plugins.origin(point)} is not a click command")
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands as click does, but without importing entry points."""
-        with formatter.section("Commands"):
-            own = [(name, command.get_short_help_str(90)) for name, command in self.commands.items()]
-            formatter.write_dl(own + [(name, _summary(point)) for name, point in self._plugins().items()])
-
-
-def _summary(point: EntryPoint) -> str:
-    try:
-        return plugins.summary(point)
-    except ConfigError as error:
-        return f"({error})"
-
-
 class LazyGroup(click.Group):
     """A group that imports a subcommand only when the subcommand is used."""
 
@@ -132,6 +81,10 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        if cmd_name in _OF_DOORS:
+            from palaestra.cli.plugin_group import GROUP, command_of
+
+            return command_of(plugins.installed(GROUP)[cmd_name])
         command: click.Command = import_module(f"palaestra.cli.{cmd_name}").command
         return command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,15 @@ if TYPE_CHECKING:
 @click.option(
     "--rollout", "rollouts", multiple=True, metavar="PATTERN", help="With --html: only these rollouts. Repeatable."
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the address of the page, or of the file, as JSON.")
 def command(
-    run: str, port: int, no_open: bool, tokenizer: str | None, html: Path | None, rollouts: tuple[str, ...]
+    run: str,
+    port: int,
+    no_open: bool,
+    tokenizer: str | None,
+    html: Path | None,
+    rollouts: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.viewer.runs import index_store, open_runs
@@ -60,13 +68,14 @@ def command(
 
         runs = open_runs(run or "last", index_store())
         texts = TokenTexts(runs, tokenizer)
-        click.echo(write_page(html, runs, rollouts, texts))
+        said = write_page(html, runs, rollouts, texts)
+        click.echo(json.dumps({"file": str(html)}) if as_json else said)
         return
     runs = open_runs(run, index_store())
-    asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, not no_open))
+    asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, opens=not no_open, as_json=as_json))
 
 
-async def _serve(runs: Runs, texts: TokenTexts, port: int, opens: bool) -> None:
+async def _serve(runs: Runs, texts: TokenTexts, port: int, *, opens: bool, as_json: bool) -> None:
     import secrets
     import webbrowser
 
@@ -75,7 +84,7 @@ async def _serve(runs: Runs, texts: TokenTexts, port: int, opens: bool) -> None:
     token = secrets.token_urlsafe(24)
     async with serving(Viewer(runs, token, texts), token, port) as url:
         address = f"{url}/?token={token}"
-        click.echo(address)
+        click.echo(json.dumps({"url": address}) if as_json else address)
         click.echo("Ctrl-C stops the viewer", err=True)
         if opens:
             await asyncio.to_thread(webbrowser.open, address)

@@ -39,10 +39,10 @@ ELSEWHERE: Mapping[str, str] = {
     "ModalToolBackend": "palaestra.sandbox.modal_tool_backend",
     "SlotState": "palaestra.sandbox.slot",
     "FINISHED_TTL_SECONDS": "palaestra.processes.session",
-    "GatewayConfig": "palaestra.gateway.config",
+    "GatewayConfig": "palaestra.doors.gateway.config",
     "MAX_OUTPUT_CHARS": "palaestra.processes.session",
     "MAX_PROCESSES": "palaestra.processes.session",
-    "SessionResetPolicy": "palaestra.gateway.session_reset",
+    "SessionResetPolicy": "palaestra.doors.gateway.session_reset",
     "TerminalBench2EvalConfig": "palaestra.suites.terminal_bench.terminalbench_2",
     "ToolCallParser": "palaestra.inference.parsers",
     **{

@@ -16,10 +16,10 @@ from aiohttp import web
 from palaestra.core.errors import ConfigError
 from palaestra.core.io import http_server
 from palaestra.core.io.http_server import is_loopback, listening, refusal
-from palaestra.gateway.config import PlatformConfig
-from palaestra.gateway.platform import Deliver
-from palaestra.gateway.platforms.openai_api import OpenAIServer
-from palaestra.gateway.platforms.webhook import Webhook
+from palaestra.doors.gateway.config import PlatformConfig
+from palaestra.doors.gateway.platform import Deliver
+from palaestra.doors.gateway.platforms.openai_api import OpenAIServer
+from palaestra.doors.gateway.platforms.webhook import Webhook
 from palaestra.inference.engine import TokenEngine
 from palaestra.inference.recording.endpoint import RecordingEndpoint
 from palaestra.inference.tokenizers import Tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from palaestra.core.errors import ConfigError
-from palaestra.rollouts.export.exporter import FORMATS, exporter_named
+from palaestra.rollouts.export.formats import FORMATS, exporter_named
 from palaestra.rollouts.export.openai import OpenAIExporter
 
 

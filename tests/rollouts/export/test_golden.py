@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from palaestra.rollouts.export.exporter import FORMATS, ExportReport, exporter_named
+from palaestra.rollouts.export.exporter import ExportReport
+from palaestra.rollouts.export.formats import FORMATS, exporter_named
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -18,7 +18,7 @@ from palaestra.core.io.threads import OneThread
 from palaestra.core.types import JSON, NetworkPolicy, Score, Task
 from palaestra.core.user_code import run_hook, score_of, settled
 from palaestra.envs import cache_key
-from palaestra.envs.api.function_form import FunctionEnvConfig, FunctionForm, Hook, Source, TaskSource
+from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, Source, TaskSource
 from palaestra.envs.api.hook_commands import HookCommands
 from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
 from palaestra.envs.run import pass_at_k
@@ -33,7 +33,7 @@ from palaestra.sandbox.slot import Slot
 class FunctionEnvironment(EvaluatedEnvironment):
     """One run's view of a function environment."""
 
-    def __init__(self, form: FunctionForm, config: FunctionEnvConfig) -> None:
+    def __init__(self, form: Declaration, config: FunctionEnvConfig) -> None:
         self.form = form
         self.config = config
         self._settings = agent_settings(config)

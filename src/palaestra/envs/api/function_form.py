@@ -18,18 +18,19 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from pydantic import Field, create_model
 
-from palaestra.core.config import nearest, setting
+from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Task, number
-from palaestra.envs.config.fields import BaseEnvConfig, HeldOutConfig
+from palaestra.core.types import JSON, number
+from palaestra.envs.api.declaration import Declaration, FunctionEnvConfig, Hook, HookFunction, ScoreHook, TaskSource
+from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.tools.decorator import TypedTool, UserFunction
 from palaestra.tools.decorator import declare as declare_tool
@@ -38,35 +39,10 @@ if TYPE_CHECKING:
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
     from palaestra.inference.chat_server import ChatServer
 
-HookFunction: TypeAlias = Callable[..., object]
-Source: TypeAlias = Callable[[], Awaitable[object]]
-"""Creates one argument of a hook; called only if the hook has that parameter."""
-
 F = TypeVar("F", bound=HookFunction)
-
-TaskSource = Callable[..., Iterable[Task] | AsyncIterator[Task]]
 
 _FREE = frozenset({"construct", "copy", "dict", "from_orm", "json", "schema", "schema_json", "validate"})
 """Names of pydantic's deprecated methods. A parameter of an environment may have one of these names."""
-
-
-class FunctionEnvConfig(HeldOutConfig):
-    """Settings of a function environment. They are the settings of every agent environment, but by default each task is
-    rolled out once, without a network."""
-
-    group_size: int = setting(1, "Rollouts per task.", ge=1)
-    total_steps: int = setting(-1, "Maximum number of groups to process; -1 means every task once.", ge=-1)
-    include_messages: bool = setting(True, "Keep each rollout's messages in the JSONL file.")
-    allow_network: bool = setting(False, "Whether the agent's commands can reach the network.")
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """A user's function and the names of its parameters."""
-
-    function: HookFunction
-    wants: tuple[str, ...]
-    name: str
 
 
 def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> Hook:
@@ -87,15 +63,7 @@ def declare_hook(function: HookFunction, kind: str, known: tuple[str, ...]) -> H
     return Hook(function, tuple(wants), str(getattr(function, "__name__", "hook")))
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreHook:
-    """One score and its weight in the reward."""
-
-    hook: Hook
-    weight: float
-
-
-class FunctionForm:
+class FunctionForm(Declaration):
     """The result of `@environment`. It collects the hooks and builds the environment of a run. `command` is the command
     line's default command; `reference` names the place from which the environment was loaded."""
 
@@ -105,15 +73,11 @@ class FunctionForm:
     def __init__(
         self, source: TaskSource, *, name: str | None, toolsets: Sequence[str], label_names: Sequence[str] = ()
     ) -> None:
-        self.source = source
-        self.name = name if name is not None else str(getattr(source, "__name__", "environment"))
+        name = name if name is not None else str(getattr(source, "__name__", "environment"))
         for kind, given in (("toolsets", toolsets), ("label_names", label_names)):
             if isinstance(given, str):
-                raise ConfigError(f"environment {self.name}: {kind} must be a list, such as [{given!r}]")
-        self.toolsets, self.label_names = tuple(toolsets), tuple(label_names)
-        self.scores: list[ScoreHook] = []
-        self.preparation: Hook | None = None
-        self.tools: list[TypedTool] = []
+                raise ConfigError(f"environment {name}: {kind} must be a list, such as [{given!r}]")
+        super().__init__(source, name, tuple(toolsets), tuple(label_names))
         self.bound: FunctionEnvConfig | None = None
         """The settings, if the environment was called with arguments; None otherwise."""
         self.__doc__ = source.__doc__

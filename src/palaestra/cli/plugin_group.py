@@ -1,0 +1,67 @@
+"""Groups of commands that installed packages extend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io import plugins
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "palaestra.commands"
+"""The group of entry points for commands."""
+
+
+def command_of(point: EntryPoint) -> click.Command:
+    """Import the command of an entry point. Raises `ConfigError`."""
+    command = plugins.load(point)
+    if not isinstance(command, click.Command):
+        raise ConfigError(f"{point.name} of {plugins.origin(point)} is not a click command")
+    return command
+
+
+class PluginGroup(click.Group):
+    """A group that installed packages extend: the entry point `env.import` is the command `palaestra env import`.
+
+        [project.entry-points."palaestra.commands"]
+        "tasks.build.words" = "my_package.build_words:command"
+
+    The entry point names a click command, whose docstring is its help. The command's module is imported when the
+    command is used; `--help` of the group only parses the module. The group consists of the entry points whose names
+    begin with `prefix`.
+    """
+
+    prefix: str
+
+    def _plugins(self) -> dict[str, EntryPoint]:
+        found = {name.removeprefix(f"{self.prefix}."): point for name, point in plugins.installed(GROUP).items()}
+        return {
+            name: point
+            for name, point in found.items()
+            if point.name == f"{self.prefix}.{name}" and "." not in name and name not in self.commands
+        }
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *self._plugins()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        point = self._plugins().get(cmd_name)
+        return own if own is not None or point is None else command_of(point)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands as click does, but without importing entry points."""
+        with formatter.section("Commands"):
+            own = [(name, command.get_short_help_str(90)) for name, command in self.commands.items()]
+            formatter.write_dl(own + [(name, _summary(point)) for name, point in self._plugins().items()])
+
+
+def _summary(point: EntryPoint) -> str:
+    try:
+        return plugins.summary(point)
+    except ConfigError as error:
+        return f"({error})"

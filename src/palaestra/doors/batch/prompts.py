@@ -1,0 +1,276 @@
+"""The environment of `palaestra batch`: every row of a file is a prompt, and no answer is graded.
+
+A sample that meets `require` scores 1. A sample that does not is discarded: it scores 0, and its record has the reason.
+A task's id contains the number of its row, so that equal prompts in several rows are separate samples. It also contains
+a hash of the row, so that a resumed batch detects a changed file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shlex
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from palaestra.core.config import host_path, local_path, setting
+from palaestra.core.errors import ConfigError, TaskError
+from palaestra.core.types import JSON, Message, Outcome, Score, Task
+from palaestra.doors.batch.batch_files import write_batch_files
+from palaestra.envs.config.build import agent_settings, kit, mcp_servers, network_policy
+from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
+from palaestra.envs.datasets import read_rows
+from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
+from palaestra.inference.chat_server import ChatServer
+from palaestra.inference.config import APIServerConfig, ServerBaseline
+from palaestra.rollouts.export.batch import has_reasoning
+from palaestra.rollouts.export.exporter import DISCARDED
+from palaestra.rollouts.export.messages import chat_messages
+from palaestra.rollouts.grading.grader import Grading
+from palaestra.rollouts.rollout import Rollout
+from palaestra.rollouts.spec import AgentSettings, Kit
+from palaestra.sandbox.images.reference import is_image_name, is_path
+from palaestra.sandbox.slot import WORKSPACE
+
+Requirement = Literal["reasoning", "natural", "known_tools", "tool_calls"]
+
+REQUIREMENTS: Mapping[str, tuple[str, Callable[[Rollout], bool]]] = {
+    "reasoning": ("no reply has any reasoning", lambda rollout: _reasons(rollout)),
+    "natural": ("the agent did not finish on its own", lambda rollout: rollout.outcome is Outcome.NATURAL),
+    "known_tools": ("the agent called an unknown tool", lambda rollout: not unknown_tools(rollout)),
+    "tool_calls": ("the agent called no tool", lambda rollout: any(turn.tool_names for turn in _turns(rollout))),
+}
+"""The conditions that `require` can name, each with the reason recorded for a discarded sample, and the test."""
+
+
+class BatchConfig(HermesAgentEnvConfig):
+    """The settings of a batch: the common settings of agents, and the file of prompts."""
+
+    group_size: int = setting(1, "Samples per row.", ge=1)
+    total_steps: int = setting(-1, "Maximum number of rows; -1: all.", ge=-1)
+    max_num_workers: int = setting(64, "Maximum number of rows in progress concurrently.", ge=1)
+    max_agent_turns: int = setting(10, "Maximum model calls per sample.", ge=1)
+    include_messages: bool = setting(False, "Also keep the messages in groups.jsonl.")
+    dataset_name: str | None = setting(None, "The file of prompts, or the name of a data set on the Hugging Face Hub.")
+    batch_size: int = setting(100, "Number of rows per file batch_N.jsonl.", ge=1)
+    require: list[Requirement] = setting(
+        [],
+        f"Discard samples that lack one of these: {', '.join(REQUIREMENTS)}. Discarded samples are not sampled again.",
+    )
+    prefill_messages_file: str | None = host_path(
+        None, "A file with a JSON list of messages to put before every prompt."
+    )
+    ephemeral_system_prompt: str | None = setting(None, "A system message that the written conversations leave out.")
+    reasoning_disabled: bool = setting(False, "Ask the server not to reason.")
+    providers_allowed: list[str] = setting([], "OpenRouter: only these providers.")
+    providers_ignored: list[str] = setting([], "OpenRouter: none of these providers.")
+    providers_order: list[str] = setting([], "OpenRouter: providers in the order in which they are tried.")
+    provider_sort: str | None = setting(None, "OpenRouter: sort providers by price, throughput or latency.")
+
+    def check_runnable(self, sources: Mapping[str, str] | None = None) -> None:
+        super().check_runnable(sources)
+        if not self.dataset_name:
+            raise ConfigError("specify the file of prompts: palaestra batch FILE, or --env.dataset_name FILE")
+        if self.system_prompt and self.ephemeral_system_prompt:
+            raise ConfigError("set either system_prompt or ephemeral_system_prompt, not both")
+        if self.reasoning_disabled and (self.reasoning_effort or self.max_reasoning_tokens):
+            raise ConfigError("set either reasoning_disabled, or reasoning_effort and max_reasoning_tokens, not both")
+
+
+class BatchForm:
+    """The form of the batch environment, from which a command line builds and runs it."""
+
+    name = "batch"
+    reference = "batch"
+    command = "process"
+    about = "Run an agent over a file of prompts."
+
+    def config_type(self) -> type[BatchConfig]:
+        return BatchConfig
+
+    def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:
+        return None, ()
+
+    def check_values(self) -> Mapping[str, JSON]:
+        return {}
+
+    def build(self, config: BaseEnvConfig, servers: Sequence[APIServerConfig], server: ChatServer) -> BatchEnvironment:
+        assert isinstance(config, BatchConfig)
+        return BatchEnvironment(config)
+
+
+batch = BatchForm()
+
+
+class BatchEnvironment(EvaluatedEnvironment):
+    """One task per row of the file."""
+
+    name = BatchForm.name
+    score_name = "kept"
+
+    def __init__(self, config: BatchConfig) -> None:
+        """Raises `ConfigError` if `prefill_messages_file` cannot be used."""
+        self.config = config
+        self._prefill = _read_messages(config.prefill_messages_file) if config.prefill_messages_file else []
+        self._mcp = mcp_servers(config)
+
+    @property
+    def agent(self) -> AgentSettings:
+        config = self.config
+        settings = agent_settings(config)
+        body = dict(settings.extra_body or {})
+        if config.reasoning_disabled:
+            body["reasoning"] = {"enabled": False}
+        provider = {
+            "only": config.providers_allowed,
+            "ignore": config.providers_ignored,
+            "order": config.providers_order,
+            "sort": config.provider_sort,
+        }
+        if any(provider.values()):
+            body["provider"] = {name: value for name, value in provider.items() if value}
+        return replace(
+            settings,
+            system_prompt=settings.system_prompt or config.ephemeral_system_prompt,
+            extra_body=body or None,
+        )
+
+    async def open(self) -> None:
+        if self._mcp is not None:
+            await self._mcp.open()
+        self.kit(Task(id="", prompt=""), random.Random(0))  # report wrong settings and files before a run begins
+        if await anext(self.tasks(), None) is None:
+            raise ConfigError(f"{self.config.dataset_name} has no rows")
+
+    async def aclose(self) -> None:
+        if self._mcp is not None:
+            await self._mcp.aclose()
+
+    async def tasks(self) -> AsyncIterator[Task]:
+        config = self.config
+        assert config.dataset_name is not None
+        for number, row in read_rows(config.dataset_name, split=config.dataset_split):
+            yield self._task(number - 1, row)
+
+    def _task(self, index: int, row: Mapping[str, JSON] | TaskError) -> Task:
+        """Return the task of a row. The task of a bad row fails when it starts, so that the other tasks keep
+        their numbers."""
+        if isinstance(row, TaskError):
+            return Task(id=f"{index}-unreadable", prompt="", data=row)
+        digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()[:8]
+        made = Task(id=f"{index}-{digest}", prompt="")
+        try:
+            prompt, image = _prompt(row, self.config.prompt_field), self._image(row)
+        except TaskError as problem:
+            return replace(made, data=problem)
+        cwd = row.get("cwd")
+        return replace(
+            made,
+            prompt=[*self._prefill, *prompt],
+            image=image,
+            setup=_start_in(str(cwd)) if cwd else None,
+            network=network_policy(self.config.allow_network),
+        )
+
+    def _image(self, row: Mapping[str, JSON]) -> str | None:
+        """Return the row's image: a name, or a path below the folder of the rows. Raises `TaskError`."""
+        image = str(row.get("image") or row.get("docker_image") or "")
+        if not image or (is_image_name(image) and not is_path(image)):
+            return image or None
+        assert self.config.dataset_name is not None
+        source = local_path(self.config.dataset_name).resolve()
+        folder = source if source.is_dir() else source.parent
+        if (
+            source.exists()
+            and is_path(image)
+            and "\0" not in image
+            and (place := (folder / image).resolve()).is_relative_to(folder)
+        ):
+            if not place.exists():
+                raise TaskError(f"its image {image[:200]!r} does not exist in the folder of the rows, {folder}")
+            return str(place)
+        raise TaskError(
+            f"its image {image[:200]!r} is neither the name of an image nor a path in the folder of the rows, "
+            f"{folder}. Copy the image there and name it with ./, because rows cannot name other files of this machine"
+        )
+
+    def changed(self, number: int, was: str, now: str) -> str:
+        return f"row {number} of {self.config.dataset_name}, counted from 0, has changed since the batch began"
+
+    async def resolve(self, task: Task) -> Task:
+        if isinstance(task.data, TaskError):
+            raise task.data
+        return task
+
+    def kit(self, task: Task, rng: random.Random) -> Kit:
+        return kit(self.config, None, rng, (), self._mcp, self.shared)
+
+    async def grade(self, rollout: Rollout) -> Score:
+        lacking = [name for name in self.config.require if not REQUIREMENTS[name][1](rollout)]
+        unknown = unknown_tools(rollout)
+        detail: dict[str, JSON] = {DISCARDED: [REQUIREMENTS[name][0] for name in lacking]} if lacking else {}
+        return Score(0.0 if lacking else 1.0, {}, detail | ({"unknown_tools": unknown} if unknown else {}))
+
+    async def score(self, rollout: Rollout, grading: Grading) -> Score:
+        return await self.grade(rollout)
+
+    def write_files(self, folder: Path) -> Sequence[str]:
+        report = write_batch_files(folder)
+        lines = [f"samples {report.kept} kept, {sum(report.discarded.values())} discarded: {folder}/trajectories.jsonl"]
+        lines += [f"discarded {count}: {reason}" for reason, count in report.discarded.most_common()]
+        if report.without_reasoning and report.turns_with_reasoning:
+            lines.append(
+                f"{report.without_reasoning} kept samples have no reasoning; --require reasoning discards them"
+            )
+        return lines
+
+    async def evaluate(self, evaluation: Evaluation) -> Logged:
+        raise ConfigError("a batch has nothing to evaluate: run an environment with palaestra eval")
+
+
+def _start_in(cwd: str) -> str:
+    """Return a script that makes this directory the working directory of the agent's commands and relative paths."""
+    path = shlex.quote(cwd)
+    linked = f"cd / && rm -rf {WORKSPACE} && ln -s {path} {WORKSPACE}"
+    return f"mkdir -p {path} || exit\n[ {path} -ef {WORKSPACE} ] || {{ {linked}; }}"
+
+
+def _prompt(row: Mapping[str, JSON], field: str) -> list[Message]:
+    """Return the messages of a row's prompt, which is a string or a list of messages. Raises `TaskError`."""
+    given = row.get(field)
+    if isinstance(given, str) and given.strip():
+        return [{"role": "user", "content": given}]
+    if isinstance(given, list) and given and all(isinstance(each, dict) and each.get("role") for each in given):
+        return [dict(each) for each in given]
+    if given is None:
+        named = ", ".join(map(repr, row)) or "none"
+        raise TaskError(f"it has no column {field!r} for the prompt (--prompt-field); its columns are: {named}")
+    empty = "empty" if given in ("", []) else f"of the type {type(given).__name__}"
+    raise TaskError(f"its column {field!r} is {empty}; it must be a string or a list of messages with roles")
+
+
+def _read_messages(path: str) -> list[Message]:
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"prefill_messages_file {path} cannot be read: {problem}") from None
+    if not isinstance(value, list) or not all(isinstance(each, dict) and each.get("role") for each in value):
+        raise ConfigError(f"prefill_messages_file {path} must hold a list of messages, each with a role")
+    return value
+
+
+def _turns(rollout: Rollout) -> Sequence[JSON]:
+    return rollout.result.turns if rollout.result is not None else ()
+
+
+def _reasons(rollout: Rollout) -> bool:
+    return any(has_reasoning(each) for each in chat_messages(rollout.messages) if each.role == "assistant")
+
+
+def unknown_tools(rollout: Rollout) -> list[str]:
+    """Return the tools that the agent called but does not have."""
+    known = set(rollout.kit.names)
+    return sorted({name for turn in _turns(rollout) for name in turn.tool_names if name not in known})

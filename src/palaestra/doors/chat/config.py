@@ -1,0 +1,138 @@
+"""The settings of `palaestra chat` and `palaestra acp`, and the service built from them.
+
+The sources of a setting, lowest precedence first: its default, `chat.yaml` in the user's folder (`settings_file`), the
+files of `--config`, `.env`, environment variables, and flags. All settings of `palaestra run` that concern a model
+server, tools and slots work here too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from palaestra.agent.budget import Budget
+from palaestra.core.config import host_path, setting
+from palaestra.core.types import Limits, Network
+from palaestra.doors.chat.folders import settings_file, state_folder
+from palaestra.doors.chat.service import SYSTEM_PROMPT, TOOLSETS, ChatService, ChatSettings
+from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.workdir import WorkFolder
+from palaestra.envs.config.build import extra_body, make_pool, mcp_servers, prices, server_settings, tools_with
+from palaestra.envs.config.command_line import Answer, CommandLine
+from palaestra.envs.config.fields import HermesAgentEnvConfig
+from palaestra.envs.config.layers import read_dotenv, shell_variables
+from palaestra.inference.config import APIServerConfig
+from palaestra.sandbox.slot import SlotSpec
+
+AGENTS_FILES = ("AGENTS.md", "CLAUDE.md")
+"""Files with instructions for agents. The first of them that exists in the folder is used."""
+
+MAX_AGENTS_BYTES = 64 << 10
+
+
+class ChatConfig(HermesAgentEnvConfig):
+    """The settings of conversations: the common settings of agents, and the shared folder."""
+
+    enabled_toolsets: list[str] | None = setting(
+        [*TOOLSETS, "todo", "clarify", "session_search"], "The agent's toolsets."
+    )
+    max_agent_turns: int = setting(60, "Maximum model calls for one message.", ge=1)
+    system_prompt: str | None = setting(SYSTEM_PROMPT, "The system message; the instructions of AGENTS.md are added.")
+    image: str | None = host_path(None, "The image of the sandbox. Default: this machine's system directories.")
+    workdir: str | None = host_path(None, "The folder that is copied into the sandbox as its workspace.")
+    write: Literal["ask", "yes", "no"] = setting(
+        "ask", "Whether the agent's changes are written back to the shared folder after each turn."
+    )
+    store: str | None = host_path(None, "The file that stores conversations. Default: one in your state folder.")
+    context_tokens: int | None = setting(
+        None, "The size of the model's context window in tokens. Default: what the server reports.", gt=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The settings with which the program starts."""
+
+    config: ChatConfig
+    servers: Sequence[APIServerConfig]
+    notices: Sequence[str] = ()
+    show: str = ""
+    """The text to print instead of starting, for example for `--show-config`."""
+
+
+def read_options(words: Sequence[str], prog: str) -> ChatOptions:
+    """Merge the settings from flags, variables and files. Raises `ConfigError`."""
+    line = CommandLine(prog=prog, env_type=ChatConfig, server_type=APIServerConfig, command="process")
+    file = settings_file()
+    known = ["--config", str(file)] if file.is_file() else []
+    dotenv = read_dotenv(Path.cwd())
+    parsed = line.parse([*known, *words], shell_variables(dotenv), dotenv)
+    if isinstance(parsed, Answer):
+        return ChatOptions(ChatConfig(), (), (), parsed.text)
+    config: ChatConfig = parsed.env_config
+    config.take_variables({**dotenv, **os.environ})
+    return ChatOptions(config, server_settings(config, parsed.server_configs), parsed.notices)
+
+
+def open_store(config: ChatConfig) -> ConversationStore:
+    """Open the store that the settings name, or the default one. Raises `ConfigError`."""
+    return ConversationStore(Path(config.store).expanduser() if config.store else None)
+
+
+@asynccontextmanager
+async def chat_service(
+    options: ChatOptions, store: ConversationStore
+) -> AsyncIterator[tuple[ChatService, WorkFolder | None]]:
+    """Yield the service for these settings, and the shared folder if there is one. The MCP servers run until the block
+    ends. Raises `ConfigError`, and `ToolServerError` for a required MCP server that does not start."""
+    config = options.config
+    folder = None if config.workdir is None else WorkFolder(Path(config.workdir).expanduser())
+    async with AsyncExitStack() as stack:
+        servers = mcp_servers(config)
+        if servers is not None:
+            await stack.enter_async_context(servers)
+        settings = ChatSettings(
+            system_prompt=prompt(config, folder),
+            toolsets=tuple(config.enabled_toolsets or ()),
+            build_tools=lambda toolsets: tools_with(servers, list(toolsets), config, ()),
+            max_turns=config.max_agent_turns,
+            temperature=config.agent_temperature,
+            max_tokens=config.max_token_length if "max_token_length" in config.model_fields_set else None,
+            context_tokens=config.context_tokens,
+            extra_body=extra_body(config),
+            budget=Budget(tokens=config.max_rollout_tokens, cost=config.max_rollout_cost, prices=prices(config)),
+            prices=prices(config),
+            spec=spec(config),
+            memory=Path(config.memory_dir) if config.memory_dir else state_folder() / "memory",
+            prepare=None if folder is None else folder.fill,
+        )
+        one = options.servers[0] if len(options.servers) == 1 else options.servers
+        service = await stack.enter_async_context(ChatService(one, store, settings, pool=make_pool(config)))
+        yield service, folder
+
+
+def prompt(config: ChatConfig, folder: WorkFolder | None) -> str | None:
+    """Return the system prompt, followed by the instructions of the first of `AGENTS_FILES` that the shared folder has.
+    If there is no shared folder, the current folder is used. A symlink that leads out of the folder is not followed,
+    because it could expose private files to the model."""
+    where = (folder.root if folder is not None else Path.cwd()).resolve()
+    for name in AGENTS_FILES:
+        file_path = (where / name).resolve()
+        if not file_path.is_relative_to(where) or not file_path.is_file():
+            continue
+        try:
+            with open(file_path, "rb") as file:
+                text = file.read(MAX_AGENTS_BYTES).decode(errors="replace")
+        except OSError:
+            continue
+        return "\n\n".join(filter(None, (config.system_prompt, f"Instructions of {name}:\n\n{text.strip()}")))
+    return config.system_prompt
+
+
+def spec(config: ChatConfig) -> SlotSpec:
+    """Return the specification of a conversation's sandbox."""
+    return SlotSpec(image=config.image, network=Network.ON if config.allow_network else Network.OFF, limits=Limits())

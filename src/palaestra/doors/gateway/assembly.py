@@ -1,0 +1,112 @@
+"""Assembles a gateway from its configuration: locks, mailbox, conversations and platforms.
+
+A gateway keeps all its files in one folder, its home:
+
+    gateway.yaml          the settings              conversations.db   conversations and their journal
+    gateway.db            the mailbox               processes.json     background processes, for the next start
+    gateway.lock          held while it runs
+
+Invariant: running gateways never share a folder, and running gateways of one user on one machine never share a
+platform's token.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import Network, Prices
+from palaestra.doors.chat.service import SYSTEM_PROMPT, ChatService, ChatSettings
+from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.gateway.config import GatewayConfig
+from palaestra.doors.gateway.mailbox import Mailbox
+from palaestra.doors.gateway.platforms.registry import make_platform
+from palaestra.doors.gateway.service import Gateway
+from palaestra.sandbox.backends.local import LocalBackend
+from palaestra.sandbox.backends.server_backend import levels
+from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.service.service_client import default_directory
+from palaestra.sandbox.slot import SlotSpec
+
+MAILBOX, CONVERSATIONS, PROCESSES, LOCK = "gateway.db", "conversations.db", "processes.json", "gateway.lock"
+
+
+@asynccontextmanager
+async def assembled(config: GatewayConfig, home: Path) -> AsyncIterator[Gateway]:
+    """Yield a gateway that serves while the block runs. Raises `ConfigError` and `IsolationUnavailable`, and what
+    `Gateway.running` raises."""
+    if config.server is None:
+        raise ConfigError("server.base_url is not set: set the model server in the configuration, or with --base-url")
+    enabled = {name: each for name, each in config.platforms.items() if each.enabled}
+    if not enabled:
+        raise ConfigError("no platform is enabled: add one below `platforms`, such as openai or webhook")
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    platforms = [make_platform(name, each) for name, each in enabled.items()]
+    with ExitStack() as locks:
+        locks.enter_context(_held(home / LOCK, f"a gateway is already running in {home}; stop it first"))
+        for name, each in enabled.items():
+            if token := each.secret(name):
+                problem = f"another gateway on this machine uses the token of platforms.{name}; stop it first"
+                locks.enter_context(_held(_token_lock(name, token), problem))
+        store = locks.enter_context(closing(ConversationStore(home / CONVERSATIONS)))
+        mailbox = Mailbox(home / MAILBOX)
+        try:
+            pool = SlotPool(SlotPoolConfig(max_slots=config.max_sandboxes), _backend(config, home))
+            settings = _chat_settings(config)
+            async with ChatService(config.server, store, settings, pool=pool, checkpoint=home / PROCESSES) as chat:
+                gateway = Gateway(config, platforms, mailbox, chat)
+                chat.registry(config.toolsets)  # raises for an unknown toolset now, not at the first message
+                async with gateway.running():
+                    yield gateway
+        finally:
+            await mailbox.aclose()
+
+
+def _chat_settings(config: GatewayConfig) -> ChatSettings:
+    prices = None if config.prices is None else Prices(config.prices.prompt, config.prices.completion)
+    return ChatSettings(
+        system_prompt=config.system_prompt or SYSTEM_PROMPT,
+        toolsets=config.toolsets,
+        tool_settings=config.tools,
+        max_turns=config.max_turns,
+        context_tokens=config.context_tokens,
+        prices=prices,
+        spec=SlotSpec(config.image, Network(config.network)),
+    )
+
+
+def _backend(config: GatewayConfig, home: Path) -> LocalBackend:
+    rung, require = levels(config.isolation)
+    return LocalBackend(rung=rung, require=require, service=service_name(home) if config.keep_sandboxes else None)
+
+
+def service_name(home: Path) -> str:
+    """Return the name of the slot service that keeps the sandboxes of a gateway (`palaestra slots list` shows it)."""
+    return f"gateway-{hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]}"
+
+
+def _token_lock(name: str, token: str) -> Path:
+    folder = default_directory()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    kind = name.partition("-")[0]
+    return folder / f"token-{hashlib.sha256(f'{kind}{token}'.encode()).hexdigest()[:24]}.lock"
+
+
+@contextmanager
+def _held(path: Path, problem: str) -> Iterator[None]:
+    """Hold a lock file during the block; the kernel also releases it when this process dies. Raises `ConfigError` with
+    `problem` if another process holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(problem) from None
+        yield
+    finally:
+        os.close(descriptor)

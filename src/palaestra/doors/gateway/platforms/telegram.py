@@ -1,0 +1,210 @@
+"""Connects to Telegram through aiogram. It uses the Bot API with long polling, so this machine needs no public address.
+
+Settings: `token` is the bot's token from @BotFather. `extra.api_url` names a Bot API server of your own. In groups, a
+bot receives only commands and replies to its own messages, unless you turn its privacy mode off. Each topic of a group
+is a session.
+
+Once a message is on the disk, the gateway acknowledges its update by requesting the next update.
+
+Format: https://core.telegram.org/bots/api
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from aiogram import Bot
+from aiogram.client.session.aiohttp import AiohttpSession
+from aiogram.client.telegram import TelegramAPIServer
+from aiogram.exceptions import (
+    TelegramAPIError,
+    TelegramConflictError,
+    TelegramNetworkError,
+    TelegramRetryAfter,
+    TelegramServerError,
+    TelegramUnauthorizedError,
+)
+from aiogram.types import BufferedInputFile, Message
+from aiogram.utils.token import TokenValidationError
+
+from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
+from palaestra.doors.gateway.config import PlatformConfig
+from palaestra.doors.gateway.platform import (
+    Answers,
+    Attachment,
+    ChatAddress,
+    ChatType,
+    Deliver,
+    Incoming,
+    PlatformLimits,
+)
+
+logger = logging.getLogger(__name__)
+
+_LONG_POLL_S = 30
+_MOST_BYTES = 20 << 20
+"""The maximum size, in bytes, of a file that a bot may download."""
+_CHATS: dict[str, ChatType] = {"private": "dm", "group": "group", "supergroup": "group", "channel": "channel"}
+
+
+class Telegram:
+    """One bot."""
+
+    extra_settings = ("api_url",)
+    limits = PlatformLimits(max_text=4096, unit="utf16", max_file_bytes=50 << 20, edits=True, typing=True)
+
+    def __init__(self, name: str, config: PlatformConfig) -> None:
+        self.name = name
+        self._token = config.secret(name) or ""
+        url = config.extra.get("api_url")
+        self._api = TelegramAPIServer.from_base(str(url)) if url else None
+        self._bot: Bot | None = None
+        self._polling: asyncio.Task[None] | None = None
+
+    async def start(self, deliver: Deliver) -> None:
+        await self.stop()
+        session = AiohttpSession(api=self._api) if self._api is not None else AiohttpSession()
+        try:
+            self._bot = bot = Bot(self._token, session=session)
+        except TokenValidationError:
+            await session.close()
+            problem = f"platforms.{self.name}.token is not a Bot API token; one looks like 123456:ABC"
+            raise ConfigError(problem) from None
+        try:
+            async with self._failures():
+                await bot.get_me(request_timeout=20)
+        except BaseException:
+            await self.stop()
+            raise
+        self._polling = asyncio.create_task(self._poll(bot, deliver), name=f"poll {self.name}")
+
+    async def stop(self) -> None:
+        polling, self._polling = self._polling, None
+        if polling is not None:
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
+        bot, self._bot = self._bot, None
+        if bot is not None:
+            await bot.session.close()
+
+    async def _poll(self, bot: Bot, deliver: Deliver) -> None:
+        """Deliver messages as they arrive; a message that could not be delivered is requested again."""
+        offset, wait_s = 0, 1.0
+        while True:
+            try:
+                async with self._failures():
+                    updates = await bot.get_updates(
+                        offset=offset, timeout=_LONG_POLL_S, allowed_updates=["message"],
+                        request_timeout=_LONG_POLL_S + 20,
+                    )  # fmt: skip
+                for update in updates:
+                    message = None if update.message is None else await self._incoming(bot, update.message)
+                    if message is not None:
+                        await deliver(message)
+                    offset = update.update_id + 1
+                wait_s = 1.0
+            except PlatformError as error:
+                logger.warning("%s; trying again in %.0f s", error, wait_s)
+                await asyncio.sleep(wait_s)
+                wait_s = min(60.0, wait_s * 2)
+            except Exception:  # an error of the gateway, such as a full disk
+                logger.exception("%s: a message could not be accepted; it will be requested again", self.name)
+                await asyncio.sleep(wait_s)
+                wait_s = min(60.0, wait_s * 2)
+
+    async def _incoming(self, bot: Bot, message: Message) -> Incoming | None:
+        """Return the message; None if no person wrote it."""
+        if message.from_user is None or message.from_user.is_bot:
+            return None
+        thread = str(message.message_thread_id) if message.is_topic_message else ""
+        address = ChatAddress(self.name, str(message.chat.id), _CHATS[message.chat.type], thread)
+        text = message.text or message.caption or ""
+        files, problem = [], ""
+        sent: Any = message.document or message.audio or message.voice or message.video or message.video_note
+        if message.photo:
+            sent = message.photo[-1]
+        if sent is not None:
+            name = getattr(sent, "file_name", None) or (f"{sent.file_unique_id}.jpg" if message.photo else "file")
+            if (sent.file_size or 0) > _MOST_BYTES:
+                problem = f"{name} has {sent.file_size >> 20} MB; Telegram gives bots at most {_MOST_BYTES >> 20} MB."
+            else:
+                media_type = getattr(sent, "mime_type", None) or ("image/jpeg" if message.photo else "")
+                try:
+                    async with self._failures():
+                        data = await bot.download(sent.file_id, timeout=120)
+                except (
+                    PlatformRefused,
+                    aiohttp.ClientResponseError,
+                ) as error:  # a later try would keep the messages after this one waiting
+                    problem = f"{name} could not be read: {error}"
+                else:
+                    content = b"" if data is None else data.read()
+                    files.append(Attachment(name, media_type or "application/octet-stream", content))
+        elif not text:
+            problem = "Messages of this kind are not supported. Send text, an image or a file."
+        user = message.from_user
+        return Incoming(address, str(message.message_id), str(user.id), text, tuple(files), user.full_name, problem)
+
+    async def send_text(self, address: ChatAddress, text: str, *, key: str, answers: Answers | None = None) -> str:
+        async with self._failures():
+            sent = await self._running().send_message(
+                address.chat_id, text, message_thread_id=_thread(address), request_timeout=60
+            )
+        return str(sent.message_id)
+
+    async def edit_text(self, address: ChatAddress, message_id: str, text: str) -> None:
+        async with self._failures():
+            await self._running().edit_message_text(text, chat_id=address.chat_id, message_id=int(message_id))
+
+    async def send_file(
+        self, address: ChatAddress, file: Attachment, *, key: str, answers: Answers | None = None
+    ) -> str:
+        bot, content = self._running(), BufferedInputFile(file.data, file.name)
+        async with self._failures():
+            if file.is_image and len(file.data) <= 10 << 20:  # the limit for photos
+                sent = await bot.send_photo(address.chat_id, content, message_thread_id=_thread(address))
+            else:
+                sent = await bot.send_document(address.chat_id, content, message_thread_id=_thread(address))
+        return str(sent.message_id)
+
+    async def stream_text(self, message: Incoming, text: str) -> None:
+        raise NotImplementedError("this platform cannot stream answers")
+
+    async def set_typing(self, address: ChatAddress, typing: bool) -> None:
+        if typing and self._bot is not None:
+            with contextlib.suppress(PlatformError):
+                async with self._failures():
+                    await self._bot.send_chat_action(address.chat_id, "typing", message_thread_id=_thread(address))
+
+    def _running(self) -> Bot:
+        if self._bot is None:
+            raise PlatformUnavailable(f"{self.name} is not connected")
+        return self._bot
+
+    @contextlib.asynccontextmanager
+    async def _failures(self) -> AsyncIterator[None]:
+        """Turn errors of the Bot API into platform errors."""
+        try:
+            yield
+        except TelegramRetryAfter as error:
+            raise PlatformUnavailable(f"{self.name}: {error.message}", float(error.retry_after)) from None
+        except TelegramConflictError:
+            problem = f"{self.name}: another program receives messages with this token; stop that program"
+            raise PlatformUnavailable(problem) from None
+        except (TelegramNetworkError, TelegramServerError) as error:
+            raise PlatformUnavailable(f"{self.name}: {error.message}") from None
+        except TelegramUnauthorizedError as error:
+            withdrawn = self._polling is not None  # the token was right at the start
+            kind = PlatformUnavailable if withdrawn else PlatformRefused
+            raise kind(f"{self.name}: Telegram rejected the token: {error.message}") from None
+        except TelegramAPIError as error:
+            raise PlatformRefused(f"{self.name}: {error.message}") from None
+
+
+def _thread(address: ChatAddress) -> int | None:
+    return int(address.thread_id) if address.thread_id else None

@@ -1,0 +1,355 @@
+"""`palaestra chat` in a real pseudo-terminal, against a streaming server on the loopback."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from doors.chat.chat_process import environment
+from palaestra.core.io.threads import LoopThread
+from palaestra.core.types import JSON, Message
+from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.terminal import Screen
+from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
+
+pytestmark = pytest.mark.slow
+
+HOST_WRITER = str(Path(__file__).parents[2] / "tools" / "mcp" / "host_writer.py")
+"""A real MCP server whose tools write files on the host."""
+CTRL_C, CTRL_D, PROMPT = "\x03", "\x04", "›"
+
+
+@contextmanager
+def echo_server(delay_s: float = 0.0, server: EchoChatServer | None = None) -> Iterator[EchoChatServer]:
+    """The server, on a thread of its own, because a terminal is read by blocking calls."""
+    loop = LoopThread("echo")
+    server = server or EchoChatServer(delay_s=delay_s)
+    try:
+        loop.wait(server.__aenter__())
+        yield server
+        loop.wait(server.__aexit__())
+    finally:
+        loop.close()
+
+
+@contextmanager
+def terminal(folder: Path, url: str, *words: str, model: str = "echo") -> Iterator[pexpect.spawn]:
+    child = pexpect.spawn(
+        "palaestra", ["chat", "--base-url", url, "--model", model, *words],
+        cwd=str(folder), env={**environment(folder), "TERM": "xterm-256color"}, timeout=40, dimensions=(40, 110),
+        encoding="utf-8", codec_errors="replace",
+    )  # fmt: skip
+    try:
+        yield child
+    finally:
+        child.close(force=True)
+
+
+def terminal_call(command: str, **more: JSON) -> str:
+    return f"call terminal {json.dumps({'command': command, **more})}"
+
+
+def seen(child: pexpect.spawn, pattern: str) -> None:
+    """Wait for a pattern. The terminal answers where its cursor is, as a real one does."""
+    while child.expect([r"\x1b\[6n", pattern]) == 0:
+        child.send("\x1b[1;1R")
+
+
+def asked(server: EchoChatServer, requests: int) -> None:
+    """Wait until the server has had this many requests."""
+    until = time.monotonic() + 30
+    while len(server.asked) < requests and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def finish(child: pexpect.spawn) -> str:
+    """End by Ctrl-D; returns the last lines."""
+    seen(child, PROMPT)
+    child.send(CTRL_D)
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 0
+    return str(child.before)
+
+
+def messages(folder: Path) -> list[dict[str, JSON]]:
+    with ConversationStore(folder / "state" / "conversations.sqlite") as store:
+        return store.history(store.conversations()[0].id)
+
+
+def test_text_and_a_tool_call_stream_into_the_scrollback(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        child.send("say **bold** and `code`\r")
+        seen(child, r"\x1b\[1mbold\x1b\[0m and ")  # styled, without its markers
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('for i in $(seq 30); do echo row $i; done')}\r")
+        seen(child, "● terminal")
+        seen(child, "row 1\r?\n?")
+        seen(child, "more lines")
+        assert "--resume" in finish(child)
+        assert "\x1b[?1049h" not in child.before  # never the alternate screen
+
+
+def test_an_approval_shows_all_of_the_command(tmp_path: Path) -> None:
+    """Also what a terminal would take for a title, and not show."""
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        command = "true #\x1b]; rm -rf nothing\x07\nrm -rf more"
+        child.send(f"{terminal_call(command)}\r")
+        seen(child, r"  \| true #\\x1b\]; rm -rf nothing\\x07\r\n  \| rm -rf more\r\n")
+        seen(child, "Run it")
+        time.sleep(0.3)
+        child.send("n\r")
+        seen(child, "did not allow")
+
+
+def test_a_call_that_changes_the_host_shows_server_tool_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mcp.json").write_text(
+        json.dumps({"mcpServers": {"fs": {"command": sys.executable, "args": [HOST_WRITER]}}})
+    )
+    file = tmp_path / "written"
+    call = f"call mcp_fs_write {json.dumps({'path': str(file), 'content': 'a' + chr(27) + '[8m' + chr(0x202E)})}"
+    with echo_server() as server, terminal(tmp_path, server.url, "--mcp", "mcp.json") as child:
+        for answer, result in (("n", "did not allow"), ("s", "written"), ("", "written")):
+            seen(child, PROMPT)
+            child.send(f"{call}\r")
+            if answer:
+                seen(
+                    child, r"calls the tool 'write' of the MCP server 'fs', which may change things outside the sandbox"
+                )
+                seen(child, r'\|  "path": "[^"]*written",\r\n  \|  "content": "a\\u001b\[8m\\u202e"')
+                seen(child, "Run it")
+                time.sleep(0.3)
+                child.send(f"{answer}\r")
+            seen(child, result)
+            assert file.exists() == (answer != "n")
+        finish(child)
+
+
+def test_approval_no_then_yes(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        for answer, result in (("n", "did not allow"), ("y", "no output")):
+            child.send(f"{terminal_call('rm -rf nothing')}\r")
+            seen(child, "deletes whole directories")
+            seen(child, "Run it")
+            time.sleep(0.3)  # what was typed before the question does not count
+            child.send(f"{answer}\r")
+            seen(child, result)
+            seen(child, PROMPT)
+        child.send(f"{terminal_call('rm -rf nothing')}\r")
+        seen(child, "Run it")
+        time.sleep(0.3)
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        seen(child, PROMPT)
+        child.send(CTRL_D)
+        child.expect(pexpect.EOF)
+    results = [str(message["content"]) for message in messages(tmp_path) if message["role"] == "tool"]
+    assert ["blocked" in result for result in results] == [True, False, False]
+    assert "Interrupted" in results[2]
+
+
+def test_ctrl_c_interrupts_an_approved_command_and_a_turn_that_begins(tmp_path: Path) -> None:
+    """A prompt takes the signal over while it asks, and the chat is still loading when the first message is sent."""
+    with echo_server(delay_s=0.3) as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        child.send(f"say {'word ' * 50}\r")
+        seen(child, r"\x1b\[\?2004l")  # the prompt has ended; the message has not been sent
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('rm -rf nothing; echo started; sleep 60')}\r")
+        seen(child, "Run it")
+        time.sleep(0.3)
+        child.send("y\r")
+        seen(child, "│ started")
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        finish(child)
+
+
+def test_ctrl_c_interrupts_the_model_and_a_command_and_keeps_the_conversation(tmp_path: Path) -> None:
+    with echo_server(delay_s=0.3) as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        child.send(f"say {' '.join(f'word{number}' for number in range(200))}\r")
+        asked(server, 1)
+        time.sleep(1.0)
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('echo started; sleep 60')}\r")
+        seen(child, "│ started")
+        child.send(CTRL_C)
+        seen(child, "interrupted")
+        seen(child, PROMPT)
+        child.send("say still there\r")
+        asked(server, 3)
+        finish(child)
+    assert [message["role"] for message in messages(tmp_path)][-2:] == ["user", "assistant"]
+
+
+def test_a_background_process_has_a_status_and_a_notice(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('sleep 3; echo built it', background=True)}\r")
+        seen(child, "1 background process")
+        child.send("/background\r")
+        seen(child, "proc_[0-9a-f]+ +running")
+        seen(child, "ended with exit code 0")
+        seen(child, "built it")
+        finish(child)
+
+
+def test_commands_a_file_and_a_fork(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("remember the milk\n")
+    with echo_server() as server, terminal(tmp_path, server.url) as child:
+        seen(child, PROMPT)
+        child.send("say read @notes.txt\r")
+        seen(child, "read @notes.txt")
+        seen(child, PROMPT)
+        for typed, shown in (
+            ("/cost", "1 model call,"), ("/tools", "terminal"), ("/save boats", "named"), ("/model", "echo"),
+            ("/fork", "with 1 turn\\b"), ("/resume boats", "is this conversation"), ("/background", "no background"),
+            ("/undo 3", "takes no argument"), ("/undo", "undone"), ("/stop", "no turn is running"),
+            ("/stop all", "use /stop or"), ("/stop processes", "ended 0 background"),
+            ("/sandbox now", "/sandbox write"), ("/sandbox diff", "there is none"),
+            ("/model ecko", "does not list"), ("/model echo", "echo"), ("/nonsense", "unknown command"),
+            ("/help", "/background"),
+        ):  # fmt: skip
+            child.send(f"{typed}\r")
+            seen(child, shown)
+            seen(child, PROMPT)
+        child.send("/exit\r")
+        child.expect(pexpect.EOF)
+    assert "remember the milk" in str(server.asked[0]["messages"][-1]["content"])
+
+
+def test_a_wrong_flag_ends_the_prompt_with_the_reason(tmp_path: Path) -> None:
+    with echo_server() as server, terminal(tmp_path, server.url, "--isolatoin", "best") as child:
+        seen(child, "unknown flag --isolatoin")
+        child.expect(pexpect.EOF)
+        child.wait()
+        assert child.exitstatus == 2
+    child = pexpect.spawn("palaestra", ["chat"], cwd=str(tmp_path), env=environment(tmp_path), timeout=40)
+    child.expect("--base-url")  # without a server there is nobody to talk to
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert child.exitstatus == 2
+
+
+def test_changes_of_the_shared_folder_are_shown_and_asked_about(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "a.txt").write_text("old\n")
+    with echo_server() as server, terminal(tmp_path, server.url, "--workdir", str(work)) as child:
+        seen(child, PROMPT)
+        child.send(f"{terminal_call('echo new > a.txt')}\r")
+        seen(child, r"-old")
+        seen(child, r"\+new")
+        seen(child, "Write to")
+        time.sleep(0.3)
+        child.send("y\r")
+        seen(child, r"wrote 1 file\b")
+        finish(child)
+    assert (work / "a.txt").read_text() == "new\n"
+
+
+def test_a_diff_says_what_it_does_not_show() -> None:
+    shown = io.StringIO()
+    Screen(shown).diff("".join(f"+{number}\n" for number in range(205)))
+    assert "+199" in shown.getvalue()
+    assert "+200" not in shown.getvalue()
+    assert "5 more lines of this change are not shown" in shown.getvalue()
+
+
+def test_a_command_that_was_cut_off_is_reported_and_not_repeated(tmp_path: Path) -> None:
+    with echo_server() as server:
+        with terminal(tmp_path, server.url) as child:
+            seen(child, PROMPT)
+            child.send(f"{terminal_call('echo began; sleep 60')}\r")
+            seen(child, "│ began")
+            child.kill(9)
+            child.wait()
+        with terminal(tmp_path, server.url, "-c") as child:
+            seen(child, "is continued")
+            seen(child, "Outcome unknown: terminal echo began")
+            finish(child)
+        assert len(server.asked) == 2
+    assert [message["role"] for message in messages(tmp_path)][1:] == ["user", "assistant", "tool", "assistant"]
+
+
+def begun(folder: Path) -> bool:
+    """Whether there is a conversation to continue."""
+    with ConversationStore(folder / "state" / "conversations.sqlite") as store:
+        return bool(store.conversations())
+
+
+def test_a_killed_chat_is_resumed_without_a_lost_or_doubled_turn(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    sent = 0
+    with echo_server(delay_s=0.02) as server:
+        for kill in range(20):
+            with terminal(tmp_path, server.url, *(["-c"] if begun(tmp_path) else [])) as child:
+                seen(child, PROMPT)
+                child.send(f'both terminal {{"command": "echo {kill}"}}\nsay answer {kill}\r'.replace("\n", "\x1b\r"))
+                sent += 1
+                seen(child, f"answer {kill}")  # the message, as it was typed
+                if kill % 4:
+                    asked(server, len(server.asked) + 1)
+                time.sleep(rng.uniform(0.0, 0.5))
+                child.kill(9)
+                child.wait()
+        with terminal(tmp_path, server.url, "-c") as child:
+            finish(child)
+    with ConversationStore(tmp_path / "state" / "conversations.sqlite") as store:
+        [conversation] = store.conversations()
+        turns = store.turns(conversation.id)
+        contents = [str(turn.content) for turn in turns]
+        assert len(contents) == len(set(contents))  # none doubled
+        assert all(turn.state == "done" for turn in turns)
+        for turn in turns:
+            roles = [message["role"] for _, message in store.messages_of(turn)]
+            assert roles == ["user", "assistant", "tool", "assistant"]
+            assert turn.answer == str(turn.content).rpartition("say ")[2]
+        assert len(turns) > sent // 2  # a message that was killed before it was sent is in no turn
+
+
+def test_a_full_conversation_is_compacted_and_its_advice_works(tmp_path: Path) -> None:
+    def reply(sent: Sequence[Message]) -> dict[str, JSON]:
+        asked = "Summarize this conversation" in str(sent[-1].get("content"))
+        return {"content": "the summary"} if asked else reply_to(sent)
+
+    window = EchoChatServer(window=3000, reply=reply)
+    with echo_server(server=window) as server, terminal(tmp_path, server.url, "--toolsets", "todo") as child:
+        child.logfile_read = shown = io.StringIO()
+        for number in range(6):
+            seen(child, PROMPT)
+            child.send(f"\x1b[200~say answer {number} {'x' * 1800}\x1b[201~\r")
+            seen(child, f"answer {number}")
+            asked(server, number + 1)
+        seen(child, PROMPT)
+        child.send(f"\x1b[200~say never {'z' * 16_000}\x1b[201~\r")
+        seen(child, "Send the message in parts")
+        seen(child, "/undo removes the last message, /compact replaces")
+        seen(child, PROMPT)
+        child.send("/undo\r")
+        seen(child, "undone; files stay")
+        seen(child, PROMPT)
+        child.send("/compact\r")
+        seen(child, "the summary")
+        seen(child, PROMPT)
+        child.send("say on we go\r")
+        seen(child, "on we go")
+        finish(child)
+        assert "replaced with a summary" in shown.getvalue()

@@ -1,0 +1,272 @@
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from doors.gateway.conftest import a_gateway, started, until
+from doors.gateway.synapse import Account, needed, synapse
+from palaestra.core.errors import ConfigError, PlatformRefused, PlatformUnavailable
+from palaestra.core.io.http_server import listening
+from palaestra.doors.gateway.config import PlatformConfig
+from palaestra.doors.gateway.platform import Attachment, ChatAddress, Incoming, Platform
+from palaestra.doors.gateway.platform_conformance import PNG, PlatformConformance
+from palaestra.doors.gateway.platforms.matrix import ENCRYPTED, Matrix
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+NUMBERS = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def homeserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    needed()
+    with synapse(tmp_path_factory.mktemp("synapse")) as url:
+        yield url
+
+
+def config(url: str, token: str, **more: Any) -> PlatformConfig:
+    return PlatformConfig(token=token, extra={"homeserver": url}, **more)
+
+
+async def people(url: str) -> tuple[Account, Account]:
+    number = next(NUMBERS)
+    return await asyncio.to_thread(Account, url, f"anna{number}"), await asyncio.to_thread(Account, url, f"bot{number}")
+
+
+class TestMatrix(PlatformConformance):
+    @pytest.fixture(autouse=True)
+    def _homeserver(self, homeserver: str) -> None:
+        self.url = homeserver
+
+    @asynccontextmanager
+    async def server(self) -> AsyncIterator[None]:
+        self.anna, self.bot = await people(self.url)
+        self.room = ""
+        yield
+
+    async def make_platform(self) -> Platform:
+        self.platform = Matrix("matrix", config(self.url, self.bot.token))
+        return self.platform
+
+    async def make_refused(self) -> Platform:
+        return Matrix("matrix", config(self.url, "wrong"))
+
+    async def _in_room(self) -> str:
+        if not self.room:
+            self.room = await asyncio.to_thread(self.anna.make_room, self.bot.user_id)
+            await asyncio.to_thread(self.anna.wait_for_member, self.room, self.bot.user_id)
+        return self.room
+
+    async def person_sends(self, text: str) -> None:
+        await asyncio.to_thread(self.anna.say, await self._in_room(), text)
+
+    async def person_sends_all(self, texts: Sequence[str]) -> None:
+        room = await self._in_room()
+        await asyncio.to_thread(lambda: [self.anna.say(room, text) for text in texts])
+
+    async def person_sends_file(self, file: Attachment, text: str) -> None:
+        uri = await asyncio.to_thread(self.anna.upload, file.name, file.data)
+        info = {"mimetype": file.media_type, "size": len(file.data)}
+        content = {"msgtype": "m.image", "body": text, "filename": file.name, "url": uri, "info": info}
+        await asyncio.to_thread(self.anna.send, await self._in_room(), content)
+
+    async def _seen(self) -> list[Any]:
+        return await asyncio.to_thread(self.anna.messages, self.room, self.bot.user_id)
+
+    async def person_sees(self) -> list[str]:
+        return [each["body"] for each in await self._seen() if each["msgtype"] == "m.text"]
+
+    async def person_sees_files(self) -> list[bytes]:
+        found = [each for each in await self._seen() if each["msgtype"] in ("m.image", "m.file")]
+        return [await asyncio.to_thread(self.anna.download, each["url"]) for each in found]
+
+    def unknown_chat(self, address: ChatAddress) -> ChatAddress:
+        return ChatAddress(address.platform, "!nothing:test")
+
+
+def test_an_unreachable_homeserver_is_tried_again():
+    async def main():
+        platform = Matrix("matrix", config("http://127.0.0.1:9", "token"))
+        with pytest.raises(PlatformUnavailable):
+            await platform.start(None)
+
+    asyncio.run(main())
+
+
+def test_after_the_token_is_withdrawn_messages_wait():
+    known = True
+
+    async def answer(request: web.Request) -> web.Response:
+        if not known:
+            return web.json_response({"errcode": "M_UNKNOWN_TOKEN", "error": "Unrecognised access token"}, status=401)
+        if request.path.endswith("/whoami"):
+            return web.json_response({"user_id": "@bot:hs", "device_id": "D"})
+        if request.path.endswith("/sync"):
+            await asyncio.sleep(30 if "since" in request.query else 0)
+            return web.json_response(
+                {
+                    "next_batch": "s1", "rooms": {"join": {}, "invite": {}, "leave": {}}, "device_lists": {},
+                    "device_one_time_keys_count": {}, "to_device": {"events": []}, "presence": {"events": []},
+                }
+            )  # fmt: skip
+        return web.json_response({}, status=404 if request.method == "GET" else 200)
+
+    async def main() -> None:
+        nonlocal known
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
+            platform = Matrix("matrix", config(url, "token"))
+            async with started(platform):
+                known = False
+                with pytest.raises(PlatformUnavailable, match="M_UNKNOWN_TOKEN"):
+                    await platform.send_text(ChatAddress("matrix", "!r:hs"), "later", key="k")
+
+    asyncio.run(main())
+
+
+def test_the_homeserver_and_the_token_are_required():
+    with pytest.raises(ConfigError, match=r"extra\.homeserver"):
+        Matrix("matrix", PlatformConfig(token="t"))
+
+
+def test_events_that_anybody_may_send_hold_up_nobody_and_read_nothing_else():
+    large = b"x" * (22 << 20)
+    asked: list[str] = []
+    contents: list[Any] = [
+        {"msgtype": "m.text", "body": "odd", "m.relates_to": "odd"},
+        {"msgtype": "m.file", "body": "odd", "url": "mxc://hs/1", "info": "odd"},
+        {"msgtype": "m.file", "body": "bad", "url": "mxc://hs/../../../../client/v3/sync"},
+        {"msgtype": "m.file", "body": "bad", "url": "mxc://["},
+        {"msgtype": "m.file", "body": "large", "url": "mxc://hs/large", "info": {"size": 1}},
+        {"msgtype": "m.text", "body": "after all of them"},
+    ]
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        if request.path.endswith("/whoami"):
+            return web.json_response({"user_id": "@bot:hs", "device_id": "D"})
+        if "/account_data/" in request.path:
+            return web.json_response({}, status=404 if request.method == "GET" else 200)
+        if request.path.endswith("/media/download/hs/large"):
+            return web.Response(body=large)
+        if not request.path.endswith("/sync"):
+            return web.json_response({}, status=404)
+        if request.query.get("since") == "s2":
+            await asyncio.sleep(30)
+        events = [
+            {"type": "m.room.message", "event_id": f"${n}", "sender": "@m:hs", "origin_server_ts": n, "content": each}
+            for n, each in enumerate(contents)
+        ]
+        first = "since" not in request.query
+        timeline = {"events": [] if first else events, "limited": False, "prev_batch": "p"}
+        room = {
+            "timeline": timeline, "state": {"events": []}, "ephemeral": {"events": []}, "account_data": {"events": []},
+        }  # fmt: skip
+        return web.json_response(
+            {
+                "next_batch": "s1" if first else "s2", "rooms": {"join": {"!r:hs": room}, "invite": {}, "leave": {}},
+                "device_one_time_keys_count": {}, "device_lists": {"changed": [], "left": []},
+                "to_device": {"events": []}, "presence": {"events": []},
+            }
+        )  # fmt: skip
+
+    async def main() -> None:
+        arrived: list[Incoming] = []
+
+        async def deliver(message: Incoming) -> None:
+            arrived.append(message)
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
+            platform = Matrix("matrix", config(url, "token"))
+            await platform.start(deliver)
+            await until(lambda: any(message.text for message in arrived))
+            await platform.stop()
+        assert [message.text for message in arrived if message.text] == ["after all of them"]
+        assert sum(bool(message.problem) for message in arrived) == 3
+        assert not any(message.attachments for message in arrived)
+        assert {path.rpartition("/")[2] for path in asked} == {"whoami", "palaestra.synced", "sync", "large"}
+
+    asyncio.run(main())
+
+
+def test_an_encrypted_room_is_refused_clearly(homeserver):
+    async def main():
+        anna, bot = await people(homeserver)
+        platform, arrived = Matrix("matrix", config(homeserver, bot.token)), list[Incoming]()
+
+        async def deliver(message):
+            arrived.append(message)
+
+        await platform.start(deliver)
+        room = await asyncio.to_thread(anna.make_room, bot.user_id, encrypted=True)
+        await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+        secret = {"algorithm": "m.megolm.v1.aes-sha2", "ciphertext": "x", "session_id": "s", "device_id": "d",
+                  "sender_key": "k"}  # fmt: skip
+        await asyncio.to_thread(anna.send, room, secret, "m.room.encrypted")
+        await until(lambda: bool(arrived))
+        assert arrived[0].problem == ENCRYPTED
+        await platform.send_text(arrived[0].address, ENCRYPTED, key="a")
+        with pytest.raises(PlatformRefused, match="encrypted"):
+            await platform.send_text(arrived[0].address, "a secret", key="b")
+        seen = await asyncio.to_thread(anna.messages, room, bot.user_id)
+        assert [each["body"] for each in seen] == [ENCRYPTED]
+        await platform.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slots
+def test_a_conversation_with_a_tool_call_an_image_and_a_long_reply(homeserver, tmp_path):
+    async def main():
+        anna, bot = await people(homeserver)
+        platform = Matrix("matrix", config(homeserver, bot.token))
+        settings = {"platforms": {"matrix": {"allowed_users": [anna.user_id]}}}
+
+        async def answers(count: int) -> list[Any]:
+            return await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, count)
+
+        async with a_gateway(tmp_path, settings, others=[platform]):
+            room = await asyncio.to_thread(anna.make_room, bot.user_id)
+            await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+            await asyncio.to_thread(anna.say, room, "run echo $((6 * 7))")
+            assert "42" in (await answers(1))[-1]["body"]
+            uri = await asyncio.to_thread(anna.upload, "dot.png", PNG)
+            info = {"mimetype": "image/png", "size": len(PNG)}
+            image = {"msgtype": "m.image", "body": "dot.png", "url": uri, "info": info}
+            await asyncio.to_thread(anna.send, room, image)
+            assert "uploads/dot.png" in (await answers(2))[-1]["body"]
+            await asyncio.to_thread(anna.say, room, "say here\nMEDIA:uploads/dot.png")
+            files = await answers(4)
+            assert files[-1]["msgtype"] == "m.image"
+            assert await asyncio.to_thread(anna.download, files[-1]["url"]) == PNG
+            await asyncio.to_thread(anna.say, room, "run printf '語%.0s' $(seq 15000)")
+            pieces = (await answers(6))[4:]
+            assert sum(each["body"].count("語") for each in pieces) == 15_000
+
+    asyncio.run(main())
+
+
+def test_a_thread_is_a_session_of_its_own_and_is_answered_there(homeserver, tmp_path):
+    async def main():
+        anna, bot = await people(homeserver)
+        platform = Matrix("matrix", config(homeserver, bot.token))
+        async with a_gateway(tmp_path, {"platforms": {"matrix": {"allowed_users": ["*"]}}}, others=[platform]) as scene:
+            room = await asyncio.to_thread(anna.make_room, bot.user_id)
+            await asyncio.to_thread(anna.wait_for_member, room, bot.user_id)
+            root = await asyncio.to_thread(anna.say, room, "one")
+            relation = {"rel_type": "m.thread", "event_id": root}
+            await asyncio.to_thread(anna.say, room, "two", **{"m.relates_to": relation})
+            await until(lambda: len(scene.model.requests) == 2)
+            found = await asyncio.to_thread(anna.wait_for_messages, room, bot.user_id, 2)
+            by_text = {each["body"]: each for each in found}
+            assert set(by_text) == {"echo 1: one", "echo 1: two"}
+            assert by_text["echo 1: two"]["m.relates_to"] == relation
+
+    asyncio.run(main())
