@@ -354,7 +354,7 @@ async def run(options: argparse.Namespace, told: dict[str, Any], finder: StandIn
     told["class"] = cls.__name__
     form: Any = None
     if options.side == "ours":
-        from palaestra.envs.api.base_env import ClassForm
+        from palaestra.contract.base_env import ClassForm
         from palaestra.inference.server_group import ServerGroup
 
         form = ClassForm(cls, str(script))

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from palaestra.agent.detached_subagents import Delegates
     from palaestra.agent.loop import HermesAgentLoop
     from palaestra.agent.result import AgentResult, AgentStep, SequenceData, ToolError
+    from palaestra.contract.agent_env import AgentEnv, AgentEnvConfig
+    from palaestra.contract.base_env import BaseEnv, Item
+    from palaestra.contract.hermes_env import HermesAgentBaseEnv
+    from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem
     from palaestra.core.errors import (
         AcquireTimeout,
         ConfigError,
@@ -59,12 +63,8 @@ if TYPE_CHECKING:
         ToolStep,
         Usage,
     )
-    from palaestra.envs.api.agent_env import AgentEnv, AgentEnvConfig
-    from palaestra.envs.api.base_env import BaseEnv, Item
     from palaestra.envs.api.declaration import FunctionEnvConfig
     from palaestra.envs.api.function_form import environment
-    from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
-    from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
     from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
@@ -346,8 +346,8 @@ _MODULES = {
     "AcquireTimeout": "core.errors",
     "Agent": "agent.agent",
     "AgentConfig": "agent.atropos_agent",
-    "AgentEnv": "envs.api.agent_env",
-    "AgentEnvConfig": "envs.api.agent_env",
+    "AgentEnv": "contract.agent_env",
+    "AgentEnvConfig": "contract.agent_env",
     "AgentResult": "agent.result",
     "AgentStep": "agent.result",
     "AllowList": "core.types",
@@ -360,7 +360,7 @@ _MODULES = {
     "ArtifactReadRequestPayload": "sandbox.artifacts",
     "ArtifactReadResponsePayload": "sandbox.artifacts",
     "AtroposAgent": "agent.atropos_agent",
-    "BaseEnv": "envs.api.base_env",
+    "BaseEnv": "contract.base_env",
     "BaseEnvConfig": "envs.config.fields",
     "Blame": "core.types",
     "Budget": "agent.budget",
@@ -381,14 +381,14 @@ _MODULES = {
     "FunctionEnvConfig": "envs.api.declaration",
     "GraderError": "core.errors",
     "Group": "rollouts.records",
-    "HermesAgentBaseEnv": "envs.api.hermes_env",
+    "HermesAgentBaseEnv": "contract.hermes_env",
     "HermesAgentEnvConfig": "envs.config.fields",
     "HermesAgentLoop": "agent.loop",
     "HermesSweEnv": "suites.hermes_swe.hermes_swe",
     "ImageError": "core.errors",
     "InfraError": "core.errors",
     "IsolationUnavailable": "core.errors",
-    "Item": "envs.api.base_env",
+    "Item": "contract.base_env",
     "JSON": "core.types",
     "Label": "core.types",
     "Limits": "core.types",
@@ -415,8 +415,8 @@ _MODULES = {
     "SandboxSnapshot": "sandbox.sandbox",
     "Say": "core.types",
     "Score": "core.types",
-    "ScoredDataGroup": "envs.api.scored_data",
-    "ScoredDataItem": "envs.api.scored_data",
+    "ScoredDataGroup": "contract.scored_data",
+    "ScoredDataItem": "contract.scored_data",
     "Scored": "envs.run.rollout_function",
     "SequenceData": "agent.result",
     "ServerBaseline": "inference.config",

@@ -10,9 +10,9 @@ import pytest
 
 from palaestra import HermesAgentEnvConfig, Task, environment, tool
 from palaestra.cli.main import main
+from palaestra.contract.agent_env import AgentEnvConfig
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.envs.api.agent_env import AgentEnvConfig
 
 QUIZ = '''
 from palaestra import Score, Task, ToolStep, environment

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -16,9 +17,9 @@ COMPAT = "--compat"
 def with_old_imports(words: Sequence[str]) -> list[str]:
     """Return the words without `--compat`. If it is among them, let scripts import names by their old module paths."""
     if COMPAT in words:
-        from palaestra.compat import install
+        from palaestra.core.io import plugins
 
-        install()
+        cast("Callable[[], None]", plugins.load(plugins.installed("palaestra.scripts")["old_modules"]))()
     return [word for word in words if word != COMPAT]
 
 

@@ -20,7 +20,6 @@ from palaestra.core.io import plugins
 from palaestra.core.user_code import load_file
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.form import Form
-from palaestra.envs.port_script import ROOTS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -31,8 +30,14 @@ DOORS = "palaestra.doors"
 """The group of entry points for forms that run like environments, such as a file of prompts. They are loaded by name
 but not listed."""
 
+CONTRACT_ROOTS = frozenset({
+    "atroposlib", "atropos", "atropos_agent", "batch_runner", "environments", "gateway", "model_tools", "run_agent",
+    "tools", "toolsets", "toolset_distributions",
+})  # fmt: skip
+"""Top-level modules from which scripts of Atropos and Hermes import."""
+
 _ENDING = "_env.py"
-_CLASS_FORMS = "palaestra.envs.api.base_env"
+_CLASS_FORMS = "palaestra.contract.base_env"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,7 @@ def _pick(path: Path, name: str) -> Form:
         module = load_file(path)
     except ConfigError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
-        if missing is None or missing.partition(".")[0] not in ROOTS:
+        if missing is None or missing.partition(".")[0] not in CONTRACT_ROOTS:
             raise
         raise ConfigError(
             f"{error}. `palaestra env port {path} --write` rewrites the imports of scripts of Atropos and Hermes, and "

@@ -22,6 +22,11 @@ class Form(Protocol):
     reference: str
 
     @property
+    def kind(self) -> str:
+        """`function`, or the name of the environment's class."""
+        ...
+
+    @property
     def about(self) -> str: ...
 
     @property

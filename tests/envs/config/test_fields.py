@@ -7,10 +7,10 @@ import pytest
 from pydantic import BaseModel
 
 from palaestra.agent.budget import Budget
+from palaestra.contract.agent_env import AgentEnvConfig
 from palaestra.core.config import ConfigLayer, has_effect, merge, why_no_effect
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Prices
-from palaestra.envs.api.agent_env import AgentEnvConfig
 from palaestra.envs.config.build import agent_settings
 from palaestra.envs.config.fields import BaseEnvConfig, EvalHandlingEnum, HermesAgentEnvConfig
 from palaestra.envs.run.run import concurrency, eval_workers, slots_elsewhere

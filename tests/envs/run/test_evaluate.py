@@ -153,7 +153,7 @@ def test_it_does_not_go_on_with_other_tasks(command: str, lines_env: str, capsys
 
 LISTED = """
 from palaestra import APIServerConfig, HermesAgentEnvConfig
-from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
+from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
 
 class Listed(ListedEnv):
     name = "listed"

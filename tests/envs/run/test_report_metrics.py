@@ -13,8 +13,8 @@ import pytest
 from toy import Sums, tell
 
 from manual_clock import ManualClock
+from palaestra.contract.base_env import BaseEnv
 from palaestra.core.types import Outcome
-from palaestra.envs.api.base_env import BaseEnv
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.report_metrics import Reporting, asked_for

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from palaestra.contract.pools import DockerDirectBackend
 from palaestra.core.errors import ConfigError, ImageError, SandboxError
 from palaestra.core.types import Blame
 from palaestra.sandbox.backends.docker import DockerBackend, build_docker_image, docker_image_exists
 from palaestra.sandbox.creation_gate import CreationGate
-from palaestra.sandbox.docker_pool import DockerDirectBackend
 from palaestra.sandbox.slot import Rung, SlotSpec
 from sandbox.containers import Docker, docker
 from sandbox.python_image import make_python_root

@@ -21,11 +21,11 @@ from grpclib import Status
 
 from envs.scripts import groups_file
 from palaestra.cli.main import main as palaestra
+from palaestra.contract.modal_tool_backend import ModalToolBackend
 from palaestra.core.errors import AcquireTimeout, ConfigError, InfraError, SandboxError, SlotLost
 from palaestra.core.types import Blame, Network
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.sandbox.backends.modal import ModalBackend, ModalSandboxConfig
-from palaestra.sandbox.modal_tool_backend import ModalToolBackend
 from palaestra.sandbox.slot import Backend, Mount, Rung, Slot, SlotSpec
 from palaestra.testing.backend_conformance import BackendConformance
 from palaestra.testing.fake_modal import FakeModal, Fault

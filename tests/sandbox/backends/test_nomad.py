@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import pytest
 
 from palaestra.cli.main import main as palaestra
+from palaestra.contract.pools import NomadToolBackend
 from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
 from palaestra.core.types import Blame
 from palaestra.sandbox.backends.nomad import OWNER, NomadBackend, NomadBackendConfig, job_specification
-from palaestra.sandbox.nomad_pool import NomadToolBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.remote.port_client import ask
 from palaestra.sandbox.slot import Backend, Slot, SlotSpec

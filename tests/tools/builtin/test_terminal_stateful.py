@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from palaestra.envs.api.exec_tool import ExecTool
+from palaestra.contract.exec_tool import ExecTool
 from palaestra.tools.builtin.terminal import MAX_OUTPUT_CHARS
 from palaestra.tools.registry.build import build_tool_registry
 from palaestra.tools.runtime.runtime import ToolRuntime

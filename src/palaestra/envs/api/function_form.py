@@ -68,6 +68,7 @@ class FunctionForm(Declaration):
     line's default command; `reference` names the place from which the environment was loaded."""
 
     command = "process"
+    kind = "function"
     reference = ""
 
     def __init__(

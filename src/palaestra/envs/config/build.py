@@ -205,16 +205,6 @@ def make_prepared(config: BaseEnvConfig, backend: Backend) -> Prepared | None:
     return Prepared(backend, SnapshotStore(local_path(named), max_bytes=max_bytes).open().open)
 
 
-def create_tool_backend(config: HermesAgentEnvConfig) -> SlotPool:
-    """Return the slots of a run with this configuration, not yet started. Existing scripts call this function; unlike
-    `make_pool`, it checks the configuration first.
-
-    Raises `ConfigError` if no run can start with this configuration.
-    """
-    config.check_runnable()
-    return make_pool(config)
-
-
 def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
     """Return the slots of a run. If `local`, they are on this machine, whatever backend the settings name. Raises
     `ConfigError` for an unknown backend, or for settings that the backend rejects."""
@@ -228,8 +218,4 @@ def make_pool(config: BaseEnvConfig, *, local: bool = False) -> SlotPool:
         if "acquire_timeout_s" not in said or "modal_acquire_timeout" in said:
             wait_s = config.modal_acquire_timeout
     limits = SlotPoolConfig(max_slots=slots, acquire_timeout=wait_s)
-    if name == "docker_direct":
-        from palaestra.sandbox.docker_pool import DockerDirectBackend  # imported here, because few runs need it
-
-        return DockerDirectBackend(make_backend(name, config), limits)
     return SlotPool(limits, make_backend(name, config))

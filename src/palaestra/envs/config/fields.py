@@ -514,7 +514,7 @@ class HermesAgentEnvConfig(BaseEnvConfig, ToolSettings):
 
     def build_budget_config(self) -> object:
         """Return the settings for the sizes of tool results, which existing scripts pass to `HermesAgentLoop`."""
-        from palaestra.envs.contract.without_effect import BudgetConfig  # only existing scripts need it
+        from palaestra.envs.config.budget_config import BudgetConfig  # only existing scripts need it
 
         sizes = self.default_result_size_chars, self.turn_budget_chars, self.preview_size_chars
         return BudgetConfig(*sizes, tool_overrides=self.tool_result_overrides or {})

@@ -42,6 +42,11 @@ class EvaluatedEnvironment(Environment):
         """The benchmark's own name for its verdict, such as `resolved`."""
         return OFFICIAL
 
+    @property
+    def collects_rollouts(self) -> bool:
+        """Whether the environment's own code makes the rollouts. A replay of an agent's turns cannot reproduce them."""
+        return False
+
     chooses_evaluation = False
     """Whether only the environment knows how many tasks it evaluates."""
 

@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
-from palaestra.envs.api.class_environment import CollectedEnvironment
 from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import said_settings, set_fields
@@ -284,7 +283,7 @@ def recorded_form(recording: Recording, given: str | None) -> Form:
 
 
 def _playable(environment: EvaluatedEnvironment) -> EvaluatedEnvironment:
-    if isinstance(environment, CollectedEnvironment) and environment.collects_rollouts:
+    if environment.collects_rollouts:
         raise ConfigError(
             f"{environment.name} collects its rollouts in its own collect_ method; the record does not "
             "contain what that method did, so the run cannot be replayed"

@@ -16,12 +16,12 @@ from typing import ClassVar
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
+from palaestra.contract.base_env import Item
+from palaestra.contract.contract_environment import ContractEnvironment
+from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.core.config import later, local_path
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.types import JSON, Network, NetworkPolicy, Score, Task
-from palaestra.envs.api.base_env import Item
-from palaestra.envs.api.contract_environment import ContractEnvironment
-from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.grading.tampering import changes_in
 from palaestra.rollouts.grading.tool_context import ToolContext

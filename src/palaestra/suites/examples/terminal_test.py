@@ -6,9 +6,9 @@ The oracle scores 1.0 on every task; doing nothing scores 0.0. No dataset and no
 from __future__ import annotations
 
 from palaestra.agent.result import AgentResult
+from palaestra.contract.base_env import Item
+from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.types import JSON
-from palaestra.envs.api.base_env import Item
-from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.grading.tool_context import ToolContext

@@ -19,13 +19,13 @@ import yaml
 from pydantic import Field
 
 from palaestra.agent.result import AgentResult
+from palaestra.contract.base_env import Item
+from palaestra.contract.contract_environment import ContractEnvironment
+from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.core.errors import PrepareError, TaskError
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Label, Score, Task, ToolStep
 from palaestra.envs import cache_key
-from palaestra.envs.api.base_env import Item
-from palaestra.envs.api.contract_environment import ContractEnvironment
-from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.envs.datasets import Row, read_rows
 from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.grading.tool_context import ToolContext

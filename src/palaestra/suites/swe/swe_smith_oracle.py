@@ -22,13 +22,13 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from palaestra.agent.result import AgentResult
+from palaestra.contract.base_env import Item
+from palaestra.contract.contract_environment import ContractEnvironment
+from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Score, Task, numbers
 from palaestra.envs import cache_key
-from palaestra.envs.api.base_env import Item
-from palaestra.envs.api.contract_environment import ContractEnvironment
-from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.rollouts.grading.grader import SEALED, Grading
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout

@@ -33,11 +33,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from palaestra.agent.result import AgentResult
+from palaestra.contract.contract_environment import ContractEnvironment
+from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import GraderError, InfraError, PrepareError
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
-from palaestra.envs.api.contract_environment import ContractEnvironment
-from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
 from palaestra.rollouts.rollout import Rollout

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from palaestra.agent.result import AgentResult
+from palaestra.contract.base_env import Item
+from palaestra.contract.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Outcome
-from palaestra.envs.api.base_env import Item
-from palaestra.envs.api.dataset_env import ListedEnv, ListedEnvConfig
 from palaestra.envs.run import pass_at_k
 from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.records import Trajectory

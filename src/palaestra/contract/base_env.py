@@ -22,25 +22,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError
-from palaestra.core.exits import report_failure
-from palaestra.core.io.durable_files import replaced
-from palaestra.core.sync_bridge import bridged
-from palaestra.core.types import JSON, Message
-from palaestra.core.user_code import called, is_loaded, place, settled, told
-from palaestra.envs.api.scored_data import (
+from palaestra.contract.scored_data import (
     ScoredDataGroup,
     ScoredDataItem,
     format_trajectory,
     grouped,
     row_and_backlog,
 )
+from palaestra.core.errors import ConfigError, InfraError, PalaestraError
+from palaestra.core.exits import report_failure
+from palaestra.core.io.durable_files import replaced
+from palaestra.core.sync_bridge import bridged
+from palaestra.core.types import JSON, Message
+from palaestra.core.user_code import called, is_loaded, place, settled, told
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from palaestra.envs.api.rollout_parts import Tools
+    from palaestra.contract.rollout_parts import Tools
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
     from palaestra.inference.chat_server import ChatServer, SessionContext
     from palaestra.rollouts.records import Trajectory
@@ -260,7 +260,7 @@ class BaseEnv(ABC):
     def server(self) -> ChatServer:
         """The model server, available from `__init__` to the end of a run. If a class assigns a different server, its
         rollouts use that server."""
-        from palaestra.envs.api.rollout_parts import RolloutServer
+        from palaestra.contract.rollout_parts import RolloutServer
         from palaestra.inference.server_group import ServerGroup
         from palaestra.rollouts.rollout import CURRENT
 
@@ -426,7 +426,7 @@ def adapted(inner: BaseEnv, adapter: str) -> EvaluatedEnvironment:
     """Adapt an instance to the runner. The adapter is given by its name, so that its module, which loads the agent and
     the sandbox, is imported only for a run."""
     module, _, name = adapter.partition(".")
-    environment: EvaluatedEnvironment = getattr(import_module(f"palaestra.envs.api.{module}"), name)(inner)
+    environment: EvaluatedEnvironment = getattr(import_module(f"palaestra.contract.{module}"), name)(inner)
     return environment
 
 
@@ -481,6 +481,7 @@ class ClassForm:
         if missing:
             raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}")
         self.cls = cls
+        self.kind = cls.__name__
         self.reference = reference
         self.name = cls.name or cls.__name__
         self.about = inspect.getdoc(cls) or ""

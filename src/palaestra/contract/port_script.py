@@ -20,23 +20,18 @@ from pathlib import Path
 
 import palaestra
 from palaestra.core.errors import ConfigError
-
-ROOTS = frozenset({
-    "atroposlib", "atropos", "atropos_agent", "batch_runner", "environments", "gateway", "model_tools", "run_agent",
-    "tools", "toolsets", "toolset_distributions",
-})  # fmt: skip
-"""Top-level modules of the contract, from which existing scripts import."""
+from palaestra.envs.discovery import CONTRACT_ROOTS
 
 ELSEWHERE: Mapping[str, str] = {
-    "create_tool_backend": "palaestra.envs.config.build",
-    "DockerDirectBackend": "palaestra.sandbox.docker_pool",
+    "create_tool_backend": "palaestra.contract.pools",
+    "DockerDirectBackend": "palaestra.contract.pools",
     "NomadBackendConfig": "palaestra.sandbox.backends.nomad",
-    "NomadToolBackend": "palaestra.sandbox.nomad_pool",
+    "NomadToolBackend": "palaestra.contract.pools",
     "ToolBackend": "palaestra.sandbox.pool",
     "EvalHandlingEnum": "palaestra.envs.config.fields",
     "ProcessSession": "palaestra.processes.session",
     "ModalSandboxConfig": "palaestra.sandbox.backends.modal",
-    "ModalToolBackend": "palaestra.sandbox.modal_tool_backend",
+    "ModalToolBackend": "palaestra.contract.modal_tool_backend",
     "SlotState": "palaestra.sandbox.slot",
     "FINISHED_TTL_SECONDS": "palaestra.processes.session",
     "GatewayConfig": "palaestra.doors.gateway.config",
@@ -46,7 +41,7 @@ ELSEWHERE: Mapping[str, str] = {
     "TerminalBench2EvalConfig": "palaestra.suites.terminal_bench.terminalbench_2",
     "ToolCallParser": "palaestra.inference.parsers",
     **{
-        name: f"palaestra.envs.contract.{module}"
+        name: f"palaestra.contract.helpers.{module}"
         for module, names in {
             "docker_images": "build_docker_image docker_image_exists",
             "evaluations": "EvalBase eval_runner evaluate_log",
@@ -74,11 +69,11 @@ ELSEWHERE: Mapping[str, str] = {
 """Names of the contract that the package `palaestra` does not export, and the modules that define them."""
 
 OF_MODULES: Mapping[tuple[str, str], str] = {
-    ("atroposlib.envs.reward_fns", "registry"): "palaestra.envs.contract.reward_functions",
-    ("atroposlib.envs.reward_fns.registry", "registry"): "palaestra.envs.contract.reward_functions",
-    ("tools.terminal_tool", "terminal_tool"): "palaestra.envs.contract.tool_functions",
-    ("atroposlib.type_definitions", "AgentStep"): "palaestra.envs.contract.type_definitions",
-    ("atroposlib.type_definitions", "Message"): "palaestra.envs.contract.type_definitions",
+    ("atroposlib.envs.reward_fns", "registry"): "palaestra.contract.helpers.reward_functions",
+    ("atroposlib.envs.reward_fns.registry", "registry"): "palaestra.contract.helpers.reward_functions",
+    ("tools.terminal_tool", "terminal_tool"): "palaestra.contract.helpers.tool_functions",
+    ("atroposlib.type_definitions", "AgentStep"): "palaestra.contract.helpers.type_definitions",
+    ("atroposlib.type_definitions", "Message"): "palaestra.contract.helpers.type_definitions",
 }
 """Names that mean different things in different modules of the contract, and the modules that define them."""
 
@@ -87,7 +82,7 @@ WITHOUT_EFFECT: Mapping[str, str] = dict.fromkeys(
         *("apply_patches", "resize_tool_pool", "_tool_executor", "BudgetConfig", "DEFAULT_BUDGET"),
         *("DEFAULT_RESULT_SIZE_CHARS", "DEFAULT_TURN_BUDGET_CHARS", "DEFAULT_PREVIEW_SIZE_CHARS"),
     ),
-    "palaestra.envs.contract.without_effect",
+    "palaestra.contract.without_effect",
 )
 """Names for scripts that stay unchanged; in a ported script, the calls are deleted."""
 
@@ -259,7 +254,7 @@ class _Script:
     def _port_import(self, node: ast.Import) -> None:
         statements, ours = [], False
         for alias in node.names:
-            if alias.name.partition(".")[0] not in ROOTS:
+            if alias.name.partition(".")[0] not in CONTRACT_ROOTS:
                 self._check_installed(node, alias.name)
                 statements.append(f"import {_written(alias)}")
                 continue
@@ -450,7 +445,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def _is_theirs(node: ast.ImportFrom) -> bool:
     """Return whether an import is from a module of the contract, or relative."""
-    return node.level > 0 or (node.module or "").partition(".")[0] in ROOTS
+    return node.level > 0 or (node.module or "").partition(".")[0] in CONTRACT_ROOTS
 
 
 def _guarded(tree: ast.Module) -> Iterator[ast.AST]:

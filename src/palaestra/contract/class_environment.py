@@ -29,11 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from palaestra.agent.result import AgentResult, ended_loops
-from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
-from palaestra.core.sync_bridge import bridged
-from palaestra.core.types import JSON, Blame, Outcome, Score, Task, number, numbers
-from palaestra.core.user_code import called, place, run_hook, settled, told
-from palaestra.envs.api.base_env import (
+from palaestra.contract.base_env import (
     ATTEMPT,
     COLLECTED,
     MANAGERS,
@@ -47,7 +43,7 @@ from palaestra.envs.api.base_env import (
     collects_groups,
     own_names,
 )
-from palaestra.envs.api.scored_data import (
+from palaestra.contract.scored_data import (
     PLACEHOLDER,
     ROW_KEYS,
     Row,
@@ -58,6 +54,10 @@ from palaestra.envs.api.scored_data import (
     row_and_backlog,
     rows_of,
 )
+from palaestra.core.errors import ConfigError, InfraError, PalaestraError, TaskError
+from palaestra.core.sync_bridge import bridged
+from palaestra.core.types import JSON, Blame, Outcome, Score, Task, number, numbers
+from palaestra.core.user_code import called, place, run_hook, settled, told
 from palaestra.envs.config.build import mcp_servers
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.inference.chat_server import SessionContext
@@ -327,7 +327,6 @@ class CollectedEnvironment(ClassEnvironment):
 
     @property
     def collects_rollouts(self) -> bool:
-        """Whether the class collects rollouts itself. A replay of the agent's turns cannot reproduce such a class."""
         return self._collects
 
     async def next_item(self) -> Item:

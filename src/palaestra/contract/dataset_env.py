@@ -12,11 +12,11 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
+from palaestra.contract.base_env import Item
+from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.api.base_env import Item
-from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
 from palaestra.envs.config.fields import HeldOutConfig
 from palaestra.envs.run import pass_at_k
 from palaestra.inference.config import APIServerConfig

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from palaestra.envs.config.budget_config import (
+    DEFAULT_PREVIEW_SIZE_CHARS,
+    DEFAULT_RESULT_SIZE_CHARS,
+    DEFAULT_TURN_BUDGET_CHARS,
+    BudgetConfig,
+)
 
-DEFAULT_RESULT_SIZE_CHARS = 100_000
-DEFAULT_TURN_BUDGET_CHARS = 200_000
-DEFAULT_PREVIEW_SIZE_CHARS = 1_500
+__all__ = [
+    "DEFAULT_BUDGET", "DEFAULT_PREVIEW_SIZE_CHARS", "DEFAULT_RESULT_SIZE_CHARS", "DEFAULT_TURN_BUDGET_CHARS",
+    "BudgetConfig", "_tool_executor", "apply_patches", "resize_tool_pool",
+]  # fmt: skip
 
 
 def apply_patches() -> None:
@@ -26,17 +31,6 @@ class _NoThreads:
 
 
 _tool_executor = _NoThreads()
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetConfig:
-    """The maximum sizes of tool results, in characters. They have no effect: each tool limits its own results, and
-    keeps longer output in a file of the sandbox."""
-
-    default_result_size: int = DEFAULT_RESULT_SIZE_CHARS
-    turn_budget: int = DEFAULT_TURN_BUDGET_CHARS
-    preview_size: int = DEFAULT_PREVIEW_SIZE_CHARS
-    tool_overrides: Mapping[str, int] = field(default_factory=dict)
 
 
 DEFAULT_BUDGET = BudgetConfig()

@@ -17,9 +17,9 @@ from envs.scripts import groups_file
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import SYSTEM_PROMPT
+from palaestra.contract.exec_tool import ExecTool
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.envs.api.exec_tool import ExecTool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run

@@ -24,7 +24,7 @@ from palaestra.trainers.atropos.trajectory_server import serving
 
 pytestmark = pytest.mark.slots
 
-SCRIPTS = Path(__file__).parents[1] / "contract"
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,7 @@ from functools import partial
 from typing import Self
 
 from palaestra.agent.result import AgentResult
-from palaestra.core.errors import ConfigError, PrepareError, TaskError
-from palaestra.core.sync_bridge import bridged
-from palaestra.core.types import JSON, Message, Score, Task, numbers
-from palaestra.core.user_code import call_hook, called, run_hook, score_of, settled
-from palaestra.envs import cache_key
-from palaestra.envs.api.base_env import (
+from palaestra.contract.base_env import (
     ATTEMPT,
     COLLECTING,
     COLLECTING_GROUPS,
@@ -31,12 +26,17 @@ from palaestra.envs.api.base_env import (
     assigned,
     own_names,
 )
-from palaestra.envs.api.class_environment import CollectedEnvironment, in_rollout, slots_needed
-from palaestra.envs.api.exec_tool import ExecTool
-from palaestra.envs.api.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
+from palaestra.contract.class_environment import CollectedEnvironment, in_rollout, slots_needed
+from palaestra.contract.exec_tool import ExecTool
+from palaestra.contract.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
+from palaestra.contract.rollout_parts import offered_kit, tools_of
+from palaestra.contract.scored_data import Row, ScoredDataItem, checked_row, row_and_backlog
+from palaestra.core.errors import ConfigError, PrepareError, TaskError
+from palaestra.core.sync_bridge import bridged
+from palaestra.core.types import JSON, Message, Score, Task, numbers
+from palaestra.core.user_code import call_hook, called, run_hook, score_of, settled
+from palaestra.envs import cache_key
 from palaestra.envs.api.hook_commands import HookCommands
-from palaestra.envs.api.rollout_parts import offered_kit, tools_of
-from palaestra.envs.api.scored_data import Row, ScoredDataItem, checked_row, row_and_backlog
 from palaestra.envs.config.build import agent_settings, network_policy
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.rollouts.environment import Environment

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from palaestra import BaseEnv, BaseEnvConfig, HermesAgentLoop, Outcome
+from palaestra.contract.scored_data import checked_row, format_trajectory
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.api.scored_data import checked_row, format_trajectory
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import RunReport, run

@@ -18,8 +18,7 @@ import pytest
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.envs.discovery import load_environment
-from palaestra.envs.port_script import ROOTS
+from palaestra.envs.discovery import CONTRACT_ROOTS, load_environment
 from palaestra.inference.parsers import registry
 from palaestra.sandbox.slot import Slot
 
@@ -30,17 +29,17 @@ TERMINAL = "tools.terminal_tool"
 def old_modules() -> Iterator[None]:
     """Let this module's tests import the old modules, and no others. They would find the folders of this repository,
     which have some of the same names."""
-    path, here = sys.path[:], Path(__file__).parents[3]
-    known = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ROOTS}
+    path, here = sys.path[:], Path(__file__).parents[2]
+    known = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in CONTRACT_ROOTS}
     sys.path[:] = [each for each in path if Path(each).absolute() not in (here, here / "tests")]
-    compat = import_module("palaestra.compat")
+    compat = import_module("palaestra.contract.old_modules")
     compat.install()
     for name in known:
         del sys.modules[name]
     yield
     sys.meta_path.remove(compat._FINDER)
     sys.path[:] = path
-    for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in CONTRACT_ROOTS]:
         del sys.modules[name]
     sys.modules.update(known)
 
@@ -505,7 +504,7 @@ def test_a_script_in_the_original_repository(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SMOKE_WORD", "before")  # so that it is restored
     monkeypatch.delenv("SMOKE_WORD")
     monkeypatch.delitem(sys.modules, "dotenv", raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in CONTRACT_ROOTS]:
         monkeypatch.delitem(sys.modules, name)
     files = {
         "atropos/__init__.py": "",

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from palaestra.contract.scored_data import ScoredRow, checked_row
 from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON
-from palaestra.envs.api.scored_data import ScoredRow, checked_row
 
 
 def made() -> ScoredRow:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from palaestra.contract.base_env import BaseEnv
 from palaestra.core.config import later, setting
 from palaestra.core.errors import ConfigError
-from palaestra.envs.api.base_env import BaseEnv
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from palaestra.contract.helpers.training_tokens import tokenize_for_trainer
+from palaestra.contract.scored_data import ScoredDataGroup
 from palaestra.core.types import JSON, Message
-from palaestra.envs.api.scored_data import ScoredDataGroup
-from palaestra.envs.contract.training_tokens import tokenize_for_trainer
 
 logger = logging.getLogger(__name__)
 

@@ -15,20 +15,20 @@ from contextvars import ContextVar
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from palaestra.contract.base_env import Attempt, BaseEnv, Item, adapted
+from palaestra.contract.scored_data import PLACEHOLDER, ScoredDataItem, ScoredRow, placeholder_tokens
 from palaestra.core.errors import ConfigError
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Message
 from palaestra.core.user_code import called, score_of
-from palaestra.envs.api.base_env import Attempt, BaseEnv, Item, adapted
-from palaestra.envs.api.scored_data import PLACEHOLDER, ScoredDataItem, ScoredRow, placeholder_tokens
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
 from palaestra.tools.tool import States, Tool
 
 if TYPE_CHECKING:
     from palaestra.agent.result import AgentResult
-    from palaestra.envs.api.exec_tool import ExecTool
-    from palaestra.envs.api.rollout_parts import Tools
+    from palaestra.contract.exec_tool import ExecTool
+    from palaestra.contract.rollout_parts import Tools
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
     from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.rollout import Rollout, RolloutTool
@@ -135,7 +135,7 @@ class HermesAgentBaseEnv(BaseEnv):
     @property
     def _current_group_tools(self) -> Tools | None:
         """The tools of the group in this context, or those that the class assigned; None outside a group."""
-        from palaestra.envs.api.rollout_parts import tools_of
+        from palaestra.contract.rollout_parts import tools_of
         from palaestra.rollouts.rollout import CURRENT
 
         chosen, rollout = GROUP_TOOLS.get(), CURRENT.get()
@@ -238,7 +238,7 @@ class HermesAgentBaseEnv(BaseEnv):
 
         `tool_handler(name, arguments, task_id)` runs the calls; by default they run in the rollout's slot.
         """
-        from palaestra.envs.api.rollout_parts import run_agent_loop
+        from palaestra.contract.rollout_parts import run_agent_loop
 
         return await run_agent_loop(
             lambda: self.server, self.config, task_id, tools, valid_names, messages, tool_handler

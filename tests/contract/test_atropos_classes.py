@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from palaestra import APIServerConfig, BaseEnv, BaseEnvConfig
+from palaestra.contract.base_env import ClassForm
+from palaestra.contract.class_environment import CollectedEnvironment
+from palaestra.contract.helpers.teacher_distillation import TeacherDistillationConfig
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
-from palaestra.envs.api.base_env import ClassForm
-from palaestra.envs.api.class_environment import CollectedEnvironment
-from palaestra.envs.contract.teacher_distillation import TeacherDistillationConfig
 from palaestra.inference.engines.token_engine import TokenChat
 from palaestra.inference.server_group import ServerGroup
 from palaestra.inference.templates.chat_tokenizer import ChatTokenizer

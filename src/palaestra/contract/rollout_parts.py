@@ -35,7 +35,7 @@ class RolloutServer(ChatServer):
         """Return a server that adds placeholder tokens to its replies, if the settings allow that; otherwise what the
         run's server returns."""
         if self._placeholders:
-            from palaestra.envs.contract.dummy_server import DummyManagedServer  # only existing scripts need it
+            from palaestra.contract.helpers.dummy_server import DummyManagedServer  # only existing scripts need it
 
             return DummyManagedServer(self)
         managed: ChatServer = self._group.managed_server(**options)  # type: ignore[attr-defined]

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Self
 
 from palaestra.agent.result import SequenceData
+from palaestra.contract.scored_data import placeholder_tokens
 from palaestra.core.types import JSON, Message
-from palaestra.envs.api.scored_data import placeholder_tokens
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.engine import ChatCompletion, TextCompletion
 

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import pytest
 
+from palaestra.contract.helpers.evaluations import EvalBase
+from palaestra.contract.helpers.message_history import ensure_trajectory_token_limit, strip_thinking, truncate_thinking
+from palaestra.contract.helpers.reward_functions import CombinedReward, RewardFunction, RewardRegistry, registry
+from palaestra.contract.helpers.statistics import compute_stats, get_std_min_max_avg, pass_at_k, select_best_index
+from palaestra.contract.helpers.tool_call_text import extract_tool_call, parse_tool_call
 from palaestra.core.types import JSON
-from palaestra.envs.contract.evaluations import EvalBase
-from palaestra.envs.contract.message_history import ensure_trajectory_token_limit, strip_thinking, truncate_thinking
-from palaestra.envs.contract.reward_functions import CombinedReward, RewardFunction, RewardRegistry, registry
-from palaestra.envs.contract.statistics import compute_stats, get_std_min_max_avg, pass_at_k, select_best_index
-from palaestra.envs.contract.tool_call_text import extract_tool_call, parse_tool_call
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
 from palaestra.inference.templates.chat_tokenizer import ChatTokenizer

@@ -22,16 +22,16 @@ from palaestra.agent.hermes_text import observation, result_in, result_text
 from palaestra.agent.loop import HermesAgentLoop
 from palaestra.agent.result import AgentResult
 from palaestra.agent.subagents import Subagents
+from palaestra.contract.base_env import PLAYER, Attempt, Item, own_names, scored_item
+from palaestra.contract.class_environment import ClassEnvironment
+from palaestra.contract.contract_environment import ContractEnvironment, accepts
+from palaestra.contract.exec_tool import ExecTool
+from palaestra.contract.hermes_env import HermesAgentBaseEnv
+from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem, grouped
 from palaestra.core.config import later, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message
 from palaestra.core.user_code import called, run_hook, settled
-from palaestra.envs.api.base_env import PLAYER, Attempt, Item, own_names, scored_item
-from palaestra.envs.api.class_environment import ClassEnvironment
-from palaestra.envs.api.contract_environment import ContractEnvironment, accepts
-from palaestra.envs.api.exec_tool import ExecTool
-from palaestra.envs.api.hermes_env import HermesAgentBaseEnv
-from palaestra.envs.api.scored_data import ScoredDataGroup, ScoredDataItem, grouped
 from palaestra.envs.config.build import system_prompt, tools_with
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig

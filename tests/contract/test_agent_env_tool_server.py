@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from palaestra import AgentEnv, AgentEnvConfig, APIServerConfig, tool
+from palaestra.contract.exec_tool import ExecTool
 from palaestra.core.types import JSON
-from palaestra.envs.api.exec_tool import ExecTool
 from palaestra.envs.config.command_line import CommandLine, Parsed
 from palaestra.envs.discovery import form_of
 from palaestra.envs.run.run import run

@@ -1,0 +1,1 @@
+"""Functions and types that scripts import from atroposlib and hermes-agent, beside the classes of environments."""
