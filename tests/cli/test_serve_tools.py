@@ -23,7 +23,7 @@ from palaestra.testing.fake_nomad import fake_nomad
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.serving.payloads import ToolExecutorExecuteRequest
 from palaestra.tools.serving.tool_server import ToolServer
-from palaestra.tools.serving.tool_server_client import ToolServerLink
+from palaestra.tools.tool_server_client import ToolServerLink
 from tools.serving.asking import Client
 
 DOCS = Path(__file__).parents[2] / "docs" / "tools.md"

@@ -23,10 +23,10 @@ import pytest
 
 from palaestra.core.errors import SandboxError, SlotLost
 from palaestra.core.types import Network
-from palaestra.sandbox.backends.server_backend import ServerBackend, environment
 from palaestra.sandbox.remote.port_client import PortClient, archive, ask, deliver, program
 from palaestra.sandbox.remote.port_launch import MAX_CONNECTIONS
 from palaestra.sandbox.remote.port_server import MAX_UNKNOWN
+from palaestra.sandbox.server_backend import ServerBackend, environment
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 pytestmark = pytest.mark.slots

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON, Blame, Message, Outcome, Usage
 from palaestra.tools.call_text import ToolCall, ToolResult
-from palaestra.tools.runtime.inner_calls import InnerCall
+from palaestra.tools.inner_calls import InnerCall
 from palaestra.tools.tool import ToolMistake
 
 

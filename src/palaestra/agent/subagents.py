@@ -30,9 +30,9 @@ from palaestra.processes.registry import ProcessRegistry
 from palaestra.tools.builtin.delegate_task import Assignment, Delegation, SubagentReport
 from palaestra.tools.builtin.execute_code import Programs
 from palaestra.tools.human.approval import Approvals
+from palaestra.tools.inner_calls import InnerCalls
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import TOOLSETS, resolve_toolsets
-from palaestra.tools.runtime.inner_calls import InnerCalls
 from palaestra.tools.runtime.runtime import ToolRuntime
 from palaestra.tools.tool import ToolMistake
 

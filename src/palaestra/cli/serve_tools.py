@@ -347,7 +347,7 @@ async def _executor_tools(toolsets: Collection[str], settings: ExecutorSettings)
     """
     from palaestra.cli.tools import tool_settings
     from palaestra.tools.registry.build import RunConditions, build_tool_registry, builtin_tools
-    from palaestra.tools.serving.tool_server_client import elsewhere
+    from palaestra.tools.tool_server_client import elsewhere
 
     allowed = settings.allow_network
     conditions = RunConditions(allowed, replayed=settings.world == "replay")
@@ -381,8 +381,8 @@ async def _offered(settings: ExecutorSettings) -> list[ToolSchema]:
     replay does not contact the server."""
     from palaestra.core.io.durable_files import replaced
     from palaestra.rollouts.recorded_tools.recording_file import recording_in
-    from palaestra.tools.serving.tool_server_client import ToolServerLink
     from palaestra.tools.tool import ToolSchema
+    from palaestra.tools.tool_server_client import ToolServerLink
 
     if settings.tool_server_url is None:
         return []

@@ -42,7 +42,7 @@ from palaestra.sandbox.pool import SlotPool
 from palaestra.tools.call_text import ToolCall, result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
-from palaestra.tools.serving.tool_server_client import ToolServerLink
+from palaestra.tools.tool_server_client import ToolServerLink
 
 logger = logging.getLogger(__name__)
 

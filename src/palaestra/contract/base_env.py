@@ -35,6 +35,7 @@ from palaestra.core.io.durable_files import replaced
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Message
 from palaestra.core.user_code import called, is_loaded, place, settled, told
+from palaestra.envs import discovery
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.inference.tokenizers import Tokenizer, load_tokenizer
@@ -472,6 +473,7 @@ class ClassForm:
     """A subclass of `BaseEnv`, most often of `HermesAgentBaseEnv` or `AgentEnv`."""
 
     command: str | None = None
+    bound: BaseEnvConfig | None = None
 
     def __init__(self, cls: type[BaseEnv], reference: str = "") -> None:
         """Check the class. Raises `ConfigError` if it lacks a required method."""
@@ -545,3 +547,6 @@ def script_reference(script: Mapping[str, object], environment: object) -> str:
     path = script.get("__file__")
     name = next((name for name, value in script.items() if value is environment), "")
     return f"{Path(str(path)).resolve()}:{name}" if path and name else ""
+
+
+discovery.register_class(BaseEnv, ClassForm)

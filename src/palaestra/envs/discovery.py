@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from palaestra.core.config import nearest
 from palaestra.core.errors import ConfigError
@@ -37,7 +36,14 @@ CONTRACT_ROOTS = frozenset({
 """Top-level modules from which scripts of Atropos and Hermes import."""
 
 _ENDING = "_env.py"
-_CLASS_FORMS = "palaestra.contract.base_env"
+_CLASS_FORMS: list[tuple[type, Callable[[type, str], Form]]] = []
+"""The base classes of environments as classes, and what makes a form of a subclass."""
+
+
+def register_class(base: type, make: Callable[[type, str], Form]) -> None:
+    """Accept subclasses of `base` as environments; `make` gets the subclass and its reference. The module of a base
+    class calls this function, so that only its users load it."""
+    _CLASS_FORMS.append((base, make))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +142,9 @@ def form_of(environment: object, reference: str = "") -> Form:
     if isinstance(environment, FunctionForm):
         environment.reference = reference or environment.reference
         return environment
-    if _is_class_environment(environment):
-        form: Form = _class_forms().ClassForm(environment, reference)
-        return form
+    for base, make in _CLASS_FORMS:
+        if inspect.isclass(environment) and issubclass(environment, base):
+            return make(environment, reference)
     raise ConfigError(
         f"{environment!r} is not an environment: it must be a function with @environment or a subclass of "
         f"HermesAgentBaseEnv, AgentEnv or BaseEnv"
@@ -174,22 +180,12 @@ def _is_environment(value: object) -> bool:
     imported one."""
     if isinstance(value, FunctionForm):
         return True
-    return _is_class_environment(value) and not inspect.isabstract(value)
+    bases = tuple(base for base, _ in _CLASS_FORMS)
+    return inspect.isclass(value) and issubclass(value, bases) and not inspect.isabstract(value)
 
 
 def _module_of(environment: object) -> str:
     return str((environment.source if isinstance(environment, FunctionForm) else environment).__module__)
-
-
-def _is_class_environment(value: object) -> bool:
-    if not inspect.isclass(value) or _CLASS_FORMS not in sys.modules:  # every class environment loads that module
-        return False
-    return issubclass(value, _class_forms().BaseEnv)
-
-
-def _class_forms() -> Any:
-    """Return the module of class environments."""
-    return import_module(_CLASS_FORMS)
 
 
 def _list(found: dict[str, object]) -> str:

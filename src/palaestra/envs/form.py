@@ -32,6 +32,11 @@ class Form(Protocol):
     @property
     def command(self) -> str | None: ...
 
+    @property
+    def bound(self) -> BaseEnvConfig | None:
+        """The settings with which a function environment was called, as in `count_lines(n=3)`; otherwise None."""
+        ...
+
     def config_type(self) -> type[BaseEnvConfig]: ...
 
     def defaults(self) -> tuple[BaseEnvConfig | None, Sequence[ServerBaseline]]:

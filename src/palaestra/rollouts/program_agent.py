@@ -59,8 +59,8 @@ from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.host_tools import Capture
 from palaestra.sandbox.port_forward import forwarded_port
 from palaestra.sandbox.slot import Mount, Process, Slot
+from palaestra.tools.inner_calls import InnerCalls
 from palaestra.tools.registry.build import BUILTIN_NAMES
-from palaestra.tools.runtime.inner_calls import InnerCalls
 from palaestra.tools.serving.mcp_endpoint import McpTools
 from palaestra.tools.tool import ToolOutcome
 

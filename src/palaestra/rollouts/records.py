@@ -15,10 +15,13 @@ from palaestra.agent.result import AgentResult
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome, Score
 from palaestra.inference.ledger import UNTRAINED, LedgerRecord, TokenRow, record_rows, row_sizes
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
-from palaestra.tools.runtime.inner_calls import InnerCall
+from palaestra.tools.inner_calls import InnerCall
 
 TRAJECTORY_SCHEMA = "palaestra.trajectory/1"
 GROUP_SCHEMA = "palaestra.group/1"
+
+CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
+"""A rollout whose failure has one of these attributions is continued or rolled out again."""
 
 
 class TurnRecord(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -56,7 +56,7 @@ from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.tools.builtin.delegate_task import DELEGATE_TASK, Delegation
 from palaestra.tools.builtin.memory import Notes
 from palaestra.tools.builtin.session_search import Sessions
-from palaestra.tools.runtime.inner_calls import InnerCall, InnerCalls
+from palaestra.tools.inner_calls import InnerCall, InnerCalls
 from palaestra.tools.runtime.runtime import CheckedCall, Next, ToolMiddleware, ToolRuntime
 from palaestra.tools.tool import ToolOutcome
 

@@ -13,7 +13,7 @@ from palaestra.core.errors import PalaestraError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.registry import make_backend
 from palaestra.sandbox.backends.remote import RemoteBackend
-from palaestra.sandbox.backends.server_backend import StartedBackend
+from palaestra.sandbox.server_backend import StartedBackend
 from palaestra.sandbox.slot import Backend, SlotSpec
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.io.threads import LoopThread
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.pool import SlotPool
+from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot
 
 P = ParamSpec("P")

@@ -27,8 +27,7 @@ from palaestra.core.io.durable_files import UNREADABLE, lines_of, open_regular
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnded, TurnTaken
 from palaestra.rollouts.journal.journal import check_schema
-from palaestra.rollouts.records import Beside, Trajectory
-from palaestra.rollouts.resume.state import CUT_OFF
+from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
 
 _FORMAT = "1"
 _TAIL_BYTES = 4096

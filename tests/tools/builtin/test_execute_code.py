@@ -15,8 +15,8 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.slot import Rung, SlotSpec
 from palaestra.tools.builtin.execute_code import FOLDER, MAX_CALLS
 from palaestra.tools.decorator import tool
+from palaestra.tools.inner_calls import InnerCalls
 from palaestra.tools.programs.host_channel import BrokenChannel, ProgramChannel
-from palaestra.tools.runtime.inner_calls import InnerCalls
 
 from ..conftest import AtDesk, Desk
 

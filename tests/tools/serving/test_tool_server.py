@@ -23,8 +23,8 @@ from palaestra.tools.decorator import tool
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.executor import ToolExecutor, ToolExecutorConfig
 from palaestra.tools.serving.tool_server import ToolServer
-from palaestra.tools.serving.tool_server_client import elsewhere
 from palaestra.tools.tool import ToolMistake, ToolRun, ToolSchema
+from palaestra.tools.tool_server_client import elsewhere
 from tools.serving.asking import Client
 from tools.serving.held_clock import HeldClock
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from palaestra.core.errors import PrepareError
 from palaestra.doors.e2b.api_keys import ApiKey
 from palaestra.doors.e2b.wire_errors import ApiError
-from palaestra.sandbox.backends.server_backend import host_path
 from palaestra.sandbox.pool import SlotPool
+from palaestra.sandbox.server_backend import host_path
 from palaestra.sandbox.slot import WORKSPACE, Slot, SlotSpec, Snapshot
 from palaestra.suites.images.as_user import is_root
 from palaestra.suites.images.dockerfile import ImageConfig

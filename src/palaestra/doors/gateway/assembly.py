@@ -28,8 +28,8 @@ from palaestra.doors.gateway.mailbox import Mailbox
 from palaestra.doors.gateway.platforms.registry import make_platform
 from palaestra.doors.gateway.service import Gateway
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
+from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.service.service_client import default_directory
 from palaestra.sandbox.slot import SlotSpec
 

@@ -27,8 +27,8 @@ from palaestra.tools.mcp.run_servers import MCPServers
 from palaestra.tools.registry.build import RunConditions, build_tool_registry, installed_tools
 from palaestra.tools.registry.distributions import sample_toolsets_from_distribution
 from palaestra.tools.registry.registry import ToolRegistry
-from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.tool import States, Tool
+from palaestra.tools.tool_server_client import ToolServerLink
 
 
 def agent_settings(config: HermesAgentEnvConfig) -> AgentSettings:

@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from palaestra.core.config import DEFAULT
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Network
-from palaestra.envs.api.function_form import FunctionForm
 from palaestra.envs.config.build import make_pool
 from palaestra.envs.config.command_line import said_settings, set_fields
 from palaestra.envs.config.fields import BaseEnvConfig
@@ -186,7 +185,7 @@ async def reopened(
     """Open the environment of a recording with fresh slots, and with those recorded settings that a replay uses;
     `changed` replaces some of them. Slots have no network unless `network` allows it. Tools that reach outside this
     machine answer from the recording, and no model is called."""
-    bound = form.bound if isinstance(form, FunctionForm) else None
+    bound = form.bound
     said = said_settings(recording.meta.config, "env", (DEFAULT,))
     said = {name: value for name, value in said.items() if _counts(recording, form, name, value)}
     said |= set_fields(bound) if bound is not None else {}

@@ -37,8 +37,7 @@ from palaestra.rollouts.events import (
 from palaestra.rollouts.export.atropos import encode_line, group_line, line_messages, line_rollout
 from palaestra.rollouts.export.token_rows import ExportedRow, credit_of, exported_rows
 from palaestra.rollouts.journal.journal import checksum, read_journal
-from palaestra.rollouts.records import Group, Trajectory, have_same_scores
-from palaestra.rollouts.resume.state import CUT_OFF
+from palaestra.rollouts.records import CUT_OFF, Group, Trajectory, have_same_scores
 
 TRAINED_KEYS = (
     "tokens", "masks", "scores", "inference_logprobs", "spans", "advantages", "ref_logprobs", "overrides", "images",

@@ -27,8 +27,7 @@ from palaestra.rollouts.observe.intervals import Cluster, mean_interval, share_i
 from palaestra.rollouts.observe.metrics import quantile, stage_seconds
 from palaestra.rollouts.observe.status_file import Idle, is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import OFFICIAL
-from palaestra.rollouts.records import Beside
-from palaestra.rollouts.resume.state import CUT_OFF
+from palaestra.rollouts.records import CUT_OFF, Beside
 
 RUNNING, KILLED, ELSEWHERE = "running", "killed", "elsewhere"
 

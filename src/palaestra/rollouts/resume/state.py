@@ -32,12 +32,9 @@ from palaestra.rollouts.events import (
     TurnTaken,
 )
 from palaestra.rollouts.journal.journal import is_whole, read_journal
-from palaestra.rollouts.records import Beside, Fork, Group, Trajectory
+from palaestra.rollouts.records import CUT_OFF, Beside, Fork, Group, Trajectory
 
 _NOT_FINISHED = str(json.loads(NOT_FINISHED)["error"])
-
-CUT_OFF = frozenset({Blame.RUN, Blame.ENGINE})
-"""A rollout whose failure has one of these attributions is continued or rolled out again."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,11 @@ from pathlib import Path
 
 from palaestra.core.errors import ConfigError, ImageError, IsolationUnavailable
 from palaestra.core.types import JSON
-from palaestra.sandbox.backends.server_backend import (
+from palaestra.sandbox.images.image_store import ImageStore
+from palaestra.sandbox.images.reference import is_path
+from palaestra.sandbox.local.client import SlotClient
+from palaestra.sandbox.local.direct.direct_slot import DirectClient
+from palaestra.sandbox.server_backend import (
     SYSTEM_PATH,
     ServerBackend,
     allowed_hosts,
@@ -53,10 +57,6 @@ from palaestra.sandbox.backends.server_backend import (
     levels,
     snapshot_of,
 )
-from palaestra.sandbox.images.image_store import ImageStore
-from palaestra.sandbox.images.reference import is_path
-from palaestra.sandbox.local.client import SlotClient
-from palaestra.sandbox.local.direct.direct_slot import DirectClient
 from palaestra.sandbox.service import service_client
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot, decode_lease, encode_lease
 

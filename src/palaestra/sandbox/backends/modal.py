@@ -41,11 +41,11 @@ from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.owner import is_alive, process_name, this_host
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
-from palaestra.sandbox.backends.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
 from palaestra.sandbox.images import reference
 from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.local.client import OnLost, settle
 from palaestra.sandbox.remote.client import DistantClient, call_of, send_server
+from palaestra.sandbox.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
 from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.protocol.frames import Fields
 

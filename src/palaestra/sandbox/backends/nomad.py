@@ -28,9 +28,9 @@ from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.nomad_api import NomadAPI, NomadRefused, log_tail, placement_problem, task_problem
 from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
-from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.images.reference import is_path
 from palaestra.sandbox.remote.port_client import PortClient, ask, deliver, program
+from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.slot import Rung, Slot, SlotSpec, Snapshot
 
 GROUP, TASK, PORT = "sandbox", "sandbox-server", "slots"

@@ -27,9 +27,9 @@ from palaestra.core.errors import ConfigError, SandboxError, SlotLost
 from palaestra.core.io.host_process import run_process
 from palaestra.core.printable import without_middle
 from palaestra.core.types import JSON, Network
-from palaestra.sandbox.backends.server_backend import ServerBackend, StartedBackend, allowed_hosts, environment
 from palaestra.sandbox.creation_gate import CreationGate
 from palaestra.sandbox.remote.client import GONE_S, SILENCE_S, RemoteClient
+from palaestra.sandbox.server_backend import ServerBackend, StartedBackend, allowed_hosts, environment
 from palaestra.sandbox.slot import Change, Mount, Rung, Slot, SlotSpec, Snapshot, View
 
 _LEFT_OUT_S = 30.0

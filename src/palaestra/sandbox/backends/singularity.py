@@ -21,8 +21,8 @@ from dataclasses import replace
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, bound, run_command
-from palaestra.sandbox.backends.server_backend import levels
 from palaestra.sandbox.images.reference import is_path
+from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 _CHECK_S = 60.0

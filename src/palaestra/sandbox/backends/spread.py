@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import RemoteBackend
-from palaestra.sandbox.backends.server_backend import ServerBackend, StartedBackend
+from palaestra.sandbox.server_backend import ServerBackend, StartedBackend
 from palaestra.sandbox.slot import Backend, Change, Rung, Slot, SlotSpec, Snapshot, View
 
 OVERFLOW = "overflow"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.sandbox.backends.remote import PlaceSpec, RemoteBackend, run_command
-from palaestra.sandbox.backends.server_backend import levels
+from palaestra.sandbox.server_backend import levels
 from palaestra.sandbox.slot import Rung, SlotSpec
 
 _CHECK_S = 30.0

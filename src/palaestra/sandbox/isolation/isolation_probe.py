@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palaestra.sandbox.backends.local import LocalBackend
-from palaestra.sandbox.backends.server_backend import BUILT
+from palaestra.sandbox.server_backend import BUILT
 from palaestra.sandbox.slot import Rung, RungStatus
 
 _COVERS = {

@@ -21,8 +21,7 @@ _ANSWER_S = 15.0
 _PACKAGE = Path(__file__).parents[2]
 _FILES = (
     "core/__init__.py", "core/errors.py", "core/extras.py", "core/printable.py", "core/types.py", "sandbox/__init__.py",
-    "sandbox/artifact_files.py",
-    "sandbox/backends/__init__.py", "sandbox/backends/server_backend.py", "sandbox/images/__init__.py",
+    "sandbox/artifact_files.py", "sandbox/server_backend.py", "sandbox/images/__init__.py",
     "sandbox/images/reference.py", "sandbox/isolation/__init__.py", "sandbox/isolation/self_test.py",
     "sandbox/local/__init__.py", "sandbox/local/client.py",
     "sandbox/local/local_slot.py", "sandbox/remote/__init__.py", "sandbox/remote/port_server.py",

@@ -42,8 +42,8 @@ if __name__ == "__main__":
 from palaestra.core.errors import InfraError
 from palaestra.core.types import JSON, Network
 from palaestra.sandbox import artifact_files
-from palaestra.sandbox.backends.server_backend import ServerBackend, allowed_hosts, environment
 from palaestra.sandbox.local.client import SlotClient
+from palaestra.sandbox.server_backend import ServerBackend, allowed_hosts, environment
 from palaestra.sandbox.slot import ExecutionResult, Rung, Shell, Slot, SlotSpec
 from palaestra.sandbox.slot_tools import run_slot_tool, tool_result
 from palaestra.sandbox.slotd import syscalls

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from palaestra.core.config import local_path
 from palaestra.core.errors import ImageError
-from palaestra.sandbox.backends.server_backend import host_path
+from palaestra.sandbox.server_backend import host_path
 from palaestra.suites.images.dockerfile import DEFAULT_PATH, ImageConfig, ImageRecipe, image_config, parse
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, known_config, read_config
 from palaestra.suites.task_files import Unsupported, read_text

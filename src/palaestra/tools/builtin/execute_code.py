@@ -23,6 +23,7 @@ from palaestra.sandbox.slot import WORKSPACE, Process, Slot
 from palaestra.tools import parameters
 from palaestra.tools.builtin.terminal import MAX_KEPT_BYTES, bounded, clamp_timeout
 from palaestra.tools.builtin.text_files import as_mistake
+from palaestra.tools.inner_calls import InnerCalls
 from palaestra.tools.programs.host_channel import (
     MAX_REQUEST_BYTES,
     MODULE,
@@ -30,7 +31,6 @@ from palaestra.tools.programs.host_channel import (
     ProgramChannel,
     module_text,
 )
-from palaestra.tools.runtime.inner_calls import InnerCalls
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolOutcome, ToolReply, ToolRun, ToolSchema
 
 MAX_CALLS = 50

@@ -25,9 +25,9 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.registry.toolsets import ALIASES, TOOLSETS, Toolset, resolve_toolsets
-from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.settings import ToolSettings
 from palaestra.tools.tool import States, Tool
+from palaestra.tools.tool_server_client import ToolServerLink
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from palaestra.tools.builtin.terminal import ContractReplies, clamp_timeout
 from palaestra.tools.call_text import ToolCall, ToolResult, result_of
 from palaestra.tools.registry.registry import ToolRegistry
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRecordings, ToolRuntime
-from palaestra.tools.serving.tool_server_client import ToolServerLink
 from palaestra.tools.tool import States, ToolOutcome
+from palaestra.tools.tool_server_client import ToolServerLink
 
 POLICY_ARGUMENTS = frozenset({"allow_network", "require_sandbox", "require_stateful_sandbox"})
 """Arguments that `ToolExecutor.execute` drops, because the configuration decides them."""
