@@ -49,7 +49,6 @@ def test_what_is_read_of_steps() -> None:
         ("", TaskError, "task.toml"),
         ('[[steps]]\nname = "count"\n[steps.healthcheck]\ncommand = "true"\n', Unsupported, "healthcheck"),
         ('[[steps]]\nname = "count"\n[steps.agent]\nuser = "ada"\n', Unsupported, "a rollout has one slot"),
-        ('[[steps]]\nname = "count"\n[steps.verifier]\nenvironment_mode = "separate"\n', Unsupported, "verifier"),
     ],
 )
 def test_steps_that_cannot_be_used(tmp_path: Path, text: str, error: type[TaskError], message: str) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +30,17 @@ from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.task_files import TypedFields, Unsupported, read_text, read_toml_file
 from palaestra.suites.terminal_bench.compose import single_service
 from palaestra.suites.terminal_bench.terminal_task import (
+    ARTIFACT_LOGS,
     FINAL,
     MEAN,
+    Artifact,
+    CollectHook,
     Format,
     SolutionScript,
     TaskStep,
     TerminalTask,
     Verifier,
+    VerifierEnvironment,
 )
 
 CONFIG_NAME = "task.toml"
@@ -44,17 +48,17 @@ _STEP_NAME = re.compile(r"[^\x00-\x1f/\\<>:\"|?*]+")
 _VERSIONS = ("0.1", "1.0", "1.1", "1.2", "1.3", "1.4")
 
 _HONOURED, _NO_EFFECT = "honoured", "no effect on a score"
-_SEPARATE = "its verifier has a separate environment, but grading runs in the root file system of the task"
-_COLLECT = "it runs commands before its verifier, which grading does not run"
+_MAIN = "main"
+"""The name of the service in which the agent works."""
+
 _HEALTHCHECK = "it waits for a service of its image, which slots do not start"
 _ONE_SLOT = "its steps differ, but a rollout has one slot"
 
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "": {
         **dict.fromkeys(("schema_version", "version", "metadata", "agent", "verifier", "environment"), _HONOURED),
-        **dict.fromkeys(("solution", "steps", "multi_step_reward_strategy"), _HONOURED),
-        # A verifier that shares the agent's container sees the files themselves: artifacts are copies for people.
-        **dict.fromkeys(("task", "source", "artifacts"), _NO_EFFECT),
+        **dict.fromkeys(("solution", "steps", "multi_step_reward_strategy", "artifacts"), _HONOURED),
+        **dict.fromkeys(("task", "source"), _NO_EFFECT),
     },
     "environment": {
         **dict.fromkeys(("build_timeout_sec", "docker_image", "os", "cpus", "env", "workdir"), _HONOURED),
@@ -72,15 +76,17 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("timeout_sec", "env", "user"), _HONOURED),
         # Verifiers have no network; a script whose download fails gives no score.
         **dict.fromkeys(("network_mode", "allowed_hosts"), _NO_EFFECT),
-        "environment_mode": _SEPARATE,
-        "environment": _SEPARATE,
-        "collect": _COLLECT,
+        **dict.fromkeys(("environment_mode", "environment", "collect"), _HONOURED),
         "restart_environment": "its verifier needs a restarted environment",  # only in the earliest tasks
+    },
+    "verifier.collect": dict.fromkeys(("command", "service", "timeout_sec", "user"), _HONOURED),
+    "artifacts": {
+        **dict.fromkeys(("source", "exclude", "service"), _HONOURED),
+        "destination": _NO_EFFECT,  # where people find the copy; a verifier always gets it at `source`
     },
     "solution": {"env": _HONOURED},
     "steps": {
-        **dict.fromkeys(("name", "agent", "verifier", "min_reward"), _HONOURED),
-        "artifacts": _NO_EFFECT,
+        **dict.fromkeys(("name", "agent", "verifier", "min_reward", "artifacts"), _HONOURED),
         "healthcheck": _HEALTHCHECK,
     },
     "steps.agent": {
@@ -90,9 +96,6 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
 }
 """What happens to each key of each table: it is honoured, it cannot change a score, or the reason for the rejection.
 Source: `TaskConfig` of Harbor 0.25 and the order of its `SingleStepTrial`. `metadata` and `task` hold anything."""
-
-_HARMLESS = {"environment_mode": "shared"}
-"""Values of rejected keys that ask for nothing, next to the empty ones."""
 
 
 def is_task(folder: Path) -> bool:
@@ -116,7 +119,7 @@ def read_task(folder: Path) -> TerminalTask:
         path=folder,
         instruction=first.instruction if first else _instruction(folder / "instruction.md"),
         recipe=_recipe(folder / "environment", environment),
-        verifier=first.verifier if first else _verifier(folder / "tests", config.section("verifier")),
+        verifier=first.verifier if first else _verifier(folder / "tests", config.section("verifier"), folder, config),
         solution=first.solution if first else _solution(folder / "solution", config.section("solution")),
         category=metadata.text("category") or "uncategorized",
         difficulty=metadata.text("difficulty") or "unknown",
@@ -143,20 +146,28 @@ def _check_supported(config: TypedFields) -> None:
     """Raise `Unsupported` for the first key that slots do not honour or that is unknown."""
     environment = config.section("environment")
     _check_keys(config, "")
-    for name in ("environment", "agent", "verifier", "solution"):
+    for name in ("environment", "agent", "solution"):
         _check_keys(config.section(name), name)
+    _check_verifier(config.section("verifier"))
     for step in config.sections("steps"):
         _check_keys(step, "steps")
         _check_keys(step.section("agent"), "steps.agent")
-        _check_keys(step.section("verifier"), "verifier")
+        _check_verifier(step.section("verifier"))
     if (environment.text("os") or "linux").lower() != "linux":
         raise Unsupported(f"it needs the system {environment.text('os')!r} ({environment.key('os')})")
+
+
+def _check_verifier(verifier: TypedFields) -> None:
+    _check_keys(verifier, "verifier")
+    _check_keys(verifier.section("environment"), "environment")
+    for hook in verifier.sections("collect"):
+        _check_keys(hook, "verifier.collect")
 
 
 def _check_keys(section: TypedFields, table: str) -> None:
     for name, value in section.values.items():
         use = _KEYS[table].get(name)
-        if use in (_HONOURED, _NO_EFFECT) or _asks_for_nothing(name, value):
+        if use in (_HONOURED, _NO_EFFECT) or _asks_for_nothing(value):
             continue
         if use is not None:
             raise Unsupported(f"{use} ({section.key(name)}). Remove the key if the task's score does not depend on it")
@@ -169,10 +180,9 @@ def _check_keys(section: TypedFields, table: str) -> None:
         )
 
 
-def _asks_for_nothing(name: str, value: JSON) -> bool:
-    """Return whether a value is the default of its key. An empty table is a request: `[verifier.environment]` alone
-    already selects a separate environment."""
-    return value is None or value is False or value in (0, "", []) or value == _HARMLESS.get(name)
+def _asks_for_nothing(value: JSON) -> bool:
+    """Return whether a value is the default of its key."""
+    return value is None or value is False or value in (0, "", [])
 
 
 def _instruction(path: Path) -> str:
@@ -182,14 +192,14 @@ def _instruction(path: Path) -> str:
     return text
 
 
-def _recipe(folder: Path, environment: TypedFields) -> ImageRecipe:
+def _recipe(folder: Path, environment: TypedFields, named: str | None = None) -> ImageRecipe:
     single_service(folder / "docker-compose.yaml")
     if (folder / "singularity-compose.yaml").is_file() and not (folder / "Dockerfile").is_file():
         raise Unsupported("it needs singularity-compose, which slots do not have")
     dockerfile = folder / "Dockerfile"
-    image = environment.text("docker_image")
+    image = named or environment.text("docker_image")
     if not dockerfile.is_file() and image is None:
-        raise TaskError("environment/Dockerfile is missing, and environment.docker_image names no image")
+        raise TaskError(f"{folder.name}/Dockerfile is missing, and environment.docker_image names no image")
     return ImageRecipe(
         folder=folder,
         dockerfile=dockerfile if dockerfile.is_file() else None,
@@ -198,7 +208,11 @@ def _recipe(folder: Path, environment: TypedFields) -> ImageRecipe:
     )
 
 
-def _verifier(folder: Path, verifier: TypedFields, shared: Path | None = None) -> Verifier:
+def _verifier(
+    folder: Path, verifier: TypedFields, task: Path, config: TypedFields, step: TypedFields | None = None
+) -> Verifier:
+    """Return the verifier of a task, or of its `step`. `verifier` has the settings of the step and of the task."""
+    shared = task / "tests" if step is not None else None
     if not any(each is not None and (each / "test.sh").is_file() for each in (folder, shared)):
         if (folder / "test.bat").is_file():
             raise Unsupported("tests/test.bat needs Windows")
@@ -210,7 +224,79 @@ def _verifier(folder: Path, verifier: TypedFields, shared: Path | None = None) -
         env=verifier.variables("env"),
         user=verifier.user("user"),
         shared=shared,
+        environment=_verifier_environment(folder, task, config, step),
+        collect=_collect_hooks([config, *([] if step is None else [step])]),
     )
+
+
+def _verifier_environment(
+    folder: Path, task: Path, config: TypedFields, step: TypedFields | None
+) -> VerifierEnvironment | None:
+    """Return the environment of a separate verifier, or None for a verifier that shares the agent's.
+
+    A step's mode counts before the task's. In each, `environment_mode` counts before the table `environment`, which
+    alone means `separate`. The image is the first that a step and then the task has: the table's `docker_image`, or the
+    Dockerfile next to the tests, which then has the tests too. If there is none, it is the task's own image.
+    """
+    levels = [(each.section("verifier"), place) for each, place in ((step, folder), (config, task / "tests")) if each]
+    if next(filter(None, (_mode_of(verifier) for verifier, _ in levels)), "") != "separate":
+        return None
+    tables = [verifier.section("environment") for verifier, _ in levels if "environment" in verifier.values]
+    settings = tables[0] if tables else config.section("environment")
+    recipe, has_tests = None, True
+    for verifier, place in levels:
+        image = verifier.section("environment").text("docker_image")
+        if image or (place / "Dockerfile").is_file() or (place / "docker-compose.yaml").is_file():
+            recipe = _recipe(place, settings, image)
+            break
+    else:
+        recipe, has_tests = _recipe(task / "environment", config.section("environment")), False
+    entries = [each for section in (config, step) if section is not None for each in _artifacts(section)]
+    if not any(each.source == ARTIFACT_LOGS for each in entries):
+        entries.insert(0, Artifact(ARTIFACT_LOGS))
+    return VerifierEnvironment(
+        recipe, has_tests, tuple(entries), settings.variables("env"), settings.text("workdir"), _limits(settings)
+    )
+
+
+def _mode_of(verifier: TypedFields) -> str:
+    """Return the mode that one table asks for; empty if it asks for none."""
+    mode, has_table = verifier.text("environment_mode") or "", "environment" in verifier.values
+    if mode not in ("", "shared", "separate"):
+        raise TaskError(f"{verifier.key('environment_mode')} must be shared or separate, not {mode!r:.200}")
+    if mode == "shared" and has_table:
+        raise TaskError(f'{verifier.key("environment")} needs {verifier.key("environment_mode")} = "separate"')
+    return mode or ("separate" if has_table else "")
+
+
+def _artifacts(section: TypedFields) -> Iterator[Artifact]:
+    """Yield the declared artifacts of a task or step. Each is a path, or a table with `source`."""
+    for value in section.values.get("artifacts") or ():
+        entry = TypedFields({"source": value} if isinstance(value, str) else value, section.key("artifacts"))
+        _check_keys(entry, "artifacts")
+        _check_main(entry)
+        source = entry.text("source") or ""
+        if not source.startswith("/") or ".." in source.split("/"):
+            raise TaskError(f"{entry.key('source')} must be an absolute path without `..`, not {source!r:.200}")
+        yield Artifact(source.rstrip("/") or "/", entry.texts("exclude"))
+
+
+def _collect_hooks(levels: Sequence[TypedFields]) -> tuple[CollectHook, ...]:
+    hooks = []
+    for level in levels:
+        for hook in level.section("verifier").sections("collect"):
+            _check_main(hook)
+            command = hook.required("command")
+            hooks.append(CollectHook(command, hook.number("timeout_sec") or 60.0, hook.user("user")))
+    return tuple(hooks)
+
+
+def _check_main(section: TypedFields) -> None:
+    service = section.text("service") or _MAIN
+    if service != _MAIN:
+        raise Unsupported(
+            f"it needs the service {service!r:.100} ({section.key('service')}), but a slot is one container"
+        )
 
 
 def _solution(folder: Path, solution: TypedFields) -> SolutionScript | None:
@@ -273,7 +359,7 @@ def _steps(config: TypedFields, folder: Path) -> tuple[TaskStep, ...]:
             steps[name] = TaskStep(
                 name=name,
                 instruction=_instruction(place / "instruction.md"),
-                verifier=_verifier(place / "tests", merged, folder / "tests"),
+                verifier=_verifier(place / "tests", merged, folder, config, section),
                 solution=_solution(place / "solution", config.section("solution"))
                 or _solution(folder / "solution", config.section("solution")),
                 min_reward=_min_reward(section),

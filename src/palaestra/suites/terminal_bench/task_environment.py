@@ -12,6 +12,9 @@ Work that is a running service has no processes in the guarded view. A task that
 agent's own slot. So is work with live processes if the task's texts are about a service and the agent changed nothing
 that the image brought to run programs.
 
+A verifier with an environment of its own runs once, in a fresh slot over that root, and gets only the artifacts that
+the task declares (`separate_verifier.py`). Its verdict is the official one and the reward.
+
 A task with several steps is one conversation in one workspace, with a verdict after every step. The order is that of
 Harbor's `MultiStepTrial` (0.25): a step's files are copied into the task's directory and its `setup.sh` runs, then the
 agent gets the instruction, then the verifier runs. An official reward below `min_reward` ends the rollout. After each
@@ -28,25 +31,29 @@ import math
 import re
 import shlex
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
-from palaestra.core.errors import GraderError, InfraError, PrepareError
+from palaestra.core.errors import GraderError, InfraError, PrepareError, SlotEnded
 from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Slot, SlotSpec, View
+from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.grading.harness import TestsTimedOut, enough_time
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, home_of, is_root
+from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import (
     TestTools,
@@ -63,7 +70,10 @@ from palaestra.suites.task_paths import TaskScope, scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
+from palaestra.suites.terminal_bench.separate_verifier import collect, put, run_hooks
 from palaestra.suites.terminal_bench.terminal_task import (
+    AGENT_LOGS,
+    ARTIFACT_LOGS,
     TESTS_DIR,
     VERIFIER_LOGS,
     SolutionScript,
@@ -113,10 +123,11 @@ _PIECE = 60_000
 @dataclass(frozen=True, slots=True)
 class ResolvedTask:
     """A task with its root file system, its parts in order, the tools of its tests, and the paths and words that its
-    texts name."""
+    texts name. `roots` has the root file system of each separate verifier, by step."""
 
     task: TerminalTask
     root: TaskRoot
+    roots: Mapping[str, TaskRoot]
     parts: tuple[GradedPart, ...]
     tools: TestTools
     scope: TaskScope
@@ -205,16 +216,27 @@ class TerminalBenchEnvironment(ContractEnvironment):
         started = any(part.script.pytest for part in parts)
         tools = await find_test_tools(self.packages, wanted) if started else TestTools()
         home = terminal.env.get("HOME", "/root")
-        work = ResolvedTask(terminal, root, parts, tools, scope_of(_texts(parts), home))
+        roots = {part.step_name: await self._root_of(part, root) for part in parts if part.task.verifier.environment}
+        work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_texts(parts), home))
+        live = not roots and (terminal.live or terminal.is_named(self.settings.live_tasks))
         return replace(
             task,
             data=work,
             image=root.image,
             limits=terminal.limits,
             network=self._network(terminal),
-            grading=LIVE if terminal.live or terminal.is_named(self.settings.live_tasks) else SEALED,
+            grading=LIVE if live else SEALED,
             solution=self._solution(work),
         )
+
+    async def _root_of(self, part: GradedPart, own: TaskRoot) -> TaskRoot:
+        """Return the root file system of a part's separate verifier; `own` is the task's."""
+        environment = part.task.verifier.environment
+        assert environment is not None
+        if not environment.has_tests:
+            return own
+        name = ".".join(filter(None, [part.task.name, part.step_name, "verifier"]))
+        return await self.roots.of(name, environment.recipe)
 
     def _solution(self, work: ResolvedTask) -> Sequence[ToolStep | Say] | None:
         """Return the calls of the reference solutions of all parts in order, or None if a part has no solution."""
@@ -247,13 +269,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def prepare(self, task: Task, sandbox: Slot) -> None:
         work: ResolvedTask = task.data
-        own = await image_command(sandbox, work.tools) if task.grading == SEALED else None
-        command, packages = own or (await working_command(sandbox, work.tools), ())
-        out_of_reach = await image_modules(sandbox) if own is None and command else frozenset()
-        await start_in(sandbox, work.workdir, "/logs/agent", "/logs/verifier")
-        home = await home_of(sandbox, work.user)
-        dependencies = (*work.tools.dependencies, *packages)
-        self._prepared[task.id] = PreparedSlot(command, dependencies, out_of_reach, home)
+        found = await _prepared_for(sandbox, work.tools, work.user, own=task.grading == SEALED)
+        await start_in(sandbox, work.workdir, AGENT_LOGS, VERIFIER_LOGS)
+        self._prepared[task.id] = found
 
     def _agent_s(self, task: TerminalTask) -> float:
         return task.agent_timeout_s or self.settings.task_timeout
@@ -295,9 +313,13 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def verified(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Score:
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
+        problems = await self._run_hooks(rollout, grading, part)
+        if part.task.verifier.environment is not None:
+            return await self._verified_apart(rollout, grading, part, problems)
         if grading.live:
             slot = await grading.slot()
-            checked = await self._checked(rollout, grading, part, lambda: _same(slot), (), (), alone=False)
+            setup = self._setup(rollout.task, part)
+            checked = await self._checked(rollout, grading, part, setup, lambda: _same(slot), (), alone=False)
             return self._score(rollout, grading, part, checked, checked)
         known: dict[str, Checked | None] = rollout.meta.setdefault("official", {})
         step = part.step_name
@@ -314,6 +336,89 @@ class TerminalBenchEnvironment(ContractEnvironment):
         guarded = await self._guarded(rollout, grading, part)
         return self._score(rollout, grading, part, guarded, official)
 
+    async def _run_hooks(self, rollout: Rollout, grading: Grading, part: GradedPart) -> list[str]:
+        """Run the collect hooks of a part in the agent's slot, and return their problems."""
+        work: ResolvedTask = rollout.task.data
+        hooks = part.task.verifier.collect
+        if not hooks or grading.begun or not rollout.has_slot:
+            return []
+
+        async def slot_of(user: str | None) -> Slot:
+            slot, user = await rollout.sandbox(), user or work.root.config.user
+            return slot if is_root(user) else UserSlot(slot, user, await home_of(slot, user))
+
+        with suppress(SlotEnded):  # the agent's own commands ended it; what it wrote is still graded
+            return await run_hooks(hooks, slot_of)
+        return ["the agent's commands ended the sandbox"]
+
+    async def _verified_apart(
+        self, rollout: Rollout, grading: Grading, part: GradedPart, problems: Sequence[str]
+    ) -> Score:
+        """Return the score of a verifier that has a root file system of its own."""
+        environment = part.task.verifier.environment
+        assert environment is not None
+        with TemporaryDirectory(prefix="palaestra-artifacts-") as folder:
+            slot = await grading.slot(View())
+            collected = await collect(slot, environment.artifacts, Path(folder))
+            await grading.restart()  # a rollout that holds one slot must not wait for a second
+
+            @asynccontextmanager
+            async def views() -> AsyncIterator[Slot]:
+                async with self._verifier_slot(rollout, grading, part) as slot:
+                    await put(slot, collected)
+                    yield slot
+
+            untouched = partial(self._verifier_slot, rollout, grading, part)
+            setup = await self._setup_apart(rollout.task, part, untouched)
+            checked = await self._checked(rollout, grading, part, setup, views, (), alone=True, prepared=untouched)
+        score = self._score(rollout, grading, part, checked, checked)
+        left = {"artifacts_left_out": list(collected.left_out), "collect_failed": list(problems)}
+        return replace(score, detail={**score.detail, **{name: value for name, value in left.items() if value}})
+
+    @asynccontextmanager
+    async def _verifier_slot(self, rollout: Rollout, grading: Grading, part: GradedPart) -> AsyncIterator[Slot]:
+        """Yield a fresh slot over the root file system of a separate verifier."""
+        work: ResolvedTask = rollout.task.data
+        environment, root = part.task.verifier.environment, work.roots[part.step_name]
+        assert environment is not None
+        env = tuple(sorted({**root.config.env, **environment.env}.items()))
+        spec = replace(grading.spec, image=root.image, limits=environment.limits, env=env)
+        built = None
+        if root.build_key is not None:
+            network = self.slot_spec(rollout.task, Phase.PREPARE).network
+            build = partial(self._built_apart, rollout, replace(spec, network=network), environment.recipe, root)
+            built = await rollout.run_context.workspaces.shared(root.build_key, build)
+        slot = await rollout.lease(f"{rollout.rollout_id}:verifier", spec, built)
+        try:
+            await start_in(slot, environment.workdir or root.config.workdir, VERIFIER_LOGS, AGENT_LOGS, ARTIFACT_LOGS)
+            yield slot
+        finally:
+            await asyncio.shield(grading.pool.release(slot))
+
+    async def _built_apart(self, rollout: Rollout, spec: SlotSpec, recipe: ImageRecipe, root: TaskRoot) -> Snapshot:
+        """Build the root file system of a separate verifier in a slot. Raises the errors of the build."""
+        pool = rollout.run_context.workspaces.pool
+        slot = await rollout.lease(f"{rollout.rollout_id}:build", spec, None)
+        try:
+            await build_in_slot(slot, recipe, root.base)
+        except BaseException:
+            await asyncio.shield(pool.release(slot))
+            raise
+        return await pool.seal(slot)
+
+    async def _setup_apart(self, task: Task, part: GradedPart, untouched: GradedViews) -> VerifierSetup:
+        """Return how a separate verifier runs. What its image has for pytest is looked up once per task."""
+        work: ResolvedTask = task.data
+        environment, root = part.task.verifier.environment, work.roots[part.step_name]
+        assert environment is not None
+        key = f"{task.id}:{part.step_name}:verifier"
+        if key not in self._prepared:
+            async with untouched() as slot:
+                self._prepared[key] = await _prepared_for(slot, work.tools, root.config.user, own=True)
+        env = {**root.config.env, **environment.env}
+        workdir = environment.workdir or root.config.workdir
+        return self._setup_in(part, root, self._prepared[key], env, workdir, keeps=environment.has_tests)
+
     async def _official(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Checked | None:
         """Return the verdict by the benchmark's protocol; None if it is that of the guarded view or cannot be had. The
         agent's own slot ends with it."""
@@ -328,8 +433,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
         try:
             slot = await grading.slot(View()) if own is None else own
             await _restore_workdir(slot, work.workdir)
+            setup = self._setup(rollout.task, part)
             checked = await self._checked(
-                rollout, grading, part, lambda: _same(slot), made, (), alone=False, watched=serves, falsify=serves
+                rollout, grading, part, setup, lambda: _same(slot), made, alone=False, watched=serves, falsify=serves
             )
         except GraderError as error:
             if error.certain or isinstance(error, TestsTimedOut):  # work that hangs costs one time limit, not two
@@ -363,7 +469,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
                 yield fork
 
         made = [change.path for change in shown if change.kind == "file"]
-        checked = await self._checked(rollout, grading, part, views, made, ignored, alone=True)
+        setup = self._setup(rollout.task, part, ignored)
+        checked = await self._checked(rollout, grading, part, setup, views, made, alone=True)
         changed = {change.path for change in changes}
         return replace(checked, hidden=tuple(path for path in (*view.without, *ignored) if path in changed))
 
@@ -372,16 +479,17 @@ class TerminalBenchEnvironment(ContractEnvironment):
         rollout: Rollout,
         grading: Grading,
         part: GradedPart,
+        setup: VerifierSetup,
         views: GradedViews,
         made: Collection[str],
-        ignored: Collection[str],
         *,
         alone: bool,
         watched: bool = True,
         falsify: bool = True,
+        prepared: GradedViews | None = None,
     ) -> Checked:
-        """Run the verifier in one of the views and, for work that it pays, once more with falsified tests."""
-        setup = self._setup(rollout.task, part, ignored)
+        """Run the verifier in one of the views and, for work that it pays, once more with falsified tests. `prepared`
+        opens the slot of a separate verifier without work; the reference solution cannot run there."""
         limits_s: dict[str, float] = rollout.meta.setdefault("limits_s", {})  # of repeated checks, by step
         step = part.step_name
         setup = replace(setup, timeout_s=min(setup.timeout_s, limits_s.get(step, setup.timeout_s)))
@@ -394,8 +502,10 @@ class TerminalBenchEnvironment(ContractEnvironment):
         uncontrolled: Sequence[str] = ()
         certain = any(label.certain for label in labels)
         if verdict.reward > 0 and verdict.run is not None and falsify and self.settings.controls and not certain:
-            reference = None if part.step or not rollout.task.solution else lambda: _solved(rollout.task, grading)
-            shown = await falsified(views, part.task, part.script, setup, verdict, made, grading.prepared, reference)
+            solved = part.step is None and prepared is None and rollout.task.solution
+            reference = partial(_solved, rollout.task, grading) if solved else None
+            before = prepared or grading.prepared
+            shown = await falsified(views, part.task, part.script, setup, verdict, made, before, reference)
             labels, uncontrolled = (*labels, *shown.labels), shown.uncontrolled
         return Checked(verdict, labels, uncontrolled, False)
 
@@ -470,25 +580,48 @@ class TerminalBenchEnvironment(ContractEnvironment):
         grading.note("test_settings_ignored", [path for path in without if path in shown - {*ALWAYS_HIDDEN}])
         return View(table.only, without)
 
-    def _setup(self, task: Task, part: GradedPart, ignored: Collection[str]) -> VerifierSetup:
+    def _setup(self, task: Task, part: GradedPart, ignored: Collection[str] = ()) -> VerifierSetup:
         work: ResolvedTask = task.data
-        prepared = self._prepared[task.id]
+        keeps = part.step is None and task.grading != LIVE
+        found = self._prepared[task.id]
+        if (part.task.verifier.user or work.root.config.user) != work.user:
+            found = replace(found, home="/root")
+        return self._setup_in(part, work.root, found, work.env, work.workdir, ignored, keeps=keeps)
+
+    def _setup_in(
+        self,
+        part: GradedPart,
+        root: TaskRoot,
+        prepared: PreparedSlot,
+        variables: Mapping[str, str],
+        workdir: str,
+        ignored: Collection[str] = (),
+        *,
+        keeps: bool,
+    ) -> VerifierSetup:
+        """Return how a part's verifier runs in a slot over `root`."""
         verifier = part.task.verifier
-        user = verifier.user or work.root.config.user
-        path = work.env.get("PATH", SYSTEM_PATH)
-        env = {**work.env, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1", **verifier.env}
-        home = prepared.home if user == work.user else "/root"
+        path = variables.get("PATH", SYSTEM_PATH)
+        env = {**variables, "PYTEST_ADDOPTS": "", "PYTHONDONTWRITEBYTECODE": "1", **verifier.env}
         return VerifierSetup(
             command=prepared.command,
             dependencies=prepared.dependencies,
             out_of_reach=prepared.out_of_reach,
-            env={"HOME": home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
-            workdir=work.workdir,
-            user=user,
+            env={"HOME": prepared.home, **env, "PATH": f"{HARNESS_DIR}/bin:{path}"},
+            workdir=workdir,
+            user=verifier.user or root.config.user,
             timeout_s=verifier.timeout_s or self.settings.test_timeout,
             ignored=ignored,
-            keeps=part.step is None and task.grading != LIVE,
+            keeps=keeps,
         )
+
+
+async def _prepared_for(slot: Slot, tools: TestTools, user: str, *, own: bool) -> PreparedSlot:
+    """Look up how pytest starts in a slot, and the home of `user`. With `own`, the image's own pytest counts first."""
+    found = await image_command(slot, tools) if own else None
+    command, packages = found or (await working_command(slot, tools), ())
+    out_of_reach = await image_modules(slot) if found is None and command else frozenset()
+    return PreparedSlot(command, (*tools.dependencies, *packages), out_of_reach, await home_of(slot, user))
 
 
 def _no_verdict(why: str) -> Checked:

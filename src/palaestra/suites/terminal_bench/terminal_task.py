@@ -31,10 +31,45 @@ class Format(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Artifact:
+    """A file or directory of the work that a separate verifier gets, at the same path. `exclude` are shell patterns of
+    paths below a directory that it does not get."""
+
+    source: str
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CollectHook:
+    """A command that runs in the agent's slot after the agent has ended, before the work is sealed. If it fails, the
+    verifier runs anyway. `user` None stands for the image's user."""
+
+    command: str
+    timeout_s: float = 60.0
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierEnvironment:
+    """The root file system of a verifier that does not share the agent's, and the part of the work that it gets.
+
+    If `has_tests` is false, the root is a fresh copy of the task's own, without the verifier's files.
+    """
+
+    recipe: ImageRecipe
+    has_tests: bool
+    artifacts: tuple[Artifact, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, slots=True)
 class Verifier:
     """The check of a task: `folder` is copied to `TESTS_DIR`, and its `script` runs as `user`.
 
-    `shared` is copied first, so files of `folder` replace its files.
+    `shared` is copied first, so files of `folder` replace its files. If `environment` is set, the verifier runs there,
+    and not over the agent's files. `collect` runs before.
     """
 
     folder: Path
@@ -43,6 +78,8 @@ class Verifier:
     env: Mapping[str, str] = field(default_factory=dict)
     user: str | None = None
     shared: Path | None = None
+    environment: VerifierEnvironment | None = None
+    collect: tuple[CollectHook, ...] = ()
 
     def files(self) -> dict[str, Path]:
         """Return the files and directories of `shared` and `folder` by their path below `TESTS_DIR`, sorted."""

@@ -1,0 +1,138 @@
+"""Pass the declared part of an agent's work to a verifier that has a root file system of its own.
+
+Order and rules: `SingleStepTrial`, `ArtifactHandler` and `resolve_verifier_environment_definition` of Harbor 0.25. The
+collect hooks run in the agent's slot; then the slot ends. The artifacts are copied out, and into a fresh slot, at the
+same paths. An artifact that does not exist is left out. What is copied are files, directories and links that stay
+inside their artifact; a link that leaves it could stand for a file of the verifier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import os
+import posixpath
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from palaestra.core.errors import InfraError
+from palaestra.core.printable import one_line
+from palaestra.sandbox.slot import Slot
+from palaestra.sandbox.transfer import download_dir, upload_dir
+from palaestra.suites.terminal_bench.terminal_task import Artifact, CollectHook
+
+MOST_BYTES = 2 << 30
+"""The maximum size of all artifacts of a rollout, in bytes. Larger ones are left out."""
+
+_MOST_ENTRIES = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The artifacts of a rollout on this machine: where each one belongs, and its copy. `left_out` says what the
+    verifier does not get, and why."""
+
+    copies: Sequence[tuple[str, Path]]
+    left_out: Sequence[str]
+
+
+async def run_hooks(hooks: Sequence[CollectHook], slot_of: Callable[[str | None], Awaitable[Slot]]) -> list[str]:
+    """Run the hooks in order, and return the problem of each one that failed. `slot_of` returns the agent's slot with
+    the rights of a user."""
+    problems = []
+    for hook in hooks:
+        slot = await slot_of(hook.user)
+        result = await slot.execute(["/bin/sh", "-c", hook.command], cwd="/", timeout_s=hook.timeout_s, spill=False)
+        if not result.success:
+            problems.append(f"`{one_line(hook.command, 100)}`: {one_line(result.output or result.error, 300)}")
+    return problems
+
+
+async def collect(slot: Slot, artifacts: Sequence[Artifact], folder: Path) -> Collected:
+    """Copy artifacts from a slot to numbered entries of an empty folder."""
+    copies: list[tuple[str, Path]] = []
+    left_out: list[str] = []
+    room = MOST_BYTES
+    for number, artifact in enumerate(artifacts):
+        place, path = folder / str(number), artifact.source
+        entry = await slot.stat(path)
+        if entry is None:
+            continue
+        if entry.kind not in ("file", "dir"):
+            left_out.append(f"{path}: it is neither a file nor a directory")
+            continue
+        size = entry.size if entry.kind == "file" else await _size(slot, path, room)
+        if size > room:
+            left_out.append(f"{path}: more than {MOST_BYTES >> 20} MB")
+            continue
+        room -= size
+        try:
+            if entry.kind == "file":
+                await slot.download(path, place)
+            else:
+                done = await download_dir(slot, path, place)
+                left_out += done.left_out
+                left_out += await asyncio.to_thread(_cleaned, place, path, artifact.exclude)
+        except InfraError:
+            raise
+        except OSError as error:
+            left_out.append(f"{path}: {error}")
+            continue
+        copies.append((path, place))
+    return Collected(copies, left_out[:50])
+
+
+async def put(slot: Slot, collected: Collected) -> None:
+    """Copy the artifacts to their places in a verifier's slot, in place of what is there."""
+    for path, copy in collected.copies:
+        await slot.remove(path)
+        if copy.is_dir():
+            await upload_dir(slot, copy, path)
+        else:
+            await slot.make_dir(posixpath.dirname(path))
+            await slot.upload(copy, path)
+
+
+async def _size(slot: Slot, path: str, most: int) -> int:
+    """Return the size of a directory, in bytes; more than `most` if it has too many entries."""
+    total, entries, trail = 0, 0, [path]
+    while trail and total <= most:
+        for entry in await slot.list_dir(trail.pop()):
+            entries += 1
+            if entry.kind == "dir":
+                trail.append(entry.path)
+            elif entry.kind == "file":
+                total += entry.size
+        if entries > _MOST_ENTRIES:
+            return most + 1
+    return total
+
+
+def _cleaned(place: Path, source: str, exclude: Sequence[str]) -> list[str]:
+    """Remove excluded entries, and links that leave the artifact. Returns the links that were removed."""
+    removed = []
+    for here, folders, files in os.walk(place):
+        for name in (*folders, *files):
+            path = Path(here, name)
+            inside = str(path.relative_to(place))
+            if any(fnmatch.fnmatchcase(each, pattern) for pattern in exclude for each in (inside, name)):
+                _remove(path)
+            elif path.is_symlink() and _leaves(inside, os.readlink(path)):
+                path.unlink()
+                removed.append(f"{source}/{inside}: a link that leaves {source}")
+        folders[:] = [name for name in folders if Path(here, name).is_dir() and not Path(here, name).is_symlink()]
+    return removed
+
+
+def _leaves(inside: str, target: str) -> bool:
+    end = posixpath.normpath(posixpath.join(posixpath.dirname(inside), target))
+    return target.startswith("/") or end == ".." or end.startswith("../")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
