@@ -57,7 +57,7 @@ def page_data(runs: Runs, name: str, patterns: Sequence[str], names: Names | Non
     _, rows = index.rows(limit=10**9)
     rows = [row for row in rows if not patterns or any(fnmatchcase(row["id"], each) for each in patterns)]
     if not rows:
-        raise ConfigError(f"no finished rollout of {index.path.parent} fits {', '.join(patterns) or 'the run'}")
+        raise ConfigError(f"no finished rollout of {index.folder} fits {', '.join(patterns) or 'the run'}")
     if len(rows) > MOST_ROLLOUTS:
         raise ConfigError(
             f"a file can have {MOST_ROLLOUTS} rollouts, and {len(rows)} were chosen: choose fewer with --rollout"

@@ -173,6 +173,8 @@ class RunIndex:
 
     def __init__(self, path: Path, store: Path | None = None) -> None:
         self.path = path
+        self.folder = path.parent
+        """The folder of the run, or what the index was made from."""
         self._lock = threading.Lock()
         self._place = -1
         self._store = None if store is None else store / f"{_name_of(path)}.sqlite"
