@@ -83,7 +83,8 @@ def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:
 def cut(value: JSON, long_chars: int = LONG_CHARS, path: str = "") -> JSON:
     """Return the value with every long text replaced by a mapping of `$cut` (its path), `head`, `tail` and `chars`."""
     if isinstance(value, str) and len(value) > long_chars:
-        return {CUT: path, "head": value[:_HEAD_CHARS], "tail": value[-_TAIL_CHARS:], "chars": len(value)}
+        head, tail = min(_HEAD_CHARS, long_chars * 3 // 5), min(_TAIL_CHARS, long_chars // 5)
+        return {CUT: path, "head": value[:head], "tail": value[-tail:], "chars": len(value)}
     if isinstance(value, Mapping):
         return {key: cut(each, long_chars, f"{path}/{_escaped(str(key))}") for key, each in value.items()}
     if isinstance(value, list):

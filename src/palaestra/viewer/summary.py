@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from palaestra.core.config import is_secret
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.compare_runs import RunScores, TaskScores, compare
 from palaestra.rollouts.observe.intervals import Interval, mean_interval
@@ -100,7 +101,7 @@ def run_details(index: RunIndex) -> dict[str, JSON]:
     parts = {"env": config.get("env") or {}, "openai": (config.get("openai") or [{}])[0]}
     for setting, source in sources.items():
         part, _, key = setting.partition(".")
-        if source != "default" and key in parts.get(part, {}):
+        if source != "default" and key in parts.get(part, {}) and not is_secret(key):
             chosen[setting] = {"value": parts[part][key], "source": source}
     folder = index.folder
     lines = [] if (folder / "training").is_symlink() else list(read_steps(folder))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
-from palaestra.envs.run.origin import made_here
+from palaestra.rollouts.journal.origin import made_here
 from palaestra.viewer.rollout_record import Names
 from palaestra.viewer.runs import Runs
 
