@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from palaestra.core.io.durable_files import private, unfinished_name
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunEnded, RunStarted
 from palaestra.rollouts.export.atropos import encode_line
-from palaestra.rollouts.imports.files import open_source
+from palaestra.rollouts.imports.files import log_files, open_source
 from palaestra.rollouts.imports.source import Imported, Source
 from palaestra.rollouts.records import Group
 from palaestra.viewer.run_index import RunIndex
@@ -42,8 +44,11 @@ class ImportedIndex(RunIndex):
     is unknown, and `OSError`."""
 
     def __init__(self, path: Path, store: Path | None = None) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="palaestra-view-") if store is None else None
-        folder = Path(self._temporary.name) if self._temporary else Path(store or "", IMPORTS)
+        if store is None:
+            folder = Path(tempfile.mkdtemp(prefix="palaestra-view-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        else:
+            folder = store / IMPORTS
         journal = folder / f"{_key(path)}.jsonl"
         self._writer: _Writer | None = None
         if not journal.is_file():
@@ -57,8 +62,6 @@ class ImportedIndex(RunIndex):
         super().close()
         if self._writer is not None:
             self._writer.discard()
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     def update(self, seconds: float = 0.1) -> bool:
         """Read more of the file, for about `seconds`, and index it. Returns whether there was anything to read. Raises
@@ -179,8 +182,7 @@ def _key(path: Path) -> str:
     """Return a name for the journal of a file in its present state."""
     made = hashlib.blake2b(digest_size=16)
     made.update(f"{_FORMAT}\0".encode() + os.fsencode(path.resolve()))
-    paths = [path] if path.is_file() else sorted(each for each in path.rglob("*.json") if not each.is_symlink())
-    for each in paths:
+    for each in [path] if path.is_file() else log_files(path):
         facts = each.stat()
         made.update(f"\0{facts.st_size} {facts.st_mtime_ns}".encode())
     return made.hexdigest()

@@ -108,7 +108,8 @@ class Runs:
 
     def _name(self, folder: Path) -> str:
         try:
-            return folder.resolve().relative_to(self.root.resolve()).as_posix()
+            found = folder.resolve().relative_to(self.root.resolve()).as_posix()
+            return folder.resolve().name if found == "." else found
         except ValueError:  # a named batch, which is next to the folder of runs
             return folder.as_posix()
 

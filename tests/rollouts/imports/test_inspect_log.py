@@ -70,11 +70,13 @@ def test_a_log_of_inspect_has_its_messages_calls_scores_and_times() -> None:
 
 
 def test_a_picture_comes_from_the_attachments_and_a_failed_call_is_counted() -> None:
-    two = [each.trajectory for (name, _), each in read(SUMS).items() if name == "2"]
-    parts = two[0].messages[1]["content"]
+    found = read(SUMS)
+    parts = found["2", 0].trajectory.messages[1]["content"]
     assert parts[1]["image_url"]["url"].startswith("data:image/png;base64,")
-    errors = [error for each in two for error in each.tool_errors]
-    assert [(error.tool, error.error) for error in errors] == [("add", "unknown: unlucky")] * len(errors) != []
+    errors = [error for each in found.values() for error in each.trajectory.tool_errors]
+    assert [(error.tool, error.arguments, error.error) for error in errors] == [
+        ("add", '{"x": 13, "y": 1}', "unknown: unlucky")
+    ] * 3
 
 
 def test_both_forms_of_a_log_are_read_alike(tmp_path: Path) -> None:

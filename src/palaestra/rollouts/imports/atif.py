@@ -44,11 +44,6 @@ _RESULT_BYTES = 4 << 20
 _documents: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Document)
 
 
-def fits(value: Mapping[str, JSON]) -> bool:
-    """Return whether an object looks like a document."""
-    return text_of(value.get("schema_version")).startswith("ATIF-")
-
-
 def read_document(data: bytes) -> Document:
     """Return the document. Raises `ConfigError` with the reason, without the file's name."""
     document: Document = decoded(data, _documents)

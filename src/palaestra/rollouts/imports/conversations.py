@@ -33,6 +33,7 @@ from palaestra.rollouts.imports.source import (
 )
 from palaestra.rollouts.records import Trajectory, TurnRecord
 
+NAME = "conversations"
 OPENAI, SHAREGPT, ATROPOS, ROWS = "openai", "sharegpt", "atropos", "rows"
 
 _SPEAKERS = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",

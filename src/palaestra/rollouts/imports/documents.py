@@ -117,21 +117,15 @@ class Archive:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: IO[bytes] = open_regular(path)
         self._left = _GROWTH * path.stat().st_size + _FREE_BYTES
         try:
-            members = zipfile.ZipFile(self._file).infolist()
+            with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
         except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError) as error:
-            self._file.close()
             raise ConfigError(f"{path} is not a whole zip file: {error}") from None
         if len(members) > _MOST_MEMBERS:
-            self._file.close()
             raise ConfigError(f"{path} has more than {_MOST_MEMBERS:,} members, so no program wrote it as a log")
         self._members = {each.filename: each for each in members}
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the members."""
@@ -157,13 +151,14 @@ class Archive:
 
     def _raw(self, info: zipfile.ZipInfo) -> bytes:
         """Return the compressed bytes, which `zipfile` does not give for methods that it does not know."""
-        self._file.seek(info.header_offset)
-        head = self._file.read(30)
-        if len(head) < 30 or head[:4] != b"PK\x03\x04" or info.flag_bits & 1 or info.compress_size > _MEMBER_BYTES:
-            raise ConfigError(f"{self.path}: {info.filename[:200]!r} is damaged, encrypted or too large")
-        sizes: tuple[int, int] = struct.unpack("<HH", head[26:30])
-        self._file.seek(sum(sizes), io.SEEK_CUR)
-        return self._file.read(info.compress_size)
+        with open_regular(self.path) as file:
+            file.seek(info.header_offset)
+            head = file.read(30)
+            if len(head) < 30 or head[:4] != b"PK\x03\x04" or info.flag_bits & 1 or info.compress_size > _MEMBER_BYTES:
+                raise ConfigError(f"{self.path}: {info.filename[:200]!r} is damaged, encrypted or too large")
+            sizes: tuple[int, int] = struct.unpack("<HH", head[26:30])
+            file.seek(sum(sizes), io.SEEK_CUR)
+            return file.read(info.compress_size)
 
 
 def _decompressed(raw: bytes, method: int, limit: int, path: Path) -> bytes:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import msgspec
+
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import open_regular, read_regular
+from palaestra.core.io.durable_files import UNREADABLE, open_regular, read_regular
 from palaestra.rollouts.imports import atif, conversations, inspect_log
 from palaestra.rollouts.imports.documents import decoded, json_objects
 from palaestra.rollouts.imports.inspect_log import InspectArchive
-from palaestra.rollouts.imports.source import Imported, LogFacts, Source
+from palaestra.rollouts.imports.source import Imported, LogFacts, Source, mapping_of
 
 READABLE = "Inspect logs (.eval, .json), ATIF documents, and JSON lines with messages, conversations or groups"
 
@@ -24,6 +26,7 @@ _DEEP = 4
 _MOST_FILES = 20_000
 _HEAD_BYTES = 4096
 _ENDINGS = (".eval", ".json", ".jsonl")
+_entries = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def open_source(path: Path) -> Source:
@@ -42,7 +45,7 @@ def open_source(path: Path) -> Source:
 def sources_below(folder: Path) -> list[Path]:
     """Return the files below a folder that look like logs, and the folder itself if there are ATIF documents in it."""
     found, documents = [], False
-    for path in _files(folder):
+    for path in log_files(folder):
         kind = _kind(path)
         documents = documents or kind == atif.NAME
         if kind and kind != atif.NAME:
@@ -61,14 +64,13 @@ class JsonFile:
         """Return the facts about the file, which its first object has."""
         for _, data in json_objects(self.path):
             try:
-                value = decoded(data)
-                value = value if isinstance(value, dict) else {}
-                if inspect_log.fits(value):
-                    return inspect_log.facts(data, self.path)
-                if atif.fits(value):
-                    return atif.facts(data)
-                if conversations.form_of(value):
-                    return conversations.facts(value)
+                match _format(data):
+                    case inspect_log.NAME:
+                        return inspect_log.facts(data, self.path)
+                    case atif.NAME:
+                        return atif.facts(data)
+                    case conversations.NAME:
+                        return conversations.facts(decoded(data))
             except ConfigError as error:
                 raise ConfigError(f"{self.path} cannot be read: {error}") from None
             break
@@ -79,17 +81,31 @@ class JsonFile:
         for number, (place, data) in enumerate(json_objects(self.path), 1):
             self.place = place
             try:
-                value = decoded(data)
-                value = value if isinstance(value, dict) else {}
-                if inspect_log.fits(value):
-                    yield from inspect_log.read(data)
-                elif atif.fits(value):
-                    yield from atif.read(data)
-                else:
-                    yield from conversations.read(value)
+                match _format(data):
+                    case inspect_log.NAME:
+                        yield from inspect_log.read(data)
+                    case atif.NAME:
+                        yield from atif.read(data, atif.trial_verdict(self.path))
+                    case _:
+                        yield from conversations.read(mapping_of(decoded(data)))
             except ConfigError as error:
                 yield f"record {number}: {error}"
         self.place = self.size
+
+
+def _format(data: bytes) -> str:
+    """Return the format of an object by the names of its entries; empty if it has none that is known. The entries are
+    not decoded, because an Inspect log may be one large object."""
+    names: Collection[str]
+    try:
+        names = _entries.decode(data).keys()
+    except (*UNREADABLE, UnicodeError):
+        names = mapping_of(decoded(data)).keys() if data.lstrip()[:1] == b"{" else ()
+    if "schema_version" in names:
+        return atif.NAME
+    if {"version", "eval"} <= set(names):
+        return inspect_log.NAME
+    return conversations.NAME if {"messages", "conversations", "scores", "prompt_ids"} & set(names) else ""
 
 
 class AtifFolder:
@@ -98,7 +114,7 @@ class AtifFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._paths = sorted(each for each in _files(path) if _kind(each) == atif.NAME)
+        self._paths = sorted(each for each in log_files(path) if _kind(each) == atif.NAME)
         self.place, self.size = 0, sum(each.stat().st_size for each in self._paths)
 
     def facts(self) -> LogFacts:
@@ -121,7 +137,7 @@ class AtifFolder:
                 yield f"{path}: {error}"
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def log_files(folder: Path) -> Iterator[Path]:
     """Yield the files with a known ending below a folder, in order of their paths."""
     count = 0
     for place, folders, names in os.walk(folder):
@@ -151,4 +167,4 @@ def _kind(path: Path) -> str:
     if path.suffix == ".json":
         return inspect_log.NAME if b'"eval"' in head and b'"version"' in head else ""
     known = (b'"messages"', b'"conversations"', b'"ATIF-v', b'"scores"', b'"palaestra.row/1"')
-    return conversations.OPENAI if path.suffix == ".jsonl" and any(each in head for each in known) else ""
+    return conversations.NAME if path.suffix == ".jsonl" and any(each in head for each in known) else ""

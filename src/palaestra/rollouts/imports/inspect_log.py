@@ -89,12 +89,6 @@ _samples: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Sample)
 _anything: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def fits(value: Mapping[str, JSON]) -> bool:
-    """Return whether an object looks like a log."""
-    found = mapping_of(value.get("eval"))
-    return "task" in found and "model" in found and isinstance(value.get("version"), int)
-
-
 class InspectArchive:
     """The source for a `.eval` file."""
 
@@ -117,7 +111,6 @@ class InspectArchive:
                 yield _imported(self._archive.read(name), headline)
             except ConfigError as error:
                 yield f"{name[:200]}: {error}"
-        self._archive.close()
 
     def _head(self) -> _Head:
         """Return the log's header, or what a run that has not ended wrote at its start."""
