@@ -23,6 +23,7 @@ from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.io.durable_files import not_written, replaced
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
+from palaestra.rollouts.journal.reader import JOURNAL_NAME
 from palaestra.viewer.divergence import MOST, siblings
 from palaestra.viewer.overview import overview
 from palaestra.viewer.rollout_record import Names, rollout_record, token_record
@@ -82,11 +83,13 @@ def write_page(path: Path, runs: Runs, chosen: Chosen, texts: Callable[[str], Na
 def write_report(folder: Path, path: Path, own: Mapping[str, float] | None = None) -> None:
     """Write the report of the run in `folder`, finished or not. Raises `ConfigError` and `DiskError`. The index is a
     temporary file, because a long run's would take much memory."""
+    if not (folder / JOURNAL_NAME).is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}")
     with tempfile.TemporaryDirectory(prefix="palaestra-report-") as store:
         runs = Runs(folder.parent, [folder], Path(store))
         try:
             if not list(runs):
-                raise ConfigError(next(iter(runs.problems.values()), f"{folder} is not a run folder"))
+                raise ConfigError(next(iter(runs.problems.values())))
             write_page(path, runs, Chosen(tokens=False, first=True, own=own))
         finally:
             runs.close()
