@@ -128,8 +128,9 @@ def test_a_file_that_cannot_be_shown_is_an_error_with_the_reason(
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"file\.jsonl"):
         open_runs(str(path))
-    assert main(["view", str(path), "--no-open"]) == 2
-    assert reason in capsys.readouterr().err
+    for words in (["--no-open"], ["--html", str(tmp_path / "x.html")]):
+        assert main(["view", str(path), *words]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_a_name_in_a_log_chooses_no_tokenizer_and_no_path(tmp_path: Path) -> None:

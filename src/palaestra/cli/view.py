@@ -26,7 +26,7 @@ if TYPE_CHECKING:
       palaestra view last
       palaestra view RUN --html run.html      # one file, to send or to keep
       palaestra view RUN --html group.html --rollout '000003-*'
-      palaestra view logs/2026-11-25_task.eval # an Inspect log; also ATIF, conversations
+      palaestra view logs/task.eval           # an Inspect log; also ATIF, conversations
 
     RUN is a run's folder, an id or `last`, or a folder with runs. It may also be a file of another program, or a folder
     of such files: Inspect logs (.eval, .json), ATIF documents, and JSON lines with messages. The page shows scores with

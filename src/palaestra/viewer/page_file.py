@@ -64,7 +64,7 @@ class Chosen:
 def write_page(path: Path, runs: Runs, chosen: Chosen, texts: Callable[[str], Names | None] = lambda run: None) -> Path:
     """Write the first of `runs` to a file, and return the path. Raises `ConfigError` if no rollout fits or too many do,
     and `DiskError` if the file cannot be written."""
-    name = next(iter(runs))
+    name = next(iter([*runs, *runs.problems]))
     while runs.update(name, 5.0):
         continue
     if name in runs.problems:
@@ -88,8 +88,6 @@ def write_report(folder: Path, path: Path, own: Mapping[str, float] | None = Non
     with tempfile.TemporaryDirectory(prefix="palaestra-report-") as store:
         runs = Runs(folder.parent, [folder], Path(store))
         try:
-            if not list(runs):
-                raise ConfigError(next(iter(runs.problems.values())))
             write_page(path, runs, Chosen(tokens=False, first=True, own=own))
         finally:
             runs.close()
