@@ -28,7 +28,7 @@ MOST_JSON_BYTES = 1 << 30
 """The maximum size of a file that is one JSON value."""
 
 _MEMBER_BYTES = 256 << 20
-_GROWTH = 200
+_GROWTH = 100
 _FREE_BYTES = 256 << 20
 _MOST_MEMBERS = 1_000_000
 _STORED, _DEFLATED, _ZSTD = 0, 8, 93

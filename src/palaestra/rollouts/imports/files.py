@@ -166,5 +166,5 @@ def _kind(path: Path) -> str:
         return atif.NAME
     if path.suffix == ".json":
         return inspect_log.NAME if b'"eval"' in head and b'"version"' in head else ""
-    known = (b'"messages"', b'"conversations"', b'"ATIF-v', b'"scores"', b'"palaestra.row/1"')
+    known = (b'"messages"', b'"conversations"', b'"ATIF-v', b'"tokens"', b'"palaestra.row/1"')
     return conversations.NAME if path.suffix == ".jsonl" and any(each in head for each in known) else ""
