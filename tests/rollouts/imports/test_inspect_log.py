@@ -217,6 +217,16 @@ def test_inspects_own_compression_is_read(tmp_path: Path) -> None:
     assert read(path) == read(SUMS)
 
 
+def test_a_log_of_a_run_that_was_killed_has_the_samples_so_far(tmp_path: Path) -> None:
+    path = tmp_path / "killed.eval"
+    with zipfile.ZipFile(SUMS) as whole, zipfile.ZipFile(path, "w") as archive:
+        for name in ("_journal/start.json", "samples/one_epoch_1.json"):
+            archive.writestr(name, whole.read(name))
+    assert open_source(path).facts().env == "sums"
+    (found,) = read(path).values()
+    assert found.trajectory.reward == 1.0, "without a headline, the first score counts"
+
+
 def test_an_unknown_version_and_a_log_without_a_header_are_refused(tmp_path: Path) -> None:
     newer = log(tmp_path, header={"version": 3, "eval": {"task": "t", "model": "m"}})
     with pytest.raises(ConfigError, match="has version 3 of Inspect's log format"):
