@@ -201,7 +201,7 @@ def _group(line: Mapping[str, JSON]) -> Iterator[Imported]:
     """Yield the rollouts of a group. Of a rollout with several rows, the last row has the conversation to its end."""
     rows, told = list(_token_rows(line)), objects_of(line.get("rollouts"))
     scores = line["scores"]
-    all_messages = line.get("messages") if isinstance(line.get("messages"), list) else []
+    all_messages: list[JSON] = _list(line.get("messages"))
     task, group_id = name_of(line.get("task_id")), name_of(line.get("group_id"))
     place = 0
     for number, one in enumerate(told or [{"rows": 1} for _ in rows]):
@@ -238,7 +238,7 @@ def _group(line: Mapping[str, JSON]) -> Iterator[Imported]:
 def _token_rows(line: Mapping[str, JSON]) -> Iterator[TokenRow]:
     logprobs = line.get("inference_logprobs")
     source = name_of(line.get("token_source")) or "environment"
-    masks = line.get("masks") if isinstance(line.get("masks"), list) else []
+    masks: list[JSON] = _list(line.get("masks"))
     for place, ids in enumerate(line["tokens"]):
         mask = masks[place] if place < len(masks) else None
         probs = logprobs[place] if isinstance(logprobs, list) and place < len(logprobs) else None
@@ -289,6 +289,10 @@ def _checked(ids: JSON, masks: JSON, logprobs: JSON, source: str) -> TokenRow:
     return TokenRow(
         tokens=ids, masks=masks, logprobs=[float(each) for each in logprobs] if fits else None, source=source
     )
+
+
+def _list(value: JSON) -> list[JSON]:
+    return value if isinstance(value, list) else []
 
 
 def _are(values: JSON, kind: type | object) -> bool:

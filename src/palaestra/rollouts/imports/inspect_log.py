@@ -206,7 +206,7 @@ def _imported(data: bytes, headline: str) -> Imported:
             official=finite(ours.get("official")),
             labels=labels_of(ours.get("labels")),
             blame=blame_of(ours.get("blame")),
-            error=text_of(ours.get("error")) or text_of(error.get("message")) or _reason(sample),
+            error=text_of(ours.get("error")) if ours else text_of(error.get("message")) or _reason(sample),
             metrics=numbers_of(ours.get("metrics")) if ours else _metrics(scores),
             detail=dict(mapping_of(ours.get("detail"))) if ours else _detail(sample, scores),
             prompt_tokens=sum(
