@@ -2,8 +2,9 @@
 
 Writes a run of that size with the journal's own writer, starts `palaestra view` on it, and prints the time to the first
 page of the run (cold, and with the index in the cache), the time of a rollout, a page of rows and a search, and the
-server's memory. `--tokens` adds exact tokens to each rollout. With Chromium, the page itself is measured too, and the
-frame times while 100,000 tokens scroll.
+server's memory. Then it writes one group as an HTML file, the run's report, and the conversations as JSON lines, which
+it opens as a file of another program. `--tokens` adds exact tokens to each rollout. With Chromium, the page itself is
+measured too, and the frame times while 100,000 tokens scroll.
 """
 
 from __future__ import annotations
@@ -177,6 +178,34 @@ def measure_server(run: Path, cache: Path, kind: str) -> None:
         served.stop()
 
 
+def measure_files(run: Path, cache: Path) -> None:
+    """Print the sizes and times of files made from the run, and the times of reading its conversations back."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    for what, words in (
+        ("one group as HTML", ["view", str(run), "--rollout", "000003-*", "--html"]),
+        ("the report", ["report", str(run), "--out"]),
+        ("the conversations as JSON lines", ["export", str(run), "--to", "openai", "--all", "--out"]),
+    ):
+        path, start = cache / ("chats.jsonl" if words[0] == "export" else "page.html"), time.monotonic()
+        subprocess.run([sys.executable, "-m", "palaestra", *words, str(path)], env=environment, check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        print(f"files: {what}: {path.stat().st_size / 1e6:.2f} MB in {time.monotonic() - start:.2f} s")
+    for kind in ("first", "second"):
+        served = Served(cache / "chats.jsonl", cache)
+        try:
+            name = served.get("runs")["runs"][0]["name"]
+            print(f"files: {kind} opening of the lines: first figures after {time.monotonic() - served.began:.2f} s")
+            while served.get("run", run=name)["summary"]["state"] != "done":
+                time.sleep(0.05)
+            found = served.get("rollouts", run=name, offset="5000")["rows"][0]["id"]
+            read_s = time.monotonic() - served.began
+            print(f"files: {kind} opening of the lines: all read after {read_s:.2f} s, a rollout "
+                  f"{served.timed('rollout', run=name, id=found)[0] * 1000:.0f} ms, highest memory "
+                  f"{served.highest_mib():.0f} MiB")  # fmt: skip
+        finally:
+            served.stop()
+
+
 FRAMES = """async (pixels) => {
   const page = document.querySelector(".token-page"), times = [];
   let last = performance.now();
@@ -242,6 +271,7 @@ def main() -> None:
         )
         measure_server(run, cache, "cold")
         measure_server(run, cache, "cached")
+        measure_files(run, cache)
         if not given.no_page:
             measure_page(run, cache)
 

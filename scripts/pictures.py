@@ -118,7 +118,7 @@ def draw_spine(folder: Path, target: Path) -> None:
 ALL = {
     "run.svg": Picture(record_run, {"README.md": _EXAMPLE, "src/palaestra/rollouts/observe/console.py": ""}),
     "chat.svg": Picture(record_chat, {"src/palaestra/doors/chat/terminal.py": ""}),
-    "report.png": Picture(draw_report, {"README.md": _EXAMPLE, "src/palaestra/rollouts/export/html.py": ""}),
+    "report.png": Picture(draw_report, {"README.md": _EXAMPLE, "src/palaestra/viewer/page/run.js": ""}),
     "spine.svg": Picture(draw_spine, {"docs/pictures/spine.mmd": ""}),
 }
 

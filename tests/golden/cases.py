@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import lzma
-import re
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -204,8 +203,8 @@ def summaries(case: Case, folder: Path) -> dict[str, bytes]:
     return {name: json.dumps(value, indent=1).encode() + b"\n" for name, value in made.items()}
 
 
-def report(case: Case, folder: Path, model: Path) -> bytes:
-    """The HTML report of the finished run `folder/run`, without the time at its top and without its settings.
+def report(case: Case, folder: Path, model: Path) -> dict[str, Any]:
+    """The data in the HTML report of the finished run `folder/run`.
 
     Resuming a finished run writes its report again and asks no server.
     """
@@ -215,6 +214,6 @@ def report(case: Case, folder: Path, model: Path) -> bytes:
     assert output.exit_code == case.exit_code, output.stderr
     added = {json.loads(line)["event"] for line in journal.read_bytes().removeprefix(before).splitlines()}
     assert added <= {"resume", "group", "group_end", "end"}, "the resumed run repeated a rollout"
-    page = (folder / "run/report.html").read_bytes()
-    page = re.sub(rb'(<details class="fold settings">).*?(</details>)', rb"\1SETTINGS\2", page, flags=re.DOTALL)
-    return re.sub(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", b"TIME", page, count=1)
+    from recorded import embedded  # imported here, because `make.py` has no need of it
+
+    return embedded(folder / "run/report.html")

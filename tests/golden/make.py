@@ -1,7 +1,7 @@
 """Record the golden runs again: python tests/golden/make.py OUT [--exports]
 
 The script writes three folders, with the layout of those next to it: `OUT/runs/NAME` has the journal and the tool
-recording of each run, `OUT/exports/NAME` every export, the HTML report and the output of the commands that summarise a
+recording of each run, `OUT/exports/NAME` every export and the output of the commands that summarise a
 run, `OUT/model` the tokenizer of the token-exact runs. Files of 4 kB and more are compressed with xz.
 
 The committed folders are what earlier versions wrote and what later versions must read and export unchanged. Replace
@@ -29,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from golden.cases import CASES, ENVIRONMENTS, RUNS, Case, copy_run, exports, load, report, store, summaries
+from golden.cases import CASES, ENVIRONMENTS, RUNS, Case, copy_run, exports, load, store, summaries
 from golden.cases import MODEL as COMMITTED_MODEL
 from golden.servers import (
     MCP_SERVER,
@@ -112,8 +112,6 @@ def store_exports(case: Case, copy: Path, runs: Path, out: Path) -> dict[str, by
     """Store what the commands make of a recorded run, copied to the folder `copy`."""
     copy_run(case, copy, runs)
     made = {**exports(copy), **summaries(case, copy)}
-    if case.reports and not case.cut_off:
-        made["report.html"] = report(case, copy, MODEL)
     shutil.rmtree(out / "exports" / case.name, ignore_errors=True)
     for name, data in made.items():
         store(out / "exports" / case.name / name, data)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -156,6 +159,14 @@ def write_run(
         journal.append(RunEnded(reason="done"))
     journal.close()
     return folder
+
+
+def embedded(page: Path) -> dict[str, JSON]:
+    """The data in a page that `palaestra view --html` or a run wrote."""
+    packed = re.search(r'id="data">([^<]*)<', page.read_text())
+    assert packed is not None
+    found: dict[str, JSON] = json.loads(zlib.decompress(base64.b64decode(packed[1])))
+    return found
 
 
 def fields(group: Group) -> dict[str, JSON]:

@@ -34,7 +34,6 @@ from palaestra.rollouts.events import Handlers, ReplyReceived, RolloutEnded, Tok
 from palaestra.rollouts.export.atif import AtifExporter, atif_document
 from palaestra.rollouts.export.atropos import GroupsFile
 from palaestra.rollouts.export.exporter import ExportMeta
-from palaestra.rollouts.export.html import PageBudget, inside
 from palaestra.rollouts.export.openai import OpenAIExporter
 from palaestra.rollouts.export.sharegpt import ShareGPTExporter
 from palaestra.rollouts.export.token_rows import exported_rows
@@ -515,14 +514,8 @@ def test_what_a_sub_agent_sees_otherwise_after_a_kill_is_asked_and_paid_for(tmp_
     assert RunReader(tmp_path / "cut/journal.jsonl").read().cost == sum(used) + known[-1]
 
 
-def test_a_page_shows_them_and_what_leaves_them_out_says_so(tmp_path: Path) -> None:
-    (trajectory,) = roll_out(tmp_path, Exact())
-    entries = inside(trajectory, PageBudget())
-    assert [entry.role for entry in entries if entry.role.startswith("sub-agent")] == [
-        "sub-agent 1, started in turn 1",
-        "sub-agent 2, started in turn 1",
-    ]
-    assert [call.name for entry in entries for call in entry.calls] == ["add", "add"]
+def test_exports_without_sub_agents_have_a_remark(tmp_path: Path) -> None:
+    roll_out(tmp_path, Exact())
     group = next(iter(list(Recording(tmp_path / "journal.jsonl"))))
     for exporter in (OpenAIExporter(), ShareGPTExporter(), AtifExporter()):
         report = exporter.export([group], io.BytesIO(), ExportMeta(everything=True))

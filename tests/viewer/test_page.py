@@ -12,8 +12,8 @@ import pytest
 from recorded import rollout, write_run
 
 from palaestra.cli.main import main as palaestra
-from palaestra.core.types import JSON
-from palaestra.rollouts.records import Group
+from palaestra.core.types import JSON, Blame, Label, Outcome
+from palaestra.rollouts.records import Group, ToolErrorRecord
 from palaestra.tools.browser import launch
 from palaestra.viewer.page_file import bundled
 from palaestra.viewer.runs import open_runs
@@ -251,6 +251,100 @@ def test_hostile_texts_in_a_file_do_nothing(tmp_path: Path, chromium: str) -> No
         assert "<script>window.broken = 1</script>" in await page.inner_text("main")
 
     asyncio.run(browse(chromium, out.as_uri(), visit))
+
+
+ENDS: dict[str, tuple[dict[str, JSON], list[str]]] = {
+    "sandbox": (
+        {"reward": None, "outcome": Outcome.INFRA_ERROR, "blame": Blame.SANDBOX, "error": "SlotLost: the slot died"},
+        ["Failed (sandbox).", "SlotLost: the slot died", "unscored"],
+    ),
+    "parser": (
+        {"tool_errors": [ToolErrorRecord(turn=1, tool="", arguments="{", error="the call is not JSON")],
+         "tool_calls_attempted": 1},
+        ["1 call failed", "the call is not JSON"],
+    ),
+    "tests": (
+        {"detail": {"tests": {"test_sum": True, "test_empty_line": False}}, "metrics": {"tests_passed": 0.5}},
+        ["1 of 2 tests failed", "test_empty_line"],
+    ),
+    "turns": (
+        {"outcome": Outcome.MAX_TURNS, "blame": Blame.MODEL},
+        ["It reached the limit of turns before the model ended."],
+    ),
+    "hack": (
+        {"official": 1.0, "labels": [Label("tests_edited", "tests/test_main.py was replaced", True)],
+         "detail": {"difference": "official 1, reward 0, because of tests_edited"}},
+        ["tests_edited (certain)", "tests/test_main.py was replaced", "The reward differs from the official verdict."],
+    ),
+}  # fmt: skip
+"""What made a rollout end without a reward, and what the first screen of its page must show."""
+
+
+def test_the_first_screen_answers_why_a_rollout_got_no_reward(tmp_path: Path, chromium: str) -> None:
+    long = "\n".join(f"line {n}" for n in range(400))
+    talk = [{"role": "user", "content": long}, *({"role": "assistant", "content": long} for _ in range(8))]
+    rollouts = [
+        rollout(n, talk, **{"reward": 0.0, "rollout_id": f"g/{n}", "group_id": "g", "task_id": "fix", **given})
+        for n, (given, _) in enumerate(ENDS.values())
+    ]
+    run = write_run(tmp_path / "run", Group(group_id="g", number=0, task_id="fix", trajectories=rollouts))
+
+    async def visit(page: Page, base: str) -> None:
+        for n, (_, wanted) in enumerate(ENDS.values()):
+            await go(page, base, "rollout", run="run", id=f"g/{n}")
+            seen = await page.evaluate(SEEN)
+            assert [each for each in wanted if each not in seen] == [], seen
+
+    see(chromium, run, visit)
+
+
+SEEN = r"""() => {
+  const found = [];
+  const walk = document.createTreeWalker(document.querySelector("#main"), NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const range = document.createRange();
+    range.selectNodeContents(walk.currentNode);
+    const box = range.getBoundingClientRect();
+    const inside = box.height && box.top >= 0 && box.bottom <= innerHeight && box.right <= innerWidth;
+    if (inside) found.push(walk.currentNode.data);
+  }
+  return found.join("").replace(/\s+/g, " ");
+}"""
+"""Returns the text that is on the screen, without scrolling and without opening anything."""
+
+
+def test_a_report_has_scores_causes_and_the_rollouts_that_fit(tmp_path: Path, chromium: str) -> None:
+    lost = {"outcome": Outcome.INFRA_ERROR, "blame": Blame.GRADER, "error": "no such column"}
+    rollouts = [
+        rollout(n, [{"role": "user", "content": "x"}], None if n == 2 else float(n), rollout_id=f"g/{n}", group_id="g",
+                detail={"category": "files"}, **(lost if n == 2 else {}))
+        for n in range(3)
+    ]  # fmt: skip
+    run = write_run(tmp_path / "run", Group(group_id="g", number=0, task_id="t", trajectories=rollouts))
+    assert palaestra(["report", str(run)]) == 0
+
+    async def visit(page: Page, base: str) -> None:
+        await go(page, base, "run", run="run", tab="scores")
+        text = await page.inner_text("main")
+        assert "1 rollout failed (grader), first g/2: no such column" in text
+        assert await page.locator("table.scores tbody tr").count() == 2
+        assert "files" in text
+        assert "2 of 3" in text
+
+    asyncio.run(browse(chromium, (run / "report.html").as_uri(), visit))
+
+
+def test_a_log_of_inspect_is_shown_with_its_scores_messages_and_calls(chromium: str) -> None:
+    async def visit(page: Page, base: str) -> None:
+        await go(page, base, "run", run="sums.eval")
+        assert await page.locator("a.row").count() == 6
+        await go(page, base, "rollout", run="sums.eval", id="000000-one/0")
+        text = await page.inner_text("main")
+        for wanted in ("You add.", "add", "The answer is 2", "match", "because"):
+            assert wanted in text
+        assert "palaestra replay" not in text
+
+    see(chromium, Path(__file__).parents[1] / "rollouts/imports/logs/sums.eval", visit)
 
 
 def test_the_bundle_has_every_module_once_and_no_import() -> None:

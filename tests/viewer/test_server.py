@@ -18,9 +18,10 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.records import Group
+from palaestra.viewer.page_file import page_file, page_files
 from palaestra.viewer.rollout_record import CUT
 from palaestra.viewer.runs import open_runs
-from palaestra.viewer.server import POLICY, Viewer, page_file, page_files, serving
+from palaestra.viewer.server import POLICY, Viewer, serving
 from palaestra.viewer.token_texts import TokenTexts
 
 from .fixing import HOSTILE

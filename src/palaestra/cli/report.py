@@ -1,4 +1,4 @@
-"""`palaestra report RUN`: write the HTML report of a run, finished or not."""
+"""`palaestra report RUN`: write the HTML page of a run; a short name for `palaestra view RUN --html`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from palaestra.cli.host_path import HostPath
     \b
       palaestra report last
       palaestra report RUN --out report.html
+      palaestra view RUN --html report.html    # the same page, with the exact tokens
 
-    The report shows scores with pass@k and categories, cost, failures, settings, training curves, and every finished
-    group with its conversations. A run writes the report at its end; this command writes it again at any time from the
-    journal, which is not changed. RUN is a run's folder, an id or `last`. The path goes to stdout.
+    The report is the page of `palaestra view` in one file that opens without a server: scores with pass@k and
+    categories, cost, failures, settings, training curves, and every rollout with its conversation. A run writes the
+    report at its end; this command writes it again at any time from the journal, which is not changed. The report of a
+    run with more than 2,000 rollouts contains the first 2,000. RUN is a run's folder, an id or `last`. The path goes to
+    stdout.
     """,
 )
 @click.argument("run", default="last", shell_complete=complete_runs)
@@ -30,38 +33,14 @@ from palaestra.cli.host_path import HostPath
 @click.option("--json", "as_json", is_flag=True, help="Print the path, the run and its state as JSON.")
 def command(run: str, out: Path | None, as_json: bool) -> None:
     from palaestra.core.errors import ConfigError
-    from palaestra.rollouts.export.html import write_report
     from palaestra.rollouts.finished_run import open_run
-    from palaestra.rollouts.observe.failures import Failures
-    from palaestra.rollouts.observe.metrics import Figures, group_size
-    from palaestra.rollouts.observe.verdicts import Verdicts
-    from palaestra.trainers.charts import training_charts
+    from palaestra.viewer.page_file import write_report
 
     found = open_run(run)
-    recording, path = found.recording, out or found.path / "report.html"
-    figures, failures, verdicts = Figures(group_size(recording.meta.config)), Failures(), Verdicts()
-    for group in recording:
-        figures.add(group)
-        failures.add(group)
-        verdicts.add(group)
-    figures.unfinished = recording.unfinished
-    meta = {"env": recording.meta.env, "model": recording.meta.model, "started_at": recording.meta.started_at}
-    meta |= {"run": str(found.path), "state": found.status.state}
-    if recording.unfinished:
-        meta["unfinished groups"] = recording.unfinished
+    path = out or found.path / "report.html"
     try:
-        write_report(
-            path,
-            recording,
-            meta,
-            figures,
-            own={name: value for name, value in found.metrics.items() if name.startswith("eval/")},
-            causes=failures.causes(),
-            verdicts=list(verdicts.lines()),
-            config=recording.meta.config,
-            charts=training_charts(found.path),
-        )
+        write_report(found.path, path)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose a different file with --out") from error
+        raise ConfigError(f"cannot write {path}: {error}; choose a different file with --out") from error
     facts = {"path": str(path), "run": str(found.path), "state": found.status.state}
     click.echo(json.dumps(facts) if as_json else path)

@@ -82,8 +82,8 @@ def resume_run(run: str, settings: Sequence[str], prog: str) -> int:
 def settings_of(recording: Recording, form: Form) -> dict[str, JSON]:
     """Return the recorded settings that apply to a resumed run. If this user did not record the run on this machine, or
     its records have changed, only the settings that `decides` accepts apply, and the model servers do not."""
-    from palaestra.envs.run.origin import is_ours
     from palaestra.envs.run.replay_run import decides
+    from palaestra.rollouts.journal.origin import is_ours
 
     recorded = dict(recording.meta.config)
     if is_ours(recording):

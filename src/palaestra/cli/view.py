@@ -27,8 +27,11 @@ if TYPE_CHECKING:
       palaestra view last
       palaestra view RUN --html run.html      # one file, to send or to keep
       palaestra view RUN --html group.html --rollout '000003-*'
+      palaestra view logs/task.eval           # an Inspect log; also ATIF, conversations
 
-    RUN is a run's folder, an id or `last`, or a folder with runs. The page shows scores with their intervals, every
+    RUN is a run's folder, an id or `last`, or a folder with runs. It may also be a file of another program, or a folder
+    of such files: Inspect logs (.eval, .json), ATIF documents, and JSON lines with messages. The page shows scores with
+    their intervals, every
     conversation, the exact tokens with mask and log-probabilities, and where the rollouts of a group part. It follows a
     run that is still going on. The server listens on 127.0.0.1 only, and its address contains a token. It changes
     nothing in the runs; its index of large runs is in ~/.cache/palaestra/view.
@@ -64,11 +67,10 @@ def command(
     if rollouts and html is None:
         raise ConfigError("--rollout chooses the rollouts of a file: set --html too")
     if html is not None:
-        from palaestra.viewer.page_file import write_page
+        from palaestra.viewer.page_file import Chosen, write_page
 
         runs = open_runs(run or "last", index_store())
-        texts = TokenTexts(runs, tokenizer)
-        said = write_page(html, runs, rollouts, texts)
+        said = write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer))
         click.echo(json.dumps({"file": str(html)}) if as_json else said)
         return
     runs = open_runs(run, index_store())

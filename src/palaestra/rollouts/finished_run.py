@@ -69,7 +69,7 @@ class Run:
         for group in self:
             figures.add(group)
         figures.unfinished = self.recording.unfinished
-        return figures.numbers() | _last_metrics(self.path / "metrics.jsonl")
+        return figures.numbers() | last_metrics(self.path / "metrics.jsonl")
 
     @property
     def mean_reward(self) -> float | None:
@@ -143,7 +143,7 @@ def open_run(run: str | Path = LAST, *, root: str | Path = RUNS) -> Run:
     return Run(journal_of(find_run(run, root=root)).parent)
 
 
-def _last_metrics(path: Path) -> dict[str, float]:
+def last_metrics(path: Path) -> dict[str, float]:
     """Return the metrics of the whole run from the last line of `path`, where names have no prefix; empty before the
     run has ended."""
     try:

@@ -1,7 +1,8 @@
 """Writes one self-contained file of a run: the viewer's page with the data of chosen rollouts in it.
 
 The file is the same page as the server's. It loads nothing, and its policy allows only its own script and style. Long
-texts are cut further than on the server, and the cuts are marked. The data are JSON, compressed.
+texts are cut further than on the server, and the cuts are marked. The data are JSON, compressed, and are written one
+rollout at a time, so memory does not grow with the run. A run's own report is such a file, without tokens.
 """
 
 from __future__ import annotations
@@ -9,88 +10,191 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
 from pathlib import Path
-
-import msgspec
 
 from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.io.durable_files import not_written, replaced
 from palaestra.core.types import JSON
+from palaestra.rollouts.export.atropos import encode_line
+from palaestra.rollouts.journal.reader import JOURNAL_NAME
 from palaestra.viewer.divergence import MOST, siblings
+from palaestra.viewer.overview import overview
 from palaestra.viewer.rollout_record import Names, rollout_record, token_record
+from palaestra.viewer.run_index import RunIndex
 from palaestra.viewer.runs import Runs
-from palaestra.viewer.server import page_file, page_files
 from palaestra.viewer.summary import run_details, run_summary
 
 LONG_CHARS = 50_000
 """The number of characters above which a text is cut in a file."""
 
+SHORT_CHARS = 1_000
+"""The same on a full page."""
+
+PAGE_BYTES = 40_000_000
+"""The size of the data, before compression, from which all further texts are cut short and no more tokens are
+written. Browsers get slow somewhat above this size."""
+
 MOST_ROLLOUTS = 2000
 _IMPORTS = re.compile(r'^import (?:\* as (\w+)|(\{[^}]*\})) from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORTS = re.compile(r"^export (?=(?:async )?(?:function\*?|const|let) (\w+))", re.MULTILINE)
+_BLOCK = 3 << 14
+"""The number of bytes that are written as base64 together: a multiple of 3."""
 
 
-def write_page(path: Path, runs: Runs, patterns: Sequence[str], texts: Callable[[str], Names | None]) -> Path:
-    """Write the first of `runs` to a file, with the rollouts whose ids fit one of the patterns, or all, and return the
-    path. Raises `ConfigError` if no rollout fits or too many do, and `DiskError` if the file cannot be written."""
-    name = next(iter(runs))
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a file contains: the rollouts whose ids fit one of `patterns`, or all. If `first` is true, a run with more
+    than `MOST_ROLLOUTS` rollouts is shown with the first of them; otherwise it is an error. `own` has the environment's
+    own metrics of a run that is just ending."""
+
+    patterns: Sequence[str] = ()
+    tokens: bool = True
+    first: bool = False
+    own: Mapping[str, float] | None = None
+    page_bytes: int = PAGE_BYTES
+
+
+def write_page(path: Path, runs: Runs, chosen: Chosen, texts: Callable[[str], Names | None] = lambda run: None) -> Path:
+    """Write the first of `runs` to a file, and return the path. Raises `ConfigError` if no rollout fits or too many do,
+    and `DiskError` if the file cannot be written."""
+    name = next(iter([*runs, *runs.problems]))
     while runs.update(name, 5.0):
         continue
     if name in runs.problems:
         raise ConfigError(runs.problems[name])
-    page = assembled(page_data(runs, name, patterns, texts(name)))
+    pieces = page_data(runs, name, chosen, texts(name) if chosen.tokens else None)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as file:
-            file.write(page.encode())
+            for piece in assembled(pieces):
+                file.write(piece)
     except OSError as error:
         raise error if isinstance(error, DiskError) else not_written(path, error) from error
     return path
 
 
-def page_data(runs: Runs, name: str, patterns: Sequence[str], names: Names | None) -> dict[str, JSON]:
-    """Return the data of a file: `rows`, `groups`, and `answers` by what the page asks."""
+def write_report(folder: Path, path: Path, own: Mapping[str, float] | None = None) -> None:
+    """Write the report of the run in `folder`, finished or not. Raises `ConfigError` and `DiskError`. The index is a
+    temporary file, because a long run's would take much memory."""
+    if not (folder / JOURNAL_NAME).is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}")
+    with tempfile.TemporaryDirectory(prefix="palaestra-report-") as store:
+        runs = Runs(folder.parent, [folder], Path(store))
+        try:
+            write_page(path, runs, Chosen(tokens=False, first=True, own=own))
+        finally:
+            runs.close()
+
+
+def page_data(runs: Runs, name: str, chosen: Chosen, names: Names | None) -> Iterator[bytes]:
+    """Yield the data of a file as JSON, in pieces: `rows`, `groups`, `left_out` (the number of rollouts that are not in
+    the file), and `answers` by what the page asks."""
     index = runs[name]
-    _, rows = index.rows(limit=10**9)
-    rows = [row for row in rows if not patterns or any(fnmatchcase(row["id"], each) for each in patterns)]
-    if not rows:
-        raise ConfigError(f"no finished rollout of {index.path.parent} fits {', '.join(patterns) or 'the run'}")
-    if len(rows) > MOST_ROLLOUTS:
-        raise ConfigError(
-            f"a file can have {MOST_ROLLOUTS} rollouts, and {len(rows)} were chosen: choose fewer with --rollout"
-        )
-    chosen = {row["id"] for row in rows}
-    _, groups = index.groups(limit=10**9)
-    groups = [{**group, "cells": [cell for cell in group["cells"] if cell[0] in chosen]} for group in groups]
-    groups = [group for group in groups if group["cells"]]
+    rows, left_out = _rows(index, chosen)
+    ids = {row["id"] for row in rows}
+    _, groups = index.groups(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
+    groups = [{**group, "cells": [cell for cell in group["cells"] if cell[0] in ids]} for group in groups]
+    groups = [group for group in groups if group["cells"] or (not chosen.patterns and group["error"])]
+    yield b'{"rows":%s,"groups":%s,"left_out":%d,"answers":{' % (_encoded(rows), _encoded(groups), left_out)
     summary = run_summary(index, name)
-    answers: dict[str, JSON] = {
-        "runs": {"runs": [summary], "problems": {}, "more": 0, "root": "this file"},
-        "run": {"summary": summary, **run_details(index)},
-    }
+    answers = {"runs": [summary], "problems": {}, "more": 0, "root": "this file"}
+    yield b'"runs":%s' % _encoded(answers)
+    yield b',"run":%s' % _encoded({"summary": summary, **run_details(index), **overview(index, chosen.own)})
+    budget = _Budget(chosen)
+    for key, answer in _answers(index, rows, groups, ids, names, budget):
+        piece = _encoded(answer)
+        budget.left -= len(piece)
+        yield b",%s:%s" % (_encoded(key), piece)
+    yield b"}}"
+
+
+class _Budget:
+    """Counts how many bytes still fit on the page. On a full page, texts are cut short and tokens are left out."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        self.left = chosen.page_bytes
+        self._tokens = chosen.tokens
+
+    @property
+    def long_chars(self) -> int:
+        return LONG_CHARS if self.left > 0 else SHORT_CHARS
+
+    @property
+    def tokens(self) -> bool:
+        return self._tokens and self.left > 0
+
+
+def _rows(index: RunIndex, chosen: Chosen) -> tuple[list[dict[str, JSON]], int]:
+    total, rows = index.rows(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
+    if chosen.patterns:
+        rows = [row for row in rows if any(fnmatchcase(row["id"], each) for each in chosen.patterns)]
+        if not rows:
+            raise ConfigError(f"no finished rollout of {index.folder} fits {', '.join(chosen.patterns)}")
+        total = len(rows)
+    if total > MOST_ROLLOUTS and not chosen.first:
+        raise ConfigError(
+            f"a file can have {MOST_ROLLOUTS} rollouts, and {total} were chosen: choose fewer with --rollout"
+        )
+    return rows[:MOST_ROLLOUTS], max(0, total - MOST_ROLLOUTS)
+
+
+def _answers(
+    index: RunIndex,
+    rows: Sequence[Mapping[str, JSON]],
+    groups: Sequence[Mapping[str, JSON]],
+    ids: set[str],
+    names: Names | None,
+    budget: _Budget,
+) -> Iterator[tuple[str, JSON]]:
     for row in rows:
-        record = rollout_record(index, row["id"], LONG_CHARS)
+        record = rollout_record(index, row["id"], budget.long_chars)
         for key in ("before", "after"):
-            record[key] = record[key] if record[key] in chosen else None
-        record["group"]["members"] = [each for each in record["group"]["members"] if each[0] in chosen]
-        answers[f"rollout?{row['id']}"] = record
+            record[key] = record[key] if record[key] in ids else None
+        record["group"]["members"] = [each for each in record["group"]["members"] if each[0] in ids]
+        if not budget.tokens:
+            record["tokens"] = None
+        yield f"rollout?{row['id']}", record
         for number in range(len((record["tokens"] or {}).get("rows", ()))):
-            answers[f"tokens?{row['id']}?{number}"] = token_record(index, row["id"], number, names)
+            yield f"tokens?{row['id']}?{number}", token_record(index, row["id"], number, names)
     for group in groups:
+        if budget.left <= 0:
+            return
         members = [index.trajectory(cell[0]) for cell in group["cells"][:MOST]]
         finished = [each for each in members if each is not None]
         if len(finished) > 1:
-            answers[f"siblings?{group['group_id']}"] = siblings(finished)
-    return {"rows": rows, "groups": groups, "answers": answers}
+            yield f"siblings?{group['group_id']}", siblings(finished)
 
 
-def assembled(data: JSON) -> str:
-    """Return the page as one document with these data."""
+def _encoded(value: JSON) -> bytes:
+    return encode_line(value)[:-1]
+
+
+def assembled(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the page as one document with these data."""
+    begin, end = _frame()
+    yield begin
+    packer, waiting = zlib.compressobj(6), bytearray()
+    for piece in pieces:
+        waiting += packer.compress(piece)
+        if len(waiting) >= _BLOCK:
+            whole = len(waiting) // _BLOCK * _BLOCK
+            yield base64.b64encode(waiting[:whole])
+            del waiting[:whole]
+    yield base64.b64encode(waiting + packer.flush())
+    yield end
+
+
+@cache
+def _frame() -> tuple[bytes, bytes]:
+    """Return the page before and after the data."""
     style, script = page_file("view.css"), bundled()
-    packed = base64.b64encode(zlib.compress(msgspec.json.encode(data), 6)).decode()
     policy = (
         f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -102,8 +206,9 @@ def assembled(data: JSON) -> str:
         '<meta charset="utf-8">',
         f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
     )
-    end = f'<script type="text/plain" id="data">{packed}</script>\n<script type="module">{script}</script>\n</body>'
-    return page.replace("</body>", end)
+    begin, _, end = page.partition("</body>")
+    begin += '<script type="text/plain" id="data">'
+    return begin.encode(), f'</script>\n<script type="module">{script}</script>\n</body>{end}'.encode()
 
 
 def bundled() -> str:
@@ -124,6 +229,16 @@ def bundled() -> str:
 
     include("app")
     return "".join(done.values()).replace("</script", "<\\/script")
+
+
+def page_files() -> list[str]:
+    """Return the names of the page's own files."""
+    return sorted(each.name for each in resources.files(__package__).joinpath("page").iterdir() if each.is_file())
+
+
+def page_file(name: str) -> str:
+    """Return one of the page's own files."""
+    return resources.files(__package__).joinpath("page", name).read_text("utf-8")
 
 
 def _as_constant(found: re.Match[str]) -> str:

@@ -11,7 +11,6 @@ import base64
 import shlex
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -22,6 +21,7 @@ from palaestra.inference.ledger.records import ITEM_BYTES, packed, unpacked_ids
 from palaestra.rollouts.events import GroupStarted, TurnTaken
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Trajectory
+from palaestra.viewer.imported import ImportedIndex
 from palaestra.viewer.run_index import RunIndex
 
 LONG_CHARS = 20_000
@@ -62,13 +62,15 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
         "after": after,
         "attempts": index.attempts(rollout_id),
         "tokens": _token_facts(trajectory),
-        "commands": commands(index.path.parent, trajectory),
+        "commands": commands(index, trajectory),
     }
 
 
-def commands(folder: Path, trajectory: Trajectory) -> dict[str, str]:
+def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:
     """Return the commands that continue the work on this rollout, by their purpose."""
-    run, task = shlex.quote(str(folder)), shlex.quote(trajectory.task_id)
+    run, task = shlex.quote(str(index.folder)), shlex.quote(trajectory.task_id)
+    if isinstance(index, ImportedIndex):
+        return {"look at this file": f"palaestra view {run}"}
     return {
         "look at this run": f"palaestra view {run}",
         "export this task's conversations": f"palaestra export {run} --to openai --all --task {task}",
@@ -81,7 +83,8 @@ def commands(folder: Path, trajectory: Trajectory) -> dict[str, str]:
 def cut(value: JSON, long_chars: int = LONG_CHARS, path: str = "") -> JSON:
     """Return the value with every long text replaced by a mapping of `$cut` (its path), `head`, `tail` and `chars`."""
     if isinstance(value, str) and len(value) > long_chars:
-        return {CUT: path, "head": value[:_HEAD_CHARS], "tail": value[-_TAIL_CHARS:], "chars": len(value)}
+        head, tail = min(_HEAD_CHARS, long_chars * 3 // 5), min(_TAIL_CHARS, long_chars // 5)
+        return {CUT: path, "head": value[:head], "tail": value[-tail:], "chars": len(value)}
     if isinstance(value, Mapping):
         return {key: cut(each, long_chars, f"{path}/{_escaped(str(key))}") for key, each in value.items()}
     if isinstance(value, list):

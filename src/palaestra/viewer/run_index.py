@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,12 +26,14 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import UNREADABLE, lines_of, open_regular
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnded, TurnTaken
+from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
 
-_FORMAT = "1"
+_FORMAT = "3"
 _TAIL_BYTES = 4096
 _PREVIEW_CHARS = 240
+_MOST_UNSEEN = 20
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -45,10 +47,11 @@ CREATE TABLE IF NOT EXISTS rollouts (
     official REAL, blame TEXT, error TEXT, labels TEXT, certain INTEGER, metrics TEXT, category TEXT, tokens INTEGER,
     prompt_tokens INTEGER, completion_tokens INTEGER, cost REAL, turns INTEGER, calls INTEGER, errors INTEGER,
     exact INTEGER, segments INTEGER, seconds REAL, model_s REAL, tool_s REAL, grade_s REAL, started REAL, answer TEXT,
-    parent INTEGER, place INTEGER, size INTEGER
+    parent INTEGER, difference TEXT, unseen TEXT, place INTEGER, size INTEGER
 );
 CREATE INDEX IF NOT EXISTS rollouts_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS rollouts_number ON rollouts (number, position);
+CREATE INDEX IF NOT EXISTS rollouts_place ON rollouts (place);
 CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, place INTEGER);
 CREATE TABLE IF NOT EXISTS turns (rollout TEXT, turn INTEGER, at REAL, tokens INTEGER, place INTEGER);
 CREATE INDEX IF NOT EXISTS turns_rollout ON turns (rollout);
@@ -66,6 +69,9 @@ _NUMBERS = {"reward": "reward", "official": "COALESCE(official, reward)", "token
             "started": "started", "segments": "segments"}  # fmt: skip
 _COMPARISONS = ("=", "!=", "<", "<=", ">", ">=")
 
+RESUMED = "resumed:"
+"""The beginning of the facts that count resumed rollouts, by the reason why they started again."""
+
 FIELDS = (*_TEXTS, *_NUMBERS)
 """The names by which rollouts can be filtered and sorted; `metric.NAME` also works."""
 
@@ -79,8 +85,10 @@ class _Sized(msgspec.Struct):
     certain: bool = False
 
 
-class _Category(msgspec.Struct):
+class _Detail(msgspec.Struct):
     category: msgspec.Raw = msgspec.Raw(b'""')
+    difference: msgspec.Raw = msgspec.field(default=msgspec.Raw(b'""'), name=DIFFERENCE)
+    unseen: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"[]"), name=UNSEEN)
 
 
 class _Segment(msgspec.Struct):
@@ -116,7 +124,7 @@ class _Rollout(msgspec.Struct):
     official: float | None = None
     labels: list[_Sized] = []
     metrics: dict[str, float] = {}
-    detail: _Category = msgspec.field(default_factory=_Category)
+    detail: _Detail = msgspec.field(default_factory=_Detail)
     messages: list[msgspec.Raw] = []
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -153,6 +161,7 @@ class _Line(msgspec.Struct):
     error: str = ""
     reason: str = ""
     rollout_id: str = ""
+    anew: str = ""
     turn: int = 0
     tokens: tuple[int, int] = (0, 0)
 
@@ -172,6 +181,8 @@ class RunIndex:
 
     def __init__(self, path: Path, store: Path | None = None) -> None:
         self.path = path
+        self.folder = path.parent
+        """The folder of the run, or what the index was made from."""
         self._lock = threading.Lock()
         self._place = -1
         self._store = None if store is None else store / f"{_name_of(path)}.sqlite"
@@ -457,6 +468,9 @@ class _Slice:
                 self._forget_turns(one.rollout_id)
                 attempt = (one.rollout_id, one.outcome, one.error[:_PREVIEW_CHARS], self.place)
                 self._db.execute("INSERT INTO attempts VALUES (?, ?, ?, ?)", attempt)
+            case "taken_up":
+                self._db.execute("INSERT INTO facts VALUES (?, '1') ON CONFLICT (name) DO UPDATE SET value = value + 1",
+                                 [f"{RESUMED}{line.anew[:_PREVIEW_CHARS]}"])  # fmt: skip
             case "group" if line.group is not None:
                 self._group(line.group)
             case "group_end":
@@ -522,7 +536,8 @@ class _Slice:
             sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s,
             sum(model for model, _ in beside.turn_s), sum(tool for _, tool in beside.turn_s),
             beside.stages.get("grade", 0.0), beside.started_at, _first(reversed(one.messages), b'"assistant"'),
-            None if one.parent is None else one.parent.index, self.place, size,
+            None if one.parent is None else one.parent.index, _string(one.detail.difference),
+            json.dumps(_strings(one.detail.unseen)), self.place, size,
         )  # fmt: skip
         marks = ", ".join("?" * len(values))
         self._db.execute(f"INSERT OR REPLACE INTO rollouts VALUES ({marks})", values)  # noqa: S608
@@ -565,6 +580,38 @@ def _fits(db: sqlite3.Connection, path: Path) -> bool:
         return hashlib.blake2b(file.read(min(offset, _TAIL_BYTES))).hexdigest() == facts.get("tail")
 
 
+class Evidence(NamedTuple):
+    """What an overview of a run needs of one rollout."""
+
+    id: str
+    group: str
+    task: str
+    category: str
+    reward: float | None
+    official: float | None
+    blame: str
+    error: str
+    difference: str
+    unseen: str
+    """The changed paths that the check did not see, as a JSON list."""
+
+
+def evidence(index: RunIndex) -> Iterator[Evidence]:
+    """Yield the evidence of all finished rollouts, in the order in which they ended."""
+    last = -1
+    while True:
+        with index._lock:
+            rows = index._db.execute(
+                "SELECT place, id, group_id, task, category, reward, official, COALESCE(blame, ''), error, difference, "
+                "unseen FROM rollouts WHERE place > ? ORDER BY place LIMIT 1000",
+                [last],
+            ).fetchall()
+        if not rows:
+            return
+        yield from (Evidence(*row[1:]) for row in rows)
+        last = rows[-1][0]
+
+
 def _first(messages: Iterable[msgspec.Raw], role: bytes) -> str:
     """Return the beginning of the first message with this role (as JSON) and with text."""
     for raw in messages:
@@ -583,6 +630,16 @@ def _text(raw: msgspec.Raw) -> str:
     if isinstance(value, list):
         value = " ".join(str(part.get("text", "")) for part in value if isinstance(part, Mapping))
     return " ".join(value[: 4 * _PREVIEW_CHARS].split())[:_PREVIEW_CHARS] if isinstance(value, str) else ""
+
+
+def _string(raw: msgspec.Raw) -> str:
+    value = json.loads(bytes(raw).decode("utf-8", "replace") or '""')
+    return value if isinstance(value, str) else ""
+
+
+def _strings(raw: msgspec.Raw) -> list[str]:
+    value = json.loads(bytes(raw).decode("utf-8", "replace") or "[]")
+    return [str(each)[:_PREVIEW_CHARS] for each in value[:_MOST_UNSEEN]] if isinstance(value, list) else []
 
 
 def _row(values: Sequence[JSON]) -> dict[str, JSON]:

@@ -1,19 +1,22 @@
 """The runs that one viewer shows, each with its index.
 
-A viewer shows one run, or the runs below a folder. A run's name is its folder's path below that folder. Only these
-journals, and the files that belong to them, are read; links are not followed.
+A viewer shows one run, the runs below a folder, or files of other programs: one, or those below a folder without runs.
+A run's name is its path below that folder. Only these journals and files, and the files that belong to them, are read;
+links are not followed.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import UNREADABLE
+from palaestra.rollouts.imports.files import READABLE, sources_below
 from palaestra.rollouts.journal.reader import BATCHES, JOURNAL_NAME, RUNS, find_run, list_runs
+from palaestra.viewer.imported import IMPORTS, ImportedIndex
 from palaestra.viewer.run_index import RunIndex
 
 MOST = 200
@@ -24,9 +27,10 @@ _KEPT_S = 30 * 86_400.0
 
 
 class Runs:
-    """The runs below `root`, or the one run `only`. `store` is the folder of the indexes; None keeps them in memory."""
+    """The runs below `root`, or only the folders and files `only`. `store` is the folder of the indexes; None keeps
+    them in memory."""
 
-    def __init__(self, root: Path, only: Path | None = None, store: Path | None = None) -> None:
+    def __init__(self, root: Path, only: Sequence[Path] = (), store: Path | None = None) -> None:
         self.root = root
         self.only = only
         self.problems: dict[str, str] = {}
@@ -49,7 +53,7 @@ class Runs:
 
     def discover(self) -> bool:
         """Look for new runs, and return whether there are any."""
-        found = [self.only] if self.only is not None else self._below()
+        found = list(self.only) or self._below()
         self.more = max(0, len(found) - MOST)
         names = {self._name(folder): folder for folder in found[:MOST]}
         fresh = names.keys() - self._indexes.keys() - self.problems.keys()
@@ -58,7 +62,7 @@ class Runs:
             index = self._indexes.get(name)
             if index is None and name in fresh:
                 try:
-                    index = RunIndex(folder / JOURNAL_NAME, self._store)
+                    index = self._opened(folder)
                 except (ConfigError, OSError) as error:
                     self.problems[name] = str(error)
             if index is not None:
@@ -86,6 +90,11 @@ class Runs:
         for index in self._indexes.values():
             index.close()
 
+    def _opened(self, path: Path) -> RunIndex:
+        if path.is_dir() and (path / JOURNAL_NAME).is_file():
+            return RunIndex(path / JOURNAL_NAME, self._store)
+        return ImportedIndex(path, self._store)
+
     def _below(self) -> list[Path]:
         if self.root == RUNS.resolve() or self.root == RUNS:
             return [folder for folder in list_runs() if _is_below(folder, RUNS) or _is_below(folder, BATCHES)]
@@ -99,7 +108,8 @@ class Runs:
 
     def _name(self, folder: Path) -> str:
         try:
-            return folder.resolve().relative_to(self.root.resolve()).as_posix()
+            found = folder.resolve().relative_to(self.root.resolve()).as_posix()
+            return folder.resolve().name if found == "." else found
         except ValueError:  # a named batch, which is next to the folder of runs
             return folder.as_posix()
 
@@ -110,8 +120,8 @@ def _is_below(folder: Path, root: Path) -> bool:
 
 
 def open_runs(target: str, store: Path | None = None) -> Runs:
-    """Return the runs that `target` names: a run, as in `find_run`, or a folder with runs in it or below it. An empty
-    `target` names the folder of runs. Raises `ConfigError` if there are none."""
+    """Return the runs that `target` names: a run, as in `find_run`, a folder with runs in it or below it, or a file or
+    folder of another program. An empty `target` names the folder of runs. Raises `ConfigError` if there are none."""
     if not target:
         if not list_runs():
             raise ConfigError(
@@ -122,17 +132,35 @@ def open_runs(target: str, store: Path | None = None) -> Runs:
     folder = find_run(target)
     folder = folder.parent if folder.is_file() and folder.name == JOURNAL_NAME else folder
     if (folder / JOURNAL_NAME).is_file():
-        return Runs(folder.parent, folder, store)
-    runs = Runs(folder, store=store) if folder.is_dir() else None
-    if runs is None or not list(runs):
-        raise ConfigError(f"{folder} is not a run folder, and there is no run below it: specify a folder with journals")
+        return Runs(folder.parent, [folder], store)
+    if not folder.is_dir():
+        return _file(folder, store)
+    runs = Runs(folder, store=store)
+    if not list(runs) and not runs.problems:
+        found = sources_below(folder)
+        if not found:
+            raise ConfigError(
+                f"{folder} is not a run folder, and there is nothing below it that can be shown: specify a folder with "
+                f"journals, or a file: {READABLE}"
+            )
+        runs = Runs(folder, found, store)
+    return runs
+
+
+def _file(path: Path, store: Path | None) -> Runs:
+    """Return a file of another program as the one run. Raises `ConfigError` if it cannot be read."""
+    runs = Runs(path.parent, [path], store)
+    for name in runs:
+        runs.update(name, 0.2)
+    if runs.problems:
+        raise ConfigError(next(iter(runs.problems.values())))
     return runs
 
 
 def index_store() -> Path:
     """Return the folder for indexes in the user's cache, without the indexes that were not used for 30 days."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "view"
-    for path in folder.glob("*.sqlite"):
+    for path in (*folder.glob("*.sqlite"), *folder.glob(f"{IMPORTS}/*"), *folder.glob(f"{IMPORTS}/.*.tmp")):
         try:
             if time.time() - path.stat().st_mtime > _KEPT_S:
                 path.unlink()

@@ -8,7 +8,7 @@ paged: `offset` and `limit` (at most 1,000).
     GET /page/NAME                   the page's own scripts and styles
     GET /api/runs                    [{name, reward, official, labels, indexed, …}]: `summary.run_summary` of each run,
                                      with `problems` and the number of older runs that are left out (`more`)
-    GET /api/run?run                 one run: {summary, settings, provenance, training}
+    GET /api/run?run                 one run: {summary, settings, provenance, training}, and `overview.overview`
     GET /api/compare?base&by&run…    paired differences between each run and `base`, by `reward` or `official`
     GET /api/rollouts?run            {total, rows}; with `where` (JSON: [[field, comparison, value], …]), `sort`,
                                      `descending=1`, `offset`, `limit`: `run_index.RunIndex.rows`
@@ -30,7 +30,6 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from importlib import resources
 
 import msgspec
 from aiohttp import web
@@ -40,6 +39,8 @@ from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.io.http_server import Handler, is_loopback, listening, refusal
 from palaestra.core.types import JSON
 from palaestra.viewer.divergence import MOST, siblings
+from palaestra.viewer.overview import overview
+from palaestra.viewer.page_file import page_file, page_files
 from palaestra.viewer.rollout_record import Names, rollout_record, text_at, token_record
 from palaestra.viewer.run_index import Condition
 from palaestra.viewer.runs import Runs
@@ -251,7 +252,7 @@ def all_runs(runs: Runs) -> JSON:
 
 def one_run(runs: Runs, name: str) -> JSON:
     """Return the summary and the details of a run."""
-    return {"summary": run_summary(runs[name], name), **run_details(runs[name])}
+    return {"summary": run_summary(runs[name], name), **run_details(runs[name]), **overview(runs[name])}
 
 
 def groups(runs: Runs, name: str, offset: int, limit: int) -> JSON:
@@ -281,16 +282,6 @@ def compared_rollouts(runs: Runs, name: str, ids: Sequence[str], reference: str)
     if len(finished) < 2:
         raise ConfigError("fewer than two of these rollouts have ended")
     return siblings(finished, reference)
-
-
-def page_files() -> list[str]:
-    """Return the names of the page's own files."""
-    return sorted(each.name for each in resources.files(__package__).joinpath("page").iterdir() if each.is_file())
-
-
-def page_file(name: str) -> str:
-    """Return one of the page's own files."""
-    return resources.files(__package__).joinpath("page", name).read_text("utf-8")
 
 
 def _json(answer: _Answer) -> Handler:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from palaestra.core.config import is_secret
 from palaestra.core.types import JSON
 from palaestra.rollouts.observe.compare_runs import RunScores, TaskScores, compare
 from palaestra.rollouts.observe.intervals import Interval, mean_interval
@@ -19,6 +20,7 @@ from palaestra.rollouts.observe.status import ELSEWHERE, KILLED, RUNNING
 from palaestra.rollouts.observe.status_file import is_alive, read_stages
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.trainers.checkpoints import read_steps
+from palaestra.viewer.imported import COMMAND
 from palaestra.viewer.run_index import RunIndex
 
 
@@ -27,7 +29,7 @@ def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
     intervals are `[low, high]` or None."""
     facts, config, totals = index.facts(), index.config(), index.totals()
     read, size = index.progress
-    folder, scores, groups = index.path.parent, index.scores(), index.all_groups()
+    folder, scores, groups = index.folder, index.scores(), index.all_groups()
     by_task: defaultdict[str, list[float]] = defaultdict(list)
     officials: defaultdict[str, list[float]] = defaultdict(list)
     by_group: defaultdict[str, list[float | None]] = defaultdict(list)
@@ -63,7 +65,7 @@ def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
         "env": facts.get("env", ""),
         "model": facts.get("model", ""),
         "seed": facts.get("seed", ""),
-        "state": _state(folder, facts),
+        "state": _state(folder, facts, config),
         "kind": _kind(config),
         "started_at": float(facts.get("started_at", "0")),
         "last_at": float(facts.get("last_at", "0")),
@@ -99,9 +101,9 @@ def run_details(index: RunIndex) -> dict[str, JSON]:
     parts = {"env": config.get("env") or {}, "openai": (config.get("openai") or [{}])[0]}
     for setting, source in sources.items():
         part, _, key = setting.partition(".")
-        if source != "default" and key in parts.get(part, {}):
+        if source != "default" and key in parts.get(part, {}) and not is_secret(key):
             chosen[setting] = {"value": parts[part][key], "source": source}
-    folder = index.path.parent
+    folder = index.folder
     lines = [] if (folder / "training").is_symlink() else list(read_steps(folder))
     return {"settings": chosen, "provenance": config.get("provenance") or {}, "training": lines}
 
@@ -166,9 +168,11 @@ def _passes(tasks: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
     return {name: {"mean": found[name], "interval": [found[f"{name}/low"], found[f"{name}/high"]]} for name in names}
 
 
-def _state(folder: Path, facts: Mapping[str, str]) -> str:
+def _state(folder: Path, facts: Mapping[str, str], config: Mapping[str, JSON]) -> str:
     if facts.get("ended"):
         return facts["ended"]
+    if config.get("command") == COMMAND:  # the file is being read
+        return RUNNING
     stages = read_stages(folder)
     return KILLED if stages is None else {True: RUNNING, False: KILLED, None: ELSEWHERE}[is_alive(stages)]
 
@@ -176,4 +180,4 @@ def _state(folder: Path, facts: Mapping[str, str]) -> str:
 def _kind(config: Mapping[str, JSON]) -> str:
     if config.get("environment") == "batch":
         return "batch"
-    return {"evaluate": "eval", "serve": "feed"}.get(str(config.get("command")), "run")
+    return {"evaluate": "eval", "serve": "feed", COMMAND: COMMAND}.get(str(config.get("command")), "run")

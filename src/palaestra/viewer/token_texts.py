@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
-from palaestra.envs.run.origin import made_here
+from palaestra.rollouts.journal.origin import made_here
 from palaestra.viewer.rollout_record import Names
 from palaestra.viewer.runs import Runs
 
@@ -44,7 +44,7 @@ class TokenTexts:
         env, server = config.get("env") or {}, (config.get("openai") or [{}])[0]
         names = (server.get("tokenizer_name"), env.get("tokenizer_name"), server.get("model_name"))
         named = next((each for each in names if isinstance(each, str) and each not in ("", "none", "default")), None)
-        if named is None or not made_here(index.path.parent, config):
+        if named is None or not made_here(index.folder, config):
             return None
         try:
             path = local_path(named)

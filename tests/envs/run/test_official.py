@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from recorded import embedded
 
 import palaestra
 from palaestra import ConfigError, Run
@@ -190,8 +191,7 @@ def test_weighted_scores_are_combined_and_their_metrics_are_shown() -> None:
     assert (found["honest"].reward, found["honest"].official) == (1.0, None)
     assert "  metrics: style 1, works 0.75\n" in out
     assert "metrics    style 1, works 0.75\n" in told("status")
-    page = (run.path / "report.html").read_text()
-    assert "<dt>works</dt><dd>0.75</dd>" in page.partition("</header>\n<nav")[0]
+    assert embedded(run.path / "report.html")["answers"]["run"]["summary"]["criteria"]["works"] == 0.75
 
 
 def test_status_runs_report_and_files_have_verdicts_and_labels() -> None:
@@ -203,15 +203,15 @@ def test_status_runs_report_and_files_have_verdicts_and_labels() -> None:
     assert (status["official"], status["labels"]["forged"], status["mean_reward"]) == (1.0, 1, 0.5)
     assert ", official 1.000)" in told("runs")
     assert json.loads(told("runs", "--json"))[0]["official"] == 1.0
-    page = (run.path / "report.html").read_text()
-    first, rest = page.partition("<main>")[::2]
-    assert "official" in first
-    assert "1 rollout: official 1, reward 0, because of forged" in first
-    assert "differs from the reward in 2 rollouts" in first
-    assert "<dt>forged</dt><dd>test_a passes falsified (certain)</dd>" in rest
+    first = embedded(run.path / "report.html")["answers"]["run"]
+    assert first["summary"]["official"]["mean"] == 1.0
+    assert any("1 rollout: official 1, reward 0, because of forged" in line for line in first["verdicts"])
+    assert first["summary"]["differs"] == 2
     told("report", "last", "--out", "again.html")
-    again = Path("again.html").read_text().partition("<main>")[0]
-    assert "1 rollout: official 1, reward 0, because of forged" in again
+    again = embedded(Path("again.html"))["answers"]
+    assert again["run"]["verdicts"] == first["verdicts"]
+    labels = [label for name, each in again.items() if name.startswith("rollout?") for label in each.get("labels", ())]
+    assert {"name": "forged", "evidence": "test_a passes falsified", "certain": True} in labels
     numbers = exposition(run.status, 0.0)
     assert "palaestra_official_mean 1\n" in numbers
     assert 'palaestra_labelled_rollouts_total{label="forged"} 1\n' in numbers
@@ -310,7 +310,8 @@ def test_class_environments_name_their_verdict_and_see_the_decided_reward() -> N
     assert "official (resolved) 1.000" in out
     assert "metrics: tests 2" in out
     assert re.search(r"^official   resolved 1.000", told("status"), re.MULTILINE)
-    assert "official (resolved)" in (palaestra.open_run("last").path / "report.html").read_text()
+    report = embedded(palaestra.open_run("last").path / "report.html")
+    assert report["answers"]["run"]["summary"]["official_name"] == "official (resolved)"
     (row,) = palaestra.open_run("last").to_rows(placeholders=True)
     assert (row["reward"], row["official"], row["labels"][0]["name"]) == (0.0, 1.0, "forged")
     told("run", "class_env.py", "--policy", "oracle", "--group", "1", "--env.reward", "official")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from recorded import embedded
 
 from envs import scripts
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, Seen, completion
@@ -80,8 +81,8 @@ def test_the_function_form_runs_by_path(tmp_path: Path) -> None:
     groups = lines(scripts.groups_file(tmp_path))
     assert [group["task_id"] for group in groups] == ["lines-0", "lines-1", "lines-2"]
     assert [group["scores"] for group in groups] == [[1.0, 1.0]] * 3
-    report = scripts.groups_file(tmp_path).with_name("report.html").read_text()
-    assert "wc -l" in report
+    report = embedded(scripts.groups_file(tmp_path).with_name("report.html"))
+    assert "wc -l" in str(report["answers"]["rollout?000002-lines-2/1"]["messages"])
 
     invoke(tmp_path, [*RUN, "my_env.py", "--policy", "noop", "--env.n", "2"])
     assert [group["scores"] for group in lines(scripts.groups_file(tmp_path))] == [[0.0], [0.0]]

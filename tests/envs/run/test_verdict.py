@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from recorded import embedded
 
 from palaestra.cli.main import main
 from palaestra.testing.fake_chat_server import FakeAnswer, LoopbackServer, completion
@@ -75,9 +76,7 @@ def test_the_figures_of_an_own_evaluation_are_in_the_verdict_and_the_report(caps
     assert "  pct 0.25\n" in said.err
     assert "no reward" not in said.err
     (report,) = Path(said.out.strip()).glob("*.html")
-    page = report.read_text()
-    assert "eval/pct" in page
-    assert "0.25" in page
+    assert embedded(report)["answers"]["run"]["own"] == {"eval/pct": 0.25}
 
 
 def served(server: LoopbackServer, *flags: str) -> tuple[int, str]:

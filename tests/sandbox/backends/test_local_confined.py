@@ -422,6 +422,11 @@ def test_when_the_server_is_killed_nothing_stays() -> None:
     confined(body)
 
 
+async def commands_until_it_fails(slot: Slot) -> None:
+    while True:  # the server may answer until it notices that its watcher is gone
+        await slot.execute("true")
+
+
 @needs_users
 def test_the_next_start_finishes_what_watcher_and_server_left() -> None:
     async def body(backend: LocalBackend, slot: Slot) -> None:
@@ -429,9 +434,7 @@ def test_the_next_start_finishes_what_watcher_and_server_left() -> None:
         sleepers = [process.pid for process in descendants(backend.server_pid) if process.name == "sleep"]
         os.kill(backend.server_pid, signal.SIGKILL)
         with pytest.raises(SlotLost):
-            async with asyncio.timeout(20):
-                while True:  # the server may answer until it notices that its watcher is gone
-                    await slot.execute("true")
+            await asyncio.wait_for(commands_until_it_fails(slot), 20)
         assert os.path.isdir(os.path.dirname(place))
         again = await backend.create(SlotSpec(), "again")
         assert (await again.execute("echo back")).output == "back\n"

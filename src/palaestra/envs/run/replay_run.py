@@ -25,12 +25,12 @@ from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.discovery import load_environment
 from palaestra.envs.form import Form
 from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation
-from palaestra.envs.run.origin import is_ours
 from palaestra.envs.run.run import concurrency, opened
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.server_group import ServerGroup
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.journal.journal import EventStream, Journal
+from palaestra.rollouts.journal.origin import is_ours
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.console import Console
 from palaestra.rollouts.recorded_tools.recording_policy import world_of_run

@@ -27,7 +27,6 @@ from palaestra.core.io.durable_files import KEPT, private
 from palaestra.core.types import JSON
 from palaestra.envs.config.command_line import ARGUMENTS, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
-from palaestra.envs.run.origin import mark_origin
 from palaestra.envs.run.provenance import provenance
 from palaestra.inference.config import APIServerConfig
 from palaestra.rollouts.events import (
@@ -40,9 +39,9 @@ from palaestra.rollouts.events import (
     RunStarted,
 )
 from palaestra.rollouts.export.atropos import GroupsFile
-from palaestra.rollouts.export.html import Chart, write_report
 from palaestra.rollouts.journal.journal import Journal, without_secrets
-from palaestra.rollouts.journal.reader import Recording, find_run
+from palaestra.rollouts.journal.origin import mark_origin
+from palaestra.rollouts.journal.reader import find_run
 from palaestra.rollouts.observe.failures import Failures
 from palaestra.rollouts.observe.metrics import Figures, group_size
 from palaestra.rollouts.observe.status import RunReader
@@ -265,7 +264,7 @@ class RunOutput:
 
     def close(self, reason: str) -> dict[str, float]:
         """Write the journal's last line, close all files and write the report. Returns the run's metrics. Raises
-        `DiskError`. The report reads the journal one group at a time, so a long run does not need more memory at its
+        `DiskError`. The report reads the journal one rollout at a time, so a long run does not need more memory at its
         end."""
         try:
             self.journal.append(RunEnded(at=time.time(), reason=reason))
@@ -277,42 +276,22 @@ class RunOutput:
                         file.path.unlink()
             finally:
                 self.journal.close()
-        meta = {
-            "env": self.env,
-            "model": self.model,
-            "started_at": self._started_at,
-            "run": str(self.folder.path),
-        }
         if self.resumes:
             self.resumed = self.status.read().resumed  # reads only the lines added since the start of the run
-            meta |= {"resumed": self.resumed} if self.resumed else {}
         report, self._figures.unfinished = self.folder.report, len(self._unfinished)
         try:
-            write_report(
-                report,
-                Recording(self.folder.journal),
-                meta,
-                self._figures,
-                own=self.own,
-                causes=self.failures.causes(),
-                verdicts=self.verdict_lines,
-                config=self.settings,
-                charts=_charts(self.folder.path),
-            )
+            _write_report(self.folder.path, report, self.own)
             if self.copy is not None and self.copy.path.is_file():
                 shutil.copyfile(report, self.copy.path.with_suffix(".html"))
-        except OSError as error:
-            logger.warning("the report %s cannot be written: %s; all other files are kept", report, error.strerror)
+        except (OSError, ConfigError) as error:
+            logger.warning("the report %s cannot be written: %s; all other files are kept", report, error)
         return self._figures.numbers() | self.own
 
 
-def _charts(path: Path) -> list[Chart]:
-    """Return the curves of a training run; empty for other runs."""
-    if not (path / "training").is_dir():
-        return []
-    from palaestra.trainers.charts import training_charts  # imported here, because most runs train nothing
+def _write_report(folder: Path, path: Path, own: Mapping[str, float]) -> None:
+    from palaestra.viewer.page_file import write_report  # imported here, because it is needed once, at the end
 
-    return training_charts(path)
+    write_report(folder, path, own)
 
 
 RunLine = Parsed[BaseEnvConfig, APIServerConfig]

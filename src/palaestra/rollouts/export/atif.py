@@ -45,14 +45,15 @@ Extra = dict[str, JSON]
 
 
 class _Record(msgspec.Struct, omit_defaults=True):
-    """A part of a document, with the fields of the format that Palaestra uses. Unset fields are not written."""
+    """A part of a document, with the fields of the format that Palaestra uses. Unset fields are not written. Fields
+    that documents of others may lack have defaults, and fields that only `imports/atif.py` reads come last."""
 
 
 class AtifSource(_Record):
     """The location of an image."""
 
-    media_type: str
-    path: str
+    media_type: str = ""
+    path: str = ""
 
 
 class AtifPart(_Record):
@@ -75,8 +76,9 @@ class AtifToolCall(_Record):
 
 class AtifResult(_Record, kw_only=True):
     source_call_id: str | None = None
-    content: Content
+    content: Content | None = None
     extra: Extra | None = None
+    subagent_trajectory_ref: list[Extra] | None = None
 
 
 class Observation(_Record):
@@ -93,6 +95,7 @@ class Metrics(_Record):
     completion_token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     extra: Extra | None = None
+    cost_usd: float | None = None
 
 
 class AtifStep(_Record):
@@ -106,11 +109,12 @@ class AtifStep(_Record):
     is_copied_context: bool | None = None
     llm_call_count: int | None = None
     extra: Extra | None = None
+    timestamp: str | None = None
 
 
 class AtifAgent(_Record):
-    name: str
-    version: str
+    name: str = ""
+    version: str = ""
     model_name: str | None = None
     tool_definitions: list[dict[str, JSON]] | None = None
 
@@ -119,18 +123,21 @@ class FinalMetrics(_Record):
     total_prompt_tokens: int | None = None
     total_completion_tokens: int | None = None
     total_steps: int | None = None
+    total_cost_usd: float | None = None
 
 
 class Document(_Record):
     """One trajectory."""
 
     schema_version: str
-    session_id: str
-    trajectory_id: str
-    agent: AtifAgent
-    steps: list[AtifStep]
-    final_metrics: FinalMetrics
-    extra: Extra
+    session_id: str | None = None
+    trajectory_id: str | None = None
+    agent: AtifAgent = msgspec.field(default_factory=AtifAgent)
+    steps: list[AtifStep] = []
+    final_metrics: FinalMetrics | None = None
+    extra: Extra | None = None
+    notes: str | None = None
+    subagent_trajectories: list[Document] | None = None
 
 
 OURS = "palaestra"

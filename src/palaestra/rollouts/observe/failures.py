@@ -45,16 +45,17 @@ class Failures:
         """Count the failures of a finished group. Returns each failure's cause by the id of its rollout or group."""
         found = {}
         if group.error:
-            found[group.group_id] = self._cause(group.blame, group.error, group.group_id, group.group_id)
+            found[group.group_id] = self.cause(group.blame, group.error, group.group_id, group.group_id)
             found[group.group_id].groups += 1
         for each in group.trajectories:
             if not each.scored:
-                found[each.rollout_id] = self._cause(each.blame, each.error, each.rollout_id, group.group_id)
+                found[each.rollout_id] = self.cause(each.blame, each.error, each.rollout_id, group.group_id)
                 found[each.rollout_id].rollouts += 1
         return found
 
-    def _cause(self, blame: Blame | None, error: str, name: str, group_id: str) -> Cause:
-        whose = blame.value if blame is not None else "unknown"
+    def cause(self, blame: str | None, error: str, name: str, group_id: str) -> Cause:
+        """Return the cause of a failure, which the caller counts. `name` is the id of the rollout or group."""
+        whose = str(blame) if blame else "unknown"
         key = whose, _VARIES.sub("0", error.replace(name, "").replace(group_id, ""))
         if key not in self._causes and len(self._causes) >= _MOST_CAUSES:
             key, error = ("", ""), "further causes"

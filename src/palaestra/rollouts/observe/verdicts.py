@@ -4,14 +4,14 @@ reward, and the paths that checks of worthless work did not see. Memory does not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from palaestra.core.exits import plural
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 from palaestra.rollouts.grading.reward import how_to_see, parts, unseen_paths
-from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.records import Group
 
 OFFICIAL = "official"
 """The name of an official verdict whose benchmark has no name for it."""
@@ -56,14 +56,19 @@ class Verdicts:
 
     def add(self, group: Group) -> None:
         """Count a group that has ended."""
-        for trajectory in group.trajectories:
-            if trajectory.difference:
-                self._differs(trajectory)
-            elif trajectory.reward is not None and trajectory.reward <= 0 and trajectory.official is None:
-                self._take_unseen(trajectory)
+        for each in group.trajectories:
+            self.take(each.difference, each.reward, each.official, each.unseen)
 
-    def _differs(self, trajectory: Trajectory) -> None:
-        head, evidence, remedy = parts(trajectory.difference)
+    def take(self, difference: str, reward: float | None, official: float | None, unseen: Sequence[str]) -> None:
+        """Count one rollout: the reason why its reward differs, its verdicts, and the paths that its check did not
+        see."""
+        if difference:
+            self._differs(difference)
+        elif reward is not None and reward <= 0 and official is None:
+            self._take_unseen(unseen)
+
+    def _differs(self, difference: str) -> None:
+        head, evidence, remedy = parts(difference)
         if len(self._causes) >= _KEPT and (head, remedy) not in self._causes:
             self._more += 1
             return
@@ -72,8 +77,8 @@ class Verdicts:
         if evidence not in cause.evidence and len(cause.evidence) <= _SHOWN:
             cause.evidence.append(evidence)
 
-    def _take_unseen(self, trajectory: Trajectory) -> None:
-        found = list(unseen_paths(trajectory.unseen))
+    def _take_unseen(self, unseen: Sequence[str]) -> None:
+        found = list(unseen_paths(unseen))
         self._blind += bool(found)
         self._unseen.update(path for path in found if path in self._unseen or len(self._unseen) < _KEPT)
 

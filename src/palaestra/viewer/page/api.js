@@ -2,6 +2,7 @@
 
 let embedded = null;
 export const isFile = () => embedded !== null;
+export const leftOut = () => embedded?.left_out || 0;
 
 export async function open() {
   const place = document.getElementById("data");

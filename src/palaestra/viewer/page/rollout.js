@@ -2,6 +2,7 @@
 
 import { h, add, chip, count, seconds, figure, rewardTag, link, address, copy, plural, when, say, plain } from "./dom.js";
 import { getKept, isFile } from "./api.js";
+import { isTests, passed, reasons as reasonsOf } from "./reasons.js";
 import { block, content, tree, start, isDiff } from "./text.js";
 
 const STAGES = ["admit", "acquire", "setup", "agent", "model", "tool", "seal", "grade"];
@@ -80,6 +81,7 @@ function head(rollout, run) {
   if (rollout.error) reasons.push(h("div.callout.is-bad", {}, h("b", {}, rollout.blame ? `Failed (${rollout.blame}). ` : "Failed. "), block(rollout.error)));
   else if (rollout.outcome && rollout.outcome !== "natural") reasons.push(h("p.callout.is-warn", {}, OUTCOMES[rollout.outcome] || `It ended with ${rollout.outcome}.`));
   for (const label of rollout.labels || []) reasons.push(h("p.callout.is-warn", {}, h("b", {}, `${label.name}${label.certain ? " (certain)" : ""} `), label.evidence));
+  reasons.push(...reasonsOf(rollout));
   for (const each of rollout.attempts || []) reasons.push(h("p.callout", {}, `An earlier attempt was discarded: ${each.outcome}. ${each.error}`));
   if (rollout.parent) reasons.push(h("p.callout.is-info", {}, "It continues ", h("a", { href: address("rollout", { run, id: `${rollout.group_id}/${rollout.parent.index}` }) }, `rollout #${rollout.parent.index}`), ` after turn ${rollout.parent.turn}.`));
   return h("section.head", { "aria-label": "The rollout" },
@@ -260,13 +262,10 @@ function fields(object, source, name) {
   return h(`div.${name}`, {}, inline.length ? h("div.inline", {}, inline) : null, blocks);
 }
 
-// A mapping from names to results: what failed comes first.
-const PASSED = new Set([true, "passed", "pass", "ok"]), RESULTS = new Set([true, false, "passed", "pass", "ok", "failed", "fail", "error", "skipped", "missing"]);
-const isTests = (value) => value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length > 0 && Object.values(value).every((each) => RESULTS.has(typeof each === "string" ? each.toLowerCase() : each));
-
+// What failed comes first.
 function tests(name, results) {
-  const entries = Object.entries(results).map(([test, each]) => [test, PASSED.has(typeof each === "string" ? each.toLowerCase() : each), typeof each === "string" ? each : each ? "passed" : "failed"]);
-  const bad = entries.filter(([, passed]) => !passed), good = entries.filter(([, passed]) => passed);
+  const entries = Object.entries(results).map(([test, each]) => [test, passed(each), typeof each === "string" ? each : each ? "passed" : "failed"]);
+  const bad = entries.filter(([, good]) => !good), good = entries.filter(([, good]) => good);
   const list = (found) => h("ul.tests", {}, found.map(([test, passed, word]) => h("li", { class: passed ? "good" : "bad" }, passed ? "✓ " : "✕ ", h("code", {}, test), word === "passed" || word === "failed" ? null : h("span.dim", {}, ` ${word}`))));
   return h("div.field", {}, h("span.key", {}, `${name}: ${bad.length ? `${count(bad.length)} of ${count(entries.length)} failed` : `all ${count(entries.length)} passed`}`), bad.length ? list(bad) : null,
     good.length > 12 ? h("details", {}, h("summary", {}, `${count(good.length)} passed`), list(good)) : good.length ? list(good) : null);

@@ -7,6 +7,7 @@ import { cell } from "./rollout.js";
 import { state, OUTCOMES } from "./runs.js";
 import { charts } from "./charts.js";
 import { tree } from "./text.js";
+import { notes, scores } from "./overview.js";
 
 const PAGE = 200, ROW = 28;
 
@@ -21,15 +22,15 @@ export async function show(params, shell) {
   } catch {
     say("the filter in the address cannot be read");
   }
-  const tabs = [["rollouts", "Rollouts"], ["groups", "Groups"], ...(found.training.length ? [["training", "Training"]] : []), ["settings", "Settings"]];
+  const tabs = [["rollouts", "Rollouts"], ["groups", "Groups"], ["scores", "Scores"], ...(found.training.length ? [["training", "Training"]] : []), ["settings", "Settings"]];
   const tab = tabs.some(([name]) => name === params.get("tab")) ? params.get("tab") : "rollouts";
   const go = (changes) => (location.hash = address("run", { run, tab, where: where.length ? JSON.stringify(where) : "", sort: params.get("sort"), ...changes }));
   const body = h("div.body", {});
   const bar = h("nav.tabs", { "aria-label": "Views of this run" }, tabs.map(([name, label]) => h("a", { href: address("run", { run, tab: name, where: tab === "rollouts" || name === "rollouts" ? params.get("where") : "" }), "aria-current": name === tab ? "page" : null }, label)));
-  const view = { rollouts, groups, training, settings }[tab];
+  const view = { rollouts, groups, scores, training, settings }[tab];
   const shown = await view({ run, found, where, go, body, params });
   return {
-    node: h("div.run", {}, facts(summary, run, go, found.training), bar, body),
+    node: h("div.run", {}, facts(summary, run, go, found.training), notes(found), bar, body),
     live: run,
     following: summary.state === "running",
     keys: { 1: ["rollouts", () => go({ tab: "rollouts" })], 2: ["groups", () => go({ tab: "groups" })], ...(shown || {}) },
@@ -59,7 +60,7 @@ function facts(run, name, go, training) {
       Object.entries(run.blame).map(([name, n]) => chip(`blame: ${name} ${count(n)}`, "", { onclick: only(["blame", "=", name]) })),
       Object.entries(run.labels).map(([name, n]) => chip(`${name} ${count(n)}`, "warn", { onclick: only(["label", "=", name]) }))),
     Object.keys(run.criteria).length ? h("div.criteria", {}, Object.entries(run.criteria).map(([name, value]) => h("span.criterion", {}, h("span", {}, name), h("b", {}, figure(value))))) : null,
-    run.damaged ? h("p.callout.is-bad", {}, `${plural(run.damaged, "line")} of the journal cannot be read and are left out.`) : null);
+    run.damaged ? h("p.callout.is-bad", {}, `${plural(run.damaged, "record")} cannot be read and are left out.`) : null);
 }
 
 // A training run is judged by where it is now: its last held-out reward, and its latest steps.

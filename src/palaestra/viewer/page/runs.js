@@ -100,6 +100,6 @@ export function state(run) {
   if (run.kind !== "run") parts.push(h("span.dim.small", {}, ` ${run.kind}`));
   if (size - read > 1e6) parts.push(h("div.small.dim", {}, `reading ${Math.floor((100 * read) / size)}%`));
   else if (run.totals.flying && run.state === "running") parts.push(h("div.small.dim", {}, `${count(run.totals.flying)} in flight`));
-  if (run.damaged) parts.push(h("div.small.warn", {}, `${plural(run.damaged, "damaged line")}`));
+  if (run.damaged) parts.push(h("div.small.warn", {}, `${plural(run.damaged, "damaged record")}`));
   return parts;
 }

@@ -1,0 +1,33 @@
+// Why a rollout has less than the full reward, in one line each: the tests that failed, and the calls that failed.
+
+import { h, count, plural, plain } from "./dom.js";
+import { start } from "./text.js";
+
+const SHOWN = 5, DEEP = 4;
+
+// A mapping from names to results.
+const PASSED = new Set([true, "passed", "pass", "ok"]), RESULTS = new Set([true, false, "passed", "pass", "ok", "failed", "fail", "error", "skipped", "missing"]);
+const word = (each) => (typeof each === "string" ? each.toLowerCase() : each);
+export const passed = (each) => PASSED.has(word(each));
+export const isTests = (value) => value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length > 0 && Object.values(value).every((each) => RESULTS.has(word(each)));
+
+export function reasons(rollout) {
+  if (rollout.in_flight || rollout.reward >= 1) return [];
+  const found = [...testLines(rollout.detail, DEEP)];
+  const errors = rollout.tool_errors || [];
+  if (errors.length) found.push([h("b", {}, `${plural(errors.length, "call")} failed. `), `${errors[0].tool ? `${errors[0].tool}, ` : ""}turn ${errors[0].turn}: ${plain(start(errors[0].error)).replace(/\s+/g, " ").slice(0, 300)}`]);
+  if (!(rollout.turns || []).length && !rollout.error && !(rollout.messages || []).some((message) => message.role === "assistant")) found.push(["The model did not reply."]);
+  return found.map((each) => h("p.callout.is-warn", {}, each));
+}
+
+function* testLines(value, deep) {
+  if (value === null || typeof value !== "object" || Array.isArray(value) || !deep) return;
+  for (const each of Object.values(value)) {
+    if (!isTests(each)) {
+      yield* testLines(each, deep - 1);
+      continue;
+    }
+    const all = Object.entries(each), bad = all.filter(([, result]) => !passed(result)).map(([test]) => test);
+    if (bad.length) yield [h("b", {}, `${count(bad.length)} of ${count(all.length)} tests failed: `), bad.slice(0, SHOWN).join(", "), bad.length > SHOWN ? " …" : ""];
+  }
+}

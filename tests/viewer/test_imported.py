@@ -1,0 +1,152 @@
+"""Files of other programs in the viewer: groups and ids, the cache, large files in slices, and damage."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from recorded import embedded
+
+from palaestra.cli.main import main
+from palaestra.core.errors import ConfigError
+from palaestra.core.types import JSON
+from palaestra.viewer.rollout_record import CUT, rollout_record, text_at
+from palaestra.viewer.runs import Runs, index_store, open_runs
+from palaestra.viewer.summary import compared, run_summary
+
+SUMS = Path(__file__).parents[1] / "rollouts/imports/logs/sums.eval"
+
+
+def line(task: str, reward: float | None, text: str = "hi") -> str:
+    return json.dumps({"task_id": task, "reward": reward, "messages": [{"role": "user", "content": text}]}) + "\n"
+
+
+def opened(path: Path, store: Path | None = None) -> Runs:
+    runs = open_runs(str(path), store)
+    for name in runs:
+        while runs.update(name, 5.0):
+            continue
+    assert runs.problems == {}
+    return runs
+
+
+def test_rollouts_of_a_task_are_a_group_and_keep_their_order(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(line("a", 1.0) + line("b", None) + line("a", 0.0) + "{broken\n" + line("", 0.5))
+    runs = opened(path)
+    (name,) = runs
+    _, rows = runs[name].rows()
+    assert [(row["id"], row["task"], row["reward"]) for row in rows] == [
+        ("000000-a/0", "a", 1.0), ("000000-a/1", "a", 0.0), ("000001-b/0", "b", None),
+        ("000002-conversation/0", "conversation", 0.5),
+    ]  # fmt: skip
+    summary = run_summary(runs[name], name)
+    assert (summary["state"], summary["kind"], summary["damaged"], summary["tasks"]) == ("done", "import", 1, 3)
+    assert summary["path"] == str(path)
+    record = rollout_record(runs[name], "000000-a/1")
+    assert record["commands"] == {"look at this file": f"palaestra view {path}"}
+    assert record["before"] == "000000-a/0"
+
+
+def test_a_file_is_read_once_and_again_when_it_changes(tmp_path: Path) -> None:
+    path, store = tmp_path / "chats.jsonl", tmp_path / "cache"
+    path.write_text(line("a", 1.0))
+    for _ in range(2):
+        opened(path, store).close()
+    (kept,) = (store / "imports").iterdir()
+    before = kept.stat()
+    assert before.st_mode & 0o077 == 0
+    path.write_text(line("a", 1.0) + line("b", 0.0))
+    runs = opened(path, store)
+    (name,) = runs
+    assert runs[name].rows()[0] == 2
+    runs.close()
+    assert kept.stat().st_mtime_ns == before.st_mtime_ns
+    assert len(list((store / "imports").iterdir())) == 2
+
+
+def test_old_copies_and_what_a_killed_viewer_left_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    imports = tmp_path / "palaestra/view/imports"
+    imports.mkdir(parents=True)
+    for name, age in (("old.jsonl", 40), ("new.jsonl", 1), (".old.jsonl.1.ab.tmp", 40)):
+        (imports / name).touch()
+        then = (imports / name).stat().st_mtime - age * 86_400
+        os.utime(imports / name, (then, then))
+    index_store()
+    assert [path.name for path in imports.iterdir()] == ["new.jsonl"]
+
+
+def test_a_large_file_is_read_in_slices_and_leaves_nothing_if_it_is_closed(tmp_path: Path) -> None:
+    path, store = tmp_path / "chats.jsonl", tmp_path / "cache"
+    path.write_text("".join(line(f"task-{n}", 1.0, "x" * 2000) for n in range(2000)))
+    runs = Runs(tmp_path, [path], store)
+    (name,) = runs
+    for _ in range(4):  # one event each: a group, a rollout, …
+        runs.update(name, 0.0)
+    read, size = runs[name].progress
+    assert 0 < read < size == path.stat().st_size
+    assert 0 < runs[name].rows()[0] < 2000
+    assert run_summary(runs[name], name)["state"] == "running"
+    runs.close()
+    assert list((store / "imports").iterdir()) == []
+
+
+def test_a_long_text_is_cut_and_read_in_parts(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(line("a", 1.0, "x" * 50_000_000))
+    runs = opened(path)
+    (name,) = runs
+    content = rollout_record(runs[name], "000000-a/0")["messages"][0]["content"]
+    assert content["chars"] == 50_000_000
+    assert text_at(runs[name], "000000-a/0", content[CUT], 49_999_990, 100) == "x" * 10
+
+
+def test_a_folder_of_logs_is_a_list_of_runs_that_can_be_compared(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.eval").write_bytes(SUMS.read_bytes())
+    (tmp_path / "notes.json").write_text("{}")
+    runs = opened(tmp_path)
+    assert sorted(runs) == ["one.eval", "two.eval"]
+    found = compared({name: runs[name] for name in runs}, "one.eval")
+    assert found["two.eval"]["difference"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"a,b\n", "is in no format that can be shown"),
+        (b'{"messages": []}\n', "nothing that can be shown: record 1: it has no messages"),
+        (b'{"schema_version": "ATIF-v1.7", "steps": 1}', "it is not what was expected"),
+    ],
+)
+def test_a_file_that_cannot_be_shown_is_an_error_with_the_reason(
+    content: bytes, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"file\.jsonl"):
+        open_runs(str(path))
+    for words in (["--no-open"], ["--html", str(tmp_path / "x.html")]):
+        assert main(["view", str(path), *words]) == 2
+        assert reason in capsys.readouterr().err
+
+
+def test_a_name_in_a_log_chooses_no_tokenizer_and_no_path(tmp_path: Path) -> None:
+    config: dict[str, JSON] = {"tokenizer_name": str(tmp_path), "group_size": 1 << 40}
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "x"}], "env": "../../x", "config": config}))
+    runs = opened(path)
+    (name,) = runs
+    assert runs[name].config()["env"] == {"group_size": 0}
+    assert "openai" not in runs[name].config()
+
+
+def test_a_log_as_one_html_file(tmp_path: Path) -> None:
+    out = tmp_path / "sums.html"
+    assert main(["view", str(SUMS), "--html", str(out)]) == 0
+    found = embedded(out)
+    assert [row["task"] for row in found["rows"]] == ["one", "one", "2", "2", "bad", "bad"]
+    assert found["answers"]["run"]["provenance"]["format"] == "inspect"
