@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": "Roll out an environment.",
-    "eval": "Evaluate a model on an environment, with pass@k and confidence intervals.",
+    "eval": "Evaluate a model on an environment, with pass@k and intervals.",
     "chat": "Talk to an agent in the terminal, or send it one message.",
     "acp": "Serve agents to an editor over the Agent Client Protocol.",
     "batch": "Run an agent over a file of prompts.",
@@ -42,6 +42,7 @@ COMMANDS = {
     "verify": "Prove that a run trains on exactly the sampled tokens.",
     "grade": "Score the kept workspaces of a run again, without an agent.",
     "replay": "Replay a run without a model, and compare every observation.",
+    "fork": "Continue a rollout from one of its turns, in a new run.",
     "env": "List, write, port and check environments.",
     "tasks": "Make verifiable tasks.",
     "images": "Make and list root file systems for slots.",
