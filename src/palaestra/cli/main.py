@@ -37,6 +37,7 @@ COMMANDS = {
     "status": "Show the state of a run: what is in flight, failures, cost.",
     "view": "Look at runs, rollouts and tokens in a browser.",
     "report": "Write the HTML report of a run, finished or not.",
+    "annotate": "Tag rollouts, add notes, or give a verdict such as `hack`.",
     "export": "Write a run's rollouts in another program's format.",
     "compare": "Compare runs of the same tasks.",
     "verify": "Prove that a run trains on exactly the sampled tokens.",

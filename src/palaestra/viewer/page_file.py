@@ -20,6 +20,7 @@ from palaestra.core.errors import ConfigError, DiskError
 from palaestra.core.io.durable_files import not_written, replaced
 from palaestra.core.types import JSON
 from palaestra.viewer.divergence import MOST, siblings
+from palaestra.viewer.forks import fork_of, forks
 from palaestra.viewer.rollout_record import Names, rollout_record, token_record
 from palaestra.viewer.runs import Runs
 from palaestra.viewer.server import page_file, page_files
@@ -62,14 +63,14 @@ def page_data(runs: Runs, name: str, patterns: Sequence[str], names: Names | Non
         raise ConfigError(
             f"a file can have {MOST_ROLLOUTS} rollouts, and {len(rows)} were chosen: choose fewer with --rollout"
         )
-    chosen = {row["id"] for row in rows}
+    rows, chosen = runs.marks(name).annotated(rows), {row["id"] for row in rows}
     _, groups = index.groups(limit=10**9)
     groups = [{**group, "cells": [cell for cell in group["cells"] if cell[0] in chosen]} for group in groups]
     groups = [group for group in groups if group["cells"]]
     summary = run_summary(index, name)
     answers: dict[str, JSON] = {
         "runs": {"runs": [summary], "problems": {}, "more": 0, "root": "this file"},
-        "run": {"summary": summary, **run_details(index)},
+        "run": {"summary": summary, **run_details(index), "judged": runs.marks(name).summary(), "fork": fork_of(index)},
     }
     for row in rows:
         record = rollout_record(index, row["id"], LONG_CHARS)
@@ -77,6 +78,8 @@ def page_data(runs: Runs, name: str, patterns: Sequence[str], names: Names | Non
             record[key] = record[key] if record[key] in chosen else None
         record["group"]["members"] = [each for each in record["group"]["members"] if each[0] in chosen]
         answers[f"rollout?{row['id']}"] = record
+        answers[f"judgement?{row['id']}"] = runs.marks(name).of(row["id"])
+        answers[f"forks?{row['id']}"] = forks(runs, name, row["id"])
         for number in range(len((record["tokens"] or {}).get("rows", ()))):
             answers[f"tokens?{row['id']}?{number}"] = token_record(index, row["id"], number, names)
     for group in groups:

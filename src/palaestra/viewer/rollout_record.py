@@ -31,7 +31,7 @@ CUT = "$cut"
 
 _PARTS = (
     "messages", "turns", "tool_errors", "inner_calls", "subagents", "labels", "metrics", "detail", "outcome", "reward",
-    "official", "blame", "error", "prompt_tokens", "completion_tokens", "cost", "parent", "fork_points",
+    "official", "blame", "error", "prompt_tokens", "completion_tokens", "cost", "parent", "fork_points", "origin",
     "tool_calls_attempted", "tool_calls_schema_valid", "extra", "beside", "task_id", "group_id", "index",
 )  # fmt: skip
 
@@ -68,12 +68,15 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
 
 def commands(folder: Path, trajectory: Trajectory) -> dict[str, str]:
     """Return the commands that continue the work on this rollout, by their purpose."""
-    run, task = shlex.quote(str(folder)), shlex.quote(trajectory.task_id)
+    run, task, rollout = map(shlex.quote, (str(folder), trajectory.task_id, trajectory.rollout_id))
+    turn = max(0, len(trajectory.turns) - 1)
     return {
         "look at this run": f"palaestra view {run}",
         "export this task's conversations": f"palaestra export {run} --to openai --all --task {task}",
         "replay the run without a model": f"palaestra replay {run}",
         "prove its tokens": f"palaestra verify {run}",
+        "continue it from one of its turns": f"palaestra fork {run} {rollout} --turn {turn}",
+        "mark it as a hack": f"palaestra annotate {run} {rollout} --verdict hack",
         "grade the kept workspaces again": f"palaestra grade {run}",
     }
 
@@ -179,7 +182,7 @@ def _token_facts(trajectory: Trajectory) -> JSON:
 def _verdict(trajectory: Trajectory) -> JSON:
     if trajectory.ledger is None:
         return None
-    found = verify_ledger(trajectory.ledger, forked=trajectory.parent is not None)
+    found = verify_ledger(trajectory.ledger, forked=trajectory.is_forked)
     return {"ok": found.ok, "violation": str(found.violation or ""), "tokens": found.tokens, "trained": found.trained}
 
 

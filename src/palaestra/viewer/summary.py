@@ -176,4 +176,6 @@ def _state(folder: Path, facts: Mapping[str, str]) -> str:
 def _kind(config: Mapping[str, JSON]) -> str:
     if config.get("environment") == "batch":
         return "batch"
+    if config.get("fork"):
+        return "fork"
     return {"evaluate": "eval", "serve": "feed"}.get(str(config.get("command")), "run")
