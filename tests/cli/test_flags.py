@@ -62,7 +62,7 @@ def command_of(path: Sequence[str]) -> click.Command:
     return command
 
 
-RUNS = [("run",), ("eval",), ("feed",), ("resume",), ("batch",), ("train",), ("chat",)]
+RUNS = [("run",), ("eval",), ("feed",), ("resume",), ("fork",), ("batch",), ("train",), ("chat",)]
 """Their flags are those of the environment's command line."""
 
 OTHER_FORMS = [("completion",), ("gateway", "example"), ("acp",)]

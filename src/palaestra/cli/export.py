@@ -63,8 +63,8 @@ class _Help(click.Command):
       palaestra export RUN --to table --out - | column -ts,
       palaestra export --from sessions --to openai --out chats.jsonl     # conversations of palaestra chat
 
-    RUN is a run's folder, an id or `last`. The export reads only the journal, so the run need not have ended. The file
-    is written to RUN/exports unless you set --out. An existing file is kept, and the new one gets a number. The path
+    RUN is a run's folder, an id or `last`. The run need not have ended. The file is written to
+    RUN/exports unless you set --out. An existing file is kept, and the new one gets a number. The path
     goes to stdout; stderr lists the rollouts that were left out, with the reasons.
 
     With --from sessions, RUN is a conversation, or `all`. Only conversations of users who consented (palaestra chat
@@ -77,7 +77,7 @@ class _Help(click.Command):
     "source",
     type=click.Choice(["runs", "sessions"]),
     default="runs",
-    help="Export a run, or stored conversations of palaestra chat.",
+    help="A run, or conversations of palaestra chat.",
 )
 @click.option(
     "--to",
@@ -108,8 +108,9 @@ class _Help(click.Command):
     metavar="PATTERN",
     help="Only tasks that match this pattern, such as `words-*`. Repeatable.",
 )
-@click.option("--outcome", "outcomes", multiple=True, help="Only rollouts with this outcome (natural, …). Repeatable.")
+@click.option("--outcome", "outcomes", multiple=True, help="Only this outcome (natural, …). Repeatable.")
 @click.option("--placeholders", is_flag=True, help="For `rows`: export placeholder tokens too.")
+@click.option("--counterfactual", is_flag=True, help="Export rollouts of `palaestra fork` too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
     run: str,
@@ -122,11 +123,13 @@ def command(
     tasks: tuple[str, ...],
     outcomes: tuple[str, ...],
     placeholders: bool,
+    counterfactual: bool,
     as_json: bool,
 ) -> None:
     from palaestra.core.config import nearest
     from palaestra.core.errors import ConfigError
     from palaestra.core.types import Outcome
+    from palaestra.rollouts.annotations import read_annotations
     from palaestra.rollouts.export.formats import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
 
@@ -143,7 +146,14 @@ def command(
     if not run:
         raise ConfigError("specify the run to export: its folder, its id, or last")
     recording = open_recording(run)
-    meta = replace(recording.meta, everything=everything, placeholders=placeholders)
+    said = read_annotations(recording.path.parent)
+    meta = replace(
+        recording.meta,
+        everything=everything,
+        placeholders=placeholders,
+        counterfactual=counterfactual,
+        judgements=said.by_rollout,
+    )
     folder = recording.path.parent / "exports"
     if out is None and folder.is_symlink():  # somebody else may have made the run, and chosen where the link leads
         raise ConfigError(f"{folder} is a link: remove it, or choose a file with --out")
@@ -277,7 +287,7 @@ def _progress(recording: Recording) -> Iterator[Iterable[Group]]:
 def _say(exporter: Exporter, report: ExportReport, path: Path | None, unfinished: int, as_json: bool) -> None:
     """Print the path, or with `as_json` the report, to stdout, and a summary to stderr. If the export itself went to
     stdout, print the report to stderr and no path."""
-    from palaestra.rollouts.export.exporter import UNSCORED
+    from palaestra.rollouts.export.exporter import COUNTERFACTUAL, UNSCORED
 
     facts = report.to_dict() | {"format": exporter.name, "path": str(path) if path else None}
     facts["unfinished_groups"] = unfinished
@@ -287,6 +297,8 @@ def _say(exporter: Exporter, report: ExportReport, path: Path | None, unfinished
     unscored = report.left_out[UNSCORED]
     if unfinished:
         lines.append(f"  left out: {plural(unfinished, 'unfinished group')}")
+    if report.left_out[COUNTERFACTUAL]:
+        lines.append("  counterfactual rollouts continue a rollout of another run: --counterfactual exports them too")
     if not report.records:
         lines.append("  the export is empty" + (": --all also exports rollouts without a reward" if unscored else ""))
     click.echo("\n".join(lines), err=True)

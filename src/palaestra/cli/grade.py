@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import TYPE_CHECKING
 
 import click
@@ -14,6 +15,7 @@ from palaestra.core.exits import plural
 if TYPE_CHECKING:
     from palaestra.core.types import JSON
     from palaestra.envs.run.grade import Regraded
+    from palaestra.rollouts.regraded import Grade
 
 
 @click.command(
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
     RUN is a run's folder, an id or the beginning of one, or `last`. The run must have kept its workspaces (`palaestra
     run ENV --keep-workspaces`, which sets --env.save_workspaces). The command lists the rollouts whose reward or
-    official verdict changed; the run itself is not changed. Settings are those of the run, unless an option replaces
+    official verdict changed, and appends the new rewards to grades.jsonl in the run's folder, so `palaestra view` shows
+    both. The journal does not change. Settings are those of the run, unless an option replaces
     them. The exit code is 1 if a check failed.
     """,
 )
@@ -61,18 +64,25 @@ def command(
     network: bool,
     as_json: bool,
 ) -> None:
-    from palaestra.core.errors import ConfigError
+    from palaestra.core.errors import ConfigError, DiskError
     from palaestra.envs.run.grade import grade_run
     from palaestra.rollouts.finished_run import open_run
+    from palaestra.rollouts.regraded import write_grade
 
     lists = {"strict_labels": strict_labels, "graded_paths": graded_paths, "graded_programs": graded_programs}
     settings: dict[str, JSON] = {} if reward is None else {"reward": reward}
     settings |= {name: words.split(",") for name, words in lists.items() if words is not None}
 
+    opened, unwritten = open_run(run), list[str]()
+
     async def grade() -> list[Regraded]:
         found = []
-        async for regraded in grade_run(open_run(run), environment, network=network, settings=settings):
+        async for regraded in grade_run(opened, environment, network=network, settings=settings):
             found.append(regraded)
+            try:
+                write_grade(opened.path, _grade(regraded))
+            except DiskError as error:  # the run of somebody else, for example
+                unwritten.append(str(error))
             if as_json:
                 click.echo(json.dumps(_fields(regraded)))
             elif regraded.changed or regraded.score is None:
@@ -82,9 +92,28 @@ def command(
     found = asyncio.run(grade())
     if not found:
         raise ConfigError(f"{run} has no rollout to grade: no finished group has a rollout whose outcome is scored")
+    if unwritten:
+        click.echo(f"note: the new rewards are not kept: {unwritten[0]}", err=True)
     failed, changed = sum(each.score is None for each in found), sum(each.changed for each in found)
     click.echo(f"{plural(len(found), 'rollout')} graded, {changed} with a different reward, {failed} failed", err=True)
     context.exit(1 if failed else 0)
+
+
+def _grade(regraded: Regraded) -> Grade:
+    from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade
+
+    score = regraded.score
+    return Grade(
+        schema=GRADE_SCHEMA,
+        at=time.time(),
+        rollout_id=regraded.trajectory.rollout_id,
+        before=regraded.trajectory.reward,
+        reward=None if score is None else score.reward,
+        official=None if score is None else score.official,
+        labels=[] if score is None else list(score.labels),
+        metrics={} if score is None else dict(score.metrics),
+        error=regraded.error,
+    )
 
 
 def _fields(regraded: Regraded) -> dict[str, object]:

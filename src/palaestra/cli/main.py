@@ -22,7 +22,7 @@ from palaestra.core.io import plugins
 
 COMMANDS = {
     "run": "Roll out an environment.",
-    "eval": "Evaluate a model on an environment, with pass@k and confidence intervals.",
+    "eval": "Evaluate a model on an environment, with pass@k and intervals.",
     "chat": "Talk to an agent in the terminal, or send it one message.",
     "acp": "Serve agents to an editor over the Agent Client Protocol.",
     "batch": "Run an agent over a file of prompts.",
@@ -33,11 +33,13 @@ COMMANDS = {
     "status": "Show the state of a run: what is in flight, failures, cost.",
     "view": "Look at runs, rollouts and tokens in a browser.",
     "report": "Write the HTML report of a run, finished or not.",
+    "annotate": "Tag rollouts, add notes, or give a verdict such as `hack`.",
     "export": "Write a run's rollouts in another program's format.",
     "compare": "Compare runs of the same tasks.",
     "verify": "Prove that a run trains on exactly the sampled tokens.",
     "grade": "Score the kept workspaces of a run again, without an agent.",
     "replay": "Replay a run without a model, and compare every observation.",
+    "fork": "Continue a rollout from one of its turns, in a new run.",
     "env": "List, write, port and check environments.",
     "tasks": "Make verifiable tasks.",
     "images": "Make and list root file systems for slots.",

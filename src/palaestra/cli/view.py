@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from palaestra.cli.annotate import author_name
 from palaestra.cli.completion import complete_runs
 from palaestra.cli.host_path import HostPath
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     of such files: Inspect logs (.eval, .json), ATIF documents, and JSON lines with messages. The page shows scores with
     their intervals, every
     conversation, the exact tokens with mask and log-probabilities, and where the rollouts of a group part. It follows a
-    run that is still going on. The server listens on 127.0.0.1 only, and its address contains a token. It changes
-    nothing in the runs; its index of large runs is in ~/.cache/palaestra/view.
+    run that is still going on. The server listens on 127.0.0.1 only, and its address contains a token. It writes
+    only the annotations that you make; its index of large runs is in ~/.cache/palaestra/view.
     """,
 )
 @click.argument("run", default="", shell_complete=complete_runs)
@@ -84,7 +85,7 @@ async def _serve(runs: Runs, texts: TokenTexts, port: int, *, opens: bool, as_js
     from palaestra.viewer.server import Viewer, serving
 
     token = secrets.token_urlsafe(24)
-    async with serving(Viewer(runs, token, texts), token, port) as url:
+    async with serving(Viewer(runs, token, texts, author_name()), token, port) as url:
         address = f"{url}/?token={token}"
         click.echo(json.dumps({"url": address}) if as_json else address)
         click.echo("Ctrl-C stops the viewer", err=True)

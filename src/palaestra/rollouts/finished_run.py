@@ -83,17 +83,19 @@ class Run:
 
         return RunReader(self.recording.path).read()
 
-    def to_rows(self, *, placeholders: bool = False) -> list[dict[str, JSON]]:
+    def to_rows(self, *, placeholders: bool = False, counterfactual: bool = False) -> list[dict[str, JSON]]:
         """Return the exact tokens of the scored rollouts, as `palaestra export --to rows` writes them
         (`docs/training.md`).
 
-        Raises `ConfigError` for a run whose model server returned no tokens, unless `placeholders` are allowed.
+        Rollouts that continue a rollout of another run are left out unless `counterfactual` is true. Raises
+        `ConfigError` for a run whose model server returned no tokens, unless `placeholders` are allowed.
         """
         from palaestra.rollouts.export.token_rows import RowsExporter
 
         lines = io.BytesIO()
+        options = replace(self.recording.meta, placeholders=placeholders, counterfactual=counterfactual)
         with python_names():
-            RowsExporter().export(self, lines, replace(self.recording.meta, placeholders=placeholders))
+            RowsExporter().export(self, lines, options)
         return [json.loads(line) for line in lines.getvalue().splitlines()]
 
     def to_records(self) -> list[dict[str, JSON]]:

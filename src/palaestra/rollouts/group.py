@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -105,6 +106,7 @@ class GroupRun:
         self._play_numbers = itertools.count()
         self._tree: RolloutTree | None = None
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
+        self._continued: Snapshot | None = None
 
     async def run(self) -> Group:
         """Return the finished group, already in the journal. Raises only on cancellation, for bugs, and for errors that
@@ -123,6 +125,7 @@ class GroupRun:
                 self._snapshot = (self._shared or {}).get(self.task.id) or await self._prepare()
             self._write_start()
             if incomplete:
+                await self._continue_another()
                 await self._roll_out()
         except (InfraError, TaskError) as error:
             group.error = told(error)
@@ -133,6 +136,10 @@ class GroupRun:
                 self._shared[self.task.id] = self._snapshot
             elif self._snapshot is not None:
                 await asyncio.shield(run.workspaces.pool.forget(self._snapshot))
+            if self._continued is not None:
+                await asyncio.shield(run.workspaces.pool.forget(self._continued))
+        if run.counterfactual is not None:
+            self._note_continued()
         run.events.emit(GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error))
         await run.events.journal.commit()
         await self.env.ended(self.task, group)
@@ -283,6 +290,35 @@ class GroupRun:
             except (InfraError, TaskError) as error:
                 logger.warning("the lost workspace of task %s cannot be prepared again: %s", self.task.id, error)
 
+    async def _continue_another(self) -> None:
+        """In a counterfactual run, load the kept workspace from which rollouts continue, if there is one. If it cannot
+        be used, the recorded calls are run again. Raises `TaskError` if the group cannot continue the earlier one."""
+        begins, pool = self.run_context.counterfactual, self.run_context.workspaces.pool
+        if begins is None:
+            return
+        if self.env.collects_groups or self.run_context.program is not None:
+            raise TaskError(
+                "only Palaestra's agent loop continues recorded rollouts, and something else plays this one"
+            )
+        turn, most = begins.origin.turn, self.env.agent.max_turns
+        if turn >= most:
+            raise TaskError(f"nothing can follow turn {turn}: raise the limit of {most} turns (--env.max_agent_turns)")
+        if begins.tools_hash != self.group.tools_hash:
+            raise TaskError(f"the tools of task {self.task.id} have changed, so its rollouts cannot be continued")
+        if not begins.workspace:
+            return
+        try:
+            spec = self.env.slot_spec(self.task, Phase.AGENT)
+            self._continued = pool.continued(await pool.load(Path(begins.workspace), spec))
+        except (OSError, ConfigError, SandboxError) as error:
+            self.run_context.events.note(f"the kept workspace cannot be used, so its calls are run again: {error}")
+
+    def _note_continued(self) -> None:
+        from palaestra.rollouts.counterfactual import summary  # imported here, because most runs are not counterfactual
+
+        if self.group.trajectories:
+            self.run_context.events.note(summary(self.group.trajectories))
+
     async def _roll_out(self) -> None:
         assert self._kit is not None
         wanted, failure = self.run_context.settings.group_size, None
@@ -362,12 +398,15 @@ class GroupRun:
         assert self._kit is not None
         event: RolloutEnded | AttemptDiscarded | None = None
         events, recorded, tried = self.run_context.events, self._recorded(index), 0
-        chained = False
+        chained, begins = False, self.run_context.counterfactual
         while True:
             if recorded is None and self._tree is not None and not chained:
                 recorded = await self._branched(index)
-            seeded = self._seeded("rollout", index)
-            spec = RolloutSpec(self.group.group_id, index, self.task, seeded, self._kit, self._snapshot)
+            if recorded is None and begins is not None:
+                recorded = begins.recorded(self._continued)
+            seeded = self._seeded("rollout", index if begins is None else begins.index)
+            sampling = None if begins is None else Seeded(f"{begins.seed}:{index}")
+            spec = RolloutSpec(self.group.group_id, index, self.task, seeded, self._kit, self._snapshot, sampling)
             rollout = Rollout(self.env, self.run_context, spec, recorded)
             if self._tree is not None:
                 await self._tree.watch(rollout)
@@ -377,6 +416,10 @@ class GroupRun:
                 await rollout.run()
             finally:
                 restarts = recorded is not None and recorded.failed is not None
+                if recorded is not None and restarts and not recorded.restarts:
+                    why = f"{recorded.failed}: {recorded.evidence}" if recorded.evidence else str(recorded.failed)
+                    rollout.fail(TaskError(f"the recorded turns cannot be repeated here: {why}"), Blame.TASK)
+                    restarts = False
                 trajectory = rollout.trajectory()
                 if not restarts:
                     retried = self._retries(trajectory, tried)
@@ -392,7 +435,7 @@ class GroupRun:
             assert event is not None
             tried += 1
             if recorded is not None:
-                again = not recorded.caught_up and recorded.cut_off.parent is None
+                again = not recorded.caught_up and recorded.cut_off.parent is None and begins is None
                 recorded = RecordedTurns(recorded.cut_off, journalled=False) if again else None
             events.announce(event)
             await self._restore()
@@ -419,9 +462,16 @@ class GroupRun:
         cut_off = self.run_context.earlier.cut_off.pop(rollout_id, None)
         if cut_off is None:
             return None
+        begins, recorded = self.run_context.counterfactual, RecordedTurns(cut_off)
+        if begins is not None:
+            continued = begins.resumed(cut_off, self._continued)
+            if continued is None:  # it has only turns of the other run, which are repeated from the beginning
+                anew = RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=0, anew="it had no turn of its own")
+                self.run_context.events.emit(anew)
+                return None
+            recorded = continued
         for tokens in cut_off.paid() if cut_off.ended is None else ():  # an existing record was already counted
             self.run_context.events.announce(TokensSpent(rollout_id, *tokens))
-        recorded = RecordedTurns(cut_off)
         if cut_off.tools_hash == self.group.tools_hash:
             return recorded
         recorded.fail(Mismatch.TOOLS)

@@ -94,6 +94,20 @@ class Fork(msgspec.Struct, frozen=True):
     turn: int
 
 
+class Origin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The point at which a counterfactual rollout begins: after turn `turn` of a rollout of the run `run_id`.
+
+    `state` is `kept` if its sandbox started from the kept workspace of that turn, and `rebuilt` if the recorded calls
+    were run again. `difference` describes the first of these calls whose result differs from the recorded one.
+    """
+
+    run_id: str
+    rollout_id: str
+    turn: int
+    state: str = ""
+    difference: str = ""
+
+
 class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rollout from first message to reward. `reward` is None exactly when the rollout was not scored.
 
@@ -109,6 +123,9 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     A rollout with a `parent` continues another rollout. Its `messages`, `turns` and counts of tool calls cover the
     whole conversation; its tokens, cost and ledger cover only its own turns. `fork_points` are the turns after which
     other rollouts could continue this one; they are only recorded in runs with trees.
+
+    A rollout with an `origin` is counterfactual: it continues a rollout of another run, as one with a `parent` does,
+    and is not trained on unless somebody asks for it.
     """
 
     schema: str = TRAJECTORY_SCHEMA
@@ -138,6 +155,7 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     ledger: LedgerRecord | None = None
     parent: Fork | None = None
     fork_points: list[int] = []
+    origin: Origin | None = None
     extra: dict[str, JSON] = {}
     beside: Beside = msgspec.field(default_factory=Beside)
 
@@ -145,6 +163,18 @@ class Trajectory(msgspec.Struct, kw_only=True, omit_defaults=True):
     def scored(self) -> bool:
         """Whether there is a reward to train on."""
         return self.reward is not None
+
+    @property
+    def shared_turns(self) -> int:
+        """The number of turns at its beginning that belong to another rollout."""
+        begins = self.parent or self.origin
+        return 0 if begins is None else begins.turn
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether its ledger begins within a conversation, after turns that belong to another rollout."""
+        rendered = self.ledger is not None and bool(self.ledger.segments) and self.ledger.segments[0].reason == "start"
+        return self.parent is not None or (self.origin is not None and not rendered)
 
     @property
     def official_reward(self) -> float | None:

@@ -48,7 +48,7 @@ from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import MiddlewareServer, freezing
 from palaestra.rollouts.recorded_tools.recorded_session import RolloutWorld
 from palaestra.rollouts.records import Beside, Fork, Trajectory, inner_calls_of, subagents_of, tool_errors_of, turns_of
-from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
+from palaestra.rollouts.resume.recorded_turns import RecordedTurns, described
 from palaestra.rollouts.spec import AgentSettings, Phase, Projection, RolloutSpec, RunContext, image_of
 from palaestra.rollouts.turn_log import TakenTurn, TurnLog
 from palaestra.rollouts.watchdog import Stage, Stages
@@ -141,7 +141,9 @@ class Rollout:
         self.inner_calls: list[InnerCall] = []
         self.stages = Stages(self.rollout_id, run.events.alive, run.settings.idle_limits)
         self.recorded = recorded
-        context = SessionContext(self.rollout_id, spec.task, spec.index, spec.seeded, tools=spec.kit.names)
+        context = SessionContext(
+            self.rollout_id, spec.task, spec.index, spec.sampling or spec.seeded, tools=spec.kit.names
+        )
         self.matches_observations = True
         """Whether this object matches recorded observations; False for an agent that itself compares them as text."""
         self.closers: list[Callable[[], Awaitable[None]]] = []
@@ -294,10 +296,10 @@ class Rollout:
     def trajectory(self) -> Trajectory:
         """Return the rollout's record so far."""
         result = self.result or AgentResult(messages=self.opening())
-        prices, ledger, spec, parent = self.settings.prices, self.ledger, self.spec, self.parent
+        prices, ledger, spec, recorded = self.settings.prices, self.ledger, self.spec, self.recorded
         prompt_tokens, completion_tokens = self._own_tokens(result)
-        if parent is not None and ledger is not None:
-            ledger = ledger.forked(parent.turn)
+        if recorded is not None and recorded.shared_samples and ledger is not None:
+            ledger = ledger.forked(recorded.shared_samples)
         return Trajectory(
             rollout_id=self.rollout_id,
             group_id=spec.group_id,
@@ -323,8 +325,9 @@ class Rollout:
             subagents=subagents_of(result, ledger.places() if ledger else {}),
             row=self.projection.row,
             ledger=ledger.record() if ledger is not None and ledger.turns else None,
-            parent=parent,
+            parent=self.parent,
             fork_points=self._points_taken(result),
+            origin=recorded.origin if recorded is not None else None,
             extra=self.projection.extra,
             beside=Beside(
                 started_at=self._started_at,
@@ -345,9 +348,7 @@ class Rollout:
         """Return the numbers of tokens read and written, without the turns that this rollout shares with the rollout
         that it continues."""
         used = result.usage.prompt_tokens, result.usage.completion_tokens
-        if self.parent is None:
-            return used
-        last = self.parent.turn
+        last = self.recorded.shared if self.recorded is not None else 0
         shared = [turn for turn in result.turns if turn.number <= last]
         read, written = (sum(turn.prompt_tokens for turn in shared), sum(turn.completion_tokens for turn in shared))
         return used[0] - read, used[1] - written
@@ -479,7 +480,8 @@ class Rollout:
             return await then(call)
         recorded = self.recorded if self.matches_observations else None
         expected = recorded.expected_observation(call.name, call.arguments) if recorded is not None else None
-        if recorded is not None and recorded.forked and expected is not None:
+        outside = call.tool.touches_world and not call.tool.world_session
+        if recorded is not None and expected is not None and recorded.answers(outside):
             return ToolOutcome.of(expected)  # another rollout ran the call, and the slot has its effects
         self._calls_under_way += 1
         try:
@@ -492,7 +494,7 @@ class Rollout:
             self._calls_under_way -= 1
         if recorded is None or expected is None:
             return outcome
-        return ToolOutcome.of(recorded.match_observation(expected, outcome.text))
+        return ToolOutcome.of(recorded.match_observation(expected, outcome.text, described(call.name, call.arguments)))
 
     def continue_from(self, snapshot: Snapshot) -> None:
         """Make the next slot a fork of this snapshot, with new tools."""
@@ -611,7 +613,7 @@ class Rollout:
         assert recorded is not None
         for process in await self._slot.processes() if self._slot is not None and not self._slot_ended else ():
             if (await process.status()).running:
-                raise recorded.fail(Mismatch.BACKGROUND)
+                recorded.found_background()
         if recorded.caught_up and self._wall is not None:
             self._wall.charge(recorded.seconds)
         self._write_turn(taken)

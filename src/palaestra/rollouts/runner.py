@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from palaestra.core.errors import ConfigError, EngineUnavailable, PalaestraError
@@ -87,6 +87,7 @@ class Runner:
     """Runs at most `limit` tasks of an environment, numbered from `first`, slow ones first if `timings` (seconds by
     task id) are given. `on_group` gets every finished group. At most as many rollouts run at a time as `concurrency`
     groups have, unless the environment collects its groups. If `concurrency` is 1, groups run one after the other.
+    `source`, if given, replaces the environment's tasks.
 
     Groups that an earlier part of the run finished are passed on first and not run again; if the group size is larger
     now, they get only the missing rollouts. `gate`, which may wait, is awaited once before each task that is rolled
@@ -104,6 +105,7 @@ class Runner:
         on_group: Callable[[Group], None] = lambda group: None,
         gate: Callable[[], Awaitable[bool]] | None = None,
         timings: Mapping[str, float] | None = None,
+        source: AsyncIterator[Numbered] | None = None,
     ) -> None:
         self.env = env
         self.run_context = run
@@ -111,7 +113,7 @@ class Runner:
         self.on_group = on_group
         self.gate = gate
         self.totals = Totals()
-        tasks = numbered(env.tasks(), first, limit)
+        tasks = numbered(env.tasks(), first, limit) if source is None else source
         self._tasks = slowest_first(counted(tasks, self._planned) if env.counts_tasks else tasks, timings or {})
         self._finished_before = dict(run.earlier.ended)
         self._no_task: PalaestraError | None = None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from palaestra.agent.budget import Budget
 from palaestra.agent.result import AgentResult
@@ -28,6 +28,9 @@ from palaestra.rollouts.workspaces import Workspaces
 from palaestra.sandbox.slot import Mount, Snapshot
 from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.runtime.runtime import ToolMiddleware
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.counterfactual import Counterfactual
 
 
 class Seeded:
@@ -148,7 +151,8 @@ def image_of(task: Task) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """One rollout of a group. `snapshot` is the group's prepared workspace; None for the bare image."""
+    """One rollout of a group. `snapshot` is the group's prepared workspace; None for the bare image. `sampling` is the
+    random generator of a scripted model, if that is not the rollout's own (`seeded`)."""
 
     group_id: str
     index: int
@@ -156,6 +160,7 @@ class RolloutSpec:
     seeded: Seeded
     kit: Kit
     snapshot: Snapshot | None
+    sampling: Seeded | None = None
 
     @property
     def rollout_id(self) -> str:
@@ -246,6 +251,8 @@ class RunContext:
     recorded_tools: RecordedTools = field(default_factory=RecordedTools)
     middleware: Middleware = field(default_factory=Middleware)
     earlier: EarlierWork = field(default_factory=EarlierWork)
+    counterfactual: Counterfactual | None = None
+    """The point of another run at which all rollouts begin; None for a run of its own."""
     program: ForeignAgent | None = None
     """The program that plays the rollouts in their slots. If it is None, Palaestra's own agent loop plays them."""
 

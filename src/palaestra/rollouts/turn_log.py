@@ -59,10 +59,10 @@ class TurnLog:
         self._server = server
         if self.recorded is None:
             return server
+        answers = self.recorded.answers_text(server.ledger is not None)
         if server.ledger is not None:
             server.recorded = self.recorded.pieces
-            return server
-        return MiddlewareServer(server, [self.recorded.answer])
+        return MiddlewareServer(server, [self.recorded.answer]) if answers else server
 
     async def chat(self, call: ChatCall, ask: Ask) -> ChatCompletion:
         """Answer a model call as chat middleware. Raises `CannotResume`, and `EngineReplyError` for an invalid reply in
@@ -99,6 +99,7 @@ class TurnLog:
         """Write a turn to the journal unless the journal already has it, and count the turn's cost unless it has been
         counted. After the last recorded turn, also write that the rollout continues."""
         turn, recorded = taken.turn, self.recorded
+        of_another_run = recorded is not None and recorded.origin is not None and 0 < turn.number <= recorded.shared
         if taken.known and recorded is not None and recorded.journalled:
             event = recorded.latest
         else:
@@ -111,8 +112,8 @@ class TurnLog:
                 tokens=(turn.prompt_tokens, turn.completion_tokens),
                 seconds=(round(turn.model_s, 6), round(turn.tool_s, 6)),
                 sampled=taken.sampled,
-                cost=self._cost(turn.prompt_tokens, turn.completion_tokens),
-                recalled=taken.recalled,
+                cost=None if of_another_run else self._cost(turn.prompt_tokens, turn.completion_tokens),
+                recalled=taken.recalled or of_another_run,
             )
             self._events.emit(event)
         if self.turns is not None:
@@ -121,7 +122,7 @@ class TurnLog:
             )  # copied, because the agent loop's own list grows
         if not taken.known and not taken.recalled:
             self._events.announce(TokensSpent(self._rollout_id, turn.prompt_tokens, turn.completion_tokens))
-        elif taken.known and recorded is not None and recorded.caught_up and not recorded.forked:
+        elif taken.known and recorded is not None and recorded.caught_up and recorded.continues:
             if not recorded.turns and not recorded.replies:
                 return
             resumed = RolloutResumed(

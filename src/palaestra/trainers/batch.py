@@ -23,6 +23,7 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.trainers.trainer import TrainedRow
 
 UNSCORED, EQUAL, FAILED = "unscored_rollouts", "equal_groups", "failed_groups"
+COUNTERFACTUAL = "counterfactual_rollouts"
 STALE, WITHOUT_TOKENS, DIFFERENT = "stale_rows", "rollouts_without_tokens", "rows_that_differ"
 TOO_LONG = "rows_too_long"
 
@@ -76,9 +77,16 @@ class Batch:
     rollouts: int = 0
     verdicts: Verdicts = field(default_factory=Verdicts)
 
-    def add(self, group: Group, *, version: int, most_behind: int, scaled: bool = True) -> bool:
+    def add(
+        self, group: Group, *, version: int, most_behind: int, scaled: bool = True, counterfactual: bool = False
+    ) -> bool:
         """Add the rows of a group that were sampled by weights at most `most_behind` versions older than `version`.
-        Returns whether any row was added. Raises `ConfigError` for a scored rollout without exact tokens."""
+        Rollouts that continue a rollout of another run are refused unless `counterfactual` is true. Returns whether any
+        row was added. Raises `ConfigError` for a scored rollout without exact tokens."""
+        if not counterfactual and (continued := [each for each in group.trajectories if each.origin is not None]):
+            self.refused[COUNTERFACTUAL] += len(continued)
+            own = [each for each in group.trajectories if each.origin is None]
+            group = structs.replace(group, trajectories=own)
         scored = group.scored
         self.rollouts += len(group.trajectories)
         self.refused[UNSCORED] += len(group.trajectories) - len(scored)
@@ -154,7 +162,7 @@ def _by_credit(
 
 
 def _rows(trajectory: Trajectory, values: Sequence[tuple[int, float]]) -> list[ExportedRow]:
-    rows = exported_rows(trajectory, values)
+    rows = exported_rows(trajectory, values, counterfactual=True)  # `Batch.add` has refused them, or was asked not to
     untrainable = any(row.logprobs is None or row.source == PLACEHOLDER for row in rows)
     if untrainable or not (rows or trajectory.unsaid):
         raise ConfigError(

@@ -25,6 +25,7 @@ from palaestra.core.types import JSON
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.journal.reader import JOURNAL_NAME
 from palaestra.viewer.divergence import MOST, siblings
+from palaestra.viewer.forks import fork_of, forks
 from palaestra.viewer.overview import overview
 from palaestra.viewer.rollout_record import Names, rollout_record, token_record
 from palaestra.viewer.run_index import RunIndex
@@ -98,6 +99,7 @@ def page_data(runs: Runs, name: str, chosen: Chosen, names: Names | None) -> Ite
     the file), and `answers` by what the page asks."""
     index = runs[name]
     rows, left_out = _rows(index, chosen)
+    rows = runs.marks(name).annotated(rows)
     ids = {row["id"] for row in rows}
     _, groups = index.groups(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
     groups = [{**group, "cells": [cell for cell in group["cells"] if cell[0] in ids]} for group in groups]
@@ -106,9 +108,10 @@ def page_data(runs: Runs, name: str, chosen: Chosen, names: Names | None) -> Ite
     summary = run_summary(index, name)
     answers = {"runs": [summary], "problems": {}, "more": 0, "root": "this file"}
     yield b'"runs":%s' % _encoded(answers)
-    yield b',"run":%s' % _encoded({"summary": summary, **run_details(index), **overview(index, chosen.own)})
+    details = {**run_details(index), "judged": runs.marks(name).summary(), "fork": fork_of(index)}
+    yield b',"run":%s' % _encoded({"summary": summary, **details, **overview(index, chosen.own)})
     budget = _Budget(chosen)
-    for key, answer in _answers(index, rows, groups, ids, names, budget):
+    for key, answer in _answers(runs, name, rows, groups, names, budget):
         piece = _encoded(answer)
         budget.left -= len(piece)
         yield b",%s:%s" % (_encoded(key), piece)
@@ -146,13 +149,14 @@ def _rows(index: RunIndex, chosen: Chosen) -> tuple[list[dict[str, JSON]], int]:
 
 
 def _answers(
-    index: RunIndex,
+    runs: Runs,
+    name: str,
     rows: Sequence[Mapping[str, JSON]],
     groups: Sequence[Mapping[str, JSON]],
-    ids: set[str],
     names: Names | None,
     budget: _Budget,
 ) -> Iterator[tuple[str, JSON]]:
+    index, ids = runs[name], {row["id"] for row in rows}
     for row in rows:
         record = rollout_record(index, row["id"], budget.long_chars)
         for key in ("before", "after"):
@@ -161,6 +165,8 @@ def _answers(
         if not budget.tokens:
             record["tokens"] = None
         yield f"rollout?{row['id']}", record
+        yield f"judgement?{row['id']}", runs.marks(name).of(row["id"])
+        yield f"forks?{row['id']}", forks(runs, name, row["id"])
         for number in range(len((record["tokens"] or {}).get("rows", ()))):
             yield f"tokens?{row['id']}?{number}", token_record(index, row["id"], number, names)
     for group in groups:

@@ -31,7 +31,7 @@ CUT = "$cut"
 
 _PARTS = (
     "messages", "turns", "tool_errors", "inner_calls", "subagents", "labels", "metrics", "detail", "outcome", "reward",
-    "official", "blame", "error", "prompt_tokens", "completion_tokens", "cost", "parent", "fork_points",
+    "official", "blame", "error", "prompt_tokens", "completion_tokens", "cost", "parent", "fork_points", "origin",
     "tool_calls_attempted", "tool_calls_schema_valid", "extra", "beside", "task_id", "group_id", "index",
 )  # fmt: skip
 
@@ -71,11 +71,14 @@ def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:
     run, task = shlex.quote(str(index.folder)), shlex.quote(trajectory.task_id)
     if isinstance(index, ImportedIndex):
         return {"look at this file": f"palaestra view {run}"}
+    rollout, turn = shlex.quote(trajectory.rollout_id), max(0, len(trajectory.turns) - 1)
     return {
         "look at this run": f"palaestra view {run}",
         "export this task's conversations": f"palaestra export {run} --to openai --all --task {task}",
         "replay the run without a model": f"palaestra replay {run}",
         "prove its tokens": f"palaestra verify {run}",
+        "continue it from one of its turns": f"palaestra fork {run} {rollout} --turn {turn}",
+        "mark it as a hack": f"palaestra annotate {run} {rollout} --verdict hack",
         "grade the kept workspaces again": f"palaestra grade {run}",
     }
 
@@ -182,7 +185,7 @@ def _token_facts(trajectory: Trajectory) -> JSON:
 def _verdict(trajectory: Trajectory) -> JSON:
     if trajectory.ledger is None:
         return None
-    found = verify_ledger(trajectory.ledger, forked=trajectory.parent is not None)
+    found = verify_ledger(trajectory.ledger, forked=trajectory.is_forked)
     return {"ok": found.ok, "violation": str(found.violation or ""), "tokens": found.tokens, "trained": found.trained}
 
 

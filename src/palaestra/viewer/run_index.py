@@ -30,7 +30,7 @@ from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_schema
 from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
 
-_FORMAT = "3"
+_FORMAT = "4"
 _TAIL_BYTES = 4096
 _PREVIEW_CHARS = 240
 _MOST_UNSEEN = 20
@@ -55,6 +55,8 @@ CREATE INDEX IF NOT EXISTS rollouts_place ON rollouts (place);
 CREATE TABLE IF NOT EXISTS attempts (rollout TEXT, outcome TEXT, error TEXT, place INTEGER);
 CREATE TABLE IF NOT EXISTS turns (rollout TEXT, turn INTEGER, at REAL, tokens INTEGER, place INTEGER);
 CREATE INDEX IF NOT EXISTS turns_rollout ON turns (rollout);
+CREATE TABLE IF NOT EXISTS marks (rollout TEXT, kind TEXT, value TEXT);
+CREATE INDEX IF NOT EXISTS marks_rollout ON marks (rollout, kind);
 """
 
 _LISTED = (
@@ -66,13 +68,15 @@ _TEXTS = {"task": "task", "id": "id", "outcome": "outcome", "blame": "blame", "l
           "category": "category", "answer": "answer", "group": "group_id"}  # fmt: skip
 _NUMBERS = {"reward": "reward", "official": "COALESCE(official, reward)", "tokens": "tokens", "turns": "turns",
             "seconds": "seconds", "calls": "calls", "errors": "errors", "cost": "cost", "index": "position",
-            "started": "started", "segments": "segments"}  # fmt: skip
+            "started": "started", "segments": "segments",
+            "regraded": "(SELECT CAST(value AS REAL) FROM marks WHERE rollout = id AND kind = 'regraded')"}  # fmt: skip
 _COMPARISONS = ("=", "!=", "<", "<=", ">", ">=")
 
 RESUMED = "resumed:"
 """The beginning of the facts that count resumed rollouts, by the reason why they started again."""
 
-FIELDS = (*_TEXTS, *_NUMBERS)
+_MARKS = ("tag", "verdict", "note")
+FIELDS = (*_TEXTS, *_NUMBERS, *_MARKS)
 """The names by which rollouts can be filtered and sorted; `metric.NAME` also works."""
 
 Condition = tuple[str, str, str | float]
@@ -350,6 +354,13 @@ class RunIndex:
             found = self._db.execute("SELECT place FROM groups WHERE group_id = ?", [group_id]).fetchone()
         return None if found is None else self._read(found[0], _started)
 
+    def put_marks(self, marks: Iterable[tuple[str, str, str]]) -> None:
+        """Replace what people have said about rollouts, and the new rewards: the rollout's id, the kind (`tag`,
+        `verdict`, `note` or `regraded`) and the value."""
+        with self._lock, self._writing():
+            self._db.execute("DELETE FROM marks")
+            self._db.executemany("INSERT INTO marks VALUES (?, ?, ?)", marks)
+
     def search(
         self, text: str, *, after: int = 0, limit: int = 50, seconds: float = 0.5
     ) -> tuple[list[tuple[str, str]], int, int]:
@@ -399,7 +410,7 @@ class RunIndex:
                 db = _connect(str(self._store))
                 if _fits(db, self.path):
                     return db
-                for table in ("facts", "groups", "rollouts", "attempts", "turns"):
+                for table in ("facts", "groups", "rollouts", "attempts", "turns", "marks"):
                     db.execute(f"DROP TABLE IF EXISTS {table}")
                 db.executescript(_SCHEMA)
                 return db
@@ -662,6 +673,11 @@ def _clause(field: str, comparison: str, value: str | float) -> tuple[str, _Valu
         return f"({' OR '.join(f'instr(lower({column}), ?)' for column in columns)})", [str(value).lower()] * 5
     if field == "differs":
         return "(official IS NOT NULL AND official IS NOT reward)", []
+    if field == "changed":
+        found = _NUMBERS["regraded"]
+        return f"({found} IS NOT NULL AND {found} IS NOT reward)", []
+    if field in _MARKS:
+        return _mark(field, comparison, str(value))
     if comparison not in (":", *_COMPARISONS):
         raise ConfigError(f"{comparison!r} is not a comparison; use one of : {' '.join(_COMPARISONS)}")
     if field in _TEXTS:
@@ -682,6 +698,17 @@ def _clause(field: str, comparison: str, value: str | float) -> tuple[str, _Valu
         return f"{column} {'=' if comparison == ':' else comparison} ?", [*before, float(value)]
     except ValueError:
         raise ConfigError(f"the filter {field}{comparison}{value} needs a number") from None
+
+
+def _mark(kind: str, comparison: str, value: str) -> tuple[str, _Values]:
+    known = "EXISTS (SELECT 1 FROM marks WHERE rollout = rollouts.id AND kind = ?{})"
+    if comparison not in (":", "=", "!="):
+        raise ConfigError(f"{kind} is text, so it cannot be compared with {comparison}")
+    if value == "":  # none at all
+        return f"{'' if comparison == '!=' else 'NOT '}{known.format('')}", [kind]
+    which = " AND instr(lower(value), ?)" if comparison == ":" else " AND value = ?"
+    wanted = value.lower() if comparison == ":" else value
+    return f"{'NOT ' if comparison == '!=' else ''}{known.format(which)}", [kind, wanted]
 
 
 def _number_column(field: str) -> tuple[str, _Values]:

@@ -1,22 +1,28 @@
 """The runs that one viewer shows, each with its index.
 
-A viewer shows one run, the runs below a folder, or files of other programs: one, or those below a folder without runs.
-A run's name is its path below that folder. Only these journals and files, and the files that belong to them, are read;
-links are not followed.
+A viewer shows one run, with the counterfactual runs that continue its rollouts, the runs below a folder, or files of
+other programs: one, or those below a folder without runs. A run's name is its path below that folder. Only these
+journals and files, and the files that belong to them, are read; links are not followed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
+import msgspec
+
 from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE
+from palaestra.core.io.durable_files import UNREADABLE, read_regular
+from palaestra.rollouts.counterfactual import FORK_NAME
 from palaestra.rollouts.imports.files import READABLE, sources_below
 from palaestra.rollouts.journal.reader import BATCHES, JOURNAL_NAME, RUNS, find_run, list_runs
 from palaestra.viewer.imported import IMPORTS, ImportedIndex
+from palaestra.viewer.marks import Marks
 from palaestra.viewer.run_index import RunIndex
 
 MOST = 200
@@ -39,6 +45,7 @@ class Runs:
         """The number of older runs that are not shown."""
         self._store = store
         self._indexes: dict[str, RunIndex] = {}
+        self._marks: dict[str, Marks] = {}
         self.discover()
 
     def __iter__(self) -> Iterator[str]:
@@ -53,7 +60,7 @@ class Runs:
 
     def discover(self) -> bool:
         """Look for new runs, and return whether there are any."""
-        found = list(self.only) or self._below()
+        found = [each for folder in self.only for each in (folder, *_related(folder))] or self._below()
         self.more = max(0, len(found) - MOST)
         names = {self._name(folder): folder for folder in found[:MOST]}
         fresh = names.keys() - self._indexes.keys() - self.problems.keys()
@@ -79,11 +86,21 @@ class Runs:
         if index is None:
             return False
         try:
-            return index.update(seconds)
+            changed = index.update(seconds)
+            return self.marks(name).update() or changed
         except (ConfigError, OSError, ValueError, *UNREADABLE) as error:
             self.problems[name] = str(error)
             self._indexes.pop(name).close()
             return True
+
+    def marks(self, name: str) -> Marks:
+        """Return what people have said about the rollouts of a run, and their new rewards. Raises `ConfigError` for
+        another name."""
+        index = self[name]
+        if name not in self._marks or self._marks[name].index is not index:
+            self._marks[name] = Marks(index)
+            self._marks[name].update()
+        return self._marks[name]
 
     def close(self) -> None:
         """Close all indexes."""
@@ -117,6 +134,46 @@ class Runs:
 def _is_below(folder: Path, root: Path) -> bool:
     """Return whether a folder is below another one, and not only linked there."""
     return folder.resolve().is_relative_to(root.resolve())
+
+
+def _related(folder: Path) -> list[Path]:
+    """Return the folders of the runs next to this one that continue its rollouts (`palaestra fork`), and of the run
+    whose rollout this one continues."""
+    if not (folder / JOURNAL_NAME).is_file():
+        return []  # a file of another program
+    place, found = folder.resolve().parent.parent, list[Path]()
+    for path in place.glob(f"*/*/{FORK_NAME}"):
+        if _is_below(path.parent, place) and _continued(path) == folder.name:
+            found.append(path.parent)
+    run_id = _continued(folder / FORK_NAME)
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_id):
+        found += [path for path in place.glob(f"*/{run_id}") if _is_below(path, place)]
+    found = [each for each in found if (each / JOURNAL_NAME).is_file() and not (each / JOURNAL_NAME).is_symlink()]
+    return sorted(found, key=lambda each: each.name, reverse=True)
+
+
+class _Origin(msgspec.Struct):
+    run_id: str = ""
+
+
+class _ForkFile(msgspec.Struct):
+    origin: _Origin
+
+
+def _continued(path: Path) -> str:
+    """Return the id of the run that a counterfactual run continues; empty for another run."""
+    try:
+        return _run_id(path, path.stat().st_mtime_ns)
+    except OSError:
+        return ""
+
+
+@lru_cache(maxsize=1024)
+def _run_id(path: Path, changed: int) -> str:
+    try:
+        return msgspec.json.decode(read_regular(path), type=_ForkFile).origin.run_id
+    except (OSError, *UNREADABLE):
+        return ""
 
 
 def open_runs(target: str, store: Path | None = None) -> Runs:

@@ -1,8 +1,9 @@
 """The viewer's server: the page, and a JSON API over the runs, on a loopback address.
 
 Invariants: every request needs the token, which the first address carries and a cookie keeps; the server reads only the
-runs that it shows and changes nothing; no answer can run a script that is not the page's own (`POLICY`). Lists are
-paged: `offset` and `limit` (at most 1,000).
+runs that it shows, and writes only their annotations, for its own page or for a program that sends the token in a
+header; no answer can run a script that is not the page's own (`POLICY`). Lists are paged: `offset` and `limit` (at most
+1,000).
 
     GET /                            the page; with ?token=… it sets the cookie and redirects
     GET /page/NAME                   the page's own scripts and styles
@@ -15,6 +16,10 @@ paged: `offset` and `limit` (at most 1,000).
     GET /api/groups?run              {total, groups}: the groups with a cell for each rollout; `offset`, `limit`
     GET /api/search?run&text         {found: [[id, passage]], next, total}: repeat with `after=next` until it is total
     GET /api/rollout?run&id          the whole rollout: `rollout_record.rollout_record`
+    GET /api/forks?run&id            how often the rollout succeeds from each of its turns: `forks.forks`
+    GET /api/judgement?run&id        tags, notes, verdict and new reward of a rollout: `marks.Marks.of`
+    POST /api/annotate               {run, id, tags, untag, note, verdict}: add to the run's annotations; the answer is
+                                     that of `judgement`
     GET /api/text?run&id&path        {text}: part of a text that was cut; `start`, `chars` (at most 1,000,000)
     GET /api/tokens?run&id&row       the exact tokens of a row: `rollout_record.token_record`
     GET /api/siblings?run&id&id…     2 to 16 rollouts compared; `reference`: `divergence.siblings`
@@ -36,9 +41,12 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from palaestra.core.errors import ConfigError, PalaestraError
-from palaestra.core.io.http_server import Handler, is_loopback, listening, refusal
+from palaestra.core.io.durable_files import UNREADABLE
+from palaestra.core.io.http_server import BODY_S, Handler, invite_body, is_loopback, listening, refusal
 from palaestra.core.types import JSON
+from palaestra.rollouts.annotations import Annotation, annotation, write_annotations
 from palaestra.viewer.divergence import MOST, siblings
+from palaestra.viewer.forks import fork_of, forks, origin_of
 from palaestra.viewer.overview import overview
 from palaestra.viewer.page_file import page_file, page_files
 from palaestra.viewer.rollout_record import Names, rollout_record, text_at, token_record
@@ -64,26 +72,32 @@ _HEADERS = {
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 _MOST_ROWS = 1000
 _MOST_CHARS = 1_000_000
+_MOST_POSTED_BYTES = 64 << 10
 _POLL_S = 0.5
 _DISCOVER_S = 3.0
 _QUEUED = 100
 
 
 class Viewer:
-    """Answers the requests of one viewer. `names` returns the texts of tokens, if a tokenizer is known."""
+    """Answers the requests of one viewer. `names` returns the texts of tokens, if a tokenizer is known. `author` is the
+    name under which annotations are stored."""
 
-    def __init__(self, runs: Runs, token: str, names: Callable[[str], Names | None] = lambda run: None) -> None:
+    def __init__(
+        self, runs: Runs, token: str, names: Callable[[str], Names | None] = lambda run: None, author: str = "viewer"
+    ) -> None:
         self.runs = runs
+        self._author = author
         self._token = token
         self._names = names
         self._listeners: set[asyncio.Queue[str]] = set()
 
     def application(self) -> web.Application:
         """Return the application with all routes."""
-        app = web.Application(middlewares=[self._guard])
+        app = web.Application(middlewares=[self._guard], client_max_size=_MOST_POSTED_BYTES)
         app.router.add_get("/", self._page)
         app.router.add_get("/page/{name}", self._file)
         app.router.add_get("/api/events", self._events)
+        app.router.add_post("/api/annotate", self._annotate)
         for path, answer in self._answers().items():
             app.router.add_get(f"/api/{path}", _json(answer))
         return app
@@ -120,6 +134,8 @@ class Viewer:
             "groups": lambda asked: groups(self.runs, asked.run, asked.offset, asked.limit),
             "search": self._search,
             "rollout": lambda asked: rollout_record(self.runs[asked.run], asked.one("id")),
+            "judgement": lambda asked: self.runs.marks(asked.run).of(asked.one("id")),
+            "forks": lambda asked: forks(self.runs, asked.run, asked.one("id")),
             "text": lambda asked: {
                 "text": text_at(
                     self.runs[asked.run],
@@ -167,6 +183,8 @@ class Viewer:
         if refusal(self._token, headers) is not None:
             hint = "open the address that `palaestra view` printed, which has the token"
             return web.json_response({"detail": hint}, status=401)
+        if request.method == "POST" and not _is_own(request):
+            return web.json_response({"detail": "only the viewer's own page may change annotations"}, status=403)
         if given and request.path == "/":
             response = web.Response(status=303, headers={"Location": "/"})
             response.set_cookie(_cookie(request), self._token, httponly=True, samesite="Strict", path="/")
@@ -181,6 +199,29 @@ class Viewer:
         if name not in page_files():
             raise web.HTTPNotFound
         return web.Response(text=page_file(name), content_type=_TYPES["." + name.rpartition(".")[2]])
+
+    async def _annotate(self, request: web.Request) -> web.Response:
+        """Add to the annotations of a run, which `_refused` has allowed."""
+        await invite_body(request)
+        try:
+            async with asyncio.timeout(BODY_S):
+                asked = msgspec.json.decode(await request.read(), type=_Asked)
+            said = annotation(
+                asked.id, self._author, tags=asked.tags, untag=asked.untag, note=asked.note, verdict=asked.verdict
+            )
+            return web.json_response(await asyncio.to_thread(self._write, asked.run, said))
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
+        except (PalaestraError, *UNREADABLE) as error:
+            return web.json_response({"detail": str(error)}, status=400)
+
+    def _write(self, run: str, said: Annotation) -> JSON:
+        index, marks = self.runs[run], self.runs.marks(run)
+        if index.trajectory(said.rollout_id) is None:
+            raise ConfigError(f"the run has no rollout {said.rollout_id!r} that has ended")
+        write_annotations(index.path.parent, [said])
+        marks.update()
+        return marks.of(said.rollout_id)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_HEADERS})
@@ -198,6 +239,28 @@ class Viewer:
             return response
         finally:
             self._listeners.discard(queue)
+
+
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request to annotate a rollout."""
+
+    run: str
+    id: str
+    tags: list[str] = []
+    untag: list[str] = []
+    note: str = ""
+    verdict: str = ""
+
+
+def _is_own(request: web.Request) -> bool:
+    """Return whether a request that changes something comes from the viewer's own page, or from a program that sends
+    the token in a header, which no other page can do. The body must be JSON, which no form of another page can send."""
+    if request.content_type != "application/json":
+        return False
+    origin = request.headers.get("Origin")
+    if origin is None:
+        return "Authorization" in request.headers and "Sec-Fetch-Site" not in request.headers
+    return origin == f"http://{request.headers.get('Host', '')}"
 
 
 class Query:
@@ -252,7 +315,10 @@ def all_runs(runs: Runs) -> JSON:
 
 def one_run(runs: Runs, name: str) -> JSON:
     """Return the summary and the details of a run."""
-    return {"summary": run_summary(runs[name], name), **run_details(runs[name]), **overview(runs[name])}
+    fork = fork_of(runs[name])
+    details = run_details(runs[name]) | {"judged": runs.marks(name).summary()}
+    details |= {"fork": fork and {**fork, "run": origin_of(runs, name)}}
+    return {"summary": run_summary(runs[name], name), **details, **overview(runs[name])}
 
 
 def groups(runs: Runs, name: str, offset: int, limit: int) -> JSON:
@@ -270,7 +336,7 @@ def rollouts(runs: Runs, asked: Query) -> JSON:
         offset=asked.offset,
         limit=asked.limit,
     )
-    return {"total": total, "rows": rows}
+    return {"total": total, "rows": runs.marks(asked.run).annotated(rows)}
 
 
 def compared_rollouts(runs: Runs, name: str, ids: Sequence[str], reference: str) -> JSON:

@@ -180,4 +180,6 @@ def _state(folder: Path, facts: Mapping[str, str], config: Mapping[str, JSON]) -
 def _kind(config: Mapping[str, JSON]) -> str:
     if config.get("environment") == "batch":
         return "batch"
+    if config.get("fork"):
+        return "fork"
     return {"evaluate": "eval", "serve": "feed", COMMAND: COMMAND}.get(str(config.get("command")), "run")

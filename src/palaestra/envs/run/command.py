@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from palaestra.core.exits import Program
 from palaestra.core.types import JSON
@@ -23,6 +24,9 @@ from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
 from palaestra.envs.config.layers import exported, read_dotenv, shell_variables
 from palaestra.envs.form import Form
 from palaestra.inference.config import APIServerConfig, ServerBaseline
+
+if TYPE_CHECKING:
+    from palaestra.rollouts.counterfactual import Counterfactual
 
 
 def main(form: Form, argv: Sequence[str] | None = None, *, prog: str | None = None) -> int:
@@ -40,10 +44,13 @@ def run_command(
     command: str | None = None,
     recorded: Mapping[str, JSON] | None = None,
     folder: Path | None = None,
+    begins: Counterfactual | None = None,
+    root: Path = Path("runs"),
 ) -> int:
     """Run an environment as `argv` specifies, and return the exit code. If `argv` names no command, the form's default
     command is used or, if the form has none, `command`. The settings of a `recorded` run apply unless `argv` sets
-    others. A new run is stored in `folder`, if one is given."""
+    others. A new run is stored in `folder`, if one is given, and otherwise below `root`. With `begins`, the run is
+    counterfactual."""
     dotenv = read_dotenv(Path.cwd())
     with exported(dotenv):
         line = command_line(form, prog or f"python {Path(sys.argv[0]).name}", command, argv=argv)
@@ -62,7 +69,7 @@ def run_command(
             return 0
         from palaestra.envs.run.run import run
 
-        report = asyncio.run(run(form, parsed, folder=folder))
+        report = asyncio.run(run(form, parsed, root=root, folder=folder, begins=begins))
     sys.stdout.write(f"{json.dumps(report.to_json()) if parsed.as_json else report.folder}\n")
     return report.exit_code
 

@@ -39,10 +39,12 @@ from palaestra.envs.run.evaluate import (
     save_evaluation,
     shortened,
 )
+from palaestra.envs.run.fork import forked_task
 from palaestra.envs.run.report_metrics import Reporting, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.server_group import ServerGroup
+from palaestra.rollouts.counterfactual import Counterfactual, resumed_fork
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.grading.reward import check_strict_labels
@@ -119,6 +121,7 @@ async def run(
     drive: Drive | None = None,
     engines: Sequence[ServerEngine] = (),
     resumed_by: str = "palaestra resume",
+    begins: Counterfactual | None = None,
 ) -> RunReport:
     """Run an environment to the end, and return the result and the paths of its files. Nothing is written before the
     model server, the slots and the environment work. The run is stored in `folder` if that is given, otherwise in a new
@@ -126,7 +129,7 @@ async def run(
     each task; it may wait, and the run ends if it returns False. `drive` decides which tasks the runner rolls out;
     without it, the runner takes the tasks from the environment. `engines` replace those of the configured servers.
     `resumed_by` is the command that resumes the run; the message about an unfinished run appends the run's folder to
-    it."""
+    it. With `begins`, the run is counterfactual: all its rollouts continue a recorded rollout."""
     stream = stream or sys.stderr
     config = parsed.env_config
     config.check_runnable(parsed.sources)
@@ -155,10 +158,12 @@ async def run(
             form.reference,
             named=folder is not None,
             official_name=environment.official_name,
+            begins=begins,
         )
         stack.callback(output.discard_unless_begun)
         if parsed.resume is not None:
             recorded_tools.remember(output.folder.world)
+            begins = resumed_fork(output.folder.path, output.settings)
         if config.world != "live":
             recorded_tools.keep(output.folder.world)
         environment.world = recorded_tools
@@ -215,6 +220,7 @@ async def run(
             recorded_tools=recorded_tools,
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
+            counterfactual=begins,
             program=await stack.enter_async_context(_program(config.agent, engine, output))
             if config.agent is not None
             else None,
@@ -496,7 +502,7 @@ class CommandRun:
             self.parsed.command,
             self.context,
         )
-        limit = task_limit(self.parsed, environment)
+        limit = task_limit(self.parsed, environment) if context.counterfactual is None else 1
         context.events.announce(GroupsPlanned(limit, config.group_size))
         context.limits.slot_cost = lambda: self._slot_usage().get("slots/cost", 0.0)
         try:
@@ -532,7 +538,7 @@ class CommandRun:
 
     async def _run_groups(self, limit: int | None, on_group: OnGroup, gate: Gate | None = None) -> Totals:
         self.begun = True
-        limits = self.context.limits
+        limits, context = self.context.limits, self.context
 
         async def open_gate() -> bool:
             evaluated = None if self.evaluations is None else self.evaluations.gate
@@ -547,6 +553,7 @@ class CommandRun:
             on_group=on_group,
             gate=open_gate,
             timings=self._timings(),
+            source=None if context.counterfactual is None else forked_task(self.environment, context.counterfactual),
         )
         return await (runner.run() if self.drive is None else self.drive(runner))
 

@@ -29,6 +29,7 @@ from palaestra.envs.config.command_line import ARGUMENTS, Parsed
 from palaestra.envs.config.fields import BaseEnvConfig
 from palaestra.envs.run.provenance import provenance
 from palaestra.inference.config import APIServerConfig
+from palaestra.rollouts.counterfactual import FORK_NAME, Counterfactual, resumed_fork
 from palaestra.rollouts.events import (
     JOURNAL_SCHEMA,
     GroupBegun,
@@ -306,10 +307,11 @@ def open_output(
     *,
     named: bool = False,
     official_name: str = OFFICIAL,
+    begins: Counterfactual | None = None,
 ) -> RunOutput:
     """Open the output of a new run, or of the run to resume. `reference` names the environment for a later replay.
     `root` is the folder of all runs, or, if `named`, of this run. `official_name` is the benchmark's name for its
-    verdict."""
+    verdict. The rollouts of a counterfactual run begin at the point `begins`."""
     settings = {"environment": reference, "folder": str(Path.cwd()), **_settings(parsed)}
     settings |= {} if official_name == OFFICIAL else {"official_name": official_name}
     settings["provenance"] = provenance(reference)
@@ -317,6 +319,10 @@ def open_output(
         return _reopen_output(env, parsed, model, parsed.resume, settings)
     folder = named_folder(root) if named else claim_folder(root, env, model)
     try:
+        if begins is not None:
+            settings["fork"] = begins.facts
+            with open(folder.path / FORK_NAME, "wb", opener=private) as file:
+                file.write(msgspec.json.encode(begins))
         return _new_output(env, parsed.env_config, model, folder, settings)
     except BaseException:
         folder.remove()
@@ -367,6 +373,7 @@ def _reopen_output(env: str, parsed: RunLine, model: str, path: Path, settings: 
                 raise ConfigError(
                     f"{path} was run with {name} {getattr(was, name)!r}, not {value!r}: resume it with the same {name}"
                 )
+        resumed_fork(folder.path, was.config)  # reports a damaged file before anything is opened
         messages, wanted = parsed.env_config.include_messages, parsed.env_config.data_path_to_save_groups
         groups = GroupsFile(folder.groups, env=env, model=model, messages=messages, again=True)
         copy = None

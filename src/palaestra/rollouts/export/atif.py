@@ -206,6 +206,7 @@ def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
         "task_id": trajectory.task_id,
         "index": trajectory.index,
         **outcome_fields(trajectory),
+        **meta.marks(trajectory),
     }
 
 

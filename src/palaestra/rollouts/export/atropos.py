@@ -84,6 +84,11 @@ def group_line(group: Group, *, env: str, model: str, messages: bool = True) -> 
     }
 
 
+def counterfactual(group: Group) -> list[Trajectory]:
+    """Return the rollouts of a group that continue a rollout of another run."""
+    return [each for each in group.trajectories if each.origin is not None]
+
+
 def check_own(trajectory: Trajectory) -> None:
     """Raise `ValueError` if a line cannot hold the values that an environment put into a trajectory."""
     if trajectory.row is not None:
@@ -147,6 +152,7 @@ def line_rollout(trajectory: Trajectory) -> dict[str, JSON]:
     return {
         "rollout_id": trajectory.rollout_id,
         "index": trajectory.index,
+        **({} if trajectory.origin is None else {"origin": msgspec.to_builtins(trajectory.origin)}),
         **outcome_fields(trajectory),
         "prompt_tokens": trajectory.prompt_tokens,
         "completion_tokens": trajectory.completion_tokens,
@@ -228,8 +234,11 @@ class GroupsFile:
         self.close()
 
     def add(self, group: Group) -> None:
-        """Add a finished group. A group without any score has its place in the order but gets no line."""
-        line = group_line(group, env=self._env, model=self._model, messages=self._messages)
+        """Add a finished group. A group without any score has its place in the order but gets no line. Neither has a
+        group with counterfactual rollouts, because trainers read this file."""
+        line = None
+        if not counterfactual(group):
+            line = group_line(group, env=self._env, model=self._model, messages=self._messages)
         self._take(group.number, b"" if line is None else encode_line(line))
 
     def skip(self, number: int) -> None:
@@ -317,13 +326,16 @@ class AtroposExporter:
     def export(self, groups: Iterable[Group], out: IO[bytes], meta: ExportMeta) -> ExportReport:
         """Write the lines."""
         # imported here: most runs make no exports
-        from palaestra.rollouts.export.exporter import UNSCORED, ExportReport
+        from palaestra.rollouts.export.exporter import COUNTERFACTUAL, UNSCORED, ExportReport
 
         report = ExportReport()
         settings = meta.config.get("env")
         settings = settings if isinstance(settings, Mapping) else {}
         differing = settings.get("ensure_scores_are_not_same", False) and not meta.everything
         for group in groups:
+            if not meta.counterfactual and (continued := counterfactual(group)):
+                report.left_out[COUNTERFACTUAL] += len(continued)
+                group.trajectories = [each for each in group.trajectories if each.origin is None]
             scored = group.scored
             report.left_out.update({UNSCORED: len(group.trajectories) - len(scored)})
             if differing and group.same_scores:
@@ -331,6 +343,9 @@ class AtroposExporter:
                 continue
             line = group_line(group, env=meta.env, model=meta.model, messages=settings.get("include_messages", True))
             if line is not None:
+                for entry in line["rollouts"] if meta.judgements else ():
+                    if (said := meta.judgements.get(entry["rollout_id"])) is not None:
+                        entry["annotations"] = said.to_dict()
                 out.write(encode_line(line))
                 report.records += 1
                 report.rollouts += len(scored)

@@ -82,6 +82,7 @@ def batch_line(
             "batch_num": group.number // max(1, int(env.get("batch_size") or 1)),
             "timestamp": datetime.fromtimestamp(trajectory.beside.started_at, UTC).isoformat(),
             "model": meta.model,
+            **meta.marks(trajectory),
         },
         "completed": trajectory.outcome is Outcome.NATURAL,
         "partial": trajectory.outcome is not Outcome.NATURAL,

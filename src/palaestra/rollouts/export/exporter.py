@@ -12,11 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, ClassVar, Protocol
 
+import msgspec
+
 from palaestra.core.types import JSON
+from palaestra.rollouts.annotations import Judgement
 from palaestra.rollouts.records import Group, Trajectory
 
 UNSCORED = "unscored"
 """The most frequent reason for leaving a rollout out: the rollout has no reward to learn from."""
+
+COUNTERFACTUAL = "counterfactual"
+"""The reason for leaving out a rollout that continues a rollout of another run."""
 
 DISCARDED = "discarded"
 """The key of a trajectory's `detail` with the reasons why a batch discarded the sample."""
@@ -27,7 +33,8 @@ class ExportMeta:
     """The run's data from its journal, and the options of the export.
 
     `started_at` is in seconds since the epoch. `everything` includes unscored rollouts; `placeholders` includes token
-    rows without sampled tokens.
+    rows without sampled tokens; `counterfactual` includes rollouts that continue a rollout of another run.
+    `judgements` has the annotations of rollouts by their ids.
     """
 
     run_id: str = ""
@@ -38,6 +45,15 @@ class ExportMeta:
     config: Mapping[str, JSON] = field(default_factory=dict)
     everything: bool = False
     placeholders: bool = False
+    counterfactual: bool = False
+    judgements: Mapping[str, Judgement] = field(default_factory=dict)
+
+    def marks(self, trajectory: Trajectory) -> dict[str, JSON]:
+        """Return what a line says about a rollout besides its record: `origin`, if it is counterfactual, and
+        `annotations`, if people have said something about it."""
+        said = self.judgements.get(trajectory.rollout_id)
+        origin = {} if trajectory.origin is None else {"origin": msgspec.to_builtins(trajectory.origin)}
+        return origin | ({} if said is None else {"annotations": said.to_dict()})
 
 
 @dataclass(slots=True)
@@ -68,7 +84,9 @@ class ExportReport:
     def chosen(self, group: Group, meta: ExportMeta) -> Iterator[Trajectory]:
         """Yield the group's trajectories to export, in index order, and count the others."""
         for trajectory in sorted(group.trajectories, key=lambda each: each.index):
-            if trajectory.scored or meta.everything:
+            if trajectory.origin is not None and not meta.counterfactual:
+                self.left_out[COUNTERFACTUAL] += 1
+            elif trajectory.scored or meta.everything:
                 yield trajectory
             else:
                 self.left_out[UNSCORED] += 1

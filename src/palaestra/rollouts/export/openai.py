@@ -67,7 +67,7 @@ def openai_message(message: ChatMessage) -> Message:
 
 def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
     """Return the line's flat fields about its rollout, for filtering a table. `reward` is null if unscored;
-    `official` and `labels` are there if the rollout has them."""
+    `official`, `labels`, `origin` and `annotations` are there if the rollout has them."""
     return {
         "id": trajectory.rollout_id,
         "task_id": trajectory.task_id,
@@ -76,6 +76,7 @@ def rollout_fields(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
         "outcome": trajectory.outcome.value,
         "env": meta.env,
         "model": meta.model,
+        **meta.marks(trajectory),
     }
 
 

@@ -14,7 +14,7 @@ from typing import IO
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import Label
+from palaestra.core.types import JSON, Label
 from palaestra.inference.ledger import UNTRAINED, LedgerRecord, SequenceSpan, TokenRow
 from palaestra.rollouts.export.exporter import ExportMeta, ExportReport
 from palaestra.rollouts.records import Group, Trajectory
@@ -41,8 +41,11 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     (start, stop, value) for the sampled spans of the completion, in order, where value is the mean reward of the
     rollouts that share the span. It is omitted if all sampled tokens have the rollout's own reward.
 
+    A row of a counterfactual rollout has `origin`: (run id, rollout id, turn), the point that the rollout continues.
+
     `official` is the benchmark's own verdict and `labels` are the signs of reward hacking (`name`, `evidence`,
-    `certain`), so that a trainer can weigh them; both are omitted if the rollout has none.
+    `certain`), so that a trainer can weigh them; `annotations` has what people have said about the rollout (`tags`,
+    `verdict`, `notes`). Each is omitted if the rollout has none.
     """
 
     schema: str = ROW_SCHEMA
@@ -65,9 +68,11 @@ class ExportedRow(msgspec.Struct, kw_only=True):
     finish_reason: str
     source: str
     parent: tuple[str, int] | msgspec.UnsetType = msgspec.UNSET
+    origin: tuple[str, str, int] | msgspec.UnsetType = msgspec.UNSET
     credit: list[tuple[int, int, float]] | msgspec.UnsetType = msgspec.UNSET
     official: float | msgspec.UnsetType = msgspec.UNSET
     labels: list[Label] | msgspec.UnsetType = msgspec.UNSET
+    annotations: dict[str, JSON] | msgspec.UnsetType = msgspec.UNSET
 
 
 class RowsExporter:
@@ -89,12 +94,14 @@ class RowsExporter:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
                 _require_tokens(trajectory, meta)
-                rows = exported_rows(trajectory, values.get(trajectory.index, ()))
+                rows = exported_rows(trajectory, values.get(trajectory.index, ()), counterfactual=True)
                 if not rows:
                     report.left_out[WITHOUT_TOKENS] += 1
                     continue
+                said = meta.judgements.get(trajectory.rollout_id)
+                annotations = msgspec.UNSET if said is None else said.to_dict()
                 for row in rows:
-                    out.write(encoder.encode(row) + b"\n")
+                    out.write(encoder.encode(msgspec.structs.replace(row, annotations=annotations)) + b"\n")
                 report.wrote(_remarks(rows), records=len(rows))
         return report
 
@@ -108,10 +115,17 @@ def credit_of(trajectories: Sequence[Trajectory]) -> Mapping[int, Sequence[tuple
     return credit(trajectories)
 
 
-def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = ()) -> list[ExportedRow]:
+def exported_rows(
+    trajectory: Trajectory, values: Sequence[tuple[int, float]] = (), *, counterfactual: bool = False
+) -> list[ExportedRow]:
     """Return the training rows of one rollout; `values` is the rollout's entry in `credit_of`. Raises `ConfigError` if
     arrays differ in length, the mask of a trained token is not the token itself, or the reward or a log-probability is
-    not finite."""
+    not finite; also for a rollout that continues a rollout of another run, unless `counterfactual` is true."""
+    if trajectory.origin is not None and not counterfactual:
+        raise ConfigError(
+            f"{trajectory.rollout_id} is counterfactual: it continues {trajectory.origin.rollout_id} of the run "
+            f"{trajectory.origin.run_id}. To train on it, pass counterfactual=True"
+        )
     rows = trajectory.rows
     if trajectory.row is None:
         rows = [row for row in rows if _first_trained(row) < len(row.tokens)]
@@ -123,6 +137,9 @@ def exported_rows(trajectory: Trajectory, values: Sequence[tuple[int, float]] = 
     if trajectory.parent is not None:
         parent = f"{trajectory.group_id}/{trajectory.parent.index}", trajectory.parent.turn
         exported = [msgspec.structs.replace(each, parent=parent) for each in exported]
+    if (origin := trajectory.origin) is not None:
+        mark = origin.run_id, origin.rollout_id, origin.turn
+        exported = [msgspec.structs.replace(each, origin=mark) for each in exported]
     if values and trajectory.ledger is not None:
         exported = [_credited(each, trajectory, trajectory.ledger, values) for each in exported]
     return exported

@@ -60,7 +60,19 @@ class _Place(msgspec.Struct, array_like=True):
     ended: int = 0
 
 
+class _Ended(msgspec.Struct):
+    """The fields of a line that tell which rollout has ended."""
+
+    event: str = ""
+    trajectory: _Name | None = None
+
+
+class _Name(msgspec.Struct):
+    rollout_id: str = ""
+
+
 _heads = msgspec.json.Decoder(_Head)
+_ended = msgspec.json.Decoder(_Ended)
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(_Place).decode
 _events: msgspec.json.Decoder[AnyJournalEvent] = msgspec.json.Decoder(AnyJournalEvent)
@@ -240,6 +252,31 @@ def journal_of(run: str | Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no {JOURNAL_NAME}{_latest(folder)}")
     return path
+
+
+def find_rollout(journal: Path, rollout: str) -> str:
+    """Return the id of the one rollout of a journal that has ended with this id, or whose id begins with it, or ends
+    with it after the number of the task. Raises `ConfigError` if there is none, or more than one."""
+    found: dict[str, None] = {}
+    with journal.open("rb") as file:
+        for line in lines_of(file):
+            try:
+                head = _ended.decode(line)
+            except UNREADABLE:
+                continue
+            if head.event == "rollout" and head.trajectory is not None:
+                found[head.trajectory.rollout_id] = None
+    if rollout in found:
+        return rollout
+    near = [each for each in found if each.startswith(rollout) or each.endswith((f"/{rollout}", f"-{rollout}"))]
+    if len(near) == 1:
+        return near[0]
+    named = f"{', '.join([*(near or found)][:5])}{', …' if len(near or found) > 5 else ''}"
+    if near:
+        raise ConfigError(f"{rollout!r} names {plural(len(near), 'rollout')}: {named}")
+    raise ConfigError(
+        f"{journal.parent} has no rollout {rollout!r} that has ended{f'; it has {named}' if found else ''}"
+    )
 
 
 def find_run(run: str | Path, *, root: str | Path = RUNS) -> Path:

@@ -8,6 +8,7 @@ that the model server reported are trusted.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from palaestra.inference.ledger import (
     record_rows,
     verify_ledger,
 )
-from palaestra.inference.ledger.records import ITEM_BYTES
+from palaestra.inference.ledger.records import ITEM_BYTES, SampledTurn
 from palaestra.rollouts.events import (
     AttemptDiscarded,
     GroupEnded,
@@ -81,6 +82,7 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
     ends: dict[str, Trajectory] = {}
     written: dict[str, _Written] = {}
     results: dict[str, dict[str, set[str]]] = {}
+    sampled: dict[str, dict[int, SampledTurn]] = {}
     ended_groups: set[str] = set()
     config: Mapping[str, JSON] = {}
     over = False
@@ -94,12 +96,15 @@ def verify_run(journal: Path, groups: Path | None = None, exported: Path | None 
             ended_groups.discard(event.group.group_id)
         if isinstance(event, TurnTaken):
             _keep_results(event, results.setdefault(event.rollout_id, {}))
+            if event.sampled and config.get("fork"):
+                sampled.setdefault(event.rollout_id, {})[event.turn] = event.sampled[-1]
         if not isinstance(event, RolloutEnded | AttemptDiscarded):
             continue
         trajectory = event.trajectory
         verdict.violation = (
             _rollout(trajectory, verdict)
             or _shared(trajectory, ends)
+            or _continued(trajectory, sampled.pop(trajectory.rollout_id, {}))
             or _changed_result(trajectory, results.pop(trajectory.rollout_id, {}))
         )
         if isinstance(event, RolloutEnded):
@@ -132,7 +137,7 @@ def _due(ended: Iterable[Trajectory], config: Mapping[str, JSON]) -> set[str]:
     the settings leave out."""
     by_group: dict[str, list[Trajectory]] = {}
     for one in ended:
-        if one.scored:
+        if one.scored and one.origin is None:
             by_group.setdefault(one.group_id, []).append(one)
     settings = config.get("env")
     if isinstance(settings, Mapping) and settings.get("ensure_scores_are_not_same"):
@@ -147,7 +152,7 @@ def _rollout(trajectory: Trajectory, verdict: RunVerdict) -> str:
         verdict.without_tokens += 1
         claimed = trajectory.row is not None and trajectory.row.source == "engine"
         return f"{trajectory.rollout_id}: T1: its row claims the engine's tokens without a ledger" if claimed else ""
-    found = verify_ledger(trajectory.ledger, forked=trajectory.parent is not None)
+    found = verify_ledger(trajectory.ledger, forked=trajectory.is_forked)
     if found.violation is not None:
         return f"{trajectory.rollout_id}: {found.violation}"
     verdict.turns += found.turns
@@ -183,6 +188,28 @@ def _shared(trajectory: Trajectory, ends: Mapping[str, Trajectory]) -> str:
     return ""
 
 
+def _continued(trajectory: Trajectory, sampled: Mapping[int, SampledTurn]) -> str:
+    """Return the first violation in the turns that a counterfactual rollout shares with a rollout of another run, or
+    the empty string. Its first prompt must have the tokens of the latest shared turn, after exactly the tokens that the
+    engine received for that turn."""
+    origin, ledger = trajectory.origin, trajectory.ledger
+    if origin is None or ledger is None or ledger.segments[0].reason != SegmentReason.BRANCH:
+        return ""  # a rewritten history has its own prompt
+    latest = max((turn for turn in sampled if turn <= origin.turn), default=0)
+    if not latest:
+        return f"{trajectory.rollout_id}: T1: the tokens of the turns before its own are not recorded"
+    prompt = ledger.segments[0].tokens[: ITEM_BYTES * ledger.segments[0].spans[0].stop]
+    piece = sampled[latest].pieces[-1]
+    sent, at = 0, 0
+    while sent != piece.sent and at < len(prompt):
+        sent, at = zlib.crc32(prompt[at : at + ITEM_BYTES], sent), at + ITEM_BYTES
+    if sent != piece.sent or prompt[at : at + len(piece.ids)] != piece.ids:
+        return (
+            f"{trajectory.rollout_id}: T1: its prompt does not begin with the tokens of the rollout that it continues"
+        )
+    return ""
+
+
 def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
     """Return the first model call that is not in the ledger, or the empty string. Every model call of a conversation
     must be in the conversation's segments of the ledger, in order.
@@ -198,7 +225,7 @@ def _lost_turn(trajectory: Trajectory, ledger: LedgerRecord) -> str:
     for number, turns in ((0, trajectory.turns), *((each.number, each.turns) for each in subagents)):
         owned = (turn for turn in ledger.turns if owners.get(turn.segment, 0) == number)
         recorded = iter([(turn.prompt_tokens, turn.sampled_tokens) for turn in owned])
-        shared = trajectory.parent.turn if trajectory.parent is not None and not number else 0
+        shared = 0 if number else trajectory.shared_turns
         for turn in turns[shared:]:
             if (turn.prompt_tokens, turn.completion_tokens) not in recorded:
                 what = f"{turn.prompt_tokens} tokens in, {turn.completion_tokens} out"
@@ -358,12 +385,12 @@ def _exported(path: Path, ends: dict[str, Trajectory], verdict: RunVerdict) -> I
                 one = ends[row.rollout_id]
                 if one.group_id not in values:
                     values[one.group_id] = credit_of(groups[one.group_id])
-                rows = exported_rows(one, values[one.group_id].get(one.index, ()))
+                rows = exported_rows(one, values[one.group_id].get(one.index, ()), counterfactual=True)
                 due[row.rollout_id] = {each.segment: each for each in rows}
             recorded = due[row.rollout_id].pop(row.segment, None)
             if recorded is None:
                 yield f"{place}, segment {row.segment} is a duplicate, or not in the journal"
-            elif recorded != row:
+            elif recorded != (row := msgspec.structs.replace(row, annotations=msgspec.UNSET)):  # not in the journal
                 differing = [each for each in row.__struct_fields__ if getattr(row, each) != getattr(recorded, each)]
                 yield f"{place}, segment {row.segment} differs from the journal in {', '.join(differing)}"
     for rollout_id, missing in due.items():

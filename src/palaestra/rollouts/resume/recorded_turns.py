@@ -28,6 +28,7 @@ from palaestra.inference.ledger import Piece, SampledTurn, pieces_of
 from palaestra.rollouts.events import ReplyReceived, TurnTaken
 from palaestra.rollouts.journal.journal import checksum
 from palaestra.rollouts.middleware import Ask, ChatCall
+from palaestra.rollouts.records import Origin
 from palaestra.rollouts.resume.observation_diff import Kind, classify, first_difference
 from palaestra.rollouts.resume.state import CutOff
 from palaestra.sandbox.slot import Snapshot
@@ -95,6 +96,42 @@ class RecordedTurns:
         for place, reply in cut_off.replies:
             if not reply.sampled and (reply.branch or place >= len(cut_off.events)):
                 self._replies[reply.branch, reply.asked].append(reply)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The point of another run at which the rollout begins, if it is counterfactual."""
+        return None
+
+    @property
+    def shared(self) -> int:
+        """The number of turns at the beginning that belong to another rollout; 0 once resuming has failed."""
+        parent = self.cut_off.parent
+        return 0 if parent is None or self.failed is not None else parent.turn
+
+    @property
+    def shared_samples(self) -> int:
+        """The number of model calls in the shared turns that the rollout's ledger has too."""
+        return self.shared
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the rollout starts over if these turns cannot be repeated."""
+        return True
+
+    @property
+    def continues(self) -> bool:
+        """Whether the rollout itself took some of these turns before, so that it is a continued one."""
+        return not self.forked
+
+    def answers_text(self, exact: bool) -> bool:
+        """Return whether replies are given as messages and not as tokens. `exact` is true if the server keeps the exact
+        tokens of its replies. Called when the rollout gets its server."""
+        return not exact
+
+    def answers(self, touches_world: bool) -> bool:
+        """Return whether the record answers a call of the current turn, so that the call is not run again.
+        `touches_world` is true for a call that reaches outside of this machine and restores no state."""
+        return self.forked
 
     @property
     def caught_up(self) -> bool:
@@ -175,9 +212,14 @@ class RecordedTurns:
         self._calls.remove(call)
         return call.observed
 
-    def match_observation(self, expected: str, text: str) -> str:
-        """Return the recorded answer `expected`, which the model sees in place of `text`. Raises `CannotResume` if the
-        two do not match."""
+    def found_background(self) -> None:
+        """Take note of a process that still runs after a repeated turn. Raises `CannotResume`, because the state of the
+        process cannot be reproduced."""
+        raise self.fail(Mismatch.BACKGROUND)
+
+    def match_observation(self, expected: str, text: str, call: str = "") -> str:
+        """Return the recorded answer `expected`, which the model sees in place of `text`. `call` describes the call.
+        Raises `CannotResume` if the two do not match."""
         if text == expected or classify(expected, text, asked="") in HARMLESS:
             return expected
         was, now = first_difference(expected, text)
@@ -207,6 +249,11 @@ class RecordedTurns:
         self._said += event.messages
         self._calls = [] if self.caught_up else list(_calls(self._events[self._at].messages))
         return True
+
+
+def described(name: str, arguments: Mapping[str, JSON]) -> str:
+    """Return a call as text for an error message."""
+    return f"{name} {msgspec.json.encode(arguments).decode()[:200]}"
 
 
 def _completion(event: TurnTaken | ReplyReceived) -> ChatCompletion:

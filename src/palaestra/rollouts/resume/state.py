@@ -43,7 +43,8 @@ class CutOff:
 
     `replies` has the replies recorded in turns with sub-agents, each with the index of its turn in `events`. `ended` is
     the record of the latest attempt, or None if the run was killed before that record was written. With a `parent`,
-    `events` begins with the turns of the rollout that this one continues.
+    `events` begins with the turns of the rollout that this one continues. The same is true of a counterfactual rollout,
+    with `shared` turns of a rollout of another run.
     """
 
     tools_hash: str
@@ -51,11 +52,13 @@ class CutOff:
     replies: list[tuple[int, ReplyReceived]] = field(default_factory=list)
     ended: Trajectory | None = None
     parent: Fork | None = None
+    shared: int = 0
 
     @property
     def own(self) -> list[TurnTaken]:
         """The turns that the rollout itself took."""
-        first = 0 if self.parent is None else self.parent.turn + 1
+        shared = self.shared if self.parent is None else self.parent.turn
+        first = shared + 1 if shared else 0
         return [event for event in self.events if event.turn >= first]
 
     def add(self, event: TurnTaken) -> None:

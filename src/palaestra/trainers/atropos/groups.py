@@ -25,9 +25,9 @@ _SENT_TOO = ("generation_params", "overrides", "images")
 
 def fitting(group: Group, most_tokens: int | None) -> Group:
     """Return the group without rollouts that have no reward, no output of the model, or a row of more than
-    `most_tokens`."""
+    `most_tokens`, and without those that continue a rollout of another run."""
     most = most_tokens or 1 << 62
-    kept = [each for each in group.scored if not each.unsaid and longest_row(each) <= most]
+    kept = [each for each in group.scored if not (each.unsaid or each.origin) and longest_row(each) <= most]
     return msgspec.structs.replace(group, trajectories=kept)
 
 

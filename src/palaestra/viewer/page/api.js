@@ -30,6 +30,13 @@ export async function get(name, params = {}, signal = undefined) {
   return body;
 }
 
+export async function post(name, body) {
+  const response = await fetch(`/api/${name}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  const answer = await response.json().catch(() => ({ detail: response.statusText }));
+  if (!response.ok) throw new Error(answer.detail || response.statusText);
+  return answer;
+}
+
 // Answers that do not change while a rollout is finished are kept for going back and forth.
 export async function getKept(name, params) {
   const key = `${name}?${query(params)}`;
@@ -50,7 +57,7 @@ function fromFile(name, params) {
   }
   if (name === "search") return searched(params.text);
   if (name === "siblings") return embedded.answers[`siblings?${params.id[0].slice(0, params.id[0].lastIndexOf("/"))}`] || missing("this comparison");
-  const key = name === "rollout" ? `rollout?${params.id}` : name === "tokens" ? `tokens?${params.id}?${params.row || 0}` : name;
+  const key = ["rollout", "forks", "judgement"].includes(name) ? `${name}?${params.id}` : name === "tokens" ? `tokens?${params.id}?${params.row || 0}` : name;
   return embedded.answers[key] || missing(name === "rollout" ? `rollout ${params.id}` : name);
 }
 
@@ -62,20 +69,22 @@ const NUMBERS = { reward: (row) => row.reward, official: (row) => row.official ?
 export function valueOf(row, field) {
   if (field.startsWith("metric.")) return row.metrics[field.slice(7)];
   if (field === "label") return row.labels;
+  if (field === "tag") return row.tags;
   if (field === "group") return row.group_id;
   return field in NUMBERS ? NUMBERS[field](row) : row[field];
 }
 
 function fits(row, [field, comparison, value]) {
   if (field === "differs") return row.official !== null && row.official !== row.reward;
+  if (field === "changed") return row.regraded !== null && row.regraded !== row.reward;
   if (field === "any") return [row.task, row.id, row.error, row.category, row.answer].some((each) => String(each || "").toLowerCase().includes(String(value).toLowerCase()));
   const found = valueOf(row, field);
-  if (field === "label") {
+  if (field === "label" || field === "tag") {
     const has = value === "" ? found.length === 0 : comparison === ":" ? found.some((each) => each.includes(value)) : found.includes(value);
     return comparison === "!=" ? !has : has;
   }
   if (value === "" && typeof found !== "string") return (found === null || found === undefined) === (comparison !== "!=");
-  if (typeof found === "string" || ["task", "id", "outcome", "blame", "error", "category", "answer", "group"].includes(field)) {
+  if (typeof found === "string" || ["task", "id", "outcome", "blame", "error", "category", "answer", "group", "verdict", "note"].includes(field)) {
     const text = String(found ?? "");
     return comparison === ":" ? text.toLowerCase().includes(String(value).toLowerCase()) : comparison === "!=" ? text !== value : text === value;
   }

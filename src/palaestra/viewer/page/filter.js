@@ -1,14 +1,15 @@
 // The filter's grammar: `reward<1 outcome:max_turns label=tests_edited parser`. The rest are words in task, error, answer.
 
-export const FIELDS = ["task", "id", "outcome", "blame", "label", "error", "category", "answer", "group", "reward", "official", "tokens", "turns", "seconds", "calls", "errors", "cost", "index", "segments"];
-const TERM = /^(differs|[a-z]+(?:\.[^\s:=!<>]+)?)(?:(:|!=|<=|>=|=|<|>)(.*))?$/s;
+export const FIELDS = ["task", "id", "outcome", "blame", "label", "error", "category", "answer", "group", "reward", "official", "tokens", "turns", "seconds", "calls", "errors", "cost", "index", "segments", "tag", "verdict", "note", "regraded"];
+const BARE = ["differs", "changed"];
+const TERM = /^(differs|changed|[a-z]+(?:\.[^\s:=!<>]+)?)(?:(:|!=|<=|>=|=|<|>)(.*))?$/s;
 
 export function parse(text) {
   const where = [], problems = [];
   for (const found of text.matchAll(/(?:[^\s"]|"[^"]*")+/g)) {
     const word = found[0];
     const [, field, comparison, raw] = word.match(TERM) || [];
-    if (field === "differs" && !comparison) where.push(["differs", "=", 1]);
+    if (BARE.includes(field) && !comparison) where.push([field, "=", 1]);
     else if (comparison && (FIELDS.includes(field) || field.startsWith("metric."))) {
       const value = raw.replace(/^"(.*)"$/s, "$1");
       where.push([field, comparison, value === "none" ? "" : value]);
@@ -19,4 +20,4 @@ export function parse(text) {
 }
 
 const quoted = (value) => (value === "" ? "none" : /[\s"]/.test(value) ? `"${String(value).replace(/"/g, "")}"` : value);
-export const asText = (where) => where.map(([field, comparison, value]) => (field === "differs" ? "differs" : field === "any" ? quoted(value) : `${field}${comparison}${quoted(value)}`)).join(" ");
+export const asText = (where) => where.map(([field, comparison, value]) => (BARE.includes(field) ? field : field === "any" ? quoted(value) : `${field}${comparison}${quoted(value)}`)).join(" ");

@@ -3,6 +3,8 @@
 import { h, add, chip, count, seconds, figure, rewardTag, link, address, copy, plural, when, say, plain } from "./dom.js";
 import { getKept, isFile } from "./api.js";
 import { isTests, passed, reasons as reasonsOf } from "./reasons.js";
+import { forksOf, mark, origin } from "./forks.js";
+import { judgementOf, judgement, gradeFacts } from "./judgement.js";
 import { block, content, tree, start, isDiff } from "./text.js";
 
 const STAGES = ["admit", "acquire", "setup", "agent", "model", "tool", "seal", "grade"];
@@ -10,12 +12,14 @@ const THINK = /<think>([\s\S]*?)(?:<\/think>|$)\s*/g;
 
 export async function show(params, shell) {
   const [run, id] = [params.get("run"), params.get("id")];
-  const rollout = await getKept("rollout", { run, id });
+  const [rollout, forked, judged] = await Promise.all([getKept("rollout", { run, id }), forksOf(run, id), judgementOf(run, id)]);
   const source = { run, id };
   shell.title(`${rollout.task_id} #${rollout.index}`, [["runs", "#/runs"], [run, address("run", { run })], [rollout.task_id, address("run", { run, where: JSON.stringify([["group", "=", rollout.group_id]]) })], [`#${rollout.index}`, null]]);
   const turns = conversation(rollout, source);
   const outline = h("nav.outline", { "aria-label": "Turns" }, turns.map((turn, place) => turn.entry(place)));
-  const main = h("div.rollout", {}, head(rollout, run), h("div.columns", {}, outline, h("div.thread", {}, turns.map((turn) => turn.node), endings(rollout, source))));
+  mark(turns, forked);
+  for (const turn of turns) turn.node.classList.toggle("shared", Boolean(rollout.origin) && turn.number !== null && turn.number <= rollout.origin.turn);
+  const main = h("div.rollout", {}, head(rollout, run, judged, [...origin(rollout, forked.origin), judgement(run, rollout, judged)]), h("div.columns", {}, outline, h("div.thread", {}, turns.map((turn) => turn.node), endings(rollout, source))));
   let at = -1;
   const go = (place, scroll = true) => {
     if (!turns.length) return;
@@ -59,11 +63,12 @@ export function siblingsAddress(rollout, run) {
   return address("siblings", { run, id: members.slice(first, first + 8) });
 }
 
-function head(rollout, run) {
+function head(rollout, run, judged, callouts) {
   const facts = [];
   const fact = (name, value, title = "") => value && facts.push(h("div.fact", title ? { title } : {}, h("dt", {}, name), h("dd", {}, value)));
   fact("reward", rewardTag(rollout.in_flight ? null : rollout.reward, rollout.in_flight ? null : rollout.outcome));
   if (rollout.official !== undefined && rollout.official !== null) fact(rollout.official_name || "official", rewardTag(rollout.official));
+  gradeFacts(judged, fact);
   fact("outcome", rollout.outcome && h("span", { class: `o-text-${rollout.outcome}` }, rollout.outcome));
   fact("blame", rollout.blame);
   fact("turns", count((rollout.turns || []).length));
@@ -92,7 +97,7 @@ function head(rollout, run) {
         group.length > 1 ? h("a.button", { href: siblingsAddress(rollout, run), title: "compare with its siblings (s)" }, "siblings") : null,
         rollout.tokens ? h("a.button", { href: address("tokens", { run, id: rollout.id }), title: "exact tokens (t)" }, "tokens") : null,
         rollout.commands ? commandsMenu(rollout.commands) : null)),
-    h("dl.facts", {}, facts), reasons, timeBar(rollout), numbers(rollout));
+    h("dl.facts", {}, facts), callouts, reasons, timeBar(rollout), numbers(rollout));
 }
 
 const OUTCOMES = {

@@ -6,6 +6,8 @@ import { parse, asText, FIELDS } from "./filter.js";
 import { cell } from "./rollout.js";
 import { state, OUTCOMES } from "./runs.js";
 import { charts } from "./charts.js";
+import { originOfRun } from "./forks.js";
+import { judgedRun, judgedColumns } from "./judgement.js";
 import { tree } from "./text.js";
 import { notes, scores } from "./overview.js";
 
@@ -30,7 +32,7 @@ export async function show(params, shell) {
   const view = { rollouts, groups, scores, training, settings }[tab];
   const shown = await view({ run, found, where, go, body, params });
   return {
-    node: h("div.run", {}, facts(summary, run, go, found.training), notes(found), bar, body),
+    node: h("div.run", {}, facts(summary, run, go, found.training), originOfRun(found.fork), judgedRun(found.judged, (condition) => go({ tab: "rollouts", where: JSON.stringify([condition]) })), notes(found), bar, body),
     live: run,
     following: summary.state === "running",
     keys: { 1: ["rollouts", () => go({ tab: "rollouts" })], 2: ["groups", () => go({ tab: "groups" })], ...(shown || {}) },
@@ -94,6 +96,7 @@ async function rollouts({ run, found, where, go, body, params }) {
     ["task", "task", "minmax(9em, 1.3fr)", (row) => [h("span.dim", {}, row.category ? `${row.category} · ` : ""), row.task]],
     ["#", "index", "3em", (row) => String(row.position)],
     ["reward", "reward", "5em", (row) => rewardTag(row.reward, row.outcome)],
+    ...judgedColumns(found.judged),
     ...(judged ? [["official", "official", "5em", (row) => (row.official === null ? "" : rewardTag(row.official))]] : []),
     ["outcome", "outcome", "6.5em", (row) => [h("span", { class: `o-text-${row.outcome}` }, row.outcome), row.blame && row.outcome !== "natural" ? h("span.dim", {}, ` ${row.blame}`) : null]],
     ...(labelled ? [["labels", "label", "minmax(5em, 8em)", (row) => row.labels.join(", ")]] : []),

@@ -1,0 +1,64 @@
+"""The rewards that `palaestra grade` gave to the rollouts of a finished run, next to the recorded ones.
+
+They are in a file of their own in the run's folder, so the journal stays as it was. The file is append-only; the latest
+line of a rollout counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from palaestra.core.errors import ConfigError
+from palaestra.core.io.durable_files import UNREADABLE, lines_of, open_regular
+from palaestra.core.types import Label
+from palaestra.rollouts.annotations import append_lines
+from palaestra.rollouts.journal.journal import encoded
+
+GRADES_NAME = "grades.jsonl"
+GRADE_SCHEMA = "palaestra.grade/1"
+
+
+class Grade(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line: the new score of a rollout. `before` is the recorded reward. `reward` is None if the check failed, and
+    `error` then has the reason. `at` is in seconds since the epoch."""
+
+    schema: str
+    at: float
+    rollout_id: str
+    before: float | None = None
+    reward: float | None = None
+    official: float | None = None
+    labels: list[Label] = []
+    metrics: dict[str, float] = {}
+    error: str = ""
+
+
+_lines = msgspec.json.Decoder(Grade)
+
+
+def write_grade(folder: Path, grade: Grade) -> None:
+    """Append a new score to the file of the run in this folder. Raises `ConfigError` and `DiskError`."""
+    append_lines(folder / GRADES_NAME, encoded(grade) + b"\n")
+
+
+def read_grades(folder: Path) -> dict[str, Grade]:
+    """Return the latest new score of each rollout. Lines that cannot be read are left out. Raises `ConfigError` if the
+    file cannot be read."""
+    found: dict[str, Grade] = {}
+    path = folder / GRADES_NAME
+    try:
+        with open_regular(path) as file:
+            for line in lines_of(file):
+                try:
+                    grade = _lines.decode(line)
+                except UNREADABLE:
+                    continue
+                if grade.schema == GRADE_SCHEMA:
+                    found[grade.rollout_id] = grade
+    except FileNotFoundError:
+        return found
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return found
