@@ -196,7 +196,7 @@ def measure_files(run: Path, cache: Path) -> None:
             name = served.get("runs")["runs"][0]["name"]
             print(f"files: {kind} opening of the lines: first figures after {time.monotonic() - served.began:.2f} s")
             while served.get("run", run=name)["summary"]["state"] != "done":
-                time.sleep(0.05)
+                time.sleep(0.5)
             found = served.get("rollouts", run=name, offset="5000")["rows"][0]["id"]
             read_s = time.monotonic() - served.began
             print(f"files: {kind} opening of the lines: all read after {read_s:.2f} s, a rollout "

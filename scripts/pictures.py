@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pexpect
@@ -95,13 +96,21 @@ def record_chat(folder: Path, target: Path) -> None:
     screen.save(target, "palaestra chat")
 
 
-def draw_report(folder: Path, target: Path) -> None:
-    """Draw the report of a run in which a scripted model solves about every second task."""
+def draw_report(folder: Path, target: Path, *, failed: bool = False) -> None:
+    """Draw the report of a run in which a scripted model solves about every second task; or, if `failed`, the page of a
+    rollout that failed."""
     report = asyncio.run(run_half_solved(folder))
     with sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1100, "height": 700}, device_scale_factor=1)
         page.goto(report.as_uri())
+        page.wait_for_selector("a.row")
+        if failed:
+            page.keyboard.press("/")
+            page.keyboard.type("reward<1\n")
+            page.wait_for_function("[...document.querySelectorAll('a.row')].length < 20")
+            page.click("a.row >> nth=0")
+            page.wait_for_selector(".turn")
         page.screenshot(path=target)
         browser.close()
 
@@ -119,6 +128,9 @@ ALL = {
     "run.svg": Picture(record_run, {"README.md": _EXAMPLE, "src/palaestra/rollouts/observe/console.py": ""}),
     "chat.svg": Picture(record_chat, {"src/palaestra/doors/chat/terminal.py": ""}),
     "report.png": Picture(draw_report, {"README.md": _EXAMPLE, "src/palaestra/viewer/page/run.js": ""}),
+    "view.png": Picture(
+        partial(draw_report, failed=True), {"README.md": _EXAMPLE, "src/palaestra/viewer/page/rollout.js": ""}
+    ),
     "spine.svg": Picture(draw_spine, {"docs/pictures/spine.mmd": ""}),
 }
 

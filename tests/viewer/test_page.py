@@ -223,9 +223,10 @@ def test_the_file_shows_the_same_without_a_server(real: Path, tmp_path: Path, ch
     assert out.stat().st_size < 2_000_000
 
     async def visit(page: Page, base: str) -> None:
+        assert await page.locator("a.row").count() == 4
+        await go(page, base, "runs")
         assert await page.locator("table.wide tbody tr").count() == 1
         await go(page, base, "run", run=real.name)
-        assert await page.locator("a.row").count() == 4
         await go(page, base, "run", run=real.name, where='[["index","<",2]]', sort="reward desc")
         assert await page.locator("a.row").count() == 2
         await go(page, base, "run", run=real.name, tab="groups")
@@ -324,6 +325,7 @@ def test_a_report_has_scores_causes_and_the_rollouts_that_fit(tmp_path: Path, ch
     assert palaestra(["report", str(run)]) == 0
 
     async def visit(page: Page, base: str) -> None:
+        assert await page.locator("a.row").count() == 3, "the file opens with the page of the run"
         await go(page, base, "run", run="run", tab="scores")
         text = await page.inner_text("main")
         assert "1 rollout failed (grader), first g/2: no such column" in text

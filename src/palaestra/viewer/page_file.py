@@ -186,7 +186,7 @@ def assembled(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the page as one document with these data."""
     begin, end = _frame()
     yield begin
-    packer, waiting = zlib.compressobj(6), bytearray()
+    packer, waiting = zlib.compressobj(4), bytearray()
     for piece in pieces:
         waiting += packer.compress(piece)
         if len(waiting) >= _BLOCK:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import shlex
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -83,16 +83,30 @@ def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:
     }
 
 
-def cut(value: JSON, long_chars: int = LONG_CHARS, path: str = "") -> JSON:
+def cut(value: JSON, long_chars: int = LONG_CHARS) -> JSON:
     """Return the value with every long text replaced by a mapping of `$cut` (its path), `head`, `tail` and `chars`."""
-    if isinstance(value, str) and len(value) > long_chars:
-        head, tail = min(_HEAD_CHARS, long_chars * 3 // 5), min(_TAIL_CHARS, long_chars // 5)
-        return {CUT: path, "head": value[:head], "tail": value[-tail:], "chars": len(value)}
-    if isinstance(value, Mapping):
-        return {key: cut(each, long_chars, f"{path}/{_escaped(str(key))}") for key, each in value.items()}
-    if isinstance(value, list):
-        return [cut(each, long_chars, f"{path}/{place}") for place, each in enumerate(value)]
+    return _cut(value, long_chars, None)
+
+
+def _cut(value: JSON, long_chars: int, path: JSON) -> JSON:
+    """Do the work of `cut`. `path` is the pair of the path above and the last key, because most paths are not used."""
+    if type(value) is str:
+        return value if len(value) <= long_chars else _parts(value, long_chars, path)
+    if type(value) is dict:
+        return {key: _cut(each, long_chars, (path, key)) for key, each in value.items()}
+    if type(value) is list:
+        return [_cut(each, long_chars, (path, place)) for place, each in enumerate(value)]
     return value
+
+
+def _parts(value: str, long_chars: int, path: JSON) -> dict[str, JSON]:
+    names: list[str] = []
+    while path is not None:
+        path, name = path
+        names.append(_escaped(str(name)))
+    head, tail = min(_HEAD_CHARS, long_chars * 3 // 5), min(_TAIL_CHARS, long_chars // 5)
+    pointer = "".join(f"/{name}" for name in reversed(names))
+    return {CUT: pointer, "head": value[:head], "tail": value[-tail:], "chars": len(value)}
 
 
 def text_at(index: RunIndex, rollout_id: str, path: str, start: int, chars: int) -> str:

@@ -25,9 +25,9 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import UNREADABLE, lines_of, open_regular
 from palaestra.core.types import JSON
-from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnded, TurnTaken
+from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnded, RunStarted, TurnTaken
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
-from palaestra.rollouts.journal.journal import check_schema
+from palaestra.rollouts.journal.journal import check_config, check_schema
 from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
 
 _FORMAT = "4"
@@ -435,7 +435,9 @@ class RunIndex:
     def _take(self, part: _Slice, line: bytes) -> None:
         try:
             event = _decoded(_lines, line)
-        except UNREADABLE as error:
+            if event.event in ("run", "resume"):
+                check_config(RunStarted(at=event.at, run_id="", env="", model="", seed=0, config=event.config))
+        except (*UNREADABLE, ValueError) as error:
             if part.place == 0:
                 raise ConfigError(f"{self.path} is not the journal of a run: {error}") from None
             part.damaged += 1

@@ -102,6 +102,6 @@ def numbers_of(value: JSON) -> dict[str, float]:
 def seconds_of(value: JSON) -> float:
     """Return a time in ISO 8601 as seconds since the epoch; 0 if there is none."""
     try:
-        return datetime.fromisoformat(text_of(value)).timestamp()
+        return max(0.0, datetime.fromisoformat(text_of(value)).timestamp())
     except (ValueError, OverflowError, OSError):
         return 0.0

@@ -2,6 +2,7 @@
 
 let embedded = null;
 export const isFile = () => embedded !== null;
+export const ofFile = () => embedded.answers.runs.runs[0].name;
 export const leftOut = () => embedded?.left_out || 0;
 
 export async function open() {

@@ -44,6 +44,7 @@ const shell = {
 
 function place() {
   const [name, text] = location.hash.replace(/^#\//, "").split(/\?(.*)/s);
+  if (!name && api.isFile()) return { name: "run", params: new URLSearchParams({ run: api.ofFile() }) };
   return { name: name || "", params: new URLSearchParams(text || "") };
 }
 
