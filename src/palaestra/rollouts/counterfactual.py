@@ -38,7 +38,7 @@ from palaestra.rollouts.journal.reader import find_rollout
 from palaestra.rollouts.middleware import Ask, ChatCall
 from palaestra.rollouts.records import Group, Origin, Trajectory
 from palaestra.rollouts.resume.observation_diff import classify, first_difference
-from palaestra.rollouts.resume.recorded_turns import HARMLESS, RecordedTurns
+from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns
 from palaestra.rollouts.resume.state import CutOff, taken_until
 from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra.sandbox.slot import Snapshot
@@ -119,7 +119,7 @@ class ContinuedTurns(RecordedTurns):
 
     @property
     def restarts(self) -> bool:
-        return self.continues
+        return self.continues or self.failed is Mismatch.SETUP
 
     @property
     def continues(self) -> bool:
@@ -148,6 +148,10 @@ class ContinuedTurns(RecordedTurns):
 
     def answers(self, touches_world: bool) -> bool:
         return self._is_shared and (self.forked or touches_world)
+
+    def found_setup(self) -> None:
+        if self.forked and not self._at:
+            raise self.fail(Mismatch.SETUP)
 
     def found_background(self) -> None:
         if not self._was_shared:
