@@ -82,9 +82,9 @@ def pressed(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 class Presser(TokenChat):
     """Presses `STEPS` random keys and says so; every second last key is right. `sampled` counts the tokens."""
 
-    def __init__(self, seed: int = 3) -> None:
+    def __init__(self, seed: int = 3, name: str = "presser") -> None:
         self.toy = toy_tokenizer([CALL.format(key=key) for key in range(4)] * 20, plain=("<tool_call>", "</tool_call>"))
-        super().__init__(APIServerConfig(model_name="presser"), tokenizer=self.toy)
+        super().__init__(APIServerConfig(model_name=name), tokenizer=self.toy)
         self.rng = random.Random(seed)
         self.lasts = itertools.count()
         self.sampled = 0
@@ -236,6 +236,17 @@ def test_servers_with_and_without_tokens_continue_each_other(tmp_path: Path) -> 
     _, plain = continued(exact, 2, 2, Talker())
     assert [each.scored for each in plain] == [True, True]
     assert all(each.ledger is None for each in plain)
+
+
+def test_another_model_gets_the_turns_as_messages(tmp_path: Path) -> None:
+    run = original(tmp_path)
+    fork, found = continued(run, 2, 2, Presser(9, name="other"))
+    assert [each.scored for each in found] == [True, True]
+    assert all(each.messages[:5] == run.trajectories[0].messages[:5] for each in found)
+    assert all(each.ledger is not None and len(each.ledger.turns) == STEPS + 1 - 2 for each in found)
+    verdict = verify_run(fork.path / "journal.jsonl")
+    assert verdict.ok, verdict.violation
+    assert verdict.trained == sum(each.completion_tokens for each in found)
 
 
 @pytest.mark.parametrize("after", [1, 3, 8, 14])
