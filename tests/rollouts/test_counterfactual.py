@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 import palaestra
+from envs.agent_script import WITH_META
 from palaestra import ConfigError, Rollout, Slot, Task, environment
 from palaestra.cli.main import main
 from palaestra.core.types import JSON, Outcome
@@ -31,7 +32,7 @@ from palaestra.inference.engine import (
     ToolCallMessage,
 )  # fmt: skip
 from palaestra.inference.engines.token_engine import TokenChat
-from palaestra.rollouts.counterfactual import FORK_NAME, fork_of, read_fork
+from palaestra.rollouts.counterfactual import FORK_NAME, fork_of, read_fork, resumed_fork
 from palaestra.rollouts.events import RolloutEnded, TurnTaken
 from palaestra.rollouts.export.token_rows import ExportedRow
 from palaestra.rollouts.journal.journal import read_journal
@@ -81,9 +82,9 @@ def pressed(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 class Presser(TokenChat):
     """Presses `STEPS` random keys and says so; every second last key is right. `sampled` counts the tokens."""
 
-    def __init__(self, seed: int = 3) -> None:
+    def __init__(self, seed: int = 3, name: str = "presser") -> None:
         self.toy = toy_tokenizer([CALL.format(key=key) for key in range(4)] * 20, plain=("<tool_call>", "</tool_call>"))
-        super().__init__(APIServerConfig(model_name="presser"), tokenizer=self.toy)
+        super().__init__(APIServerConfig(model_name=name), tokenizer=self.toy)
         self.rng = random.Random(seed)
         self.lasts = itertools.count()
         self.sampled = 0
@@ -237,6 +238,17 @@ def test_servers_with_and_without_tokens_continue_each_other(tmp_path: Path) -> 
     assert all(each.ledger is None for each in plain)
 
 
+def test_another_model_gets_the_turns_as_messages(tmp_path: Path) -> None:
+    run = original(tmp_path)
+    fork, found = continued(run, 2, 2, Presser(9, name="other"))
+    assert [each.scored for each in found] == [True, True]
+    assert all(each.messages[:5] == run.trajectories[0].messages[:5] for each in found)
+    assert all(each.ledger is not None and len(each.ledger.turns) == STEPS + 1 - 2 for each in found)
+    verdict = verify_run(fork.path / "journal.jsonl")
+    assert verdict.ok, verdict.violation
+    assert verdict.trained == sum(each.completion_tokens for each in found)
+
+
 @pytest.mark.parametrize("after", [1, 3, 8, 14])
 def test_a_killed_fork_is_resumed_without_the_earlier_run(tmp_path: Path, after: int) -> None:
     """The journal ends after some turns: within the shared ones, or after turns of its own."""
@@ -384,6 +396,20 @@ def test_another_file_in_the_place_of_the_forks_is_refused(tmp_path: Path) -> No
         asyncio.run(palaestra.run(lock(), server=Presser(9), resume=fork.path))
 
 
+def test_a_resumed_fork_loads_no_folder_but_a_kept_workspace(tmp_path: Path) -> None:
+    fork, _ = continued(original(tmp_path), 1, 1)
+    begins = read_fork(fork.path)
+    assert begins is not None
+    place = fork.path.parent / "other" / "workspaces" / "000000-lock-0" / "0"
+    outside = tmp_path.parent / "workspaces" / "000000-lock-0" / "0"
+    for workspace, used in ((place, True), (Path("/etc"), False), (outside, False), (fork.path, False)):
+        named = msgspec.structs.replace(begins, workspace=str(workspace))
+        (fork.path / FORK_NAME).write_bytes(msgspec.json.encode(named))
+        found = resumed_fork(fork.path, {"fork": begins.facts})
+        assert found is not None
+        assert bool(found.workspace) == used, workspace
+
+
 def test_the_cost_of_the_earlier_run_is_not_counted_again(tmp_path: Path) -> None:
     run = original(tmp_path)
     limits = {"prompt_price": 1.0, "completion_price": 1.0}
@@ -393,3 +419,20 @@ def test_the_cost_of_the_earlier_run_is_not_counted_again(tmp_path: Path) -> Non
     assert fork.status.cost == pytest.approx(own)
     ended = [event for event in read_journal(fork.path / "journal.jsonl") if isinstance(event, RolloutEnded)]
     assert len(ended) == 2
+
+
+def test_a_kept_workspace_is_not_used_if_each_rollout_sets_up_its_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An agent environment of the contract, whose set-up would run over the kept files, and whose calls are text."""
+    monkeypatch.chdir(tmp_path)
+    Path("word_env.py").write_text(WITH_META)
+    line = ["--policy", "oracle", "--keep-workspaces", "--env.tool_pool_mode", "local", "--tasks", "1"]
+    assert main(["run", "word_env.py", *line]) == 0
+    before = capsys.readouterr().out.strip()
+    assert main(["fork", before, "000000-alpha/0", "--turn", "1", "--times", "3"]) == 0
+    told = capsys.readouterr()
+    found = palaestra.open_run(told.out.strip()).trajectories
+    assert "from the kept workspace" in told.err
+    assert [(each.reward, each.origin and each.origin.state) for each in found] == [(1.0, "rebuilt")] * 3
+    assert [each.messages for each in found] == [palaestra.open_run(before).trajectories[0].messages] * 3

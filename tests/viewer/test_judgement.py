@@ -282,3 +282,39 @@ def test_a_link_in_the_place_of_the_file_is_reported(tmp_path: Path) -> None:
     visit(run, scenario)
     assert os.readlink(run / ANNOTATIONS_NAME) == str(victim)
     assert victim.read_text() == "mine"
+
+
+SCRIPT = """
+from palaestra import Task, environment
+
+@environment(toolsets=["terminal"])
+def one_file():
+    yield Task(id="one", prompt="Write a.", solution="echo 1 > a")
+
+@one_file.score
+async def written(sandbox):
+    return float(await sandbox.read_text("a", missing="") == "WANTED\\n")
+"""
+
+
+@pytest.mark.slots
+def test_the_command_grade_keeps_the_new_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_env.py").write_text(SCRIPT.replace("WANTED", "2"))
+    assert palaestra(["run", "my_env.py", "--policy", "oracle", "--group", "2", "--keep-workspaces"]) == 0
+    run = Path(capsys.readouterr().out.strip())
+    journal = (run / "journal.jsonl").read_bytes()
+    Path("my_env.py").write_text(SCRIPT.replace("WANTED", "1"))
+    assert palaestra(["grade", str(run)]) == 0
+    assert [(each.before, each.reward) for each in read_grades(run).values()] == [(0.0, 1.0)] * 2
+    Path("my_env.py").write_text(SCRIPT.replace("WANTED", "2"))
+    assert palaestra(["grade", str(run)]) == 0
+    assert [(each.before, each.reward) for each in read_grades(run).values()] == [(0.0, 0.0)] * 2
+    assert len((run / GRADES_NAME).read_bytes().splitlines()) == 4
+    assert (run / "journal.jsonl").read_bytes() == journal
+    (run / GRADES_NAME).unlink()
+    (run / GRADES_NAME).mkdir()
+    assert palaestra(["grade", str(run)]) == 0
+    assert "the new rewards are not kept" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def command(
             found.append(regraded)
             try:
                 write_grade(opened.path, _grade(regraded))
-            except DiskError as error:  # the run of somebody else, for example
+            except (ConfigError, DiskError) as error:  # the run of somebody else, for example
                 unwritten.append(str(error))
             if as_json:
                 click.echo(json.dumps(_fields(regraded)))

@@ -38,7 +38,7 @@ from palaestra.rollouts.journal.reader import find_rollout
 from palaestra.rollouts.middleware import Ask, ChatCall
 from palaestra.rollouts.records import Group, Origin, Trajectory
 from palaestra.rollouts.resume.observation_diff import classify, first_difference
-from palaestra.rollouts.resume.recorded_turns import HARMLESS, RecordedTurns
+from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns
 from palaestra.rollouts.resume.state import CutOff, taken_until
 from palaestra.rollouts.workspaces import UNTOUCHED
 from palaestra.sandbox.slot import Snapshot
@@ -55,9 +55,9 @@ _PROCESSES = ("live_processes", "processes_at_end")
 
 class Counterfactual(msgspec.Struct, kw_only=True):
     """The point at which the rollouts of a run begin, with the recorded turns up to it. `turns` begins with the opening
-    messages. `index`, `group_id`, `number`, `task_id` and `tools_hash` are those of the earlier rollout and its group.
-    `workspace` is the folder of the kept workspace, or empty if the calls are run again. `seed` is the seed of the new
-    run's scripted replies; model servers choose their own."""
+    messages, and `model` has sampled them. `index`, `group_id`, `number`, `task_id` and `tools_hash` are those of the
+    earlier rollout and its group. `workspace` is the folder of the kept workspace, or empty if the calls are run again.
+    `seed` is the seed of the new run's scripted replies; model servers choose their own."""
 
     schema: str = FORK_SCHEMA
     origin: Origin
@@ -68,6 +68,7 @@ class Counterfactual(msgspec.Struct, kw_only=True):
     tools_hash: str
     seed: str
     turns: list[TurnTaken]
+    model: str = ""
     workspace: str = ""
 
     @property
@@ -79,6 +80,13 @@ class Counterfactual(msgspec.Struct, kw_only=True):
     def calls(self) -> int:
         """The number of recorded calls in the turns."""
         return sum(map(_calls, self.turns))
+
+    def for_model(self, name: str) -> Counterfactual:
+        """Return the same point for a run with this model. Another model may have other tokens, so it gets the recorded
+        turns as messages, which its own template renders."""
+        if name == self.model:
+            return self
+        return msgspec.structs.replace(self, turns=[msgspec.structs.replace(turn, sampled=[]) for turn in self.turns])
 
     def recorded(self, snapshot: Snapshot | None) -> ContinuedTurns:
         """Return the turns for an attempt at a rollout. `snapshot` is the kept workspace, or None."""
@@ -119,7 +127,7 @@ class ContinuedTurns(RecordedTurns):
 
     @property
     def restarts(self) -> bool:
-        return self.continues
+        return self.continues or self.failed is Mismatch.SETUP
 
     @property
     def continues(self) -> bool:
@@ -148,6 +156,10 @@ class ContinuedTurns(RecordedTurns):
 
     def answers(self, touches_world: bool) -> bool:
         return self._is_shared and (self.forked or touches_world)
+
+    def found_setup(self) -> None:
+        if self.forked and not self._at:
+            raise self.fail(Mismatch.SETUP)
 
     def found_background(self) -> None:
         if not self._was_shared:
@@ -255,6 +267,7 @@ def fork_of(journal: Path, rollout: str, turn: int, seed: str) -> Counterfactual
         tools_hash=group.tools_hash,
         seed=seed,
         turns=[msgspec.structs.replace(event, cost=None) for event in shared],
+        model=reader.model,
         workspace=_workspace(journal.parent, ended, cut_off.events, turn),
     )
 
@@ -287,7 +300,7 @@ class _Reader:
 
     def __init__(self, journal: Path, rollout_id: str) -> None:
         self.rollout_id = rollout_id
-        self.run_id = ""
+        self.run_id = self.model = ""
         self.group: Group | None = None
         self.ended: Trajectory | None = None
         self.turns: dict[str, CutOff] = {}
@@ -305,9 +318,9 @@ class _Reader:
 
     def _take(self, event: AnyJournalEvent, journal: Path) -> None:
         match event:
-            case RunStarted(run_id=run_id, schema=schema):
+            case RunStarted(run_id=run_id, model=model, schema=schema):
                 check_schema(schema, journal)
-                self.run_id = run_id
+                self.run_id, self.model = run_id, model
             case RunResumed():
                 pass
             case GroupStarted(group=group) if group.group_id == self._group_id:

@@ -107,6 +107,7 @@ class GroupRun:
         self._tree: RolloutTree | None = None
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
         self._continued: Snapshot | None = None
+        self._rebuilds = False  # whether the kept workspace cannot be used, because set-up would damage it
 
     async def run(self) -> Group:
         """Return the finished group, already in the journal. Raises only on cancellation, for bugs, and for errors that
@@ -403,7 +404,7 @@ class GroupRun:
             if recorded is None and self._tree is not None and not chained:
                 recorded = await self._branched(index)
             if recorded is None and begins is not None:
-                recorded = begins.recorded(self._continued)
+                recorded = begins.recorded(None if self._rebuilds else self._continued)
             seeded = self._seeded("rollout", index if begins is None else begins.index)
             sampling = None if begins is None else Seeded(f"{begins.seed}:{index}")
             spec = RolloutSpec(self.group.group_id, index, self.task, seeded, self._kit, self._snapshot, sampling)
@@ -427,7 +428,9 @@ class GroupRun:
                         event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout, trajectory)
             if restarts:
                 assert recorded is not None
-                self._start_again(index, recorded)
+                self._rebuilds |= recorded.failed is Mismatch.SETUP
+                if recorded.failed is not Mismatch.SETUP or recorded.continues:  # otherwise, nothing was written yet
+                    self._start_again(index, recorded)
                 recorded, chained = None, True
                 continue
             if not retried:

@@ -594,6 +594,8 @@ class Rollout:
         follow.
         """
         self.stages.sign_of_life()
+        if turn is None and self._slot is not None and self.recorded is not None:
+            self.recorded.found_setup()
         taken = self._log.match(turn, messages)
         self._take_inner_calls(taken.turn.number)
         if taken.known and turn is not None:

@@ -148,6 +148,7 @@ async def run(
         await stack.enter_async_context(opened(environment))
         task_limit(parsed, environment)  # reports an unusable limit before the run begins
         await engine.probe(_offered_tools(environment, config.seed))
+        begins = None if begins is None else begins.for_model(engine.name)
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)
         output = open_output(

@@ -47,6 +47,7 @@ class Mismatch(StrEnum):
     TOKENS = "its tokens differ"
     QUESTION = "the model would be asked a different question"
     BACKGROUND = "a process was running in the background"
+    SETUP = "its set-up used the sandbox"
 
 
 @dataclass(slots=True)
@@ -211,6 +212,10 @@ class RecordedTurns:
             return None
         self._calls.remove(call)
         return call.observed
+
+    def found_setup(self) -> None:
+        """Take note that set-up has used the sandbox before the agent began. Raises `CannotResume` if the sandbox had
+        the state of a later turn, which the set-up may have damaged."""
 
     def found_background(self) -> None:
         """Take note of a process that still runs after a repeated turn. Raises `CannotResume`, because the state of the

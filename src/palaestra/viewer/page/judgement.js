@@ -74,6 +74,6 @@ export function judgedColumns(found) {
   const said = found && (Object.keys(found.tags).length > 0 || Object.keys(found.verdicts).length > 0);
   return [
     ...(found && found.regraded ? [["again", "regraded", "5em", (row) => (row.regraded === null ? "" : rewardTag(row.regraded))]] : []),
-    ...(said ? [["judged", "", "minmax(5em, 9em)", (row) => [row.verdict ? h("b", {}, spoken(row.verdict)) : null, row.verdict && row.tags.length ? " " : null, row.tags.join(", ")]]] : []),
+    ...(said ? [["judged", "", "minmax(8em, 14em)", (row) => [row.verdict ? h("b", {}, spoken(row.verdict)) : null, row.verdict && row.tags.length ? " " : null, row.tags.join(", ")]]] : []),
   ];
 }
