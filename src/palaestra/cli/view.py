@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,8 +50,15 @@ if TYPE_CHECKING:
 @click.option(
     "--rollout", "rollouts", multiple=True, metavar="PATTERN", help="With --html: only these rollouts. Repeatable."
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the address, or the path of the file, as JSON.")
 def command(
-    run: str, port: int, no_open: bool, tokenizer: str | None, html: Path | None, rollouts: tuple[str, ...]
+    run: str,
+    port: int,
+    no_open: bool,
+    tokenizer: str | None,
+    html: Path | None,
+    rollouts: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     from palaestra.core.errors import ConfigError
     from palaestra.viewer.runs import index_store, open_runs
@@ -62,13 +70,14 @@ def command(
         from palaestra.viewer.page_file import Chosen, write_page
 
         runs = open_runs(run or "last", index_store())
-        click.echo(write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer)))
+        path = write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer))
+        click.echo(json.dumps({"path": str(path)}) if as_json else path)
         return
     runs = open_runs(run, index_store())
-    asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, not no_open))
+    asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, not no_open, as_json))
 
 
-async def _serve(runs: Runs, texts: TokenTexts, port: int, opens: bool) -> None:
+async def _serve(runs: Runs, texts: TokenTexts, port: int, opens: bool, as_json: bool) -> None:
     import secrets
     import webbrowser
 
@@ -77,7 +86,7 @@ async def _serve(runs: Runs, texts: TokenTexts, port: int, opens: bool) -> None:
     token = secrets.token_urlsafe(24)
     async with serving(Viewer(runs, token, texts), token, port) as url:
         address = f"{url}/?token={token}"
-        click.echo(address)
+        click.echo(json.dumps({"address": address}) if as_json else address)
         click.echo("Ctrl-C stops the viewer", err=True)
         if opens:
             await asyncio.to_thread(webbrowser.open, address)
