@@ -4,7 +4,8 @@ Counts the package's files in which a function is called, and the deepest stack 
 the command line, each in a separate process:
 
 `run` is one task, one rollout and one command in a slot (the reference solution), scored by a function that reads one
-file. Grading is also counted alone, with everything that is called until it returns. `calls` is a rollout with two
+file. Grading is also counted alone, with everything that is called until it returns. The report that the run writes at
+its end is counted alone too, and not as a part of the run: nothing of the run depends on it. `calls` is a rollout with two
 commands, of which only the second is counted, because the first creates the slot. `tokens` is a token-exact run of two
 turns that executes no tool; the functions that handle its tokens are counted: sampling, the record, the journal and the
 exported group.
@@ -86,6 +87,7 @@ class Part:
 PARTS = {
     "tool call": Part(("agent/tool_calls.py:ToolCalls.run",), skipped=1),
     "grading": Part(("rollouts/environment.py:Environment.grade",)),
+    "report": Part(("viewer/page_file.py:write_report",)),
     "token to group": Part(
         (
             "inference/token_exact/managed_chat.py:ManagedChat.chat_completion",
@@ -96,14 +98,14 @@ PARTS = {
         )
     ),
 }
-WHOLE = "whole run"
-RUNS = {"run": (WHOLE, "grading"), "calls": ("tool call",), "tokens": ("token to group",)}
+WHOLE, REPORT = "whole run", "report"
+RUNS = {"run": (WHOLE, "grading", REPORT), "calls": ("tool call",), "tokens": ("token to group",)}
 """The runs, and the parts that are counted in each run."""
 
-GOALS = {WHOLE: 85, "tool call": 26, "grading": 26, "token to group": 32}
+GOALS = {WHOLE: 85, "tool call": 26, "grading": 26, REPORT: 20, "token to group": 32}
 """The target for the number of files of each part."""
 DEPTH_GOAL = 20
-CAPS = {WHOLE: 85, "tool call": 24, "grading": 29, "token to group": 34}
+CAPS = {WHOLE: 85, "tool call": 24, "grading": 29, REPORT: 20, "token to group": 34}
 """The number of files of each part above which the exit code is 1."""
 DEPTH_CAP = 22
 
@@ -111,6 +113,7 @@ NAMES = {
     WHOLE: "a one-command run",
     "tool call": "one terminal call in a slot",
     "grading": "grading by one read file",
+    REPORT: "the report at the end of a run",
     "token to group": "from token to exported group",
 }
 
@@ -150,12 +153,13 @@ class Tracer:
         depth = self._depth(frame)
         if depth == 0:
             return
-        self.depth = max(self.depth, depth)
         if not _is_resumed(frame):
             self._called.update([place])
             self._open.update(part for part in self._parts_of(place) if self._called[place] > PARTS[part].skipped)
-            for opened in (WHOLE, *self._open):
+            for opened in [REPORT] if self._open[REPORT] else [WHOLE, *self._open]:
                 self.files.setdefault(opened, set()).add(file)
+        if not self._open[REPORT]:
+            self.depth = max(self.depth, depth)
 
     def _depth(self, frame: FrameType) -> int:
         """Return the number of the package's frames on the stack; 0 while a module is imported."""

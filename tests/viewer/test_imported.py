@@ -144,9 +144,10 @@ def test_a_name_in_a_log_chooses_no_tokenizer_and_no_path(tmp_path: Path) -> Non
     assert "openai" not in runs[name].config()
 
 
-def test_a_log_as_one_html_file(tmp_path: Path) -> None:
+def test_a_log_as_one_html_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sums.html"
-    assert main(["view", str(SUMS), "--html", str(out)]) == 0
+    assert main(["view", str(SUMS), "--html", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": str(out)}
     found = embedded(out)
     assert [row["task"] for row in found["rows"]] == ["one", "one", "2", "2", "bad", "bad"]
     assert found["answers"]["run"]["provenance"]["format"] == "inspect"

@@ -60,7 +60,6 @@ class _Help(click.Command):
       palaestra export RUN --to rows --out rows.jsonl     # exact tokens, for a trainer
       palaestra export last --to openai --min-reward 1    # solved tasks only, for fine-tuning
       palaestra export last --to table --task 'astropy-*' --outcome natural
-      palaestra export RUN --to table --out - | column -ts,
       palaestra export --from sessions --to openai --out chats.jsonl     # conversations of palaestra chat
 
     RUN is a run's folder, an id or `last`. The run need not have ended. The file is written to

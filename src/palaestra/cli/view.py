@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @click.option(
     "--rollout", "rollouts", multiple=True, metavar="PATTERN", help="With --html: only these rollouts. Repeatable."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the address of the page, or of the file, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the address, or the path of the file, as JSON.")
 def command(
     run: str,
     port: int,
@@ -71,8 +71,8 @@ def command(
         from palaestra.viewer.page_file import Chosen, write_page
 
         runs = open_runs(run or "last", index_store())
-        said = write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer))
-        click.echo(json.dumps({"file": str(html)}) if as_json else said)
+        path = write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer))
+        click.echo(json.dumps({"path": str(path)}) if as_json else path)
         return
     runs = open_runs(run, index_store())
     asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, opens=not no_open, as_json=as_json))
