@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from palaestra.agent.hermes_text import exchanged
-from palaestra.core.errors import ConfigError
+from palaestra.core.errors import ConfigError, SandboxError
 from palaestra.core.exits import plural
 from palaestra.core.io.durable_files import UNREADABLE, lines_of, read_regular
 from palaestra.core.types import JSON
@@ -41,7 +41,7 @@ from palaestra.rollouts.resume.observation_diff import classify, first_differenc
 from palaestra.rollouts.resume.recorded_turns import HARMLESS, Mismatch, RecordedTurns
 from palaestra.rollouts.resume.state import CutOff, taken_until
 from palaestra.rollouts.workspaces import UNTOUCHED
-from palaestra.sandbox.slot import Snapshot
+from palaestra.sandbox.slot import SlotSource, SlotSpec, Snapshot
 
 FORK_NAME = "fork.json"
 FORK_SCHEMA = "palaestra.fork/1"
@@ -88,18 +88,68 @@ class Counterfactual(msgspec.Struct, kw_only=True):
             return self
         return msgspec.structs.replace(self, turns=[msgspec.structs.replace(turn, sampled=[]) for turn in self.turns])
 
-    def recorded(self, snapshot: Snapshot | None) -> ContinuedTurns:
-        """Return the turns for an attempt at a rollout. `snapshot` is the kept workspace, or None."""
-        turns = [msgspec.structs.replace(event, messages=list(event.messages)) for event in self.turns]
-        cut_off = CutOff(self.tools_hash, turns, shared=self.origin.turn)
-        return ContinuedTurns(self.origin, cut_off, journalled=False, snapshot=snapshot)
 
-    def resumed(self, cut_off: CutOff, snapshot: Snapshot | None) -> ContinuedTurns | None:
-        """Return the turns of a rollout of the new run that was cut off; None if it had no turn of its own."""
-        cut_off.shared = self.origin.turn
-        if all(event.turn <= self.origin.turn for event in cut_off.events):
+class Continuation:
+    """What the rollouts of a counterfactual run share: the point at which they begin, and the kept workspace."""
+
+    def __init__(self, point: Counterfactual) -> None:
+        self.point = point
+        self._kept: Snapshot | None = None
+        self._rebuilds = False
+
+    async def load(self, pool: SlotSource, spec: SlotSpec) -> Exception | None:
+        """Load the kept workspace, if there is one, and return the error if it cannot be used. The recorded calls are
+        then run again."""
+        if not self.point.workspace or self._kept is not None:
             return None
-        return ContinuedTurns(self.origin, cut_off, journalled=True, snapshot=snapshot)
+        try:
+            self._kept = pool.continued(await pool.load(Path(self.point.workspace), spec))
+        except (OSError, ConfigError, SandboxError) as error:
+            return error
+        return None
+
+    def rebuild(self) -> None:
+        """Use the kept workspace for no further rollout, because set-up would damage it."""
+        self._rebuilds = True
+
+    async def aclose(self, pool: SlotSource) -> None:
+        """Drop the kept workspace. Idempotent."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await pool.forget(kept)
+
+    def recorded(self) -> ContinuedTurns:
+        """Return the turns for an attempt at a rollout."""
+        point = self.point
+        turns = [msgspec.structs.replace(event, messages=list(event.messages)) for event in point.turns]
+        cut_off = CutOff(point.tools_hash, turns, shared=point.origin.turn)
+        return ContinuedTurns(point.origin, cut_off, journalled=False, snapshot=self._snapshot)
+
+    def resumed(self, cut_off: CutOff) -> ContinuedTurns | None:
+        """Return the turns of a rollout of the new run that was cut off; None if it had no turn of its own."""
+        origin = self.point.origin
+        cut_off.shared = origin.turn
+        if all(event.turn <= origin.turn for event in cut_off.events):
+            return None
+        return ContinuedTurns(origin, cut_off, journalled=True, snapshot=self._snapshot)
+
+    @property
+    def _snapshot(self) -> Snapshot | None:
+        return None if self._rebuilds else self._kept
+
+    def summary(self, trajectories: Sequence[Trajectory]) -> str:
+        """Return one line about the state from which the rollouts continued."""
+        origins = [each.origin for each in trajectories if each.origin is not None]
+        rebuilt = [each for each in origins if each.state == REBUILT]
+        if not origins:
+            return "no rollout was continued"
+        if not rebuilt:
+            return "state: the kept workspace of the turn, without its processes and /tmp"
+        differing = [each.difference for each in rebuilt if each.difference]
+        if not differing:
+            return "state: rebuilt by the recorded calls, with the recorded results"
+        where = f"{len(differing)} of {plural(len(rebuilt), 'rollout')}"
+        return f"state: rebuilt by the recorded calls, whose results differ in {where}. The first: {differing[0]}"
 
 
 class ContinuedTurns(RecordedTurns):
@@ -180,21 +230,6 @@ class ContinuedTurns(RecordedTurns):
 
     def _note(self, turn: int, what: str) -> None:
         self._difference = self._difference or f"turn {turn}: {what}"
-
-
-def summary(trajectories: Sequence[Trajectory]) -> str:
-    """Return one line about the state from which counterfactual rollouts continued."""
-    origins = [each.origin for each in trajectories if each.origin is not None]
-    rebuilt = [each for each in origins if each.state == REBUILT]
-    if not rebuilt:
-        return "state: the kept workspace of the turn, without its processes and /tmp"
-    differing = [each.difference for each in rebuilt if each.difference]
-    if not differing:
-        return "state: rebuilt by the recorded calls, with the recorded results"
-    where = f"{len(differing)} of {plural(len(rebuilt), 'rollout')}"
-    return (
-        f"state: rebuilt by the recorded calls, whose results differ in {where}. The first that differs: {differing[0]}"
-    )
 
 
 def read_fork(folder: Path) -> Counterfactual | None:

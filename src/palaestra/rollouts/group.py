@@ -18,7 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -106,8 +105,6 @@ class GroupRun:
         self._play_numbers = itertools.count()
         self._tree: RolloutTree | None = None
         self._replacements = run.settings.group_size if run.settings.whole_groups else 0
-        self._continued: Snapshot | None = None
-        self._rebuilds = False  # whether the kept workspace cannot be used, because set-up would damage it
 
     async def run(self) -> Group:
         """Return the finished group, already in the journal. Raises only on cancellation, for bugs, and for errors that
@@ -137,10 +134,9 @@ class GroupRun:
                 self._shared[self.task.id] = self._snapshot
             elif self._snapshot is not None:
                 await asyncio.shield(run.workspaces.pool.forget(self._snapshot))
-            if self._continued is not None:
-                await asyncio.shield(run.workspaces.pool.forget(self._continued))
-        if run.counterfactual is not None:
-            self._note_continued()
+            if run.counterfactual is not None:
+                await asyncio.shield(run.counterfactual.aclose(run.workspaces.pool))
+                run.events.note(run.counterfactual.summary(group.trajectories))
         run.events.emit(GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error))
         await run.events.journal.commit()
         await self.env.ended(self.task, group)
@@ -301,24 +297,13 @@ class GroupRun:
             raise TaskError(
                 "only Palaestra's agent loop continues recorded rollouts, and something else plays this one"
             )
-        turn, most = begins.origin.turn, self.env.agent.max_turns
+        turn, most = begins.point.origin.turn, self.env.agent.max_turns
         if turn >= most:
             raise TaskError(f"nothing can follow turn {turn}: raise the limit of {most} turns (--env.max_agent_turns)")
-        if begins.tools_hash != self.group.tools_hash:
+        if begins.point.tools_hash != self.group.tools_hash:
             raise TaskError(f"the tools of task {self.task.id} have changed, so its rollouts cannot be continued")
-        if not begins.workspace:
-            return
-        try:
-            spec = self.env.slot_spec(self.task, Phase.AGENT)
-            self._continued = pool.continued(await pool.load(Path(begins.workspace), spec))
-        except (OSError, ConfigError, SandboxError) as error:
-            self.run_context.events.note(f"the kept workspace cannot be used, so its calls are run again: {error}")
-
-    def _note_continued(self) -> None:
-        from palaestra.rollouts.counterfactual import summary  # imported here, because most runs are not counterfactual
-
-        if self.group.trajectories:
-            self.run_context.events.note(summary(self.group.trajectories))
+        if (problem := await begins.load(pool, self.env.slot_spec(self.task, Phase.AGENT))) is not None:
+            self.run_context.events.note(f"the kept workspace cannot be used, so its calls are run again: {problem}")
 
     async def _roll_out(self) -> None:
         assert self._kit is not None
@@ -404,9 +389,9 @@ class GroupRun:
             if recorded is None and self._tree is not None and not chained:
                 recorded = await self._branched(index)
             if recorded is None and begins is not None:
-                recorded = begins.recorded(None if self._rebuilds else self._continued)
-            seeded = self._seeded("rollout", index if begins is None else begins.index)
-            sampling = None if begins is None else Seeded(f"{begins.seed}:{index}")
+                recorded = begins.recorded()
+            seeded = self._seeded("rollout", index if begins is None else begins.point.index)
+            sampling = None if begins is None else Seeded(f"{begins.point.seed}:{index}")
             spec = RolloutSpec(self.group.group_id, index, self.task, seeded, self._kit, self._snapshot, sampling)
             rollout = Rollout(self.env, self.run_context, spec, recorded)
             if self._tree is not None:
@@ -428,7 +413,8 @@ class GroupRun:
                         event = self._write(AttemptDiscarded if retried else RolloutEnded, rollout, trajectory)
             if restarts:
                 assert recorded is not None
-                self._rebuilds |= recorded.failed is Mismatch.SETUP
+                if begins is not None and recorded.failed is Mismatch.SETUP:
+                    begins.rebuild()
                 if recorded.failed is not Mismatch.SETUP or recorded.continues:  # otherwise, nothing was written yet
                     self._start_again(index, recorded)
                 recorded, chained = None, True
@@ -467,7 +453,7 @@ class GroupRun:
             return None
         begins, recorded = self.run_context.counterfactual, RecordedTurns(cut_off)
         if begins is not None:
-            continued = begins.resumed(cut_off, self._continued)
+            continued = begins.resumed(cut_off)
             if continued is None:  # it has only turns of the other run, which are repeated from the beginning
                 anew = RolloutResumed(at=time.time(), rollout_id=rollout_id, turns=0, anew="it had no turn of its own")
                 self.run_context.events.emit(anew)

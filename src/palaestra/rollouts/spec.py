@@ -30,7 +30,7 @@ from palaestra.tools.registry.registry import ToolRegistry, schema_hash
 from palaestra.tools.runtime.runtime import ToolMiddleware
 
 if TYPE_CHECKING:
-    from palaestra.rollouts.counterfactual import Counterfactual
+    from palaestra.rollouts.counterfactual import Continuation
 
 
 class Seeded:
@@ -251,8 +251,8 @@ class RunContext:
     recorded_tools: RecordedTools = field(default_factory=RecordedTools)
     middleware: Middleware = field(default_factory=Middleware)
     earlier: EarlierWork = field(default_factory=EarlierWork)
-    counterfactual: Counterfactual | None = None
-    """The point of another run at which all rollouts begin; None for a run of its own."""
+    counterfactual: Continuation | None = None
+    """What all rollouts of a counterfactual run continue; None for another run."""
     program: ForeignAgent | None = None
     """The program that plays the rollouts in their slots. If it is None, Palaestra's own agent loop plays them."""
 

@@ -44,7 +44,7 @@ from palaestra.envs.run.report_metrics import Reporting, make_reporting
 from palaestra.envs.run.run_folder import RunLine, RunOutput, open_output
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.server_group import ServerGroup
-from palaestra.rollouts.counterfactual import Counterfactual, resumed_fork
+from palaestra.rollouts.counterfactual import Continuation, Counterfactual, resumed_fork
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.events import GroupsPlanned, Subscriber
 from palaestra.rollouts.grading.reward import check_strict_labels
@@ -221,7 +221,7 @@ async def run(
             recorded_tools=recorded_tools,
             middleware=Middleware((spans.chat,), (spans.tool,)) if spans is not None else Middleware(),
             earlier=output.earlier,
-            counterfactual=begins,
+            counterfactual=None if begins is None else Continuation(begins),
             program=await stack.enter_async_context(_program(config.agent, engine, output))
             if config.agent is not None
             else None,
@@ -546,6 +546,8 @@ class CommandRun:
             asked = [each for each in (evaluated, gate, self.gate) if each is not None]
             return await limits.gate() and all([await limits.unless_stopped(each()) for each in asked])
 
+        begins = context.counterfactual
+        source = None if begins is None else forked_task(self.environment, begins.point)
         runner = Runner(
             self.environment,
             self.context,
@@ -554,7 +556,7 @@ class CommandRun:
             on_group=on_group,
             gate=open_gate,
             timings=self._timings(),
-            source=None if context.counterfactual is None else forked_task(self.environment, context.counterfactual),
+            source=source,
         )
         return await (runner.run() if self.drive is None else self.drive(runner))
 
