@@ -5,13 +5,12 @@ the command line, each in a separate process:
 
 `run` is one task, one rollout and one command in a slot (the reference solution), scored by a function that reads one
 file. Grading is also counted alone, with everything that is called until it returns. The report that the run writes at
-its end is counted alone too, and not as a part of the run: nothing of the run depends on it. `calls` is a rollout with two
-commands, of which only the second is counted, because the first creates the slot. `tokens` is a token-exact run of two
-turns that executes no tool; the functions that handle its tokens are counted: sampling, the record, the journal and the
-exported group.
+its end is counted alone too, and not as a part of the run: nothing of the run depends on it. `calls` is a rollout with
+two commands, of which only the second is counted, because the first creates the slot. `tokens` is a token-exact run of
+two turns that executes no tool; the functions that handle its tokens are counted: sampling, the record, the journal and
+the exported group.
 
-Only the process of the run counts, not the slot server. Code that runs while a module is imported does not count, and
-neither does the viewer, which writes the run's report when its rollouts have ended. The
+Only the process of the run counts, not the slot server. Code that runs while a module is imported does not count. The
 numbers include code that runs concurrently, so they can differ by one or two between runs. The exit code is 1 if a
 number is above its cap. `--files` lists the files behind each number.
 """
@@ -163,12 +162,9 @@ class Tracer:
             self.depth = max(self.depth, depth)
 
     def _depth(self, frame: FrameType) -> int:
-        """Return the number of the package's frames on the stack; 0 while a module is imported, and below the viewer,
-        which writes the run's report."""
+        """Return the number of the package's frames on the stack; 0 while a module is imported."""
         depth, each = 0, cast("FrameType | None", frame)
         while each is not None:
-            if each.f_code.co_filename.startswith(f"{self.package}viewer/"):
-                return 0
             if each.f_code.co_name == "<module>" and each.f_code.co_filename.startswith(self.package):
                 return 0
             depth += each.f_code.co_filename.startswith(self.package)

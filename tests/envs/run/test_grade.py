@@ -153,4 +153,6 @@ def test_kept_work_with_replaced_programs_is_graded_as_in_the_run(isolation: str
     assert [(each.reward, each.official, [*each.labels]) for each in grades(run)] == [
         (each.reward, each.official, [*each.labels]) for each in run.trajectories
     ]
-    assert fingerprint(run.path) == before
+    after = fingerprint(run.path)
+    assert before.keys() <= after.keys()
+    assert {name for name, each in after.items() if before.get(name) != each} <= {".", "grades.jsonl"}
