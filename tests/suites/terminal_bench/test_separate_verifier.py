@@ -139,6 +139,22 @@ def test_the_solution_passes_and_doing_nothing_fails(try_tasks: Try, tmp_path: P
     }, lines  # fmt: skip
 
 
+def test_what_a_copy_loses(tmp_path: Path) -> None:
+    for name in ("kept", "debug.log", "deep/run.log", "deep/tool"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "deep/tool").chmod(0o4755)
+    links = {"in": "kept", "deep/up": "../kept", "out": "../x", "deep/out": "../../x", "abs": "/etc"}
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(target)
+    lost = separate_verifier._cleaned(tmp_path, "/app", ["*.log"])
+    assert sorted(lost) == [f"/app/{name}: a link that leaves /app" for name in ("abs", "deep/out", "out")]
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"kept", "in", "deep", "deep/up", "deep/tool"}
+    assert (tmp_path / "deep/tool").stat().st_mode & 0o7777 == 0o755
+
+
 CHEATS = {
     "a-link": "mkdir -p /app/out; ln -s /tests/test_words.py /app/out/kept.txt; ln -s /tests /app/words.txt",
     "planted-tests": "mkdir -p /tests /app/out; echo 'def test_a(): pass' > /tests/test_words.py; touch /app/words.txt",

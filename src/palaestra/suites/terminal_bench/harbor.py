@@ -276,9 +276,10 @@ def _artifacts(section: TypedFields) -> Iterator[Artifact]:
         _check_keys(entry, "artifacts")
         _check_main(entry)
         source = entry.text("source") or ""
-        if not source.startswith("/") or ".." in source.split("/"):
-            raise TaskError(f"{entry.key('source')} must be an absolute path without `..`, not {source!r:.200}")
-        yield Artifact(source.rstrip("/") or "/", entry.texts("exclude"))
+        path = source.rstrip("/")
+        if not path.startswith("/") or ".." in path.split("/"):
+            raise TaskError(f"{entry.key('source')} must be an absolute path below / without `..`, not {source!r:.200}")
+        yield Artifact(path, entry.texts("exclude"))
 
 
 def _collect_hooks(levels: Sequence[TypedFields]) -> tuple[CollectHook, ...]:

@@ -3,7 +3,8 @@
 Order and rules: `SingleStepTrial`, `ArtifactHandler` and `resolve_verifier_environment_definition` of Harbor 0.25. The
 collect hooks run in the agent's slot; then the slot ends. The artifacts are copied out, and into a fresh slot, at the
 same paths. An artifact that does not exist is left out. What is copied are files, directories and links that stay
-inside their artifact; a link that leaves it could stand for a file of the verifier.
+inside their artifact; a link that leaves it could stand for a file of the verifier. Files lose their setuid and setgid
+bits.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ async def collect(slot: Slot, artifacts: Sequence[Artifact], folder: Path) -> Co
         try:
             if entry.kind == "file":
                 await slot.download(path, place)
+                place.chmod(entry.mode & 0o777)
             else:
                 done = await download_dir(slot, path, place)
                 left_out += done.left_out
@@ -111,7 +113,8 @@ async def _size(slot: Slot, path: str, most: int) -> int:
 
 
 def _cleaned(place: Path, source: str, exclude: Sequence[str]) -> list[str]:
-    """Remove excluded entries, and links that leave the artifact. Returns the links that were removed."""
+    """Remove excluded entries, links that leave the artifact, and bits that change the user of a program. Returns the
+    links that were removed."""
     removed = []
     for here, folders, files in os.walk(place):
         for name in (*folders, *files):
@@ -119,9 +122,12 @@ def _cleaned(place: Path, source: str, exclude: Sequence[str]) -> list[str]:
             inside = str(path.relative_to(place))
             if any(fnmatch.fnmatchcase(each, pattern) for pattern in exclude for each in (inside, name)):
                 _remove(path)
-            elif path.is_symlink() and _leaves(inside, os.readlink(path)):
-                path.unlink()
-                removed.append(f"{source}/{inside}: a link that leaves {source}")
+            elif path.is_symlink():
+                if _leaves(inside, os.readlink(path)):
+                    path.unlink()
+                    removed.append(f"{source}/{inside}: a link that leaves {source}")
+            elif path.is_file():
+                path.chmod(path.stat().st_mode & 0o777)
         folders[:] = [name for name in folders if Path(here, name).is_dir() and not Path(here, name).is_symlink()]
     return removed
 

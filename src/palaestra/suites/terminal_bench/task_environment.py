@@ -357,7 +357,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Return the score of a verifier that has a root file system of its own."""
         environment = part.task.verifier.environment
         assert environment is not None
-        with TemporaryDirectory(prefix="palaestra-artifacts-") as folder:
+        with TemporaryDirectory(prefix="palaestra-artifacts-", ignore_cleanup_errors=True) as folder:
             slot = await grading.slot(View())
             collected = await collect(slot, environment.artifacts, Path(folder))
             await grading.restart()  # a rollout that holds one slot must not wait for a second
