@@ -76,7 +76,7 @@ def test_the_figures_of_an_own_evaluation_are_in_the_verdict_and_the_report(caps
     assert "  pct 0.25\n" in said.err
     assert "no reward" not in said.err
     (report,) = Path(said.out.strip()).glob("*.html")
-    assert embedded(report)["answers"]["run"]["own"] == {"eval/pct": 0.25}
+    assert embedded(report)["answers"]["run"]["own"]["eval/pct"] == 0.25
 
 
 def served(server: LoopbackServer, *flags: str) -> tuple[int, str]:
