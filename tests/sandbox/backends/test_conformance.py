@@ -268,7 +268,12 @@ class TestSSH(BackendConformance):
                 slot = await backend.create(SlotSpec(), "t")
                 await slot.spawn(f"sleep {os.getpid()}.5")
                 alive = ["pgrep", "-f", f"^sleep {os.getpid()}.5"]
-                assert (await run_command(alive, 20))[0] == 0
+                for _ in range(100):  # the process gets its name only after it has begun
+                    if (await run_command(alive, 20))[0] == 0:
+                        break
+                    await asyncio.sleep(0.1)
+                else:
+                    pytest.fail("the process did not start")
                 _, after = await run_command(["pgrep", "-P", str(os.getpid()), "-x", "ssh"], 20)
                 (ssh,) = set(after.split()) - set(before.split())
                 os.kill(int(ssh), signal.SIGSTOP)
