@@ -175,7 +175,7 @@ ITEMS = [
     Item(
         "running-service",
         task(f"cat /app/beat > {TXT}"),
-        ("(while :; do echo 1 > /app/beat; sleep 0.1; done) > /dev/null 2>&1 & sleep 0.3",),
+        ("(while :; do echo 1 > /app/new; mv /app/new /app/beat; sleep 0.1; done) > /dev/null 2>&1 & sleep 0.3",),
     ),
     Item("home", task(f"cat ~/word > {TXT}"), ("echo 1 > ~/word",)),
     Item(
