@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,15 +104,9 @@ class Judgements:
 
 def read_annotations(folder: Path) -> Judgements:
     """Return the judgements of the run in this folder. Raises `ConfigError` if the file cannot be read."""
-    found, path = Judgements(), folder / ANNOTATIONS_NAME
-    try:
-        with open_regular(path) as file:
-            for line in lines_of(file):
-                _take(found, line)
-    except FileNotFoundError:
-        return found
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    found = Judgements()
+    for line in appended_lines(folder / ANNOTATIONS_NAME):
+        _take(found, line)
     return found
 
 
@@ -178,6 +172,18 @@ def write_annotations(folder: Path, said: Sequence[Annotation]) -> None:
     """Append lines to the file of the run in this folder. Other processes may write at the same time. Raises
     `ConfigError` if the file is a link, a device or too large, and `DiskError` if it cannot be written."""
     append_lines(folder / ANNOTATIONS_NAME, b"".join(encoded(each) + b"\n" for each in said))
+
+
+def appended_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that `append_lines` writes; none if the file does not exist. Raises `ConfigError` if it
+    cannot be read."""
+    try:
+        with open_regular(path) as file:
+            yield from lines_of(file)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def append_lines(path: Path, lines: bytes) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from palaestra.core.errors import ConfigError
-from palaestra.core.io.durable_files import UNREADABLE, lines_of, open_regular
+from palaestra.core.io.durable_files import UNREADABLE
 from palaestra.core.types import Label
-from palaestra.rollouts.annotations import append_lines
+from palaestra.rollouts.annotations import append_lines, appended_lines
 from palaestra.rollouts.journal.journal import encoded
 
 GRADES_NAME = "grades.jsonl"
@@ -47,18 +46,11 @@ def read_grades(folder: Path) -> dict[str, Grade]:
     """Return the latest new score of each rollout. Lines that cannot be read are left out. Raises `ConfigError` if the
     file cannot be read."""
     found: dict[str, Grade] = {}
-    path = folder / GRADES_NAME
-    try:
-        with open_regular(path) as file:
-            for line in lines_of(file):
-                try:
-                    grade = _lines.decode(line)
-                except UNREADABLE:
-                    continue
-                if grade.schema == GRADE_SCHEMA:
-                    found[grade.rollout_id] = grade
-    except FileNotFoundError:
-        return found
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    for line in appended_lines(folder / GRADES_NAME):
+        try:
+            grade = _lines.decode(line)
+        except UNREADABLE:
+            continue
+        if grade.schema == GRADE_SCHEMA:
+            found[grade.rollout_id] = grade
     return found
