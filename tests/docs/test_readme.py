@@ -83,3 +83,8 @@ def test_the_number_of_cheats_is_the_number_of_cheats(page: str) -> None:
     assert said
     assert set(said) == {"a hundred"}
     assert 85 <= len(BANK) <= 125
+
+
+def test_the_first_page_of_the_site_shows_the_same_environment(tmp_path: Path) -> None:
+    page = (README.parent / "docs" / "index.md").read_text()
+    assert written_example(tmp_path).read_text() in page
