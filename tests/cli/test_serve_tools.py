@@ -26,7 +26,7 @@ from palaestra.tools.serving.tool_server import ToolServer
 from palaestra.tools.tool_server_client import ToolServerLink
 from tools.serving.asking import Client
 
-DOCS = Path(__file__).parents[2] / "docs" / "tools.md"
+DOCS = Path(__file__).parents[2] / "docs/tools/servers.md"
 TOOLS = DOCS.read_text().partition("```python\n# my_tools.py\n")[2].partition("```")[0]
 
 

@@ -1,4 +1,4 @@
-"""Everything in docs/operations.md that can be run is run as it is printed there, and every name in it exists."""
+"""Everything on the pages about operations that can be run is run as it is printed there, and every name exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from palaestra.rollouts.idle_limits import IDLE_LIMITS
 from palaestra.rollouts.observe.prometheus import exposition
 from palaestra.rollouts.observe.status import Latency, RunReader
 
-PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["operations.md", *(f"operations/{name}.md" for name in ("resume", "limits", "metrics", "alarms"))]
+PAGE = "".join(re.sub(r"```\{toctree\}.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL) for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:

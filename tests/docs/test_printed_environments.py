@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def written(folder: Path, name: str) -> Path:
-    pages = "".join((DOCS / page).read_text() for page in ("environments.md", "tools.md"))
+    pages = "".join(page.read_text() for page in sorted(DOCS.glob("*/*.md")))
     block = re.search(rf"```python\n# {name}\n(.*?)```", pages, re.DOTALL)
     assert block is not None
     path = folder / name
@@ -65,7 +65,9 @@ def test_a_printed_environment_keeps_its_promise(
 @pytest.mark.slots
 def test_the_printed_evaluation_tells_two_policies_apart(tmp_path: Path) -> None:
     written(tmp_path, "lines_env.py")
-    (block,) = re.findall(r"```sh\n(palaestra eval .*?)```", (DOCS / "environments.md").read_text(), re.DOTALL)
+    (block,) = re.findall(
+        r"```sh\n(palaestra eval .*?)```", (DOCS / "environments/evaluating.md").read_text(), re.DOTALL
+    )
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", "-e", "-c", block]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True)

@@ -75,7 +75,7 @@ def test_the_package_and_its_metadata_promise_the_same() -> None:
     assert promised <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/environments.md"])
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/environments/checking.md"])
 def test_the_number_of_cheats_is_the_number_of_cheats(page: str) -> None:
     text = (README.parent / page).read_text()
     what = "(?:published )?(?:exploits|ways of reward hacking|cheats)"

@@ -18,6 +18,12 @@ def test_every_page_is_in_the_contents() -> None:
     assert pages <= set(re.findall(r"^[\w-]+$", index, re.MULTILINE))
 
 
+def test_a_page_can_be_read_in_one_sitting() -> None:
+    written = [page for page in (_ROOT / "docs").rglob("*.md") if not {"_build", "reference"} & set(page.parts)]
+    assert len(written) > 60
+    assert {page.name: words for page in written if (words := len(page.read_text().split())) > 3000} == {}
+
+
 def test_llms_txt_names_pages_that_exist() -> None:
     listed = re.findall(r"\(([\w/-]+)\.html\)", (_ROOT / "docs/llms.txt").read_text())
     written = [page for page in listed if not page.startswith("reference/")]

@@ -107,7 +107,7 @@ _DANGERS: Sequence[tuple[str, str]] = (
     ("drops scheduled work", _START + r"crontab\s+(?:\S+\s+){0,20}?-r\b"),
 )
 """Kinds of danger, each with a pattern of its usual form. If you change an entry, also change the table in
-docs/tools.md."""
+docs/tools/approvals.md."""
 
 _COMPILED = [(danger, re.compile(pattern)) for danger, pattern in _DANGERS]
 _MOST_CHARS = 20_000
