@@ -24,7 +24,7 @@ docs: venv ## build the documentation: docs/_build/index.html
 	@.venv/bin/sphinx-build -q -W --keep-going -b html docs docs/_build
 	@echo "built docs/_build/index.html"
 
-pictures: venv ## make the pictures of the README and the documentation again (needs Chromium and npm)
+pictures: venv ## make the pictures of the README and the documentation again (needs Chromium)
 	@.venv/bin/python scripts/pictures.py
 
 test: venv ## run the quick tests: each takes less than half a second

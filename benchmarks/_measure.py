@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 
 TICK_S = 0.01
@@ -179,8 +181,8 @@ def _status_kb(field: str) -> int:
     return int(found.group(1))
 
 
-def report(title: str, rows: Sequence[Row], json_file: Path | None) -> int:
-    """Print the table and write the JSON; returns 1 if a target was missed, else 0."""
+def report(title: str, rows: Sequence[Row], json_file: Path | None, **series: object) -> int:
+    """Print the table and write the JSON, also with the series; returns 1 if a target was missed, else 0."""
     print(f"{title}\n{machine()}\n")
     print("| what | value | unit | relative to the peer | target | |")
     print("|---|---:|---|---:|---:|---|")
@@ -190,7 +192,9 @@ def report(title: str, rows: Sequence[Row], json_file: Path | None) -> int:
         verdict = "" if row.ok is None else "ok" if row.ok else "MISSED"
         print(f"| {row.name} | {_number(row.value)} | {row.unit} | {ratio} | {target} | {verdict} |")
     if json_file is not None:
-        json_file.write_text(json.dumps({"title": title, "machine": machine(), "rows": [asdict(row) for row in rows]}))
+        command = shlex.join(["python", *sys.argv])
+        found = {"title": title, "command": command, "date": date.today().isoformat(), "machine": machine(), **series}
+        json_file.write_text(json.dumps({**found, "rows": [asdict(row) for row in rows]}) + "\n")
     return 1 if any(row.ok is False for row in rows) else 0
 
 

@@ -2,7 +2,7 @@
 
 A peer that this machine lacks raises `Absent` with the reason, which the table shows. Peers are warm when they are
 measured: the container runs, the session is open. Only bubblewrap creates its sandbox for each sample, because it has
-no other mode.
+no other mode. The peers `docker run` start a container and run no command in it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 TRUE = ["/bin/bash", "-c", "true"]
+QUIET = (os.POSIX_SPAWN_OPEN, 1, "/dev/null", os.O_WRONLY, 0)
 
 Peer = Callable[[], float]
 """Runs the command once and returns the seconds."""
@@ -34,10 +36,10 @@ def floor() -> float:
     return time.perf_counter() - started
 
 
-def timed(command: list[str]) -> float:
+def timed(command: list[str], environment: Mapping[str, str] = ENVIRONMENT) -> float:
     """Measure a bare `posix_spawn` of any program, which must succeed."""
     started = time.perf_counter()
-    pid = os.posix_spawn(command[0], command, {**ENVIRONMENT, **_docker_host()})
+    pid = os.posix_spawn(command[0], command, environment, file_actions=[QUIET])
     _, status = os.waitpid(pid, 0)
     elapsed = time.perf_counter() - started
     if status:
@@ -58,14 +60,10 @@ def bubblewrap() -> Iterator[Peer]:
     yield lambda: timed([program, *options, *TRUE])
 
 
-_host: dict[str, str] = {}
+PREPARED_FILES = (5_000, 50_000)
+"""The number of files in the prepared workspaces, which `slots.py` forks."""
 
-
-def _docker_host() -> dict[str, str]:
-    return _host
-
-
-IMAGE = "slot-peer:1"
+IMAGE, PREPARED = "slot-peer:1", "slot-peer:prepared"
 
 
 @contextmanager
@@ -76,10 +74,8 @@ def docker() -> Iterator[tuple[str, dict[str, str]]]:
         raise Absent("needs root, docker and dockerd (apt-get install docker.io)")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp")))
-        _host["DOCKER_HOST"] = f"unix://{folder}/d.sock"
-        stack.callback(_host.clear)
         stack.enter_context(_daemon(daemon, folder))
-        environment = {**os.environ, **_host}
+        environment = {**os.environ, "DOCKER_HOST": f"unix://{folder}/d.sock"}
         _docker([program, "import", "-", IMAGE], environment, stdin=_minimal_root(folder))
         yield program, environment
 
@@ -90,9 +86,30 @@ def docker_exec() -> Iterator[Peer]:
     with docker() as (program, environment):
         container = _docker([program, "run", "-d", "--network", "none", IMAGE, "/bin/sleep", "100000"], environment)
         try:
-            yield lambda: timed([program, "exec", container, *TRUE])
+            yield lambda: timed([program, "exec", container, *TRUE], environment)
         finally:
             _docker([program, "rm", "-f", container], environment)
+
+
+@contextmanager
+def docker_run(files: int) -> Iterator[Peer]:
+    """Start a container of an image that contains a workspace with this many files, and remove it outside the timed
+    part."""
+    with docker() as (program, environment):
+        prepare = f"for i in {{1..{files}}}; do echo $i > $i; done"
+        create = [program, "run", "-d", "--network", "none", "--workdir", "/workspace", IMAGE, *TRUE[:2], prepare]
+        container = _docker(create, environment)
+        _docker([program, "wait", container], environment)
+        _docker([program, "commit", container, PREPARED], environment)
+
+        def once() -> float:
+            name = f"peer-{time.time_ns()}"
+            start = [program, "run", "-d", "--name", name, "--network", "none", PREPARED, "/bin/sleep", "100000"]
+            elapsed = timed(start, environment)
+            _docker([program, "rm", "-f", name], environment)
+            return elapsed
+
+        yield once
 
 
 def _docker(command: list[str], environment: Mapping[str, str], stdin: bytes = b"") -> str:
@@ -161,6 +178,7 @@ def peers(interpreter: str | None) -> dict[str, Callable[[], AbstractContextMana
     return {
         "bubblewrap": bubblewrap,
         "docker exec": docker_exec,
+        **{f"docker run, {files} files": partial(docker_run, files) for files in PREPARED_FILES},
         "SWE-ReX run_in_session": lambda: agent_peer("swe-rex-session", interpreter),
         "SWE-ReX execute (no isolation)": lambda: agent_peer("swe-rex-execute", interpreter),
         "mini-swe-agent local (no isolation)": lambda: agent_peer("mini-swe-agent", interpreter),

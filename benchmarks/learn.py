@@ -30,6 +30,7 @@ from _measure import Row, options_parser, progress, report, with_ceiling, with_f
 
 import palaestra
 from palaestra import TrainingConfig, TrainingReport
+from palaestra.core.types import JSON
 from palaestra.trainers.checkpoints import EVALUATION, STEP, read_steps
 from palaestra.trainers.training import split_tasks
 
@@ -71,7 +72,8 @@ def main() -> int:
     for seed, folder in curves.items():
         print(f"seed {seed}: {folder / 'report.html'}")
     print(picture)
-    return report("A model learns two tool tasks", rows, options.json)
+    drawn = {str(seed): {kind: curve(run, kind) for kind in (STEP, EVALUATION)} for seed, run in curves.items()}
+    return report("A model learns two tool tasks", rows, options.json, curves=drawn)
 
 
 def learn(seed: int, out: Path, *, quick: bool) -> TrainingReport:
@@ -108,6 +110,11 @@ def learn(seed: int, out: Path, *, quick: bool) -> TrainingReport:
     )
 
 
+def curve(run: Path, kind: str) -> list[tuple[JSON, JSON]]:
+    """Return the steps of a run with the mean reward of each: that of the training, or that of the held-out tasks."""
+    return [(line["step"], line["reward"]) for line in read_steps(run) if line["kind"] == kind]
+
+
 def plot(runs: dict[int, Path], picture: Path) -> None:
     """Draw the learning curves of all seeds."""
     from matplotlib.figure import Figure
@@ -115,10 +122,8 @@ def plot(runs: dict[int, Path], picture: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for seed, run in runs.items():
-        lines = list(read_steps(run))
         for kind, style in ((STEP, {"alpha": 0.35}), (EVALUATION, {"marker": "o", "label": f"held out, seed {seed}"})):
-            points = [(line["step"], line["reward"]) for line in lines if line["kind"] == kind]
-            axes.plot(*zip(*points, strict=True), color=f"C{seed}", **style)
+            axes.plot(*zip(*curve(run, kind), strict=True), color=f"C{seed}", **style)
     axes.set(xlabel="step", ylabel="mean sampled reward", ylim=(0, 1), title="two tool tasks, in slots")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -30,8 +30,7 @@ from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool, SlotPoolConfig
 from palaestra.sandbox.slot import Rung, Shell, Slot, SlotSpec, Snapshot, View
 
-FEW, MANY = 5_000, 50_000
-"""The number of files in the two prepared workspaces that are forked."""
+FEW, MANY = peers.PREPARED_FILES
 
 BULK_BYTES = 64 << 20
 IN_FLIGHT = 64

@@ -249,6 +249,7 @@ def rows_of(tally: Tally, turns: int) -> list[measure.Row]:
         measure.with_floor(measure.Row("template families", len(tally.families), "families"), 12),
         measure.Row("of these without tools (refused with them)", len(NO_TOOLS), "families"),
         measure.with_floor(measure.Row("turns", tally.turns, "turns"), turns),
+        measure.Row("rollouts", tally.rollouts, "rollouts"),
         measure.with_ceiling(measure.Row("violations", len(tally.violations), "rollouts"), 0),
         measure.with_ceiling(measure.Row("rollouts lost", len(tally.lost), "rollouts"), 0),
         measure.Row("tokens in rows", tally.tokens, "tokens"),

@@ -2,7 +2,7 @@
 
 A picture shows the output of the program when this script ran it. `docs/pictures/sources.json` contains, for each
 picture, a hash of the source text behind the picture; `--check` makes no pictures and fails if a hash no longer
-matches. The script needs Chromium, and npm for the diagram, which mermaid-cli draws.
+matches. Plots are drawn from `docs/pictures/data`, without measuring again: `plots.py`. The script needs Chromium.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,9 +23,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import diagram
 import pexpect
+import plots
 import pyte
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import ViewportSize, sync_playwright
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -40,8 +41,9 @@ ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs/pictures"
 SOURCES = PICTURES / "sources.json"
 WIDTH, HEIGHT = 100, 44
+PAGE: ViewportSize = {"width": 760, "height": 620}
+"""The site shows pictures with 736 pixels, so that the text of a page keeps its size."""
 _EXAMPLE = r"```python\n# my_env\.py\n(.*?)```"
-MERMAID = "@mermaid-js/mermaid-cli@11.12.0"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def draw_report(folder: Path, target: Path, *, failed: bool = False) -> None:
     report = asyncio.run(run_half_solved(folder))
     with sync_playwright() as browsers:
         browser = browsers.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1100, "height": 700}, device_scale_factor=1)
+        page = browser.new_page(viewport=PAGE, device_scale_factor=2)
         page.goto(report.as_uri())
         page.wait_for_selector("a.row")
         if failed:
@@ -115,13 +117,14 @@ def draw_report(folder: Path, target: Path, *, failed: bool = False) -> None:
         browser.close()
 
 
-def draw_spine(folder: Path, target: Path) -> None:
+def draw_spine(_folder: Path, target: Path) -> None:
     """Draw the diagram of the architecture page."""
-    (folder / "browser.json").write_text(json.dumps({"executablePath": chromium(), "args": ["--no-sandbox"]}))
-    subprocess.run(
-        ["npx", "--yes", MERMAID, "-i", str(PICTURES / "spine.mmd"), "-o", str(target), "-p", "browser.json"],
-        cwd=folder, check=True, env={**os.environ, "PUPPETEER_SKIP_DOWNLOAD": "1"},
-    )  # fmt: skip
+    target.write_text(diagram.spine())
+
+
+def draw_plot(_folder: Path, target: Path) -> None:
+    """Draw a plot from its data file."""
+    target.write_text(plots.PLOTS[target.name].svg(PICTURES / "data"))
 
 
 ALL = {
@@ -131,7 +134,13 @@ ALL = {
     "view.png": Picture(
         partial(draw_report, failed=True), {"README.md": _EXAMPLE, "src/palaestra/viewer/page/rollout.js": ""}
     ),
-    "spine.svg": Picture(draw_spine, {"docs/pictures/spine.mmd": ""}),
+    "spine.svg": Picture(draw_spine, {"scripts/diagram.py": "", "scripts/charts.py": ""}),
+    **{
+        name: Picture(
+            draw_plot, {f"docs/pictures/data/{plot.data}": "", "scripts/plots.py": "", "scripts/charts.py": ""}
+        )
+        for name, plot in plots.PLOTS.items()
+    },
 }
 
 
