@@ -105,8 +105,8 @@ def test_a_heading_leads_to_its_section(small_site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_questions_of_users_find_the_page_that_answers_them() -> None:
-    site = built(DOCS, DOCS / "_build")  # where `make check` builds it, so that only changed pages are read again
+@pytest.mark.xdist_group("site")
+def test_questions_of_users_find_the_page_that_answers_them(site: Path) -> None:
     found = dict(zip(QUESTIONS, results(site, *QUESTIONS), strict=True))
     pages = {query: [each.partition("#")[0] for each in ranked[:2]] for query, ranked in found.items()}
     assert {query: pages[query] for query, page in QUESTIONS.items() if page not in pages[query]} == {}

@@ -1,13 +1,16 @@
-"""The documentation site: what it links, and what its reference leaves out."""
+"""The documentation site: what it links, how its pages look in a browser, and what its reference leaves out."""
 
 from __future__ import annotations
 
 import re
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 import palaestra
+from palaestra.tools.browser import launch
 
 _ROOT = Path(__file__).parents[2]
 
@@ -55,3 +58,65 @@ def test_public_names_have_a_docstring_of_their_own() -> None:
         if isinstance(found, type) and found.__module__.startswith("palaestra") and not found.__doc__:
             undocumented.append(name)
     assert undocumented == []
+
+
+class Links(HTMLParser):
+    """What a page of the site links to, and the anchors that it has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if value and (name == "src" or (name == "href" and tag == "a")):
+                self.targets.append(value)
+            elif value and name == "id":
+                self.anchors.add(value)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_no_link_of_the_site_is_dead(site: Path) -> None:
+    pages = {page: Links(page.read_text()) for page in site.rglob("*.html") if "_modules" not in page.parts}
+    assert len(pages) > 70
+    dead = []
+    for page, links in pages.items():
+        for target in links.targets:
+            link = urlsplit(target)
+            if link.scheme:
+                continue
+            found = (page.parent / unquote(link.path)).resolve() if link.path else page
+            anchor = unquote(link.fragment)
+            if not found.exists() or (anchor and found in pages and anchor not in pages[found].anchors):
+                dead.append(f"{page.relative_to(site)}: {target}")
+    assert dead == []
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_first_pages_fit_the_window_and_report_no_error(site: Path, width: int) -> None:
+    if (reason := launch.problem()) is not None:
+        pytest.skip(reason)
+    from playwright.sync_api import sync_playwright
+
+    problems: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=launch.usable(), args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        for name in ("index", "architecture", "environments", "performance/slots", "security/grading"):
+            page.goto((site / f"{name}.html").as_uri())
+            page.wait_for_function("[...document.images].every(image => image.complete)")
+            if page.evaluate("document.documentElement.scrollWidth") > width:
+                problems.append(f"{name} is wider than {width} pixels")
+            if empty := page.evaluate(
+                "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
+            ):
+                problems.append(f"{name}: {empty}")
+        browser.close()
+    assert problems == []
