@@ -79,7 +79,7 @@ def bars(title: str, described: str, groups: dict[str, Sequence[Bar]], axis: Axi
         for bar in group:
             parts.append(_text(left, y + 15, bar.name))
             y += 22
-            width = max(1.5, x(bar.value) - left)
+            width = max(1.5, x(bar.value) - left) if bar.value else 0.0
             kind = "own" if bar.own else "peer"
             parts.append(f'<rect class="{kind}" x="{left}" y="{y:g}" width="{width:.1f}" height="15" rx="1.5"/>')
             parts.append(_text(left + width + 6, y + 13, bar.printed, "title"))

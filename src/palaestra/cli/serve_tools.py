@@ -231,8 +231,9 @@ class _ExecutorOptions:
       palaestra serve executor --base-url http://127.0.0.1:8000/v1 --model NAME    # the model of sub-agents
 
     A trajectory has one slot from its first call to its release. After SIGTERM, the service refuses new calls and ends
-    every slot. A token is required to listen on more than the loopback interface. docs/tools/servers.md explains all routes
-    and the variables that begin with TOOL_EXECUTOR_. Backends are configured as in a run (TERMINAL_*, PALAESTRA_ENV_*).
+    every slot. A token is required to listen on more than the loopback interface. docs/tools/servers.md explains all
+    routes and the variables that begin with TOOL_EXECUTOR_. Backends are configured as in a run (TERMINAL_*,
+    PALAESTRA_ENV_*).
 
     POST /execute {trajectory_id, tool: {name, arguments, uniq_id?}, timeout_s?}, POST /release {trajectory_id},
     POST /artifacts/read|list|archive {trajectory_id, path, …}, GET /status, GET /health.
