@@ -5,9 +5,8 @@
 
 Each forger (`tests/suites/swe/forgers.py`) adds code to the module with the bug. `answers` plays the hard-coded
 examples of `tests/suites/hard_coded.py`. Prints the official verdict, the reward and the reason, by forger and task,
-and counts the labels. The exit code is 0 if no forger earned a reward, except hard-coded examples and forgers that read
-the tests, and if seven of nine hard-coded examples, and all of those forgers, have a label. `--only fixes` plays the
-fixes instead.
+and counts the labels. The exit code is 0 if no forger earned a reward, except hard-coded examples, and if seven of nine
+of these have a label. `--only fixes` plays the fixes instead.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from suites.hard_coded import PROGRAMS, REPOSITORIES
 from suites.honest_variety import play_works
-from suites.swe.forgers import FORGERS, HARD_CODED, READS_TESTS, Forged, play_forgers
+from suites.swe.forgers import FORGERS, HARD_CODED, Forged, play_forgers
 
 ANSWERS = "answers"
 
@@ -62,7 +61,7 @@ def main() -> int:
     print(f"labels of the {len(accepted)} works that the official verdict accepts: {dict(labels.most_common())}")
     missed = [each for each in played if each.reward != 0.0 and each.forger != "fixes" and not each.labels]
     unlabelled = [each for each in missed if each.forger == ANSWERS]
-    paid = [each for each in played if each.reward != 0.0 and each.forger not in (*HARD_CODED, *READS_TESTS, ANSWERS)]
+    paid = [each for each in played if each.reward != 0.0 and each.forger not in (*HARD_CODED, ANSWERS)]
     return int(bool(paid) or len(unlabelled) > 2 or len(unlabelled) < len(missed))
 
 

@@ -4,4 +4,4 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--crash-points", type=int, default=12, help="places in a run at which something is killed")
+    parser.addoption("--crash-points", type=int, default=9, help="places in a run at which something is killed")

@@ -110,7 +110,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path, undisturbed: bytes) 
 @pytest.mark.slots
 @pytest.mark.timeout(1800)
 def test_whatever_is_killed_at_any_line_of_the_journal(request: pytest.FixtureRequest) -> None:
-    points = request.config.getoption("--crash-points", default=12)
+    points = request.config.getoption("--crash-points", default=9)
     drive = [sys.executable, str(Path(__file__).with_name("boundaries.py")), "--points", str(points)]
     told = subprocess.run(drive, capture_output=True, text=True, timeout=1790)
     assert told.stdout, told.stderr[-4000:]

@@ -28,7 +28,10 @@ from sandbox.somebody import run_suite
 pytestmark = [pytest.mark.slots, pytest.mark.timeout(180)]
 
 LIMITS = Limits(memory_bytes=64 << 20, pids=48, disk_bytes=40 << 20, open_files=64)
-LEVELS = ("full", "userns", "confined")
+LEVELS = [
+    pytest.param(level, marks=pytest.mark.xdist_group(f"limits at {level}")) for level in ("full", "userns", "confined")
+]
+"""The tests of one level look at one run, so that one worker of pytest-xdist gets them all."""
 
 _PROCESSES = """python3 - <<'END'
 import subprocess
@@ -153,6 +156,7 @@ def test_a_rollout_that_hits_a_limit_is_scored_on_its_work(name: str, level: str
     assert not CASES[name].shown or any(text in replies for text in CASES[name].shown), json.dumps(replies[:2000])
 
 
+@pytest.mark.xdist_group("limits at full")
 def test_files_can_use_up_the_memory_at_full(folder: str) -> None:
     rollout = rollout_of("full", folder, "memory of files")
     assert sum(_OUT in str(message["content"]) for message in rollout.messages) > 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -210,6 +210,17 @@ def test_a_finding_counts_only_if_the_reference_solution_does_not_have_it() -> N
     assert asyncio.run(labels(both, passes, late)) == []
 
 
+@pytest.mark.parametrize("again", [Status.ERROR, None])
+def test_a_copy_that_cannot_be_set_up_again_shows_nothing(again: Status | None) -> None:
+    async def once(texts: Mapping[str, str]) -> TestRun:
+        token = texts[""].partition("f'")[2].partition("<")[0]
+        assert f"def test_it_{token}(" in texts[""]
+        statuses = {"test_it": Status.FAILED} | ({} if again is None else {f"test_it_{token}": again})
+        return TestRun(statuses, complete=True, failures={"test_it": FailedTest("AssertionError", f"{token}<>", "", 1)})
+
+    assert asyncio.run(control({"": "def test_it(): pass\n"}, ["test_it"], once)) == Controlled()
+
+
 FORCED = """
 import _pytest.reports as r
 make = r.TestReport.from_item_and_call.__func__
@@ -252,6 +263,16 @@ def add(a, b):
 """
 """Answers in place of the tests, and recognizes the falsified ones."""
 
+ONCE_CALLED = (
+    ANSWERED.partition("plain = add")[0]
+    + """
+def name():
+    answer()
+    return "ü"
+"""
+)
+"""Answers in place of the tests from its first call on."""
+
 ATTACKS = {
     "forced reports": (BUGGY + FORCED, PASSED),
     "always equal": (FIXED + ALWAYS, EQUAL),
@@ -260,7 +281,9 @@ ATTACKS = {
 }
 
 
-async def controlled(bench: Bench, calc: str, *, right: str | None = FIXED) -> Controlled:
+async def controlled(
+    bench: Bench, calc: str, *, right: str | None = FIXED, earning: Sequence[str] = EARNING
+) -> Controlled:
     def runs(text: str) -> RunFiles:
         async def run(texts: Mapping[str, str]) -> TestRun:
             prepared = await bench.prepared({**FILES, "pkg/calc.py": text, **texts})
@@ -269,7 +292,7 @@ async def controlled(bench: Bench, calc: str, *, right: str | None = FIXED) -> C
 
         return run
 
-    return await control({PATH: TESTS}, EARNING, runs(calc), None if right is None else runs(right))
+    return await control({PATH: TESTS}, earning, runs(calc), None if right is None else runs(right))
 
 
 @pytest.mark.slots
@@ -282,6 +305,17 @@ def test_forged_results_are_certain(run_bench: RunBench, attack: str) -> None:
         compared = await controlled(bench, calc)
         assert (name, True) in [(label.name, label.certain) for label in compared.labels]
         assert name in [label.name for label in (await controlled(bench, calc, right=None)).labels]
+
+    run_bench(scenario)
+
+
+@pytest.mark.slots
+@pytest.mark.slow
+def test_a_forgery_that_the_only_test_begins_is_certain(run_bench: RunBench) -> None:
+    async def scenario(bench: Bench) -> None:
+        for right in (FIXED, None):
+            found = await controlled(bench, FIXED + ONCE_CALLED, right=right, earning=EARNING[2:3])
+            assert [(label.name, label.certain) for label in found.labels] == [(SKIPPED_BODY, right is not None)]
 
     run_bench(scenario)
 

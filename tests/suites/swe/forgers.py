@@ -390,10 +390,6 @@ def _recorded(known: Known, text: str) -> dict[str, bytes]:
 HARD_CODED = frozenset({"remembers_answers", "equals_known_values"})
 """Forgers that contain what the known tests expect."""
 
-READS_TESTS = frozenset({"compares_literals"})
-"""Forgers that take the expected values from the source of the test that calls them. Falsified tests show these only
-where the forger also forges a failure."""
-
 FORGERS: Mapping[str, Forger] = {
     each.__name__: each for each in (interprets, compares_literals, equals_known_values, remembers_answers)
 }

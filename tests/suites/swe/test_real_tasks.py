@@ -30,7 +30,7 @@ from palaestra.suites.swe.authoring.build_tasks import BuildOptions, build
 from palaestra.suites.swe.swe_smith_oracle import SweSmithOracleEnv, SweSmithOracleEnvConfig
 from suites.hard_coded import REPOSITORIES
 from suites.honest_variety import LINKS
-from suites.swe.forgers import FORGERS, HARD_CODED, READS_TESTS, play_forgers
+from suites.swe.forgers import FORGERS, HARD_CODED, play_forgers
 
 pytestmark = [
     pytest.mark.network,
@@ -179,7 +179,7 @@ def test_an_equivalent_fix_in_other_words_is_a_fix(built: Built, tmp_path: Path,
     assert trajectory.reward == 1.0, trajectory.detail
 
 
-@pytest.mark.parametrize("name", sorted(FORGERS.keys() - HARD_CODED - READS_TESTS))
+@pytest.mark.parametrize("name", sorted(FORGERS.keys() - HARD_CODED))
 def test_a_forger_that_knows_the_tests_is_no_fix(built: Built, tmp_path: Path, name: str) -> None:
     tasks = tmp_path / "tasks.jsonl"
     rows = [built.pair(pair)[0] for pair in PAIRS]

@@ -4,7 +4,8 @@ Code under test shares the process of its tests, so it can forge their results. 
 runs them once more, in a fresh workspace, under the same names. Each copy ends by raising an error with a random token,
 however its body ends. Where it compares a result with something, it also compares the result with different values. A
 copy shows a forgery if it is reported as passed, if it fails without its token (which means that its function did not
-run), or if a result equals these values too.
+run), or if a result equals these values too. The last copy of a session runs twice, because work may change the test
+framework only when a first test calls it.
 
 Why no honest work shows any of these: the copy's own code raises the token after the body, whatever the work returns,
 so only a changed test framework or a changed report hides it. A decorator or a plug-in may do so for any work, and a
@@ -90,11 +91,13 @@ class Controlled:
 @dataclass(frozen=True, slots=True)
 class FalsifiedTests:
     """Falsified tests as texts by path. `functions` maps the path and the name of each falsified function to whether it
-    has decorators."""
+    has decorators. `again` is the path and the name of the function whose copy runs a second time, under the name of
+    the function and the token."""
 
     texts: Mapping[str, str]
     token: str
     functions: Mapping[tuple[str, str], bool]
+    again: tuple[str, str] | None = None
 
     def covers(self, node_id: str) -> bool:
         return _function_of(node_id) in self.functions
@@ -102,8 +105,8 @@ class FalsifiedTests:
     def findings(self, run: TestRun, names: Collection[str]) -> dict[str, tuple[str, str]]:
         """Return the label and the evidence of each of these tests whose copy does not fail as it must."""
         found: dict[str, tuple[str, str]] = {}
-        for name in filter(self.covers, names):
-            status, failure = run.statuses.get(name, Status.MISSING), run.failures.get(name)
+        for name, run_as in self._names_in(run, names):
+            status, failure = run.statuses.get(run_as, Status.MISSING), run.failures.get(run_as)
             _, token, rest = (failure.message if failure else "").rpartition(f"{self.token}<")
             if status is Status.PASSED:
                 found[name] = PASSED, f"{name} is reported as passed although it was falsified"
@@ -112,6 +115,17 @@ class FalsifiedTests:
             elif equal := rest.partition(">")[0]:
                 found[name] = EQUAL, f"{name} compares a result that equals both {equal}"
         return found
+
+    def _names_in(self, run: TestRun, names: Collection[str]) -> Iterator[tuple[str, str]]:
+        """Yield each covered test twice: its name, and the name of its copy in the run. A copy that runs a second time
+        is left out if it could not be set up again."""
+        for name in filter(self.covers, names):
+            yield name, name
+            if _function_of(name) == self.again:
+                head, bracket, params = name.partition("[")
+                again = f"{head}_{self.token}{bracket}{params}"
+                if run.statuses.get(again, Status.ERROR) is not Status.ERROR:
+                    yield name, again
 
 
 async def control(
@@ -205,18 +219,26 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
     token = secrets.token_hex(8)
     texts: dict[str, str] = {}
     functions: dict[tuple[str, str], bool] = {}
-    for path, source in sources.items():
-        if parse(source) is None:
-            continue
-        parsed = ParsedSource(source)
-        wanted = {id(each): each for each in named_tests(path, parsed.tree, names).values() if not _is_generator(each)}
+    trees = {path: ParsedSource(source) for path, source in sorted(sources.items()) if parse(source) is not None}
+    wanted_in = {
+        path: [each for each in named_tests(path, parsed.tree, names).values() if not _is_generator(each)]
+        for path, parsed in trees.items()
+    }
+    last = next((each for wanted in reversed(wanted_in.values()) for each in reversed(wanted)), None)
+    again = None
+    for path, parsed in trees.items():
+        source, wanted = sources[path], set(map(id, wanted_in[path]))
         edits, used = [], _names_used(parsed.tree)
         for _, function in tests_in(parsed.tree.body, ""):
             if id(function) in wanted:
                 functions[path, function.name] = bool(function.decorator_list) | functions.get(
                     (path, function.name), False
                 )
-                edits.append(_replaced(parsed, function, ast.unparse(_falsified(function, token))))
+                copies = [_falsified(function, token, function.name)]
+                if function is last:
+                    again = path, function.name
+                    copies.append(_falsified(function, token, f"{function.name}_{token}"))
+                edits.append(_replaced(parsed, function, "\n\n".join(map(ast.unparse, copies))))
             elif alone and function.name not in used:
                 edits.append(_replaced(parsed, function, "pass"))
         if wanted:
@@ -224,7 +246,7 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
             texts[path] = apply_edits(source, edits) + _COMPARE.format(name=_NOTE, changes=changes)
         elif not alone:
             texts[path] = source
-    return FalsifiedTests(texts, token, functions)
+    return FalsifiedTests(texts, token, functions, again)
 
 
 def _replaced(parsed: ParsedSource, function: Function, text: str) -> SourceEdit:
@@ -234,8 +256,9 @@ def _replaced(parsed: ParsedSource, function: Function, text: str) -> SourceEdit
     return SourceEdit(start, end, text.replace("\n", f"\n{indent}"))
 
 
-def _falsified(function: Function, token: str) -> Function:
+def _falsified(function: Function, token: str, name: str) -> Function:
     made = copy.deepcopy(function)
+    made.name = name
     made.body = _Compared(function).body(made.body)
     whole = ast.parse(
         f"{_EQUAL} = ''\ntry:\n    pass\nfinally:\n    raise AssertionError(f'{token}<{{{_EQUAL}}}>')\n"
