@@ -122,8 +122,9 @@ class Change:
 class Snapshot:
     """A sealed workspace. `layers` are the names of its immutable layers in the backend that made them, topmost first.
 
-    A slot that starts from a `continued` snapshot treats the topmost layer as its own changes: the list of the slot's
-    changes, and the snapshot to which the slot is sealed, include the whole layer.
+    `spec` is that of the slot, without its place in a group. A slot that starts from a `continued` snapshot treats the
+    topmost layer as its own changes: the list of the slot's changes, and the snapshot to which the slot is sealed,
+    include the whole layer.
     """
 
     snapshot_id: str
@@ -140,6 +141,29 @@ class Mount:
     target: str
 
 
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """A slot's place in a group: slots with the same `group` reach each other at the addresses 198.19.0.`number`, and
+    no other group reaches them. `group` must be unique among the groups of a backend, and `number` in its group.
+
+    `members` is the number of slots in the group. The pool leases them together: one is acquired, the others are added
+    to its lease. Raises ValueError for a number that is not from 1 to 254.
+    """
+
+    group: str
+    number: int
+    members: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.number < 255:
+            raise ConfigError(f"a slot's number in its group must be from 1 to 254, not {self.number}")
+
+    @property
+    def address(self) -> str:
+        """The slot's address in the network of its group."""
+        return f"198.19.0.{self.number}"
+
+
 def is_variable(name: str, value: str) -> bool:
     """Return whether a process can have this environment variable."""
     return bool(name) and "=" not in name and "\0" not in name + value
@@ -152,8 +176,9 @@ class SlotSpec:
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
     layout. Some backends accept an image's name instead. None selects the backend's own image or, without one, the
     host's system directories. `env` holds variables for commands; they are added to PATH, HOME, LANG and TERM, which
-    the backend sets, and may override these four. Raises ValueError for an unknown `network`, for an `image` that is
-    neither a path nor the name of an image, and for variables that no process can have.
+    the backend sets, and may override these four. `group` joins the slot to others by a network of their own, at the
+    levels `userns` and `full` of the backend `local`. Raises ValueError for an unknown `network`, for an `image` that
+    is neither a path nor the name of an image, and for variables that no process can have.
     """
 
     image: str | None = None
@@ -161,6 +186,7 @@ class SlotSpec:
     limits: Limits = Limits()
     mounts: tuple[Mount, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    group: GroupAddress | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))
@@ -593,6 +619,8 @@ class SlotSource(Protocol):
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
     ) -> Slot: ...
+
+    async def add(self, slot: Slot, spec: SlotSpec, name: str, snapshot: Snapshot | None = None) -> Slot: ...
 
     async def release(self, slot: Slot) -> None: ...
 
