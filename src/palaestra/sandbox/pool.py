@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from palaestra.sandbox.slot import (
     Backend,
     Change,
     ExecutionResult,
+    GroupAddress,
     Rung,
     Shell,
     Slot,
@@ -146,8 +148,13 @@ class _Waiter:
 class _Holding:
     slot: Slot
     since: float
-    places: int = 1
+    group: GroupAddress | None = None
     added: list[Slot] = field(default_factory=list)
+
+    @property
+    def places(self) -> int:
+        """The number of places that the lease takes."""
+        return 1 if self.group is None else self.group.members
 
 
 class SlotPool:
@@ -265,6 +272,8 @@ class SlotPool:
         if not self._started:
             raise SandboxError("the slot pool is not running; call start() first")
         wanted = spec or (snapshot.spec if snapshot is not None else SlotSpec())
+        if wanted.group is not None and not wanted.group.group:
+            wanted = replace(wanted, group=replace(wanted.group, group=f"group-{os.urandom(8).hex()}"))
         places = 1 if wanted.group is None else wanted.group.members
         if places > self._places:
             raise ConfigError(f"{trajectory_id} needs {places} slots together, but the pool has {self._places}")
@@ -278,18 +287,19 @@ class SlotPool:
         except BaseException:
             self._give_places(places)
             raise
-        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic(), places)
+        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic(), wanted.group)
         self._leases += 1
         return slot
 
-    async def add(self, slot: Slot, spec: SlotSpec, name: str, snapshot: Snapshot | None = None) -> Slot:
-        """Return another slot of a group whose first slot is leased; it ends with that lease. Raises `ConfigError` if
-        the group has its members already."""
+    async def add(self, slot: Slot, number: int, spec: SlotSpec, name: str, snapshot: Snapshot | None = None) -> Slot:
+        """Return another slot of a group whose first slot is leased; it ends with that lease. `number` is its number in
+        the group. Raises `ConfigError` if the group has its members already."""
         held = self._held.get(slot.epoch)
         if held is None:
             raise SandboxError(f"the lease of {slot.slot_id} has ended, so no slot can be added to it")
-        if len(held.added) + 1 >= held.places:
+        if held.group is None or len(held.added) + 1 >= held.places:
             raise ConfigError(f"the group of {slot.slot_id} has its {held.places} slots already")
+        spec = replace(spec, group=replace(held.group, number=number))
         added = await self.backend.create(spec, name, snapshot)
         if self._held.get(slot.epoch) is not held:
             await self._end(added)

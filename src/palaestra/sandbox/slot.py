@@ -144,7 +144,8 @@ class Mount:
 @dataclass(frozen=True, slots=True)
 class GroupAddress:
     """A slot's place in a group: slots with the same `group` reach each other at the addresses 198.19.0.`number`, and
-    no other group reaches them. `group` must be unique among the groups of a backend, and `number` in its group.
+    no other group reaches them. `group` must be unique among the groups of a backend, and `number` in its group. A pool
+    gives a new name to a group whose name is empty.
 
     `members` is the number of slots in the group. The pool leases them together: one is acquired, the others are added
     to its lease. Raises ValueError for a number that is not from 1 to 254.
@@ -620,7 +621,9 @@ class SlotSource(Protocol):
         admitted: Callable[[], None] | None = None,
     ) -> Slot: ...
 
-    async def add(self, slot: Slot, spec: SlotSpec, name: str, snapshot: Snapshot | None = None) -> Slot: ...
+    async def add(
+        self, slot: Slot, number: int, spec: SlotSpec, name: str, snapshot: Snapshot | None = None
+    ) -> Slot: ...
 
     async def release(self, slot: Slot) -> None: ...
 

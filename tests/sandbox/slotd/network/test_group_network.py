@@ -98,23 +98,23 @@ def test_a_pool_leases_a_group_at_once_and_ends_it_together() -> None:
             with pytest.raises(ConfigError, match="needs 4 slots together, but the pool has 3"):
                 await pool.acquire("too large", spec=member("a", 2, 4))
             with pytest.raises(AcquireTimeout):
-                await pool.acquire("group", spec=member("a", 2, 3), timeout_s=0.05)
-            waiting = asyncio.ensure_future(pool.acquire("group", spec=member("a", 2, 3)))
+                await pool.acquire("group", spec=member("", 2, 3), timeout_s=0.05)
+            waiting = asyncio.ensure_future(pool.acquire("group", spec=member("", 2, 3)))
             await asyncio.sleep(0)
             behind = asyncio.ensure_future(pool.acquire("behind"))
             await pool.release(single)
             first = await waiting
-            second = await pool.add(first, member("a", 3), "second")
+            second = await pool.add(first, 3, SlotSpec(), "second")
             assert pool.available_slots == 0
             assert not behind.done()
-            await pool.add(first, member("a", 4), "third")
+            await pool.add(first, 4, SlotSpec(), "third")
             with pytest.raises(ConfigError, match="has its 3 slots already"):
-                await pool.add(first, member("a", 5), "fourth")
+                await pool.add(first, 5, SlotSpec(), "fourth")
             await pool.seal(first)
             with pytest.raises(SandboxError):
                 await second.execute("true")
             with pytest.raises(SandboxError, match="has ended"):
-                await pool.add(first, member("a", 5), "fourth")
+                await pool.add(first, 5, SlotSpec(), "fourth")
             await pool.release(await behind)
             assert (pool.available_slots, pool.acquired_slots) == (3, 0)
 

@@ -1,0 +1,146 @@
+"""Tasks of several services: how they start, what reaches them, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from palaestra.core.types import Blame
+from palaestra.envs.cheats.proof import policy_runs
+from palaestra.envs.config.build import make_pool
+from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.suites.terminal_bench.import_tasks import Finding
+from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
+from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
+from palaestra.suites.toolchain.toolchain import DependencyCache
+from suites.terminal_bench.conftest import Try, played_all
+from suites.terminal_bench.shop import COMPOSE, TOML, make_shop
+
+pytestmark = pytest.mark.slots
+
+SHARED = TOML.replace('environment_mode = "separate"\n', "").split("artifacts")[0] + TOML[
+    TOML.index("[agent]") :
+].replace('environment_mode = "separate"\n', "")
+ASKING = """\
+#!/bin/bash
+answer=$(python3 -c 'import urllib.request; print(urllib.request.urlopen("http://shop/").read().decode())')
+[ "$answer" = "$(cat /app/total.txt)" ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
+
+
+def test_services_start_in_order_and_their_evidence_is_graded(try_tasks: Try, tmp_path: Path) -> None:
+    make_shop(tmp_path / "tasks")
+    line = try_tasks(tmp_path / "tasks")["shop"]
+    assert line.finding is Finding.GOOD, line.reason
+    assert (line.noop, line.solution) == (0.0, 1.0)
+
+
+def test_the_record_has_the_logs_and_each_rollout_its_own_services(
+    installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    """Two rollouts at the same time: if one reached the services of the other, there would be four orders."""
+    make_shop(tmp_path / "tasks")
+    config = TerminalBench2EvalConfig(
+        dataset_name=str(tmp_path / "tasks"), base_image="host", cache_dir=str(tmp_path / "cache")
+    )
+
+    async def main() -> None:
+        async with make_pool(config) as pool:
+            environment = TerminalBenchEnvironment(TerminalBench2EvalEnv(config, []), config, installed_pytest)
+            await environment.open()
+            async with policy_runs(environment, pool) as runs:
+                task = await anext(environment.tasks())
+                groups = await asyncio.gather(*(runs.play(OraclePolicy(), task) for _ in range(2)))
+            assert pool.get_stats()["acquired_slots"] == 0
+            assert pool.available_slots == pool.total_slots
+            assert pool.backend.stats()["slots"] == 0
+        for group in groups:
+            done = group.trajectories[0]
+            assert (done.reward, done.official) == (1.0, 1.0), done.detail
+            services = done.detail["services"]
+            assert services["seed"] == {"exit_code": 0, "log": "seeded"}
+            assert services["shop"]["exit_code"] is None
+            assert "restart 1 after exit code 1" in services["shop"]["log"]
+            assert services["shop"]["log"].splitlines()[0] == "not yet"
+
+    asyncio.run(main())
+
+
+def test_a_verifier_that_shares_the_agents_slot_asks_the_services(
+    installed_pytest: DependencyCache, tmp_path: Path
+) -> None:
+    make_shop(tmp_path / "tasks", **{"task.toml": SHARED, "tests/test.sh": ASKING})
+    done = played_all(tmp_path / "tasks", installed_pytest, tmp_path)["shop"]
+    assert (done.reward, done.official, done.detail["grading"]) == (1.0, 1.0, "live"), done.detail
+    lazy = played_all(tmp_path / "tasks", installed_pytest, tmp_path, {"shop": "echo 1 > /app/total.txt"})["shop"]
+    assert (lazy.reward, lazy.official) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ('["sh", "-c", "echo seeded"]', '["sh", "-c", "echo no seed; exit 3"]', "seed ended with exit code 3"),
+        ("python3 -m http.server 8000", "python3 -m no_such_server", "stock ended with exit code 1 at its start"),
+        ("python3 -m http.server 8000", "no-such-program", "stock"),
+        ("retries: 50", "retries: 1, start_period: 100ms", "shop is not healthy after"),
+    ],
+)
+def test_a_service_that_does_not_start_is_the_tasks_fault(
+    installed_pytest: DependencyCache, tmp_path: Path, before: str, after: str, named: str
+) -> None:
+    assert before in COMPOSE
+    slow = {"environment/shop/shop.py": "import time; time.sleep(60)"} if "retries" in before else {}
+    text = COMPOSE.replace(before, after).replace("timeout: 5s", "timeout: 1s")
+    make_shop(tmp_path / "tasks", **{"environment/docker-compose.yaml": text, **slow})
+    done = played_all(tmp_path / "tasks", installed_pytest, tmp_path)["shop"]
+    assert done.reward is None
+    assert done.blame is Blame.TASK
+    assert named in done.error
+
+
+SPY = """\
+import http.server, os, socket, sys
+from pathlib import Path
+
+def seen():
+    found = [path for path in ("/tests", "/solution", "/oracle", "/logs/verifier/reward.txt") if os.path.exists(path)]
+    found += [name for name in os.listdir("/proc") if name.isdigit() and b"test.sh" in
+              Path(f"/proc/{name}/cmdline").read_bytes()]
+    for address in ("127.0.0.1", "198.19.0.1", "198.18.0.2", "169.254.169.254"):
+        try:
+            socket.create_connection((address, PORT), timeout=0.3).close()
+            found.append(address)
+        except OSError:
+            pass
+    return " ".join(found) or "nothing"
+
+class Spy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(seen().encode())
+
+http.server.HTTPServer(("0.0.0.0", 80), Spy).serve_forever()
+"""
+ASKING_THE_SPY = """\
+#!/bin/bash
+python3 -c 'import urllib.request; print(urllib.request.urlopen("http://shop/").read().decode())' > /app/spied
+[ "$(cat /app/spied)" = nothing ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+cat /app/spied
+"""
+
+
+def test_a_service_sees_neither_the_verifier_nor_the_host(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as host:
+        changed = {"environment/shop/shop.py": SPY.replace("PORT", str(host.getsockname()[1]))}
+        changed |= {"task.toml": SHARED, "tests/test.sh": ASKING_THE_SPY, "solution/solve.sh": "#!/bin/bash\ntrue\n"}
+        make_shop(tmp_path / "tasks", **changed)
+        done = played_all(tmp_path / "tasks", installed_pytest, tmp_path)["shop"]
+        assert done.official == 1.0, done.detail
+        host.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            host.accept()
