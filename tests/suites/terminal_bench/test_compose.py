@@ -21,7 +21,7 @@ OWN = ImageRecipe(Path("environment"), docker_image="own:1")
 
 
 def read(folder: Path, text: str, variables: dict[str, str] | None = None, **files: str) -> dict[str, Service]:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     for name, content in {"docker-compose.yaml": textwrap.dedent(text), "db/Dockerfile": "FROM x\n", **files}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
@@ -60,6 +60,9 @@ def test_main_is_the_tasks_own_image_unless_the_file_says_otherwise(tmp_path: Pa
     ]
     assert own.recipe.dockerfile == (tmp_path / "b/db/Dockerfile")
     assert (dict(own.env), own.limits.memory_bytes) == ({"A": "1"}, 64 << 20)
+    whole = "services:\n  main: {build: {context: .., dockerfile: environment/db/Dockerfile, target: tools}}\n"
+    recipe = read(tmp_path / "task/environment", whole)["main"].recipe
+    assert (recipe.folder, recipe.target) == (tmp_path / "task", "tools")
     logs = "services:\n  main: {volumes: ['${HOST_VERIFIER_LOGS_PATH}:${ENV_VERIFIER_LOGS_PATH}']}\n"
     assert read(tmp_path / "c", logs)["main"].copies == ()
 
@@ -75,6 +78,8 @@ def test_commands_health_checks_and_limits(tmp_path: Path) -> None:
     assert one(tmp_path, "restart: unless-stopped").restart is Restart.ALWAYS
     assert one(tmp_path, "extra_hosts: ['a:10.0.0.1', 'b=::1']").hosts == (("a", "10.0.0.1"), ("b", "::1"))
     assert one(tmp_path, "mem_limit: 1g, cpus: 2, pids_limit: 9").limits == Limits(1 << 30, 2.0, 9)
+    assert one(tmp_path, "cap_add: [CAP_SETUID], security_opt: ['label=disable'], cap_drop: [ALL]").online
+    assert one(tmp_path, "environment: ['A=${COMPOSE_PROJECT_NAME}']").env == {"A": "task"}
     assert one(tmp_path, "ports: ['80:80'], privileged: false, cap_add: [], x-own: 1, tty: true").online
     internal = "networks: {inner: {internal: true}}"
     text = f"services:\n  main: {{networks: [inner, default]}}\n  db: {{image: x, networks: [inner]}}\n{internal}\n"
@@ -103,16 +108,20 @@ def test_commands_health_checks_and_limits(tmp_path: Path) -> None:
         ("unheard_of: 1", "unheard_of"),
         ("deploy: {replicas: 2}", "deploy.replicas"),
         ("deploy: {resources: {reservations: {devices: [{capabilities: [gpu]}]}}}", "GPUs"),
-        ("build: {context: db, target: x}", "build.target"),
+        ("build: {context: db, target: 'x y'}", "build.target"),
         ("build: {context: db, ssh: [default]}", "build.ssh"),
         ("build: {context: db, additional_contexts: {a: /}}", "build.additional_contexts"),
-        ("build: {context: ..}", "build.context"),
-        ("build: {context: db, dockerfile: ../../Dockerfile}", "build.dockerfile"),
+        ("build: {context: ../..}", "build.context leads out"),
+        ("build: {context: ../tests}", "build.context leads to the tests"),
+        ("build: {context: db, dockerfile: ../../Dockerfile}", "build.dockerfile leads out"),
         ("build: /etc", "the path '/etc' of the host"),
         ("build: 'https://example.org/repo.git'", "build needs Dockerfile"),
         ("volumes: ['/var/run/docker.sock:/var/run/docker.sock']", "'/var/run/docker.sock' of the host"),
         ("volumes: ['~/.ssh:/root/.ssh']", "of the host"),
-        ("volumes: ['../tests:/tests']", "leads out of environment/"),
+        ("volumes: ['../tests:/tests']", "leads to the tests"),
+        ("volumes: ['../../other:/x']", "leads out of"),
+        ("volumes: ['..:/x']", "the whole task"),
+        ("volumes: ['${HOST_ARTIFACTS_PATH:-./a}:/logs/artifacts']", "log directories"),
         ("volumes: [{type: bind, source: /etc, target: /x}]", "'/etc' of the host"),
         ("volumes: [{type: npipe, source: x, target: /x}]", "npipe"),
         ("volumes: ['./db:/proc']", "'/proc'"),
@@ -120,7 +129,9 @@ def test_commands_health_checks_and_limits(tmp_path: Path) -> None:
         ("volumes: ['./db:/a/../../b']", "absolute path"),
         ("volumes: ['nobody:/x']", "'nobody'"),
         ("env_file: /etc/environment", "env_file"),
-        ("env_file: ../../.env", "env_file"),
+        ("env_file: ../../.env", "env_file leads out"),
+        ("cap_add: [SETUID, NET_RAW]", "cap_add"),
+        ("security_opt: ['label=disable', 'seccomp=unconfined']", "security_opt"),
         ("extra_hosts: ['host.docker.internal:host-gateway']", "host-gateway"),
         ("networks: {default: {ipv4_address: 10.0.0.2}}", "ipv4_address"),
         ("networks: [nowhere]", "not declared"),
@@ -136,7 +147,7 @@ def test_commands_health_checks_and_limits(tmp_path: Path) -> None:
 )
 def test_what_is_refused_by_its_name(tmp_path: Path, fields: str, named: str) -> None:
     with pytest.raises(TaskError) as refused:
-        one(tmp_path / "environment", fields)
+        one(tmp_path / "task/environment", fields)
     assert named in str(refused.value)
 
 
@@ -176,9 +187,10 @@ def test_links_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret/Dockerfile").write_text("FROM x\n")
     (tmp_path / "environment").mkdir()
-    (tmp_path / "environment/link").symlink_to("../secret")
+    (tmp_path / "secret").rename(outside := tmp_path.with_name(f"{tmp_path.name}-secret"))
+    (tmp_path / "environment/link").symlink_to(outside)
     for fields in ("volumes: ['./link:/x']", "build: ./link", "env_file: link/Dockerfile"):
-        with pytest.raises(Unsupported, match="leads out of environment/"):
+        with pytest.raises(Unsupported, match="leads out of"):
             one(tmp_path / "environment", fields)
 
 

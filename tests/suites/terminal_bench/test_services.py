@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import socket
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +19,16 @@ from palaestra.core.types import Blame
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
+from palaestra.suites.terminal_bench import artifact_folder
+from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 from palaestra.suites.toolchain.toolchain import DependencyCache
+from programs import killed_after, until
+from sandbox.backends.test_local_lifetime import assert_gone
+from sandbox.processes import descendants
 from suites.terminal_bench.conftest import Try, played_all
 from suites.terminal_bench.shop import COMPOSE, TOML, make_shop
 
@@ -88,6 +100,7 @@ def test_a_verifier_that_shares_the_agents_slot_asks_the_services(
         ("python3 -m http.server 8000", "no-such-program", "stock"),
         ("retries: 50", "retries: 1, start_period: 100ms", "shop is not healthy after"),
     ],
+    ids=["failed", "ended", "missing", "unhealthy"],
 )
 def test_a_service_that_does_not_start_is_the_tasks_fault(
     installed_pytest: DependencyCache, tmp_path: Path, before: str, after: str, named: str
@@ -144,3 +157,50 @@ def test_a_service_sees_neither_the_verifier_nor_the_host(installed_pytest: Depe
         host.settimeout(0)
         with pytest.raises(BlockingIOError):
             host.accept()
+
+
+def test_folders_of_the_dead_are_removed_and_those_of_the_living_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import os, sys; from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder as A; a = A();"
+    )
+    program += "(a.path / 'x').mkdir(); print(a.path, flush=True); os.kill(os.getpid(), 9)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={"TMPDIR": str(tmp_path)}, capture_output=True, text=True
+    )
+    dead = Path(done.stdout.strip())
+    (tmp_path / f"{artifact_folder.PREFIX}link").symlink_to(tmp_path)
+    (tmp_path / "palaestra-new-artifacts-x").mkdir()
+    assert (dead / "x").is_dir()
+    with ArtifactFolder() as one, ArtifactFolder() as other:
+        assert not dead.exists()
+        assert one.path.is_dir()
+        assert other.path.is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{artifact_folder.PREFIX}link"]
+
+
+def test_killed_runs_leave_nothing(tmp_path: Path) -> None:
+    """Twenty runs with services, each killed at another moment between its first slot and its end."""
+    make_shop(tmp_path / "tasks")
+    home = tmp_path / "tmp"
+    home.mkdir()
+    settings = ["--env.dataset_name", str(tmp_path / "tasks"), "--env.base_image", "host", "--env.group_size", "2"]
+    settings += ["--env.cache_dir", str(tmp_path / "cache"), "--policy", "oracle"]
+    command = [sys.executable, "-m", "palaestra", "run", "terminalbench_2", "evaluate", *settings]
+    place: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "TMPDIR": str(home)}}
+    chance, pids = random.Random(7), set[int]()
+    for _ in range(20):
+        with killed_after(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **place) as run:
+            until(lambda: len(descendants(run.pid)) > 4 or run.poll() is not None, "there are slots")
+            deadline = time.monotonic() + chance.uniform(0, 3)
+            while time.monotonic() < deadline and run.poll() is None:
+                pids |= {process.pid for process in descendants(run.pid)}
+                time.sleep(0.02)
+            pids |= {process.pid for process in descendants(run.pid)}
+        assert_gone(pids)
+    assert len(pids) > 100
+    done = subprocess.run(command, capture_output=True, text=True, **place)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in home.iterdir()] == []

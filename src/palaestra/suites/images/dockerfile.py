@@ -85,13 +85,15 @@ class Instruction:
 @dataclass(frozen=True, slots=True)
 class ImageRecipe:
     """The source of a task's root file system: a Dockerfile in the task's folder, or the name of an image.
-    `arguments` are values for the Dockerfile's ARG instructions, without `$`."""
+    `arguments` are values for the Dockerfile's ARG instructions, without `$`, and `target` is the stage to build; empty
+    for the last one."""
 
     folder: Path
     dockerfile: Path | None = None
     docker_image: str | None = None
     build_timeout_s: float = 600.0
     arguments: tuple[tuple[str, str], ...] = ()
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,13 @@ def parse_recipe(recipe: ImageRecipe) -> tuple[Instruction, ...]:
         name = each.partition("=")[0]
         return shlex.quote(f"{name}={given[name]}" if name in given else each)
 
+    found = parse(read_text(recipe.dockerfile, "replace"))
+    start = next(each for each in found if each.name == "FROM")
+    if recipe.target and start.arguments.split()[-1].lower() != recipe.target.lower():
+        raise TaskError(f"its Dockerfile has no stage {recipe.target!r:.100}")
     return tuple(
         replace(each, arguments=" ".join(map(word, each.words()))) if given and each.name == "ARG" else each
-        for each in parse(read_text(recipe.dockerfile, "replace"))
+        for each in found
     )
 
 

@@ -128,6 +128,7 @@ class ImageBuilder:
         network = [] if self._network and bridge else ["--network", "none"]
         tidy = ["--force-rm"] if docker else []  # the other tools leave no failed container
         given = [f"--build-arg={name}={value}" for name, value in recipe.arguments]
+        given += [f"--target={recipe.target}"] if recipe.target else []
         command = [*tool, "build", *tidy, *network, *given, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
         for _ in range(_TRIES):
             done = await run_process(command, timeout_s=recipe.build_timeout_s)
@@ -198,10 +199,11 @@ def content_key(recipe: ImageRecipe) -> str:
     """Return the cache key of a build: a digest of the image's name and, with a Dockerfile, of the folder's files and
     modes. Raises `TaskError` if the Dockerfile is a link, which a container tool would follow out of the folder."""
     digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
-    if recipe.arguments:
-        digest.update(f"{recipe.arguments!r}\0".encode())
+    if recipe.arguments or recipe.target:
+        digest.update(f"{recipe.arguments!r}{recipe.target}\0".encode())
     if recipe.dockerfile is not None:
-        digest.update(b"" if recipe.dockerfile.name == "Dockerfile" else f"{recipe.dockerfile.name}\0".encode())
+        if recipe.dockerfile != recipe.folder / "Dockerfile":
+            digest.update(f"{recipe.dockerfile.relative_to(recipe.folder)}\0".encode())
         read_bytes(recipe.dockerfile)
         for path in sorted(recipe.folder.rglob("*")):
             mode = path.lstat().st_mode

@@ -1,8 +1,8 @@
 """Read a task's compose file as data: which services it has, and how they start.
 
-Nothing of the file is run, and no path of it leads out of its folder. `_CARRIED` lists the keys that a service's slot
-honours, and `_NO_EFFECT` those that cannot change what its program does there. Any other key with a value rejects the
-task by the key's name, such as `privileged`, `cap_add`, `network_mode` or `extends`.
+Nothing of the file is run, and no path of it leads out of the task's folder or to its tests and solutions. `_CARRIED`
+lists the keys that a service's slot honours, and `_NO_EFFECT` those that cannot change what its program does there. Any
+other key with a value rejects the task by the key's name, such as `privileged`, `network_mode` or `extends`.
 
 Source: the Compose specification (compose-spec, `05-services.md` to `09-secrets.md`), and the order in which Harbor
 0.25 merges the file: over a service `main` with the task's own image, whose command is `sleep infinity`.
@@ -52,7 +52,17 @@ _NO_EFFECT = frozenset(
     }
 )
 _TOP_NO_EFFECT = frozenset({"name", "version"})
-_LOGS = tuple(f"${{HOST_{name}_PATH}}" for name in ("VERIFIER_LOGS", "AGENT_LOGS", "ARTIFACTS"))
+_HARMLESS: Mapping[str, frozenset[str]] = {
+    "cap_add": frozenset({"CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE"})
+    | {"SETGID", "SETUID"},
+    "security_opt": frozenset({"no-new-privileges", "no-new-privileges:true", "label=disable", "label:disable"}),
+}
+"""Values of refused keys that ask for nothing but what every slot has."""
+
+_HIDDEN = frozenset({"tests", "solution", "steps", "cheat"})
+"""The folders of a task that no service may see."""
+
+_LOGS = tuple(f"${{HOST_{name}_PATH" for name in ("VERIFIER_LOGS", "AGENT_LOGS", "ARTIFACTS"))
 """The variables of Harbor's own mounts, which older tasks repeat. Slots have these directories."""
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
@@ -95,7 +105,13 @@ def read_services(
     content = read_yaml_file(path)
     found = _services_of(content, path.name)
     _check_top(content, path.name)
-    known = {"CONTEXT_DIR": ".", "MAIN_IMAGE_NAME": OWN_IMAGE, "PREBUILT_IMAGE_NAME": OWN_IMAGE, **variables}
+    known = {
+        "CONTEXT_DIR": ".",
+        "COMPOSE_PROJECT_NAME": "task",
+        "MAIN_IMAGE_NAME": OWN_IMAGE,
+        "PREBUILT_IMAGE_NAME": OWN_IMAGE,
+        **variables,
+    }
     reader = _Reader(folder, known, own, limits, content)
     services = {name: reader.service(name, fields) for name, fields in found.items() if not fields.get("profiles")}
     if MAIN not in services:
@@ -136,6 +152,7 @@ class _Reader:
         self, folder: Path, known: Mapping[str, str], own: ImageRecipe | None, limits: Limits, content: JSON
     ) -> None:
         self._folder, self._known, self._own, self._limits = folder, known, own, limits
+        self._task = folder.parent.resolve()
         self._internal = {
             name
             for name, fields in _mapping(content.get("networks"), "networks").items()
@@ -153,9 +170,15 @@ class _Reader:
         if not _NAME.fullmatch(name):
             raise TaskError(f"{COMPOSE_NAME}: {name!r:.100} is not the name of a service")
         for key, value in fields.items():
-            if key not in _CARRIED | _NO_EFFECT and not _is_nothing(value) and not str(key).startswith("x-"):
+            known = key in _CARRIED | _NO_EFFECT or str(key).startswith("x-")
+            if not known and not _is_nothing(value) and not _is_harmless(str(key), value):
                 raise Unsupported(f"{COMPOSE_NAME} sets {where}.{str(key)[:100]}, which slots do not support")
-        volumes = [each for each in _list(fields.get("volumes"), where) if not _is_log_mount(each)]
+        volumes = _list(fields.get("volumes"), where)
+        if name != MAIN and any(map(_is_log_mount, volumes)):
+            raise Unsupported(
+                f"{COMPOSE_NAME}: {where}.volumes shares Harbor's log directories, but slots share no files"
+            )
+        volumes = [each for each in volumes if not _is_log_mount(each)]
         fields = interpolated({**fields, "volumes": volumes}, self._known, f"{COMPOSE_NAME}: {where}")
         copies, folders = self._mounts(name, fields["volumes"], f"{where}.volumes")
         folders += [str(each).partition(":")[0] for each in words(fields.get("tmpfs"), f"{where}.tmpfs") or ()]
@@ -218,18 +241,25 @@ class _Reader:
             build = {"context": build}
         known = _mapping(build, f"{where}.build")
         for key, value in known.items():
-            if key not in ("context", "dockerfile", "args", "labels", "pull", "no_cache") and not _is_nothing(value):
+            if key not in ("context", "dockerfile", "args", "target", "labels", "pull", "no_cache") and not _is_nothing(
+                value
+            ):
                 raise Unsupported(f"{COMPOSE_NAME} sets {where}.build.{key!s:.100}, which slots do not support")
         context = self._inside(str(known.get("context") or "."), f"{where}.build.context")
         dockerfile = context / str(known.get("dockerfile") or "Dockerfile")
-        self._check_inside(dockerfile, f"{where}.build.dockerfile")
+        self._check_inside(dockerfile, f"{where}.build.dockerfile", context)
         if not dockerfile.is_file():
             raise TaskError(f"{COMPOSE_NAME}: {where}.build needs {dockerfile.name}, which is missing")
         arguments = pairs(known.get("args"), f"{where}.build.args", self._known)
         if any("$" in value for value in arguments.values()):
             raise Unsupported(f"{COMPOSE_NAME}: {where}.build.args has a value with `$`, which slots do not support")
         timeout_s = 600.0 if self._own is None else self._own.build_timeout_s
-        return ImageRecipe(context, dockerfile, None, timeout_s, tuple(sorted(arguments.items())))
+        target = _text(known.get("target"), f"{where}.build.target") or ""
+        if target and not _NAME.fullmatch(target):
+            raise TaskError(f"{COMPOSE_NAME}: {where}.build.target is {target!r:.100}, not the name of a stage")
+        if context == self._folder.resolve():
+            context, dockerfile = self._folder, self._folder / dockerfile.relative_to(context)
+        return ImageRecipe(context, dockerfile, None, timeout_s, tuple(sorted(arguments.items())), target)
 
     def _env(self, fields: Mapping[str, JSON], where: str) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -252,11 +282,15 @@ class _Reader:
                 folders.append(target)
             elif source[0] in "./~" or "/" in source:
                 path = self._inside(source, where)
+                if path == self._task:
+                    raise Unsupported(
+                        f"{COMPOSE_NAME}: {where} mounts the whole task with its tests, which no slot sees"
+                    )
                 if not path.exists():
                     raise TaskError(f"{COMPOSE_NAME}: {where} names {source!r:.100}, which is missing")
                 copies.append((path, target))
                 if not read_only:
-                    self._mounted.setdefault(str(path.relative_to(self._folder.resolve())), set()).add(name)
+                    self._mounted.setdefault(str(path.relative_to(self._task)), set()).add(name)
             else:
                 if source not in self._volumes:
                     raise TaskError(f"{COMPOSE_NAME}: {where} names the volume {source!r:.100}, which is not declared")
@@ -287,16 +321,23 @@ class _Reader:
         return names
 
     def _inside(self, path: str, where: str) -> Path:
-        """Return a path below the folder of the compose file, without links. Raises `TaskError`."""
+        """Return a path below the task's folder, without links. Raises `TaskError`."""
         if not path or path[0] in "/~":
             raise Unsupported(f"{COMPOSE_NAME}: {where} names the path {path!r:.100} of the host, which no slot sees")
         found = (self._folder / path).resolve()
-        self._check_inside(found, where)
+        self._check_inside(found, where, self._task)
         return found
 
-    def _check_inside(self, path: Path, where: str) -> None:
-        if not path.resolve().is_relative_to(self._folder.resolve()):
-            raise Unsupported(f"{COMPOSE_NAME}: {where} leads out of environment/, which no slot sees")
+    def _check_inside(self, path: Path, where: str, root: Path) -> None:
+        path = path.resolve()
+        if not path.is_relative_to(root.resolve()):
+            raise Unsupported(f"{COMPOSE_NAME}: {where} leads out of {root.name}/, which no slot sees")
+        if path != self._task and path.relative_to(self._task).parts[0] in _HIDDEN:
+            raise Unsupported(f"{COMPOSE_NAME}: {where} leads to the tests or solutions, which no slot sees")
+
+
+def _is_harmless(key: str, value: JSON) -> bool:
+    return isinstance(value, list) and all(str(each).removeprefix("CAP_") in _HARMLESS.get(key, ()) for each in value)
 
 
 def _is_nothing(value: JSON) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from palaestra.core.errors import InfraError, PrepareError, SlotEnded
 from palaestra.core.types import JSON, AllowList, Network
@@ -31,6 +30,7 @@ from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import TaskRoot
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import Unsupported
+from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder
 from palaestra.suites.terminal_bench.separate_verifier import Collected, collect, joined, run_hooks
 from palaestra.suites.terminal_bench.service import MAIN, Condition, Restart, Service, in_order
 from palaestra.suites.terminal_bench.terminal_task import Artifact, CollectHook
@@ -269,7 +269,7 @@ class ServiceGroup:
         """Run the hooks of the services and copy their artifacts, while the agent's processes are stopped. Later calls
         return the result of the first one, because the services end with the agent's slot."""
         if self._evidence is None:
-            folder = TemporaryDirectory(prefix="palaestra-services-", ignore_cleanup_errors=True)
+            folder = await asyncio.to_thread(ArtifactFolder)
 
             async def clean() -> None:
                 await asyncio.to_thread(folder.cleanup)
@@ -277,7 +277,7 @@ class ServiceGroup:
             self._rollout.closers.append(clean)
             with suppress(SlotEnded):
                 await self.slots[MAIN].freeze()
-            self._evidence = await self._collected(hooks, artifacts, Path(folder.name))
+            self._evidence = await self._collected(hooks, artifacts, folder.path)
         return self._evidence
 
     async def _collected(self, hooks: Sequence[CollectHook], artifacts: Sequence[Artifact], folder: Path) -> Evidence:

@@ -35,8 +35,6 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
@@ -67,6 +65,7 @@ from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import read_bytes, read_text
 from palaestra.suites.task_paths import TaskScope, scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
+from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
 from palaestra.suites.terminal_bench.separate_verifier import collect, joined, put, run_hooks
@@ -407,11 +406,11 @@ class TerminalBenchEnvironment(ContractEnvironment):
         environment = part.task.verifier.environment
         assert environment is not None
         group: ServiceGroup | None = None if grading.untouched else rollout.meta.get("services")
-        with TemporaryDirectory(prefix="palaestra-artifacts-", ignore_cleanup_errors=True) as folder:
+        with ArtifactFolder() as folder:
             beside = await group.collect(part.task.verifier.collect, environment.artifacts) if group else None
             slot = await grading.slot(View())
             own = [each for each in environment.artifacts if each.service == MAIN]
-            collected = await collect(slot, own, Path(folder))
+            collected = await collect(slot, own, folder.path)
             collected = collected if beside is None else joined(collected, beside.collected)
             await grading.restart()  # a rollout that holds one slot must not wait for a second
 
