@@ -150,6 +150,8 @@ class _Holding:
     since: float
     group: GroupAddress | None = None
     added: list[Slot] = field(default_factory=list)
+    begun: int = 1
+    """The number of slots of the group that exist or are being made."""
 
     @property
     def places(self) -> int:
@@ -297,10 +299,14 @@ class SlotPool:
         held = self._held.get(slot.epoch)
         if held is None:
             raise SandboxError(f"the lease of {slot.slot_id} has ended, so no slot can be added to it")
-        if held.group is None or len(held.added) + 1 >= held.places:
+        if held.group is None or held.begun >= held.places:
             raise ConfigError(f"the group of {slot.slot_id} has its {held.places} slots already")
-        spec = replace(spec, group=replace(held.group, number=number))
-        added = await self.backend.create(spec, name, snapshot)
+        held.begun += 1
+        try:
+            added = await self.backend.create(replace(spec, group=replace(held.group, number=number)), name, snapshot)
+        except BaseException:
+            held.begun -= 1
+            raise
         if self._held.get(slot.epoch) is not held:
             await self._end(added)
             raise SandboxError(f"the lease of {slot.slot_id} ended while a slot was added to it")
@@ -339,8 +345,7 @@ class SlotPool:
         self._images.pop(slot.trajectory_id, None)
         self._shells.pop(slot.epoch, None)
         try:
-            await self._end_added(held)
-            await self._end(slot)
+            await asyncio.gather(self._end_added(held), self._end(slot))
             while self._quarantine:
                 _, quarantined = self._quarantine.popitem()  # removed, so that no other release tries it too
                 if not await self._end(quarantined):
@@ -349,8 +354,7 @@ class SlotPool:
             self._give_places(held.places)
 
     async def _end_added(self, held: _Holding) -> None:
-        for each in held.added:
-            await self._end(each)
+        await asyncio.gather(*map(self._end, held.added))
 
     async def _end(self, slot: Slot) -> bool:
         """End a slot. Return False if it cannot be ended now; the slot is then quarantined."""

@@ -181,14 +181,18 @@ class ServiceGroup:
         snapshots = {name: await prepared(name) for name in self.plan.order if name != MAIN}  # while no slot is held
         self.slots[MAIN] = main = await self._rollout.sandbox()
         pool = self._rollout.run_context.workspaces.pool
+
+        async def make(name: str) -> None:
+            own = self.plan.joined(service_spec(spec, self.plan.services[name]))
+            label, number = f"{self._rollout.rollout_id}:{name}", self.plan.numbers[name]
+            self.slots[name] = await pool.add(main, number, own, label, snapshots[name])
+
+        for problem in await asyncio.gather(*map(make, snapshots), return_exceptions=True):
+            if problem is not None:
+                raise problem
         for name in self.plan.order:
-            each = self.plan.services[name]
-            for other, condition in each.service.after.items():
+            for other, condition in self.plan.services[name].service.after.items():
                 await self._wait(other, condition)
-            if name != MAIN:
-                own = self.plan.joined(service_spec(spec, each))
-                label, number = f"{self._rollout.rollout_id}:{name}", self.plan.numbers[name]
-                self.slots[name] = await pool.add(main, number, own, label, snapshots[name])
             await self._run(name)
         waited = {name for each in self.plan.services.values() for name in each.service.after}
         for name, each in self.plan.services.items():

@@ -16,9 +16,13 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .. import syscalls
+from ..exec import pipes
+from ..namespaced import namespaces
 from ..server_slot import ServerSlot
 
 NETWORK = ipaddress.ip_network("198.19.0.0/24")
@@ -48,22 +52,19 @@ class GroupNetworks:
 
     def join(self, slot: ServerSlot, name: str, number: int) -> None:
         """Give a slot an address in a group's network: the one with this number. Raises OSError."""
-        address = NETWORK[number]
-        if name not in self._groups:
-            self._groups[name] = _Group(slot.make_in_network(_make_bridge)[0])
-        group = self._groups[name]
-        group.members.add(slot.name)
-
-        def attach() -> list[int]:
-            _attach(group.bridge, str(address), f"slot{number}")
-            return [os.dup(group.bridge)]  # `make_in_network` hands over at least one descriptor
-
+        places = namespaces.open_network(slot.pid)
         try:
-            for fd in slot.make_in_network(attach):
-                os.close(fd)
-        except OSError:
-            self.leave(slot.name)
-            raise
+            if name not in self._groups:
+                self._groups[name] = _Group(_in_thread(_make_bridge))
+            group = self._groups[name]
+            group.members.add(slot.name)
+            try:
+                _in_thread(lambda: _attach(group.bridge, places[0], str(NETWORK[number]), f"slot{number}"))
+            except OSError:
+                self.leave(slot.name)
+                raise
+        finally:
+            pipes.close(*places)
 
     def leave(self, slot: str) -> None:
         """Forget a dead slot, if it was in a group. The last one takes its group along."""
@@ -74,33 +75,54 @@ class GroupNetworks:
                 del self._groups[name]
 
 
-def _make_bridge() -> list[int]:
-    """Return a descriptor of a new network namespace with a bridge. This runs in a child, which then ends."""
+def _in_thread(work: Callable[[], int]) -> int:
+    """Return what a function returns in a thread of its own, which then ends: a thread that has entered a network
+    namespace without privileges could not return, and a child would cost more. Raises OSError."""
+    done: list[int | OSError] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except OSError as error:
+            done.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(done[0], OSError):
+        raise done[0]
+    return done[0]
+
+
+def _make_bridge() -> int:
+    """Return a descriptor of a new network namespace with a bridge."""
     syscalls.unshare(syscalls.CLONE_NEWNET)
-    _set_link(_name(_BRIDGE) + _attribute(_LINKINFO, _attribute(_KIND, b"bridge")), flags=_CREATE | _EXCL)
-    return [os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)]
+    _set_link(_name(_BRIDGE) + _attribute(_LINKINFO, _attribute(_KIND, b"bridge")))
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _attach(bridge: int, address: str, port: str) -> None:
-    """Join the network namespace of this process, a child, to a bridge."""
-    peer = _LINK.pack(0, 0, 0, 0, 0) + _name(port) + _attribute(_NET_NS_FD, struct.pack("=I", bridge))
+def _attach(bridge: int, slot: int, address: str, port: str) -> int:
+    """Join the network namespace `slot` to that of a bridge."""
+    syscalls.setns(bridge, syscalls.CLONE_NEWNET)
+    master = _attribute(_MASTER, struct.pack("=I", socket.if_nametoindex(_BRIDGE)))
+    peer = _LINK.pack(0, 0, 0, 0, 0) + _name(_DEVICE) + _attribute(_NET_NS_FD, struct.pack("=I", slot))
     pair = _attribute(_KIND, b"veth") + _attribute(_DATA, _attribute(_PEER, peer))
-    _set_link(_name(_DEVICE) + _attribute(_LINKINFO, pair), flags=_CREATE | _EXCL)
+    _set_link(_name(port) + master + _attribute(_LINKINFO, pair))
+    syscalls.setns(slot, syscalls.CLONE_NEWNET)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for request, text in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, str(NETWORK.netmask))):
             value = struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(text))
             fcntl.ioctl(control, request, struct.pack("16s16s8x", _DEVICE.encode(), value))
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", _DEVICE.encode(), _UP))
-    syscalls.setns(bridge, syscalls.CLONE_NEWNET)
-    master = struct.pack("=I", socket.if_nametoindex(_BRIDGE))
-    _set_link(_attribute(_MASTER, master), index=socket.if_nametoindex(port))
+    return 0
 
 
-def _set_link(attributes: bytes, *, index: int = 0, flags: int = 0) -> None:
-    """Make or change a network device, and bring it up. Raises OSError."""
-    body = _LINK.pack(0, 0, index, _UP, _UP) + attributes
+def _set_link(attributes: bytes) -> None:
+    """Make a network device that is up. Raises OSError."""
+    body = _LINK.pack(0, 0, 0, _UP, _UP) + attributes
+    head = _HEAD.pack(_HEAD.size + len(body), _NEWLINK, _REQUEST | _ACK | _EXCL | _CREATE, 1, 0)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
-        kernel.sendto(_HEAD.pack(_HEAD.size + len(body), _NEWLINK, _REQUEST | _ACK | flags, 1, 0) + body, (0, 0))
+        kernel.sendto(head + body, (0, 0))
         answer = kernel.recv(_MOST_ANSWER)
     _, kind, *_ = _HEAD.unpack_from(answer)
     number = -struct.unpack_from("=i", answer, _HEAD.size)[0] if kind == _ERROR else 0
