@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from palaestra.core.errors import TaskError
 from palaestra.core.types import Limits
@@ -14,6 +15,7 @@ from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.task_files import Unsupported
 from palaestra.suites.terminal_bench import compose, harbor
 from palaestra.suites.terminal_bench.compose_values import env_file, interpolated, seconds, size_bytes
+from palaestra.suites.terminal_bench.import_tasks import Finding, command, read_tasks
 from palaestra.suites.terminal_bench.service import Condition, HealthCheck, Restart, Service
 from suites.terminal_bench.shop import COMPOSE, TOML, make_shop
 
@@ -230,3 +232,19 @@ def test_what_a_task_refuses_with_services(tmp_path: Path) -> None:
     variable = COMPOSE.replace("${CURRENCY:?}", "${PRICE}")
     with pytest.raises(Unsupported, match=r"services\.shop refers to the variable PRICE"):
         harbor.read_task(make_shop(tmp_path, "c", **{"environment/docker-compose.yaml": variable}))
+
+
+def test_a_dry_run_lists_services_and_refusals(tmp_path: Path) -> None:
+    make_shop(tmp_path, "good")
+    host = COMPOSE.replace("  stock:\n", "  stock:\n    network_mode: host\n")
+    make_shop(tmp_path, "host", **{"environment/docker-compose.yaml": host})
+    lines = {line.name: line for line in read_tasks(str(tmp_path), []).lines}
+    assert lines["good"].finding is Finding.READ
+    assert lines["good"].reason == "services shop, stock, seed; a verifier of its own"
+    assert lines["host"].finding is Finding.REFUSED
+    assert "services.stock.network_mode" in lines["host"].reason
+    done = CliRunner().invoke(command, [str(tmp_path), "--dry-run"])
+    assert done.exit_code == 1
+    assert (
+        "host                             refused: docker-compose.yaml sets services.stock.network_mode" in done.output
+    )
