@@ -115,6 +115,46 @@ def test_a_service_that_does_not_start_is_the_tasks_fault(
     assert named in done.error
 
 
+WAS_READY = """\
+#!/bin/bash
+test -e /app/was-ready && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
+READY = """
+[environment.healthcheck]
+command = "test -e /app/ready"
+interval_sec = 0.1
+retries = 2
+timeout_sec = 0.1
+"""
+
+
+@pytest.mark.parametrize("ready", ["true", "sleep 1; touch /app/ready"])
+def test_the_tasks_own_health_check_holds_the_agent_back(
+    installed_pytest: DependencyCache, tmp_path: Path, ready: str
+) -> None:
+    """What `main` runs by its compose file makes it ready, or never does."""
+    compose = f"services:\n  main: {{command: [sh, -c, '{ready}; sleep 60']}}\n"
+    toml = "[environment]\nworkdir = '/app'\n" + READY.replace(
+        "retries = 2", "retries = 50" if "touch" in ready else "retries = 2"
+    )
+    changed = {"environment/docker-compose.yaml": compose, "task.toml": toml}
+    changed |= {"solution/solve.sh": "#!/bin/bash\ncp /app/ready /app/was-ready\n"}
+    changed |= {"tests/test.sh": WAS_READY}
+    make_shop(tmp_path / "tasks", **changed)
+    done = played_all(tmp_path / "tasks", installed_pytest, tmp_path)["shop"]
+    if "touch" in ready:
+        assert done.reward == 1.0, done.error
+    else:
+        assert (done.reward, done.blame) == (None, Blame.TASK)
+        assert "the service main is not healthy after 0.4 s" in done.error
+
+
+def test_services_at_the_level_userns(installed_pytest: DependencyCache, tmp_path: Path) -> None:
+    make_shop(tmp_path / "tasks")
+    done = played_all(tmp_path / "tasks", installed_pytest, tmp_path, isolation="userns")["shop"]
+    assert done.reward == 1.0, done.error
+
+
 SPY = """\
 import http.server, os, socket, sys
 from pathlib import Path

@@ -114,7 +114,9 @@ def test_what_slots_cannot_do_is_refused_by_name(name: str, message: str) -> Non
         ('artifacts = ["../x"]\n[verifier]\nenvironment_mode = "separate"\n', r"artifacts.source must be an absolute"),
         ('artifacts = [{ source = "/x", service = "db" }]\n[verifier.environment]\n', r"names the service 'db'"),
         ('artifacts = [{ source = "/x", excludes = ["x"] }]\n[verifier.environment]\n', r"artifacts.excludes"),
-        ('[environment.healthcheck]\ncommand = "true"\n', r"environment.healthcheck"),
+        ("[environment.healthcheck]\ninterval_sec = 1\n", r"environment.healthcheck.command"),
+        ('[environment.healthcheck]\ncommand = "true"\nevery = 1\n', r"environment.healthcheck.every"),
+        ('[verifier.environment.healthcheck]\ncommand = "true"\n', r"verifier.environment.healthcheck"),
         ('[[environment.mcp_servers]]\nname = "x"\n', r"environment.mcp_servers"),
     ],
 )

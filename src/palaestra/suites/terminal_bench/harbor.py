@@ -29,7 +29,7 @@ from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.task_files import TypedFields, Unsupported, read_text, read_toml_file
 from palaestra.suites.terminal_bench.compose import COMPOSE_NAME, read_services, single_service
-from palaestra.suites.terminal_bench.service import MAIN, Service
+from palaestra.suites.terminal_bench.service import MAIN, HealthCheck, Service
 from palaestra.suites.terminal_bench.terminal_task import (
     ARTIFACT_LOGS,
     FINAL,
@@ -49,7 +49,6 @@ _STEP_NAME = re.compile(r"[^\x00-\x1f/\\<>:\"|?*]+")
 _VERSIONS = ("0.1", "1.0", "1.1", "1.2", "1.3", "1.4")
 
 _HONOURED, _NO_EFFECT = "honoured", "no effect on a score"
-_HEALTHCHECK = "it waits for a service of its image, which slots do not start"
 _ONE_SLOT = "its steps differ, but a rollout has one slot"
 
 _KEYS: Mapping[str, Mapping[str, str]] = {
@@ -66,8 +65,12 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "gpu_types": _NO_EFFECT,  # which GPUs, if `gpus` asks for any
         "tpu": "it needs a TPU",
         "mcp_servers": "it needs tool servers",
-        "healthcheck": _HEALTHCHECK,
+        "healthcheck": _HONOURED,
         "skills_dir": "it gives agents skills, which slots do not install",
+    },
+    "environment.healthcheck": {
+        **dict.fromkeys(("command", "interval_sec", "timeout_sec", "start_period_sec", "retries"), _HONOURED),
+        "start_interval_sec": _NO_EFFECT,  # the command is tried more often than that
     },
     "agent": dict.fromkeys(("timeout_sec", "user", "network_mode", "allowed_hosts"), _HONOURED),
     "verifier": {
@@ -85,7 +88,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     "solution": {"env": _HONOURED},
     "steps": {
         **dict.fromkeys(("name", "agent", "verifier", "min_reward", "artifacts"), _HONOURED),
-        "healthcheck": _HEALTHCHECK,
+        "healthcheck": "it waits before a step",
     },
     "steps.agent": {
         "timeout_sec": _HONOURED,
@@ -153,6 +156,7 @@ def _check_supported(config: TypedFields) -> None:
     _check_keys(config, "")
     for name in ("environment", "agent", "solution"):
         _check_keys(config.section(name), name)
+    _check_keys(environment.section("healthcheck"), "environment.healthcheck")
     _check_verifier(config.section("verifier"))
     for step in config.sections("steps"):
         _check_keys(step, "steps")
@@ -165,6 +169,8 @@ def _check_supported(config: TypedFields) -> None:
 def _check_verifier(verifier: TypedFields) -> None:
     _check_keys(verifier, "verifier")
     _check_keys(verifier.section("environment"), "environment")
+    if verifier.section("environment").section("healthcheck").values:
+        raise Unsupported(f"{verifier.section('environment').key('healthcheck')}: verifiers wait for nothing")
     for hook in verifier.sections("collect"):
         _check_keys(hook, "verifier.collect")
 
@@ -204,7 +210,21 @@ def _services(folder: Path, environment: TypedFields) -> dict[str, Service]:
     limits = {name: f"{value}{'m' if name == 'MEMORY' else ''}" for name, value in known.items() if value is not None}
     has_own = (folder / "Dockerfile").is_file() or environment.text("docker_image") is not None
     own = _recipe(folder, environment) if has_own else None
-    return read_services(folder, {**environment.variables("env"), **limits}, own, _limits(environment))
+    services = read_services(folder, {**environment.variables("env"), **limits}, own, _limits(environment))
+    check = environment.section("healthcheck")
+    if not check.values:
+        return services
+    main = services.get(MAIN) or Service(MAIN, _recipe(folder, environment), names=(MAIN,), limits=_limits(environment))
+    if main.health is not None:
+        raise Unsupported(f"{check.key('command')} and {COMPOSE_NAME} both have a health check of {MAIN}; keep one")
+    health = HealthCheck(
+        ("/bin/sh", "-c", check.required("command")),
+        interval_s=check.number("interval_sec") or 5.0,
+        timeout_s=check.number("timeout_sec") or 30.0,
+        retries=int(check.number("retries") or 3),
+        start_s=(check.number("start_period_sec") or 0.0) if check.values.get("start_period_sec") else 0.0,
+    )
+    return {**services, MAIN: replace(main, health=health)}
 
 
 def _check_services(verifiers: Sequence[Verifier], services: Mapping[str, Service], has_steps: bool) -> None:

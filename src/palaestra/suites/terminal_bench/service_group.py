@@ -105,6 +105,12 @@ class ServicePlan:
                 raise Unsupported(f"the service {name} has no `command`, and its image is not known to have one")
 
     @property
+    def starts(self) -> bool:
+        """Whether something starts, or is waited for, before the agent."""
+        main = self.services[MAIN]
+        return self.is_group or bool(main.argv) or main.service.health is not None
+
+    @property
     def is_group(self) -> bool:
         """Whether there are services besides `main`."""
         return len(self.services) > 1
@@ -148,6 +154,8 @@ async def set_up(slot: Slot, plan: ServicePlan, name: str) -> None:
             raise
         except OSError as error:
             raise PrepareError(f"{source.name} cannot be copied into the service {name}: {error}") from error
+    if not plan.hosts(name):
+        return
     known = await slot.read_text("/etc/hosts", missing="127.0.0.1 localhost\n")
     await slot.write_text("/etc/hosts", f"{known.rstrip()}\n{plan.hosts(name)}", mode=0o644)
 

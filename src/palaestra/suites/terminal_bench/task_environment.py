@@ -301,12 +301,14 @@ class TerminalBenchEnvironment(ContractEnvironment):
     async def begin(self, rollout: Rollout) -> None:
         await super().begin(rollout)
         work: ResolvedTask = rollout.task.data
-        if work.plan is None or not (work.plan.is_group or work.plan.services[MAIN].argv):
+        if work.plan is None or not work.plan.starts:
             return
         spec, plan = self.slot_spec(rollout.task, Phase.AGENT), work.plan
         spec = replace(spec, group=None)
         building = replace(spec, network=self.slot_spec(rollout.task, Phase.PREPARE).network)
-        rollout.meta["services"] = group = ServiceGroup(plan, rollout)
+        group = ServiceGroup(plan, rollout)
+        if plan.is_group:
+            rollout.meta["services"] = group
         await group.start(spec, lambda name: prepared_files(rollout, plan, name, building))
 
     def _agent_s(self, task: TerminalTask) -> float:
