@@ -201,7 +201,7 @@ class ServerBackend(StartedBackend):
         if snapshot is not None and snapshot.continued:
             fields["continued"] = True
         if spec.group is not None:
-            fields["group"] = [spec.group.group, spec.group.number]
+            fields["group"] = [spec.group.group, spec.group.number, spec.group.members]
         server = await self._living()
         made, requests = await server.create(fields)
         if made["exposed"]:

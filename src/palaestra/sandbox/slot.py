@@ -24,6 +24,7 @@ from palaestra.sandbox.images.reference import check_image
 WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # the most bytes of a command's output that are kept by default, head and tail together
 MAX_FILE_BYTES = 64 << 20  # the most bytes that one file call reads by default; larger files are refused
+_MOST_MEMBERS = 250  # of a group
 DEFAULT_STORE_BYTES = 20 << 30  # the most disk space that prepared workspaces take by default
 
 
@@ -148,7 +149,7 @@ class GroupAddress:
     gives a new name to a group whose name is empty.
 
     `members` is the number of slots in the group. The pool leases them together: one is acquired, the others are added
-    to its lease. Raises ValueError for a number that is not from 1 to 254.
+    to its lease. Raises ValueError for a number that is not from 1 to `members` + 1, and for more than 250 members.
     """
 
     group: str
@@ -156,8 +157,11 @@ class GroupAddress:
     members: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.number < 255:
-            raise ConfigError(f"a slot's number in its group must be from 1 to 254, not {self.number}")
+        if not 0 < self.members <= _MOST_MEMBERS or not 0 < self.number <= self.members + 1:
+            raise ConfigError(
+                f"a slot's number in its group of {self.members} must be from 1 to {self.members + 1}, not "
+                f"{self.number}; a group has at most {_MOST_MEMBERS} slots"
+            )
 
     @property
     def address(self) -> str:

@@ -244,3 +244,15 @@ def test_killed_runs_leave_nothing(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, **place)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in home.iterdir()] == []
+
+
+def test_recorded_work_is_not_graded_without_its_services(tmp_path: Path) -> None:
+    """What was kept are the files of the agent's slot, over which the verifier would find nothing and pay 0."""
+    make_shop(tmp_path / "tasks")
+    palaestra = [sys.executable, "-m", "palaestra"]
+    settings = ["--env.dataset_name", "tasks", "--env.base_image", "host", "--env.cache_dir", str(tmp_path / "cache")]
+    run = [*palaestra, "run", "terminalbench_2", "evaluate", *settings, "--policy", "oracle", "--keep-workspaces"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert "mean reward 1.000" in done.stdout + done.stderr
+    graded = subprocess.run([*palaestra, "grade", "last"], cwd=tmp_path, capture_output=True, text=True)
+    assert "1 -> ServicesEnded" in graded.stdout, graded.stderr

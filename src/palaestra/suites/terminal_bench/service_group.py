@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from palaestra.core.errors import InfraError, PrepareError, SlotEnded
+from palaestra.core.errors import GraderError, InfraError, PrepareError, SlotEnded
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import GroupAddress, Process, Slot, SlotSpec, Snapshot
@@ -119,7 +119,9 @@ class ServicePlan:
         """Return the lines of `/etc/hosts` that a service needs."""
         lines = [f"{address} {host}" for host, address in self.services[name].service.hosts]
         for other, each in self.services.items() if self.is_group else ():
-            lines.append(f"{GroupAddress('', self.numbers[other]).address} {' '.join(each.service.names)}")
+            lines.append(
+                f"{GroupAddress('', self.numbers[other], len(self.services)).address} {' '.join(each.service.names)}"
+            )
         return "".join(f"{line}\n" for line in lines)
 
     def joined(self, spec: SlotSpec) -> SlotSpec:
@@ -143,8 +145,9 @@ async def set_up(slot: Slot, plan: ServicePlan, name: str) -> None:
     each = plan.services[name]
     folders = [*each.service.folders, each.workdir]
     await check_execute(slot, ["mkdir", "-p", *folders], f"the directories of the service {name} cannot be made")
-    for source, target in each.service.copies:
+    for source, target in sorted(each.service.copies, key=lambda copy: len(copy[1])):
         try:
+            await slot.remove(target.rstrip("/"))  # a mount hides what the image has there
             if source.is_dir():
                 await upload_dir(slot, source, target)
             else:
@@ -158,6 +161,12 @@ async def set_up(slot: Slot, plan: ServicePlan, name: str) -> None:
         return
     known = await slot.read_text("/etc/hosts", missing="127.0.0.1 localhost\n")
     await slot.write_text("/etc/hosts", f"{known.rstrip()}\n{plan.hosts(name)}", mode=0o644)
+
+
+class ServicesEnded(GraderError):
+    """Recorded work of several services is to be graded again, but only the files of the agent's slot were kept."""
+
+    certain = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +352,19 @@ async def prepared_files(rollout: Rollout, plan: ServicePlan, name: str, spec: S
     async def fill(slot: Slot) -> None:
         await set_up(slot, plan, name)
 
-    key = f"{rollout.task.id}:service:{name}"
-    return await workspaces.shared(key, lambda: sealed_after(rollout, spec, built, fill))
+    return await workspaces.shared(_key(rollout, name), lambda: sealed_after(rollout, spec, built, fill))
+
+
+async def drop_lost(rollout: Rollout, plan: ServicePlan) -> None:
+    """After a sandbox failure, let the next rollout prepare the files of the services again that were lost."""
+    for name, each in plan.services.items():
+        for key in (each.root.build_key, _key(rollout, name)):
+            if key is not None:
+                await rollout.run_context.workspaces.drop_lost(key)
+
+
+def _key(rollout: Rollout, name: str) -> str:
+    return f"{rollout.task.id}:service:{name}"
 
 
 async def sealed_after(

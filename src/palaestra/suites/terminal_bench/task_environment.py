@@ -40,7 +40,7 @@ from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
-from palaestra.core.errors import GraderError, InfraError, PrepareError, SlotEnded
+from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
@@ -74,6 +74,8 @@ from palaestra.suites.terminal_bench.service_group import (
     ResolvedService,
     ServiceGroup,
     ServicePlan,
+    ServicesEnded,
+    drop_lost,
     prepared_files,
     sealed_after,
     set_up,
@@ -309,7 +311,11 @@ class TerminalBenchEnvironment(ContractEnvironment):
         group = ServiceGroup(plan, rollout)
         if plan.is_group:
             rollout.meta["services"] = group
-        await group.start(spec, lambda name: prepared_files(rollout, plan, name, building))
+        try:
+            await group.start(spec, lambda name: prepared_files(rollout, plan, name, building))
+        except SandboxError:
+            await drop_lost(rollout, plan)
+            raise
 
     def _agent_s(self, task: TerminalTask) -> float:
         return task.agent_timeout_s or self.settings.task_timeout
@@ -354,9 +360,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: ResolvedTask = rollout.task.data
         group: ServiceGroup | None = rollout.meta.get("services")
         if group is not None and not rollout.has_slot and not (grading.begun or grading.untouched):
-            raise GraderError(
-                "the work of a task with services cannot be graded again, because its services have ended"
-            )
+            raise ServicesEnded("work of several services cannot be graded again, because the services have ended")
         problems = await self._run_hooks(rollout, grading, part)
         if part.task.verifier.environment is not None:
             return await self._verified_apart(rollout, grading, part, problems)

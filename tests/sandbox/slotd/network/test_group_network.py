@@ -34,9 +34,18 @@ for address, port in zip(sys.argv[1::2], sys.argv[2::2]):
     except OSError as error:
         print(type(error).__name__)
 """
+SCAN = """
+import socket
+for number in range(256):
+    try:
+        socket.socket(2, 2).sendto(b"x", (f"198.19.0.{number}", 9))
+    except OSError:
+        pass
+print(open("/proc/net/arp").read())
+"""
 
 
-def member(group: str, number: int, members: int = 1) -> SlotSpec:
+def member(group: str, number: int, members: int = 2) -> SlotSpec:
     return SlotSpec(group=GroupAddress(group, number, members))
 
 
@@ -63,6 +72,10 @@ def test_members_of_a_group_reach_each_other_and_nobody_else(on_each_rung: WithS
             reached = await ask(first, "127.0.0.1", port, "198.19.0.1", port, "8.8.8.8", "53", "127.0.0.1", "80")
         assert "hello" not in reached
         assert "silence" not in reached, "the host, the gateway's usual address, and the outside"
+        neighbours = await first.execute(["python3", "-c", SCAN])
+        assert 1 < len(neighbours.output.splitlines()) <= 2 + 6, "a group of two has six addresses"
+        addresses = (await first.execute("cat /proc/net/if_inet6")).output
+        assert "eth0" not in addresses, "the device has no IPv6"
         change = "ip addr add 198.19.0.9/24 dev eth0 || ip link set eth0 down || ip route add default dev eth0"
         assert not (await first.execute(change)).success
 
@@ -81,6 +94,13 @@ def test_a_name_can_be_used_again_when_the_group_has_ended(on_each_rung: WithSlo
                 await backend.destroy(slot)
 
     on_each_rung(body)
+
+
+def test_numbers_of_members() -> None:
+    assert GroupAddress("a", 3, 2).address == "198.19.0.3"
+    for number, members in ((0, 2), (4, 2), (1, 0), (2, 251)):
+        with pytest.raises(ConfigError, match="at most 250 slots"):
+            GroupAddress("a", number, members)
 
 
 def test_a_level_without_namespaces_has_no_groups(slot_servers: SlotServers) -> None:

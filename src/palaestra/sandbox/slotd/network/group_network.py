@@ -5,12 +5,17 @@ its own namespace and the bridge. No other device leads out of that namespace, s
 root has no capability to change a device, or to send packets other than those of TCP, UDP and ICMP from its own
 address. The server's descriptor holds the namespace of the bridge, and the kernel removes everything with the server.
 
+The kernel counts neighbours (addresses on the same network) for the whole machine. The network of a group therefore has
+no more addresses than it needs, and no IPv6, so that a slot which asks for every address takes few of them.
+
 The kernel needs the modules `bridge` and `veth`; root on the host is not needed. The numbers are those of the kernel's
 `rtnetlink.h`, `if_link.h`, `veth.h` and `sockios.h`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
@@ -25,10 +30,9 @@ from ..exec import pipes
 from ..namespaced import namespaces
 from ..server_slot import ServerSlot
 
-NETWORK = ipaddress.ip_network("198.19.0.0/24")
-"""The addresses of every group, from the range for benchmarks (RFC 2544)."""
-
 _BRIDGE, _DEVICE = "group0", "eth0"
+_FIRST = ipaddress.ip_address("198.19.0.0")  # of every group, from the range for benchmarks (RFC 2544)
+_NO_IPV6 = f"/proc/sys/net/ipv6/conf/{_DEVICE}/disable_ipv6"
 _NEWLINK, _ERROR = 16, 2
 _REQUEST, _ACK, _EXCL, _CREATE = 1, 4, 0x200, 0x400
 _IFNAME, _MASTER, _LINKINFO, _NET_NS_FD, _KIND, _DATA, _PEER = 3, 10, 18, 28, 1, 2, 1
@@ -50,8 +54,10 @@ class GroupNetworks:
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
-    def join(self, slot: ServerSlot, name: str, number: int) -> None:
-        """Give a slot an address in a group's network: the one with this number. Raises OSError."""
+    def join(self, slot: ServerSlot, name: str, number: int, members: int) -> None:
+        """Give a slot an address in a group's network: the one with this number, from 1 to `members` + 1. Raises
+        OSError."""
+        address = ipaddress.IPv4Interface((int(_FIRST) + number, 32 - (members + 2).bit_length()))
         places = namespaces.open_network(slot.pid)
         try:
             if name not in self._groups:
@@ -59,7 +65,7 @@ class GroupNetworks:
             group = self._groups[name]
             group.members.add(slot.name)
             try:
-                _in_thread(lambda: _attach(group.bridge, places[0], str(NETWORK[number]), f"slot{number}"))
+                _in_thread(lambda: _attach(group.bridge, places[0], address, f"slot{number}"))
             except OSError:
                 self.leave(slot.name)
                 raise
@@ -101,7 +107,7 @@ def _make_bridge() -> int:
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _attach(bridge: int, slot: int, address: str, port: str) -> int:
+def _attach(bridge: int, slot: int, address: ipaddress.IPv4Interface, port: str) -> int:
     """Join the network namespace `slot` to that of a bridge."""
     syscalls.setns(bridge, syscalls.CLONE_NEWNET)
     master = _attribute(_MASTER, struct.pack("=I", socket.if_nametoindex(_BRIDGE)))
@@ -109,9 +115,11 @@ def _attach(bridge: int, slot: int, address: str, port: str) -> int:
     pair = _attribute(_KIND, b"veth") + _attribute(_DATA, _attribute(_PEER, peer))
     _set_link(_name(port) + master + _attribute(_LINKINFO, pair))
     syscalls.setns(slot, syscalls.CLONE_NEWNET)
+    with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+        namespaces.write_file(_NO_IPV6, "1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for request, text in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, str(NETWORK.netmask))):
-            value = struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(text))
+        for request, each in ((_SIOCSIFADDR, address.ip), (_SIOCSIFNETMASK, address.netmask)):
+            value = struct.pack("=HH4s8x", socket.AF_INET, 0, each.packed)
             fcntl.ioctl(control, request, struct.pack("16s16s8x", _DEVICE.encode(), value))
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", _DEVICE.encode(), _UP))
     return 0
@@ -126,6 +134,8 @@ def _set_link(attributes: bytes) -> None:
         answer = kernel.recv(_MOST_ANSWER)
     _, kind, *_ = _HEAD.unpack_from(answer)
     number = -struct.unpack_from("=i", answer, _HEAD.size)[0] if kind == _ERROR else 0
+    if number == errno.EOPNOTSUPP:
+        raise OSError(number, "the kernel lacks the module bridge or veth, which groups of slots need")
     if number:
         raise OSError(number, os.strerror(number))
 
