@@ -248,3 +248,18 @@ def test_a_dry_run_lists_services_and_refusals(tmp_path: Path) -> None:
     assert (
         "host                             refused: docker-compose.yaml sets services.stock.network_mode" in done.output
     )
+
+
+def test_the_user_of_main_runs_its_commands(tmp_path: Path) -> None:
+    text = "services:\n  main: {user: app, working_dir: /srv}\n  db: {image: x, user: db}\n"
+    toml = (
+        TOML.replace('workdir = "/app"', "")
+        .replace("shop", "db")
+        .replace("[environment]", '[[verifier.collect]]\ncommand = "true"\n[environment]')
+    )
+    task = harbor.read_task(make_shop(tmp_path, **{"environment/docker-compose.yaml": text, "task.toml": toml}))
+    assert (task.agent_user, task.workdir, task.verifier.user) == ("app", "/srv", None)
+    assert [(each.service, each.user) for each in task.verifier.collect] == [("db", None), ("main", "app")]
+    files = {"environment/docker-compose.yaml": text, "task.toml": "[agent]\nuser = 'other'\n"}
+    shared = harbor.read_task(make_shop(tmp_path, **files))
+    assert (shared.agent_user, shared.verifier.user) == ("other", "app")

@@ -120,6 +120,9 @@ def read_task(folder: Path) -> TerminalTask:
         _verifier(folder / "tests", config.section("verifier"), folder, config)
     ]
     _check_services(verifiers, services, bool(steps))
+    if main is not None and main.user:  # the user of every command in `main` that names no other
+        verifiers = [_run_as(each, main.user) for each in verifiers]
+        steps = tuple(replace(step, verifier=each) for step, each in zip(steps, verifiers, strict=False))
     return TerminalTask(
         name=folder.name,
         format=Format.HARBOR,
@@ -225,6 +228,12 @@ def _services(folder: Path, environment: TypedFields) -> dict[str, Service]:
         start_s=(check.number("start_period_sec") or 0.0) if check.values.get("start_period_sec") else 0.0,
     )
     return {**services, MAIN: replace(main, health=health)}
+
+
+def _run_as(verifier: Verifier, user: str) -> Verifier:
+    hooks = tuple(replace(each, user=each.user or user) if each.service == MAIN else each for each in verifier.collect)
+    shares = verifier.environment is None
+    return replace(verifier, collect=hooks, user=verifier.user or user if shares else verifier.user)
 
 
 def _check_services(verifiers: Sequence[Verifier], services: Mapping[str, Service], has_steps: bool) -> None:
