@@ -30,6 +30,7 @@ from programs import killed_after, until
 from sandbox.backends.test_local_lifetime import assert_gone
 from sandbox.processes import descendants
 from suites.terminal_bench.conftest import Try, played_all
+from suites.terminal_bench.mini import LEGACY, copied
 from suites.terminal_bench.shop import COMPOSE, TOML, make_shop
 
 pytestmark = pytest.mark.slots
@@ -119,6 +120,34 @@ WAS_READY = """\
 #!/bin/bash
 test -e /app/was-ready && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
 """
+CLIENT_AND_SERVER = """\
+services:
+  client:
+    build: {dockerfile: Dockerfile}
+    image: ${T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME}
+    container_name: ${T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME}
+    command: ["sh", "-c", "sleep infinity"]
+    volumes: ["${T_BENCH_TASK_LOGS_PATH}:${T_BENCH_CONTAINER_LOGS_PATH}"]
+    depends_on: [server]
+  server:
+    build: ./server
+    image: ${T_BENCH_TASK_DOCKER_NAME_PREFIX}__server
+    healthcheck: {test: [CMD, test, -e, /srv/hello.txt]}
+"""
+
+
+def test_a_terminal_bench_1_task_with_a_server(try_tasks: Try, tmp_path: Path) -> None:
+    files = {"docker-compose.yaml": CLIENT_AND_SERVER}
+    files["server/Dockerfile"] = "FROM x\nRUN echo Hello > /srv/hello.txt\nCMD python3 -m http.server -d /srv 80\n"
+    ask = (
+        'python3 -c \'import urllib.request as u; print(u.urlopen("http://server/hello.txt").read().decode(), end="")\''
+    )
+    files["solution.sh"] = f"#!/bin/bash\nfor i in 1 2 3 4 5 6 7 8 9; do {ask} > hello.txt && break; sleep 0.3; done\n"
+    copied(LEGACY / "hello", tmp_path, files)
+    line = try_tasks(tmp_path)["hello"]
+    assert line.finding is Finding.GOOD, line.reason
+
+
 READY = """
 [environment.healthcheck]
 command = "test -e /app/ready"

@@ -215,7 +215,7 @@ def test_typed_steps_are_commands_or_no_solution(tmp_path: Path) -> None:
     [
         ("broken-yaml", r"task.yaml is not YAML"),
         ("other-parser", r"parser_name 'swebench'"),
-        ("two-services", r"it needs 2 containers \(client, server\)"),
+        ("two-services", r"services\.server\.privileged"),
     ],
 )
 def test_bad_tasks_of_the_older_format(name: str, message: str) -> None:

@@ -59,11 +59,13 @@ _HARMLESS: Mapping[str, frozenset[str]] = {
 }
 """Values of refused keys that ask for nothing but what every slot has."""
 
-_HIDDEN = frozenset({"tests", "solution", "steps", "cheat"})
-"""The folders of a task that no service may see."""
+_HIDDEN = frozenset({"tests", "solution", "steps", "cheat", "run-tests.sh", "solution.sh", "solution.yaml"})
+"""The files and folders of a task that no service may see."""
 
-_LOGS = tuple(f"${{HOST_{name}_PATH" for name in ("VERIFIER_LOGS", "AGENT_LOGS", "ARTIFACTS"))
-"""The variables of Harbor's own mounts, which older tasks repeat. Slots have these directories."""
+_LOGS = tuple(f"${{HOST_{name}_PATH" for name in ("VERIFIER_LOGS", "AGENT_LOGS", "ARTIFACTS")) + tuple(
+    f"${{T_BENCH_TASK_{name}_PATH" for name in ("LOGS", "AGENT_LOGS")
+)
+"""The variables of Harbor's and Terminal-Bench's own mounts, which tasks repeat. Slots have these directories."""
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 _KERNEL = ("/", "/proc", "/sys", "/dev")
@@ -90,10 +92,16 @@ def single_service(path: Path) -> dict[str, JSON]:
 
 
 def read_services(
-    folder: Path, variables: Mapping[str, str], own: ImageRecipe | None, limits: Limits
+    folder: Path,
+    variables: Mapping[str, str],
+    own: ImageRecipe | None,
+    limits: Limits,
+    *,
+    task: Path | None = None,
+    agents: str = MAIN,
 ) -> dict[str, Service]:
-    """Return the services of a task's folder `environment/` by name; empty without a compose file. With one, `main` is
-    always among them.
+    """Return the services of the compose file in a folder by name; empty without such a file. With one, `main` is
+    always among them: the service that the file calls `agents`. `task` is the task's folder, by default the one above.
 
     `variables` are all that the file may refer to, besides those that Harbor sets. `own` is the recipe of the task's
     image, if it has one, and `limits` are those of `main`. Raises `Unsupported` for a key that slots cannot carry, and
@@ -112,14 +120,26 @@ def read_services(
         "PREBUILT_IMAGE_NAME": OWN_IMAGE,
         **variables,
     }
-    reader = _Reader(folder, known, own, limits, content)
+    reader = _Reader(folder, task or folder.parent, known, own, limits, content)
+    if agents != MAIN and MAIN in found:
+        raise Unsupported(f"{path.name} has a service {MAIN} besides {agents}, in which the agent works")
+    found = {MAIN if name == agents else name: fields for name, fields in found.items()}
     services = {name: reader.service(name, fields) for name, fields in found.items() if not fields.get("profiles")}
     if MAIN not in services:
         services[MAIN] = reader.service(MAIN, {})
+    if agents != MAIN:
+        services = {name: _with_main(each, agents) for name, each in services.items()}
     if len(services) > MOST_SERVICES:
         raise Unsupported(f"{path.name} has {len(services)} services, but a group of slots has at most {MOST_SERVICES}")
     reader.check_together(services)
     return services
+
+
+def _with_main(service: Service, agents: str) -> Service:
+    """Return a service of a file that calls `main` by another name."""
+    after = {MAIN if name == agents else name: condition for name, condition in service.after.items()}
+    names = service.names if service.name != MAIN else tuple(dict.fromkeys([agents, *service.names[1:]]))
+    return replace(service, after=after, names=names)
 
 
 def _services_of(content: JSON, name: str) -> dict[str, dict[str, JSON]]:
@@ -149,10 +169,16 @@ class _Reader:
     """Reads the services of one file. `folder` is the folder of the file."""
 
     def __init__(
-        self, folder: Path, known: Mapping[str, str], own: ImageRecipe | None, limits: Limits, content: JSON
+        self,
+        folder: Path,
+        task: Path,
+        known: Mapping[str, str],
+        own: ImageRecipe | None,
+        limits: Limits,
+        content: JSON,
     ) -> None:
         self._folder, self._known, self._own, self._limits = folder, known, own, limits
-        self._task = folder.parent.resolve()
+        self._task = task.resolve()
         self._internal = {
             name
             for name, fields in _mapping(content.get("networks"), "networks").items()
