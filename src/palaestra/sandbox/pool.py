@@ -1,7 +1,8 @@
 """Leases the slots of one run in the order of requests, up to a limit.
 
 Each lease gets a new slot, which ends with the lease: no workspace is reused or cleaned. A pool has a fixed number of
-places, and each leased slot takes one of them. A timeout limits the time of waiting for a free place, not the time of
+places, and each leased slot takes one of them. The lease of a group of slots gets places for all of them at the same
+time, so that no two groups wait for each other. A timeout limits the time of waiting for a free place, not the time of
 making the slot. While memory is short, a caller gets a place only if few slots are in use (`admission.py`). A slot that
 cannot be ended is quarantined: its place becomes free, and later releases try again to end the slot.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -28,6 +30,7 @@ from palaestra.sandbox.slot import (
     Backend,
     Change,
     ExecutionResult,
+    GroupAddress,
     Rung,
     Shell,
     Slot,
@@ -135,10 +138,25 @@ NOMAD_FIELDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    places: int
+    future: asyncio.Future[None]
+
+
+@dataclass(slots=True)
 class _Holding:
     slot: Slot
     since: float
+    group: GroupAddress | None = None
+    added: list[Slot] = field(default_factory=list)
+    begun: int = 1
+    """The number of slots of the group that exist or are being made."""
+
+    @property
+    def places(self) -> int:
+        """The number of places that the lease takes."""
+        return 1 if self.group is None else self.group.members
 
 
 class SlotPool:
@@ -167,7 +185,7 @@ class SlotPool:
         self._shells: dict[int, Shell] = {}
         self._clock = clock or SystemClock()
         self._free = self._places = self.limit.slots
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[_Waiter] = deque()
         self._looking: asyncio.TimerHandle | None = None
         self._held: dict[int, _Holding] = {}
         self._waits: deque[float] = deque(maxlen=_REMEMBERED_WAITS)
@@ -208,8 +226,8 @@ class SlotPool:
             self._looking.cancel()
             self._looking = None
         for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_exception(SandboxError("the slot pool was closed"))
+            if not waiter.future.done():
+                waiter.future.set_exception(SandboxError("the slot pool was closed"))
         await self.backend.aclose()
         self._held.clear()
         self._shells.clear()
@@ -244,7 +262,8 @@ class SlotPool:
 
         Waits up to `timeout_s` seconds for a free place (default: `acquire_timeout`), then calls `admitted` and makes
         the slot. If `admitted` raises an exception, the place becomes free again. Raises `AcquireTimeout` if the caller
-        gets no place in time.
+        gets no place in time. A spec with a place in a group waits for as many places as the group has members; raises
+        `ConfigError` if the pool has fewer.
         """
         timeout_s = self.config.acquire_timeout if timeout_s is None else timeout_s
         if not timeout_s >= 0:  # also true for NaN
@@ -254,20 +273,45 @@ class SlotPool:
                 await self.start()
         if not self._started:
             raise SandboxError("the slot pool is not running; call start() first")
-        await self._take_place(trajectory_id, timeout_s)
+        wanted = spec or (snapshot.spec if snapshot is not None else SlotSpec())
+        if wanted.group is not None and not wanted.group.group:
+            wanted = replace(wanted, group=replace(wanted.group, group=f"group-{os.urandom(8).hex()}"))
+        places = 1 if wanted.group is None else wanted.group.members
+        if places > self._places:
+            raise ConfigError(f"{trajectory_id} needs {places} slots together, but the pool has {self._places}")
+        await self._take_places(trajectory_id, timeout_s, places)
         try:
             if admitted is not None:
                 admitted()
-            wanted = spec or (snapshot.spec if snapshot is not None else SlotSpec())
             begun = self._clock.monotonic()
             slot = await self.make(wanted, trajectory_id, snapshot)
             self._makes.append(self._clock.monotonic() - begun)
         except BaseException:
-            self._give_place()
+            self._give_places(places)
             raise
-        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic())
+        self._held[slot.epoch] = _Holding(slot, self._clock.monotonic(), wanted.group)
         self._leases += 1
         return slot
+
+    async def add(self, slot: Slot, number: int, spec: SlotSpec, name: str, snapshot: Snapshot | None = None) -> Slot:
+        """Return another slot of a group whose first slot is leased; it ends with that lease. `number` is its number in
+        the group. Raises `ConfigError` if the group has its members already."""
+        held = self._held.get(slot.epoch)
+        if held is None:
+            raise SandboxError(f"the lease of {slot.slot_id} has ended, so no slot can be added to it")
+        if held.group is None or held.begun >= held.places:
+            raise ConfigError(f"the group of {slot.slot_id} has its {held.places} slots already")
+        held.begun += 1
+        try:
+            added = await self.backend.create(replace(spec, group=replace(held.group, number=number)), name, snapshot)
+        except BaseException:
+            held.begun -= 1
+            raise
+        if self._held.get(slot.epoch) is not held:
+            await self._end(added)
+            raise SandboxError(f"the lease of {slot.slot_id} ended while a slot was added to it")
+        held.added.append(added)
+        return added
 
     def register_image(self, trajectory_id: str, image: str) -> None:
         """Set the image of a trajectory's slots until the next release of one, unless the spec or a snapshot names
@@ -295,18 +339,22 @@ class SlotPool:
 
         `reset_workspace` exists only for compatibility and has no effect, because a workspace is never reused.
         """
-        if self._held.pop(slot.epoch, None) is None:
+        held = self._held.pop(slot.epoch, None)
+        if held is None:
             return
         self._images.pop(slot.trajectory_id, None)
         self._shells.pop(slot.epoch, None)
         try:
-            await self._end(slot)
+            await asyncio.gather(self._end_added(held), self._end(slot))
             while self._quarantine:
                 _, quarantined = self._quarantine.popitem()  # removed, so that no other release tries it too
                 if not await self._end(quarantined):
                     return
         finally:
-            self._give_place()
+            self._give_places(held.places)
+
+    async def _end_added(self, held: _Holding) -> None:
+        await asyncio.gather(*map(self._end, held.added))
 
     async def _end(self, slot: Slot) -> bool:
         """End a slot. Return False if it cannot be ended now; the slot is then quarantined."""
@@ -417,13 +465,15 @@ class SlotPool:
     async def seal(self, slot: Slot, view: View | None = None) -> Snapshot:
         """End a lease and return the changes of its slot as a snapshot. If `view` is given, the snapshot has only that
         part of the changes."""
-        held = self._held.pop(slot.epoch, None) is not None
+        held = self._held.pop(slot.epoch, None)
         self._shells.pop(slot.epoch, None)
         try:
+            if held is not None:
+                await self._end_added(held)
             return await self.backend.seal(slot, view)
         finally:
-            if held:
-                self._give_place()
+            if held is not None:
+                self._give_places(held.places)
 
     async def checkpoint(self, slot: Slot, *, continued: bool = False) -> Snapshot:
         """Return a slot's current files as a snapshot. The lease continues, so any step of a rollout can be forked.
@@ -545,25 +595,26 @@ class SlotPool:
         ]
         return {**self.get_stats(), "holders": holders}
 
-    async def _take_place(self, trajectory_id: str, timeout_s: float) -> None:
+    async def _take_places(self, trajectory_id: str, timeout_s: float, places: int) -> None:
         asked = self._clock.monotonic()
-        if not self._waiting and self._has_place():
-            self._free -= 1
+        if not self._waiting and self._has_places(places):
+            self._free -= places
         else:
-            await self._wait(trajectory_id, timeout_s)
+            await self._wait(trajectory_id, timeout_s, places)
         self._waits.append(self._clock.monotonic() - asked)
 
-    async def _wait(self, trajectory_id: str, timeout_s: float) -> None:
-        """Queue for a place; `_give_place` passes each free place to the first waiter in the queue."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _wait(self, trajectory_id: str, timeout_s: float, places: int) -> None:
+        """Queue for places; `_give_places` passes free places to the first waiter in the queue."""
+        waiter = _Waiter(places, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._give_out()
         try:
             async with asyncio.timeout(timeout_s if timeout_s < math.inf else None):
-                await waiter
+                await waiter.future
         except BaseException as error:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._give_place()  # a place became free together with the timeout or the cancellation
+            done = waiter.future.done() and not waiter.future.cancelled()
+            if done and waiter.future.exception() is None:
+                self._give_places(places)  # they became free together with the timeout or the cancellation
             if isinstance(error, TimeoutError) and not isinstance(error, SandboxError):
                 self._timeouts += 1
                 raise AcquireTimeout(self._explain(trajectory_id, timeout_s)) from None
@@ -571,26 +622,27 @@ class SlotPool:
         finally:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
+                self._give_out()  # the next waiter may need fewer places
 
-    def _has_place(self) -> bool:
-        """Return whether a slot may be leased now: a place is free, and either fewer than `unchecked_slots` slots are
-        in use or memory is not short."""
-        if self._free <= 0:  # `take_up` can make it negative
+    def _has_places(self, places: int) -> bool:
+        """Return whether these places may be taken now: they are free, and either fewer than `unchecked_slots` slots
+        are in use or memory is not short."""
+        if self._free < places:  # `take_up` can make it negative
             return False
         return self._places - self._free < self._unchecked or self._memory() >= admission.RESERVE_BYTES
 
-    def _give_place(self) -> None:
-        self._free = min(self._free + 1, self._places)
+    def _give_places(self, places: int) -> None:
+        self._free = min(self._free + places, self._places)
         self._give_out()
 
     def _give_out(self) -> None:
         """Pass free places to the first waiters in the queue; if memory is too short for that, check again later."""
-        while self._waiting and self._has_place():
+        while self._waiting and self._has_places(self._waiting[0].places):
             waiter = self._waiting.popleft()
-            if not waiter.done():
-                self._free -= 1
-                waiter.set_result(None)
-        if self._waiting and self._free > 0 and self._looking is None:
+            if not waiter.future.done():
+                self._free -= waiter.places
+                waiter.future.set_result(None)
+        if self._waiting and self._free >= self._waiting[0].places and self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(_LOOK_AGAIN_S, self._look_again)
 
     def _look_again(self) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Self
 
 from palaestra.core.errors import ConfigError, IsolationUnavailable, SandboxError, SlotLost
@@ -75,6 +75,8 @@ class ServerBackend(StartedBackend):
     name: str
     where = "here"
     """How messages describe where the slots are."""
+    joins_slots = False
+    """Whether slots can be joined by networks of their own (`SlotSpec.group`)."""
     in_image = ""
     """How messages describe the image that the server runs in."""
 
@@ -184,6 +186,11 @@ class ServerBackend(StartedBackend):
         """
         if snapshot is not None and snapshot.spec.image != spec.image:
             raise ConfigError(f"a snapshot of image {snapshot.spec.image} cannot start a slot of image {spec.image}")
+        if spec.group is not None and not (self.joins_slots and self.rung >= Rung.USERNS):
+            raise ConfigError(
+                f"slots of the backend {self.name} cannot be joined by a network of their own at {self.rung.label}: "
+                "use the backend local at the level userns or full"
+            )
         fields: dict[str, JSON] = {
             **await self._place(spec),
             "layers": [] if snapshot is None else list(snapshot.layers),
@@ -193,6 +200,8 @@ class ServerBackend(StartedBackend):
         }
         if snapshot is not None and snapshot.continued:
             fields["continued"] = True
+        if spec.group is not None:
+            fields["group"] = [spec.group.group, spec.group.number, spec.group.members]
         server = await self._living()
         made, requests = await server.create(fields)
         if made["exposed"]:
@@ -238,7 +247,7 @@ class ServerBackend(StartedBackend):
     async def _forked(self, slot: LocalSlot) -> AsyncIterator[Slot]:
         snapshot = await self.checkpoint(slot)
         try:
-            fork = await self.create(slot.spec, f"{slot.trajectory_id} fork", snapshot)
+            fork = await self.create(snapshot.spec, f"{slot.trajectory_id} fork", snapshot)
             try:
                 yield fork
             finally:
@@ -379,4 +388,4 @@ def _forget_topmost(made: dict[str, JSON]) -> tuple[str, dict[str, JSON]]:
 
 def snapshot_of(fields: Mapping[str, JSON], spec: SlotSpec) -> Snapshot:
     layers = tuple(fields["layers"])
-    return Snapshot(layers[0], layers, spec)
+    return Snapshot(layers[0], layers, spec if spec.group is None else replace(spec, group=None))

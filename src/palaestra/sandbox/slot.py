@@ -24,6 +24,7 @@ from palaestra.sandbox.images.reference import check_image
 WORKSPACE = "/workspace"  # where commands start, in every backend
 DEFAULT_OUTPUT_BYTES = 50_000  # the most bytes of a command's output that are kept by default, head and tail together
 MAX_FILE_BYTES = 64 << 20  # the most bytes that one file call reads by default; larger files are refused
+_MOST_MEMBERS = 250  # of a group
 DEFAULT_STORE_BYTES = 20 << 30  # the most disk space that prepared workspaces take by default
 
 
@@ -122,8 +123,9 @@ class Change:
 class Snapshot:
     """A sealed workspace. `layers` are the names of its immutable layers in the backend that made them, topmost first.
 
-    A slot that starts from a `continued` snapshot treats the topmost layer as its own changes: the list of the slot's
-    changes, and the snapshot to which the slot is sealed, include the whole layer.
+    `spec` is that of the slot, without its place in a group. A slot that starts from a `continued` snapshot treats the
+    topmost layer as its own changes: the list of the slot's changes, and the snapshot to which the slot is sealed,
+    include the whole layer.
     """
 
     snapshot_id: str
@@ -140,6 +142,33 @@ class Mount:
     target: str
 
 
+@dataclass(frozen=True, slots=True)
+class GroupAddress:
+    """A slot's place in a group: slots with the same `group` reach each other at the addresses 198.19.0.`number`, and
+    no other group reaches them. `group` must be unique among the groups of a backend, and `number` in its group. A pool
+    gives a new name to a group whose name is empty.
+
+    `members` is the number of slots in the group. The pool leases them together: one is acquired, the others are added
+    to its lease. Raises ValueError for a number that is not from 1 to `members` + 1, and for more than 250 members.
+    """
+
+    group: str
+    number: int
+    members: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.members <= _MOST_MEMBERS or not 0 < self.number <= self.members + 1:
+            raise ConfigError(
+                f"a slot's number in its group of {self.members} must be from 1 to {self.members + 1}, not "
+                f"{self.number}; a group has at most {_MOST_MEMBERS} slots"
+            )
+
+    @property
+    def address(self) -> str:
+        """The slot's address in the network of its group."""
+        return f"198.19.0.{self.number}"
+
+
 def is_variable(name: str, value: str) -> bool:
     """Return whether a process can have this environment variable."""
     return bool(name) and "=" not in name and "\0" not in name + value
@@ -152,8 +181,9 @@ class SlotSpec:
     `image` is a root file system on the host: a directory, a tar file (`docker export`, `docker save`) or an OCI
     layout. Some backends accept an image's name instead. None selects the backend's own image or, without one, the
     host's system directories. `env` holds variables for commands; they are added to PATH, HOME, LANG and TERM, which
-    the backend sets, and may override these four. Raises ValueError for an unknown `network`, for an `image` that is
-    neither a path nor the name of an image, and for variables that no process can have.
+    the backend sets, and may override these four. `group` joins the slot to others by a network of their own, at the
+    levels `userns` and `full` of the backend `local`. Raises ValueError for an unknown `network`, for an `image` that
+    is neither a path nor the name of an image, and for variables that no process can have.
     """
 
     image: str | None = None
@@ -161,6 +191,7 @@ class SlotSpec:
     limits: Limits = Limits()
     mounts: tuple[Mount, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    group: GroupAddress | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "network", network(self.network))
@@ -592,6 +623,10 @@ class SlotSource(Protocol):
         snapshot: Snapshot | None = None,
         timeout_s: float | None = None,
         admitted: Callable[[], None] | None = None,
+    ) -> Slot: ...
+
+    async def add(
+        self, slot: Slot, number: int, spec: SlotSpec, name: str, snapshot: Snapshot | None = None
     ) -> Slot: ...
 
     async def release(self, slot: Slot) -> None: ...

@@ -83,7 +83,7 @@ def test_a_broken_task_is_one_message(name: str, message: str) -> None:
     ("name", "message"),
     [
         ("future-schema", r"schema_version 2.0"),
-        ("two-containers", r"it needs 2 containers \(main, db\)"),
+        ("two-containers", r"services\.db\.network_mode"),
         ("needs-gpu", r"it needs GPUs"),
         ("host-secret", r"environment.env.KEY .*SOME_API_KEY"),
     ],
@@ -110,11 +110,13 @@ def test_what_slots_cannot_do_is_refused_by_name(name: str, message: str) -> Non
         ('[verifier]\nenvironment_mode = "shared"\n[verifier.environment]\n', r"verifier.environment needs"),
         ('[verifier.environment]\nskills_dir = "/x"\n', r"verifier.environment.skills_dir"),
         ('[verifier]\nenvironment_mode = "separate"\n[[verifier.collect]]\n', r"verifier.collect\[0\].command"),
-        ('[[verifier.collect]]\ncommand = "true"\nservice = "db"\n', r"it needs the service 'db'"),
+        ('[[verifier.collect]]\ncommand = "true"\nservice = "db"\n', r"names the service 'db'"),
         ('artifacts = ["../x"]\n[verifier]\nenvironment_mode = "separate"\n', r"artifacts.source must be an absolute"),
-        ('artifacts = [{ source = "/x", service = "db" }]\n[verifier.environment]\n', r"it needs the service 'db'"),
+        ('artifacts = [{ source = "/x", service = "db" }]\n[verifier.environment]\n', r"names the service 'db'"),
         ('artifacts = [{ source = "/x", excludes = ["x"] }]\n[verifier.environment]\n', r"artifacts.excludes"),
-        ('[environment.healthcheck]\ncommand = "true"\n', r"environment.healthcheck"),
+        ("[environment.healthcheck]\ninterval_sec = 1\n", r"environment.healthcheck.command"),
+        ('[environment.healthcheck]\ncommand = "true"\nevery = 1\n', r"environment.healthcheck.every"),
+        ('[verifier.environment.healthcheck]\ncommand = "true"\n', r"verifier.environment.healthcheck"),
         ('[[environment.mcp_servers]]\nname = "x"\n', r"environment.mcp_servers"),
     ],
 )
@@ -213,7 +215,7 @@ def test_typed_steps_are_commands_or_no_solution(tmp_path: Path) -> None:
     [
         ("broken-yaml", r"task.yaml is not YAML"),
         ("other-parser", r"parser_name 'swebench'"),
-        ("two-services", r"it needs 2 containers \(client, server\)"),
+        ("two-services", r"services\.server\.privileged"),
     ],
 )
 def test_bad_tasks_of_the_older_format(name: str, message: str) -> None:

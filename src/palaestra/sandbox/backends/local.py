@@ -71,6 +71,7 @@ class LocalBackend(ServerBackend):
 
     name = "local"
     image_kinds = ("path",)
+    joins_slots = True
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ from .exec.pipes import Shelf
 from .exec.supervisor import FIRST_CHILD
 from .namespaced import cgroups, freezer
 from .network.egress import EgressGates
+from .network.group_network import GroupNetworks
 from .protocol import frames
 from .protocol.frames import CHUNK, Fields, Frame, FrameConnection, FrameKind, OpenRequest
 from .protocol.init_messages import EnvBlock, env_block
@@ -92,6 +93,7 @@ class SlotServer:
         self._children = itertools.count(FIRST_CHILD)
         self._epochs = itertools.count(1)
         self._gates = EgressGates(self.loop)
+        self._groups = GroupNetworks()
         self._held: dict[str, list[Frame]] = {}  # requests that wait for the checkpoint of their slot
         self._frozen: dict[str, list[int]] = {}
         self._operations: dict[str, Callable[[Frame], Job | None]] = {
@@ -207,17 +209,25 @@ class SlotServer:
             raise CannotMake(f"cannot make a slot: its first process cannot be started: {error}") from None
 
     def _on_created(self, frame: Frame, slot: ServerSlot, exposed: str) -> None:
-        allow = frame.fields.get("allow")
-        if allow is not None or (frame.fields["network"] and slot.network is NetworkScope.OWN):
-            try:
-                self._gates.open(slot, allow)
-            except OSError as error:
-                self._fail(frame, CannotMake(f"cannot make a slot: its network cannot be set up: {error}"))
-                slot.kill(then=lambda: self._clean(slot))
-                return
+        try:
+            self._connect(slot, frame.fields)
+        except OSError as error:
+            self._fail(frame, CannotMake(f"cannot make a slot: its network cannot be set up: {error}"))
+            slot.kill(then=lambda: self._clean(slot))
+            return
         if self._handover is not None:
             self._hand_over(slot, self._handover)
         self._reply(frame, {"slot": slot.name, "epoch": slot.epoch, "exposed": exposed})
+
+    def _connect(self, slot: ServerSlot, fields: Fields) -> None:
+        """Connect a new slot's own network: to hosts outside, and to the other slots of its group. Raises OSError."""
+        allow, group = fields.get("allow"), fields.get("group")
+        if allow is not None or (fields["network"] and slot.network is NetworkScope.OWN):
+            self._gates.open(slot, allow)
+        if group is not None and slot.network is not NetworkScope.OWN:
+            raise OSError(errno.EOPNOTSUPP, "it has no network namespace of its own, which a group's network needs")
+        if group is not None:
+            self._groups.join(slot, *group)
 
     def _hand_over(self, slot: ServerSlot, client: socket.socket) -> None:
         """Send the client descriptors of the slot's root and, if the init accepts a second socket for orders, of that
@@ -259,6 +269,7 @@ class SlotServer:
         """Forget a dead slot and remove its control groups, which the kernel may keep for a moment longer."""
         self._slots.pop(slot.name, None)
         self._gates.close(slot.name)
+        self._groups.leave(slot.name)
         self._frozen.pop(slot.name, None)
         if self._driver.checkpoints is not None:
             self._driver.checkpoints.slot_ended(slot.files)

@@ -18,7 +18,7 @@ from posixpath import join, normpath
 from palaestra.core.errors import TaskError
 from palaestra.sandbox.images.reference import is_image_name
 from palaestra.sandbox.slot import is_variable
-from palaestra.suites.task_files import Unsupported
+from palaestra.suites.task_files import Unsupported, read_text
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """The value of `$PATH` in a Dockerfile if neither the base image nor the Dockerfile sets it. Source: moby,
@@ -84,21 +84,28 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class ImageRecipe:
-    """The source of a task's root file system: a Dockerfile in the task's folder, or the name of an image."""
+    """The source of a task's root file system: a Dockerfile in the task's folder, or the name of an image.
+    `arguments` are values for the Dockerfile's ARG instructions, without `$`, and `target` is the stage to build; empty
+    for the last one."""
 
     folder: Path
     dockerfile: Path | None = None
     docker_image: str | None = None
     build_timeout_s: float = 600.0
+    arguments: tuple[tuple[str, str], ...] = ()
+    target: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """The settings of the commands in an image: variables, directory, and user (empty means root)."""
+    """The settings of the commands in an image: variables, directory, and user (empty means root). `entrypoint` and
+    `command` are what a container of the image runs; slots run it only for services."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = "/"
     user: str = ""
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
 
 
 def parse(text: str) -> tuple[Instruction, ...]:
@@ -110,6 +117,26 @@ def parse(text: str) -> tuple[Instruction, ...]:
     if len(stages) > 1:
         raise Unsupported("its Dockerfile has several stages, which need docker, podman or buildah")
     return instructions
+
+
+def parse_recipe(recipe: ImageRecipe) -> tuple[Instruction, ...]:
+    """Return the instructions of a recipe's Dockerfile, with its arguments in place of the defaults of ARG. Raises
+    `TaskError`."""
+    assert recipe.dockerfile is not None
+    given = dict(recipe.arguments)
+
+    def word(each: str) -> str:
+        name = each.partition("=")[0]
+        return shlex.quote(f"{name}={given[name]}" if name in given else each)
+
+    found = parse(read_text(recipe.dockerfile, "replace"))
+    start = next(each for each in found if each.name == "FROM")
+    if recipe.target and start.arguments.split()[-1].lower() != recipe.target.lower():
+        raise TaskError(f"its Dockerfile has no stage {recipe.target!r:.100}")
+    return tuple(
+        replace(each, arguments=" ".join(map(word, each.words()))) if given and each.name == "ARG" else each
+        for each in found
+    )
 
 
 def check_images(text: str) -> None:
@@ -163,11 +190,22 @@ def follow(
         config = replace(config, workdir=normpath(join(config.workdir, expand(instruction.arguments, known))))
     elif instruction.name == "USER":
         config = replace(config, user=expand(instruction.arguments.strip(), known))
+    elif instruction.name == "ENTRYPOINT":  # which drops the command of the base
+        config = replace(config, entrypoint=_started(instruction), command=())
+    elif instruction.name == "CMD":
+        config = replace(config, command=_started(instruction))
     elif instruction.name == "ARG":
         for word in instruction.words():
             name, separator, value = word.partition("=")
             arguments = {**arguments, name: expand(value, known) if separator else arguments.get(name, "")}
     return config, arguments
+
+
+def _started(instruction: Instruction) -> tuple[str, ...]:
+    """Return the arguments of CMD or ENTRYPOINT."""
+    if (words := instruction.exec_form) is not None:
+        return tuple(words)
+    return ("/bin/sh", "-c", instruction.arguments) if instruction.arguments else ()
 
 
 def variables(config: ImageConfig, arguments: Mapping[str, str]) -> dict[str, str]:

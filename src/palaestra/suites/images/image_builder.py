@@ -127,7 +127,9 @@ class ImageBuilder:
         bridge = not docker or (await run_process(inspect, timeout_s=_ASK_S)).returncode == 0
         network = [] if self._network and bridge else ["--network", "none"]
         tidy = ["--force-rm"] if docker else []  # the other tools leave no failed container
-        command = [*tool, "build", *tidy, *network, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
+        given = [f"--build-arg={name}={value}" for name, value in recipe.arguments]
+        given += [f"--target={recipe.target}"] if recipe.target else []
+        command = [*tool, "build", *tidy, *network, *given, "-t", tag, "-f", str(recipe.dockerfile), str(recipe.folder)]
         for _ in range(_TRIES):
             done = await run_process(command, timeout_s=recipe.build_timeout_s)
             if done.returncode == 0:
@@ -178,7 +180,9 @@ async def _export_step(command: Sequence[str]) -> ProcessResult:
 def _config(found: JSON) -> ImageConfig:
     pairs = (pair.partition("=") for pair in (found or {}).get("Env") or ())
     env = {name: value for name, _, value in pairs if is_variable(name, value)}
-    return ImageConfig(env, str((found or {}).get("WorkingDir") or "/"), str((found or {}).get("User") or ""))
+    found = found or {}
+    started = [tuple(map(str, found.get(name) or ())) for name in ("Entrypoint", "Cmd")]
+    return ImageConfig(env, str(found.get("WorkingDir") or "/"), str(found.get("User") or ""), *started)
 
 
 @functools.lru_cache(maxsize=256)
@@ -195,7 +199,11 @@ def content_key(recipe: ImageRecipe) -> str:
     """Return the cache key of a build: a digest of the image's name and, with a Dockerfile, of the folder's files and
     modes. Raises `TaskError` if the Dockerfile is a link, which a container tool would follow out of the folder."""
     digest = hashlib.sha256(f"{VERSION}\0{recipe.docker_image or ''}\0".encode())
+    if recipe.arguments or recipe.target:
+        digest.update(f"{recipe.arguments!r}{recipe.target}\0".encode())
     if recipe.dockerfile is not None:
+        if recipe.dockerfile != recipe.folder / "Dockerfile":
+            digest.update(f"{recipe.dockerfile.relative_to(recipe.folder)}\0".encode())
         read_bytes(recipe.dockerfile)
         for path in sorted(recipe.folder.rglob("*")):
             mode = path.lstat().st_mode
@@ -231,6 +239,9 @@ def known_config(image: Path) -> ImageConfig | None:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("version", VERSION) > VERSION:
             raise ImageError(f"{path} was written by a newer version")
-        return ImageConfig(dict(record.get("env") or {}), record.get("workdir") or "/", record.get("user") or "")
+        started = [tuple(map(str, record.get(name) or ())) for name in ("entrypoint", "command")]
+        return ImageConfig(
+            dict(record.get("env") or {}), record.get("workdir") or "/", record.get("user") or "", *started
+        )
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ImageError(f"{path} is not the configuration of {image.name}: {error}") from None

@@ -28,14 +28,14 @@ from palaestra.suites.images.dockerfile import (
     Instruction,
     expand,
     follow,
-    parse,
+    parse_recipe,
     variables,
 )
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import Unsupported, read_text
 
-_CONFIGURED = frozenset({"FROM", "ENV", "ARG", "USER", "WORKDIR"})
-_SKIPPED = frozenset({"CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
+_CONFIGURED = frozenset({"FROM", "ENV", "ARG", "USER", "WORKDIR", "CMD", "ENTRYPOINT"})
+_SKIPPED = frozenset({"EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL", "VOLUME"})
 _SHELL = ("/bin/sh", "-c")
 
 
@@ -45,7 +45,7 @@ async def build_in_slot(slot: Slot, recipe: ImageRecipe, base: ImageConfig | Non
     if recipe.dockerfile is None:
         raise Unsupported(f"it has no Dockerfile, and its image {recipe.docker_image} is not available")
     config, arguments, shell = base or ImageConfig(), dict[str, str](), list(_SHELL)
-    for each in parse(read_text(recipe.dockerfile, "replace")):
+    for each in parse_recipe(recipe):
         known = variables(config, arguments)
         if each.name == "RUN":
             await _run(slot, each, config, known, shell, recipe.build_timeout_s)

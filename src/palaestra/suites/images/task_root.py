@@ -15,9 +15,9 @@ from pathlib import Path
 from palaestra.core.config import local_path
 from palaestra.core.errors import ImageError
 from palaestra.sandbox.server_backend import host_path
-from palaestra.suites.images.dockerfile import DEFAULT_PATH, ImageConfig, ImageRecipe, image_config, parse
+from palaestra.suites.images.dockerfile import DEFAULT_PATH, ImageConfig, ImageRecipe, image_config, parse_recipe
 from palaestra.suites.images.image_builder import ImageBuilder, content_key, known_config, read_config
-from palaestra.suites.task_files import Unsupported, read_text
+from palaestra.suites.task_files import Unsupported
 
 HOST = "host"
 """The name of a base that consists of this machine's allow-listed system directories."""
@@ -86,7 +86,7 @@ class TaskRoots:
     def _over_base(self, recipe: ImageRecipe, base: str) -> TaskRoot:
         if recipe.dockerfile is None:
             raise Unsupported(f"it has no Dockerfile to build over the base, only the image {recipe.docker_image}")
-        instructions = parse(read_text(recipe.dockerfile, "replace"))
+        instructions = parse_recipe(recipe)
         image = None if base == HOST else self._existing(local_path(base))
         own = _of_host() if image is None else read_config(image)
         config = image_config(instructions, own)
@@ -110,6 +110,6 @@ def _described(image: Path, recipe: ImageRecipe) -> ImageConfig:
     if known is not None or recipe.dockerfile is None:
         return known or ImageConfig()
     try:
-        return image_config(parse(read_text(recipe.dockerfile, "replace")))
+        return image_config(parse_recipe(recipe))
     except Unsupported:
         return ImageConfig()

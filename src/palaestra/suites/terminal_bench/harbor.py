@@ -28,7 +28,8 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import JSON, AllowList, Limits, Network
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.task_files import TypedFields, Unsupported, read_text, read_toml_file
-from palaestra.suites.terminal_bench.compose import single_service
+from palaestra.suites.terminal_bench.compose import COMPOSE_NAME, read_services, single_service
+from palaestra.suites.terminal_bench.service import MAIN, HealthCheck, Service
 from palaestra.suites.terminal_bench.terminal_task import (
     ARTIFACT_LOGS,
     FINAL,
@@ -48,10 +49,6 @@ _STEP_NAME = re.compile(r"[^\x00-\x1f/\\<>:\"|?*]+")
 _VERSIONS = ("0.1", "1.0", "1.1", "1.2", "1.3", "1.4")
 
 _HONOURED, _NO_EFFECT = "honoured", "no effect on a score"
-_MAIN = "main"
-"""The name of the service in which the agent works."""
-
-_HEALTHCHECK = "it waits for a service of its image, which slots do not start"
 _ONE_SLOT = "its steps differ, but a rollout has one slot"
 
 _KEYS: Mapping[str, Mapping[str, str]] = {
@@ -68,8 +65,12 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "gpu_types": _NO_EFFECT,  # which GPUs, if `gpus` asks for any
         "tpu": "it needs a TPU",
         "mcp_servers": "it needs tool servers",
-        "healthcheck": _HEALTHCHECK,
+        "healthcheck": _HONOURED,
         "skills_dir": "it gives agents skills, which slots do not install",
+    },
+    "environment.healthcheck": {
+        **dict.fromkeys(("command", "interval_sec", "timeout_sec", "start_period_sec", "retries"), _HONOURED),
+        "start_interval_sec": _NO_EFFECT,  # the command is tried more often than that
     },
     "agent": dict.fromkeys(("timeout_sec", "user", "network_mode", "allowed_hosts"), _HONOURED),
     "verifier": {
@@ -87,7 +88,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     "solution": {"env": _HONOURED},
     "steps": {
         **dict.fromkeys(("name", "agent", "verifier", "min_reward", "artifacts"), _HONOURED),
-        "healthcheck": _HEALTHCHECK,
+        "healthcheck": "it waits before a step",
     },
     "steps.agent": {
         "timeout_sec": _HONOURED,
@@ -113,23 +114,33 @@ def read_task(folder: Path) -> TerminalTask:
         steps = tuple(replace(step, solution=None) for step in steps)
     first = steps[0] if steps else None
     metadata, environment, agent = config.section("metadata"), config.section("environment"), config.section("agent")
+    services = _services(folder / "environment", environment)
+    main = services.get(MAIN)
+    verifiers = [step.verifier for step in steps] or [
+        _verifier(folder / "tests", config.section("verifier"), folder, config)
+    ]
+    _check_services(verifiers, services, bool(steps))
+    if main is not None and main.user:  # the user of every command in `main` that names no other
+        verifiers = [_run_as(each, main.user) for each in verifiers]
+        steps = tuple(replace(step, verifier=each) for step, each in zip(steps, verifiers, strict=False))
     return TerminalTask(
         name=folder.name,
         format=Format.HARBOR,
         path=folder,
         instruction=first.instruction if first else _instruction(folder / "instruction.md"),
-        recipe=_recipe(folder / "environment", environment),
-        verifier=first.verifier if first else _verifier(folder / "tests", config.section("verifier"), folder, config),
+        recipe=_recipe(folder / "environment", environment) if main is None else main.recipe,
+        verifier=verifiers[0],
         solution=first.solution if first else _solution(folder / "solution", config.section("solution")),
         category=metadata.text("category") or "uncategorized",
         difficulty=metadata.text("difficulty") or "unknown",
         tags=metadata.texts("tags"),
-        env=environment.variables("env"),
-        workdir=environment.text("workdir"),
-        agent_user=agent.user("user"),
+        env={**(main.env if main else {}), **environment.variables("env")},
+        workdir=environment.text("workdir") or (main.workdir if main else None),
+        agent_user=agent.user("user") or (main.user if main else None),
         agent_timeout_s=agent.number("timeout_sec"),
         network=_network(agent, environment),
-        limits=_limits(environment),
+        limits=main.limits if main else _limits(environment),
+        services=tuple(services.values()),
         live=metadata.text("grading") == "live",
         steps=steps,
         reward_strategy=_strategy(config),
@@ -148,6 +159,7 @@ def _check_supported(config: TypedFields) -> None:
     _check_keys(config, "")
     for name in ("environment", "agent", "solution"):
         _check_keys(config.section(name), name)
+    _check_keys(environment.section("healthcheck"), "environment.healthcheck")
     _check_verifier(config.section("verifier"))
     for step in config.sections("steps"):
         _check_keys(step, "steps")
@@ -160,6 +172,8 @@ def _check_supported(config: TypedFields) -> None:
 def _check_verifier(verifier: TypedFields) -> None:
     _check_keys(verifier, "verifier")
     _check_keys(verifier.section("environment"), "environment")
+    if verifier.section("environment").section("healthcheck").values:
+        raise Unsupported(f"{verifier.section('environment').key('healthcheck')}: verifiers wait for nothing")
     for hook in verifier.sections("collect"):
         _check_keys(hook, "verifier.collect")
 
@@ -192,8 +206,48 @@ def _instruction(path: Path) -> str:
     return text
 
 
+def _services(folder: Path, environment: TypedFields) -> dict[str, Service]:
+    """Return the services of the compose file. Its variables are those of `[environment.env]`, and the limits that
+    Harbor sets."""
+    known = {"CPUS": environment.values.get("cpus"), "MEMORY": environment.values.get("memory_mb")}
+    limits = {name: f"{value}{'m' if name == 'MEMORY' else ''}" for name, value in known.items() if value is not None}
+    has_own = (folder / "Dockerfile").is_file() or environment.text("docker_image") is not None
+    own = _recipe(folder, environment) if has_own else None
+    services = read_services(folder, {**environment.variables("env"), **limits}, own, _limits(environment))
+    check = environment.section("healthcheck")
+    if not check.values:
+        return services
+    main = services.get(MAIN) or Service(MAIN, _recipe(folder, environment), names=(MAIN,), limits=_limits(environment))
+    if main.health is not None:
+        raise Unsupported(f"{check.key('command')} and {COMPOSE_NAME} both have a health check of {MAIN}; keep one")
+    health = HealthCheck(
+        ("/bin/sh", "-c", check.required("command")),
+        interval_s=check.number("interval_sec") or 5.0,
+        timeout_s=check.number("timeout_sec") or 30.0,
+        retries=int(check.number("retries") or 3),
+        start_s=(check.number("start_period_sec") or 0.0) if check.values.get("start_period_sec") else 0.0,
+    )
+    return {**services, MAIN: replace(main, health=health)}
+
+
+def _run_as(verifier: Verifier, user: str) -> Verifier:
+    hooks = tuple(replace(each, user=each.user or user) if each.service == MAIN else each for each in verifier.collect)
+    shares = verifier.environment is None
+    return replace(verifier, collect=hooks, user=verifier.user or user if shares else verifier.user)
+
+
+def _check_services(verifiers: Sequence[Verifier], services: Mapping[str, Service], has_steps: bool) -> None:
+    """Raise an error if a verifier names a service that the task does not have, or if steps would restart services."""
+    if has_steps and len(services) > 1:
+        raise Unsupported("it has several steps and several services, which would start again in every step")
+    for verifier in verifiers:
+        artifacts = verifier.environment.artifacts if verifier.environment is not None else ()
+        named = {each.service for each in verifier.collect} | {each.service for each in artifacts}
+        for name in sorted(named - {MAIN, *services}):
+            raise TaskError(f"a collect hook or an artifact names the service {name!r:.100}, which is missing")
+
+
 def _recipe(folder: Path, environment: TypedFields, named: str | None = None) -> ImageRecipe:
-    single_service(folder / "docker-compose.yaml")
     if (folder / "singularity-compose.yaml").is_file() and not (folder / "Dockerfile").is_file():
         raise Unsupported("it needs singularity-compose, which slots do not have")
     dockerfile = folder / "Dockerfile"
@@ -246,13 +300,16 @@ def _verifier_environment(
     recipe, has_tests = None, True
     for verifier, place in levels:
         image = verifier.section("environment").text("docker_image")
-        if image or (place / "Dockerfile").is_file() or (place / "docker-compose.yaml").is_file():
+        if image or (place / "Dockerfile").is_file() or (place / COMPOSE_NAME).is_file():
+            single_service(place / COMPOSE_NAME)
             recipe = _recipe(place, settings, image)
             break
     else:
-        recipe, has_tests = _recipe(task / "environment", config.section("environment")), False
+        own = _services(task / "environment", config.section("environment")).get(MAIN)
+        recipe = _recipe(task / "environment", config.section("environment")) if own is None else own.recipe
+        has_tests = False
     entries = [each for section in (config, step) if section is not None for each in _artifacts(section)]
-    if not any(each.source == ARTIFACT_LOGS for each in entries):
+    if not any((each.source, each.service) == (ARTIFACT_LOGS, MAIN) for each in entries):
         entries.insert(0, Artifact(ARTIFACT_LOGS))
     return VerifierEnvironment(
         recipe, has_tests, tuple(entries), settings.variables("env"), settings.text("workdir"), _limits(settings)
@@ -274,30 +331,20 @@ def _artifacts(section: TypedFields) -> Iterator[Artifact]:
     for value in section.values.get("artifacts") or ():
         entry = TypedFields({"source": value} if isinstance(value, str) else value, section.key("artifacts"))
         _check_keys(entry, "artifacts")
-        _check_main(entry)
         source = entry.text("source") or ""
         path = source.rstrip("/")
         if not path.startswith("/") or ".." in path.split("/"):
             raise TaskError(f"{entry.key('source')} must be an absolute path below / without `..`, not {source!r:.200}")
-        yield Artifact(path, entry.texts("exclude"))
+        yield Artifact(path, entry.texts("exclude"), entry.text("service") or MAIN)
 
 
 def _collect_hooks(levels: Sequence[TypedFields]) -> tuple[CollectHook, ...]:
     hooks = []
     for level in levels:
         for hook in level.section("verifier").sections("collect"):
-            _check_main(hook)
-            command = hook.required("command")
-            hooks.append(CollectHook(command, hook.number("timeout_sec") or 60.0, hook.user("user")))
+            service, timeout_s = hook.text("service") or MAIN, hook.number("timeout_sec") or 60.0
+            hooks.append(CollectHook(hook.required("command"), timeout_s, hook.user("user"), service))
     return tuple(hooks)
-
-
-def _check_main(section: TypedFields) -> None:
-    service = section.text("service") or _MAIN
-    if service != _MAIN:
-        raise Unsupported(
-            f"it needs the service {service!r:.100} ({section.key('service')}), but a slot is one container"
-        )
 
 
 def _solution(folder: Path, solution: TypedFields) -> SolutionScript | None:

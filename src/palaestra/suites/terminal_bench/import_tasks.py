@@ -23,7 +23,9 @@ from palaestra.inference.engines.scripted import NoopPolicy, OraclePolicy, Polic
 from palaestra.rollouts.schedule import numbered
 from palaestra.sandbox.pool import SlotPool
 from palaestra.suites.terminal_bench.find_tasks import LeftOut
+from palaestra.suites.terminal_bench.service import MAIN
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
+from palaestra.suites.terminal_bench.terminal_task import TerminalTask
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
 from palaestra.suites.terminal_bench.terminalbench_2_config import TerminalBench2EvalConfig
 
@@ -38,6 +40,7 @@ class Finding(StrEnum):
     SOLUTION_FAILS = "its solution does not pass"
     VERIFIER_FAILS = "its verifier does not work"
     REFUSED = "refused"
+    READ = "can be read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class ImportReport:
     @property
     def bad(self) -> tuple[TriedTask, ...]:
         """The tasks that are not good."""
-        return tuple(line for line in self.lines if line.finding is not Finding.GOOD)
+        return tuple(line for line in self.lines if line.finding not in (Finding.GOOD, Finding.READ))
 
     def to_json(self) -> dict[str, JSON]:
         """Return the report as JSON."""
@@ -136,6 +139,40 @@ async def _play(policy: Policy, task: Task, runs: PolicyRuns) -> _Played:
     return _Played(trajectory.reward, error[-800:].strip() if not trajectory.error else error[:800], True)
 
 
+def read_tasks(source: str, settings: Sequence[str]) -> ImportReport:
+    """List every task of a source with its services, and the reason for each one that is refused. Starts nothing.
+    Raises `ConfigError` for an unknown setting or a source without tasks."""
+    config = _config(source, settings)
+
+    async def main() -> ImportReport:
+        inner = TerminalBench2EvalEnv(config, [])
+        await inner.sort_out()
+        lines = [
+            TriedTask(each.name, Finding.READ, reason=_needs(each), category=each.category) for each in inner.items
+        ]
+        refused = [each for each in inner.left_out if isinstance(each, LeftOut)]
+        return ImportReport((*lines, *(TriedTask(each.name, Finding.REFUSED, reason=each.reason) for each in refused)))
+
+    return asyncio.run(main())
+
+
+def _needs(task: TerminalTask) -> str:
+    """Return what a task needs besides one slot and its verifier in it."""
+    others = [each.name for each in task.services if each.name != MAIN]
+    parts = [step.verifier for step in task.steps] or [task.verifier]
+    apart = any(each.environment is not None for each in parts)
+    needs = [f"services {', '.join(others)}"] if others else []
+    needs += ["a verifier of its own"] if apart else []
+    needs += [f"{len(task.steps)} steps"] if task.steps else []
+    return "; ".join(needs)
+
+
+def _config(source: str, settings: Sequence[str]) -> TerminalBench2EvalConfig:
+    parsed = parse_settings(f"palaestra env import {source}", settings, env_type=TerminalBench2EvalConfig)
+    assert isinstance(parsed.env_config, TerminalBench2EvalConfig)
+    return parsed.env_config.model_copy(update={"dataset_name": source, "total_steps": -1})
+
+
 def import_tasks(
     source: str, settings: Sequence[str], *, progress: Callable[[TriedTask], None] = lambda line: None
 ) -> ImportReport:
@@ -167,14 +204,16 @@ def import_tasks(
     },
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--dry-run", is_flag=True, help="Only read the tasks: list their services, and why others are refused.")
 @click.argument("source", metavar="DIR")
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def command(context: click.Context, as_json: bool, source: str, settings: tuple[str, ...]) -> None:
+def command(context: click.Context, as_json: bool, dry_run: bool, source: str, settings: tuple[str, ...]) -> None:
     """Try every terminal task of a folder.
 
     \b
       palaestra env import tasks/
+      palaestra env import tasks/ --dry-run
       palaestra env import tasks/ --env.image_dir roots/
       palaestra env import tasks/ --tasks 5 --json
       palaestra env import tasks.parquet --env.base_image debian-root/ --env.allow_network true
@@ -183,11 +222,17 @@ def command(context: click.Context, as_json: bool, source: str, settings: tuple[
     Terminal-Bench 1; a JSONL or Parquet file of packed tasks also works. Settings of the environment terminalbench_2
     follow DIR. The exit code is 1 if a task is not good; each such task is listed with the reason.
     """
-    report = import_tasks(
-        source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)
-    )
+    if dry_run:
+        report = read_tasks(source, settings)
+    else:
+        report = import_tasks(
+            source, settings, progress=lambda line: click.echo(f"{line.name}: {line.finding.value}", err=True)
+        )
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
+    elif dry_run:
+        for line in report.lines:
+            click.echo(f"{line.name:<32} {line.finding.value}{': ' + line.reason[:400] if line.reason else ''}")
     else:
         _show_report(report)
     context.exit(1 if report.bad else 0)

@@ -1,7 +1,8 @@
 """Pass the declared part of an agent's work to a verifier that has a root file system of its own.
 
 Order and rules: `SingleStepTrial`, `ArtifactHandler` and `resolve_verifier_environment_definition` of Harbor 0.25. The
-collect hooks run in the agent's slot; then the slot ends. The artifacts are copied out, and into a fresh slot, at the
+collect hooks run in the agent's slot; then those of the services run and the artifacts of the services are copied,
+while the agent's processes are stopped; then all slots end. The artifacts are copied out, and into a fresh slot, at the
 same paths. An artifact that does not exist is left out. What is copied are files, directories and links that stay
 inside their artifact; a link that leaves it could stand for a file of the verifier. Files lose their setuid and setgid
 bits.
@@ -39,12 +40,12 @@ class Collected:
     left_out: Sequence[str]
 
 
-async def run_hooks(hooks: Sequence[CollectHook], slot_of: Callable[[str | None], Awaitable[Slot]]) -> list[str]:
-    """Run the hooks in order, and return the problem of each one that failed. `slot_of` returns the agent's slot with
-    the rights of a user."""
+async def run_hooks(hooks: Sequence[CollectHook], slot_of: Callable[[CollectHook], Awaitable[Slot]]) -> list[str]:
+    """Run the hooks in order, and return the problem of each one that failed. `slot_of` returns the slot of a hook with
+    the rights of its user."""
     problems = []
     for hook in hooks:
-        slot = await slot_of(hook.user)
+        slot = await slot_of(hook)
         result = await slot.execute(["/bin/sh", "-c", hook.command], cwd="/", timeout_s=hook.timeout_s, spill=False)
         if not result.success:
             problems.append(f"`{one_line(hook.command, 100)}`: {one_line(result.output or result.error, 300)}")
@@ -84,6 +85,23 @@ async def collect(slot: Slot, artifacts: Sequence[Artifact], folder: Path) -> Co
             continue
         copies.append((path, place))
     return Collected(copies, left_out[:50])
+
+
+def joined(first: Collected, then: Collected) -> Collected:
+    """Return the artifacts of the agent's slot and then those of the services. If two belong at the same place, or one
+    below the other, the first counts."""
+    copies, left_out = list(first.copies), [*first.left_out]
+    for path, copy in then.copies:
+        taken = next((known for known, _ in copies if _overlaps(known, path)), None)
+        if taken is None:
+            copies.append((path, copy))
+        else:
+            left_out.append(f"{path}: another artifact is at {taken}")
+    return Collected(copies, [*left_out, *then.left_out][:50])
+
+
+def _overlaps(one: str, other: str) -> bool:
+    return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
 
 
 async def put(slot: Slot, collected: Collected) -> None:

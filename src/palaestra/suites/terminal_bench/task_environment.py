@@ -35,25 +35,22 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from palaestra.agent.result import AgentResult
 from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
-from palaestra.core.errors import GraderError, InfraError, PrepareError, SlotEnded
-from palaestra.core.types import Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
+from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
+from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Phase
-from palaestra.sandbox.slot import Slot, SlotSpec, Snapshot, View
+from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.grading.harness import TestsTimedOut, enough_time
 from palaestra.suites.images.agent_user import start_in, tools_of_user
 from palaestra.suites.images.as_user import UserSlot, home_of, is_root
-from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import (
     TestTools,
@@ -68,14 +65,27 @@ from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import read_bytes, read_text
 from palaestra.suites.task_paths import TaskScope, scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
+from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
-from palaestra.suites.terminal_bench.separate_verifier import collect, put, run_hooks
+from palaestra.suites.terminal_bench.separate_verifier import collect, joined, put, run_hooks
+from palaestra.suites.terminal_bench.service import MAIN
+from palaestra.suites.terminal_bench.service_group import (
+    ResolvedService,
+    ServiceGroup,
+    ServicePlan,
+    ServicesEnded,
+    drop_lost,
+    prepared_files,
+    sealed_after,
+    set_up,
+)
 from palaestra.suites.terminal_bench.terminal_task import (
     AGENT_LOGS,
     ARTIFACT_LOGS,
     TESTS_DIR,
     VERIFIER_LOGS,
+    CollectHook,
     SolutionScript,
     TaskStep,
     TerminalTask,
@@ -123,7 +133,8 @@ _PIECE = 60_000
 @dataclass(frozen=True, slots=True)
 class ResolvedTask:
     """A task with its root file system, its parts in order, the tools of its tests, and the paths and words that its
-    texts name. `roots` has the root file system of each separate verifier, by step."""
+    texts name. `roots` has the root file system of each separate verifier, by step, and `plan` the services of its
+    compose file."""
 
     task: TerminalTask
     root: TaskRoot
@@ -131,6 +142,7 @@ class ResolvedTask:
     parts: tuple[GradedPart, ...]
     tools: TestTools
     scope: TaskScope
+    plan: ServicePlan | None = None
 
     @property
     def workdir(self) -> str:
@@ -217,8 +229,10 @@ class TerminalBenchEnvironment(ContractEnvironment):
         tools = await find_test_tools(self.packages, wanted) if started else TestTools()
         home = terminal.env.get("HOME", "/root")
         roots = {part.step_name: await self._root_of(part, root) for part in parts if part.task.verifier.environment}
-        work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_texts(parts), home))
-        live = not roots and (terminal.live or terminal.is_named(self.settings.live_tasks))
+        plan = await self._plan(terminal, root) if terminal.services else None
+        work = ResolvedTask(terminal, root, roots, parts, tools, scope_of(_texts(parts), home), plan)
+        serves = terminal.live or terminal.is_named(self.settings.live_tasks) or (plan is not None and plan.is_group)
+        live = not roots and serves
         return replace(
             task,
             data=work,
@@ -238,6 +252,16 @@ class TerminalBenchEnvironment(ContractEnvironment):
         name = ".".join(filter(None, [part.task.name, part.step_name, "verifier"]))
         return await self.roots.of(name, environment.recipe)
 
+    async def _plan(self, task: TerminalTask, own: TaskRoot) -> ServicePlan:
+        """Return the services of a task with their root file systems; `own` is that of `main`. Those of the other
+        services have the names `NAME.SERVICE`."""
+        roots = {MAIN: own}
+        for each in task.services:
+            if each.name != MAIN:
+                same = each.recipe == task.recipe
+                roots[each.name] = own if same else await self.roots.of(f"{task.name}.{each.name}", each.recipe)
+        return ServicePlan({each.name: ResolvedService(each, roots[each.name]) for each in task.services})
+
     def _solution(self, work: ResolvedTask) -> Sequence[ToolStep | Say] | None:
         """Return the calls of the reference solutions of all parts in order, or None if a part has no solution."""
         steps: list[ToolStep | Say] = []
@@ -255,7 +279,8 @@ class TerminalBenchEnvironment(ContractEnvironment):
     def slot_spec(self, task: Task, phase: Phase) -> SlotSpec:
         work: ResolvedTask = task.data
         spec = replace(super().slot_spec(task, phase), env=tuple(sorted(work.env.items())))
-        return replace(spec, mounts=work.tools.mounts)  # the official verdict is computed in the agent's slot
+        spec = replace(spec, mounts=work.tools.mounts)  # the official verdict is computed in the agent's slot
+        return spec if work.plan is None or phase is not Phase.AGENT else work.plan.leading(spec)
 
     def shared_setup(self, task: Task) -> str | None:
         key: str | None = task.data.root.build_key
@@ -271,7 +296,26 @@ class TerminalBenchEnvironment(ContractEnvironment):
         work: ResolvedTask = task.data
         found = await _prepared_for(sandbox, work.tools, work.user, own=task.grading == SEALED)
         await start_in(sandbox, work.workdir, AGENT_LOGS, VERIFIER_LOGS)
+        if work.plan is not None:
+            await set_up(sandbox, work.plan, MAIN)
         self._prepared[task.id] = found
+
+    async def begin(self, rollout: Rollout) -> None:
+        await super().begin(rollout)
+        work: ResolvedTask = rollout.task.data
+        if work.plan is None or not work.plan.starts:
+            return
+        spec, plan = self.slot_spec(rollout.task, Phase.AGENT), work.plan
+        spec = replace(spec, group=None)
+        building = replace(spec, network=self.slot_spec(rollout.task, Phase.PREPARE).network)
+        group = ServiceGroup(plan, rollout)
+        if plan.is_group:
+            rollout.meta["services"] = group
+        try:
+            await group.start(spec, lambda name: prepared_files(rollout, plan, name, building))
+        except SandboxError:
+            await drop_lost(rollout, plan)
+            raise
 
     def _agent_s(self, task: TerminalTask) -> float:
         return task.agent_timeout_s or self.settings.task_timeout
@@ -313,14 +357,24 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
     async def verified(self, rollout: Rollout, grading: Grading, part: GradedPart) -> Score:
         """Return the score from a part's verifier: its official verdict, and the reward in the guarded view."""
+        work: ResolvedTask = rollout.task.data
+        group: ServiceGroup | None = rollout.meta.get("services")
+        if group is not None and not rollout.has_slot and not (grading.begun or grading.untouched):
+            raise ServicesEnded("work of several services cannot be graded again, because the services have ended")
         problems = await self._run_hooks(rollout, grading, part)
         if part.task.verifier.environment is not None:
             return await self._verified_apart(rollout, grading, part, problems)
+        if group is not None and not grading.untouched:
+            await group.collect(part.task.verifier.collect, ())
         if grading.live:
             slot = await grading.slot()
             setup = self._setup(rollout.task, part)
-            checked = await self._checked(rollout, grading, part, setup, lambda: _same(slot), (), alone=False)
-            return self._score(rollout, grading, part, checked, checked)
+            before = None if work.plan is None else grading.prepared  # the solution cannot run without the services
+            checked = await self._checked(
+                rollout, grading, part, setup, lambda: _same(slot), (), alone=False, prepared=before
+            )
+            score = self._score(rollout, grading, part, checked, checked)
+            return score if group is None else replace(score, detail={**score.detail, "services": await group.report()})
         known: dict[str, Checked | None] = rollout.meta.setdefault("official", {})
         step = part.step_name
         if step not in known and not grading.untouched:  # a repeated check has no running slot any more
@@ -339,12 +393,12 @@ class TerminalBenchEnvironment(ContractEnvironment):
     async def _run_hooks(self, rollout: Rollout, grading: Grading, part: GradedPart) -> list[str]:
         """Run the collect hooks of a part in the agent's slot, and return their problems."""
         work: ResolvedTask = rollout.task.data
-        hooks = part.task.verifier.collect
+        hooks = [each for each in part.task.verifier.collect if each.service == MAIN]
         if not hooks or grading.begun or not rollout.has_slot:
             return []
 
-        async def slot_of(user: str | None) -> Slot:
-            slot, user = await rollout.sandbox(), user or work.root.config.user
+        async def slot_of(hook: CollectHook) -> Slot:
+            slot, user = await rollout.sandbox(), hook.user or work.root.config.user
             return slot if is_root(user) else UserSlot(slot, user, await home_of(slot, user))
 
         with suppress(SlotEnded):  # the agent's own commands ended it; what it wrote is still graded
@@ -357,9 +411,13 @@ class TerminalBenchEnvironment(ContractEnvironment):
         """Return the score of a verifier that has a root file system of its own."""
         environment = part.task.verifier.environment
         assert environment is not None
-        with TemporaryDirectory(prefix="palaestra-artifacts-", ignore_cleanup_errors=True) as folder:
+        group: ServiceGroup | None = None if grading.untouched else rollout.meta.get("services")
+        with ArtifactFolder() as folder:
+            beside = await group.collect(part.task.verifier.collect, environment.artifacts) if group else None
             slot = await grading.slot(View())
-            collected = await collect(slot, environment.artifacts, Path(folder))
+            own = [each for each in environment.artifacts if each.service == MAIN]
+            collected = await collect(slot, own, folder.path)
+            collected = collected if beside is None else joined(collected, beside.collected)
             await grading.restart()  # a rollout that holds one slot must not wait for a second
 
             @asynccontextmanager
@@ -372,7 +430,9 @@ class TerminalBenchEnvironment(ContractEnvironment):
             setup = await self._setup_apart(rollout.task, part, untouched)
             checked = await self._checked(rollout, grading, part, setup, views, (), alone=True, prepared=untouched)
         score = self._score(rollout, grading, part, checked, checked)
-        left = {"artifacts_left_out": list(collected.left_out), "collect_failed": list(problems)}
+        problems = [*problems, *(() if beside is None else beside.problems)]
+        left: dict[str, JSON] = {"artifacts_left_out": list(collected.left_out), "collect_failed": problems}
+        left |= {} if beside is None else {"services": dict(beside.report)}
         return replace(score, detail={**score.detail, **{name: value for name, value in left.items() if value}})
 
     @asynccontextmanager
@@ -385,26 +445,16 @@ class TerminalBenchEnvironment(ContractEnvironment):
         spec = replace(grading.spec, image=root.image, limits=environment.limits, env=env)
         built = None
         if root.build_key is not None:
-            network = self.slot_spec(rollout.task, Phase.PREPARE).network
-            build = partial(self._built_apart, rollout, replace(spec, network=network), environment.recipe, root)
-            built = await rollout.run_context.workspaces.shared(root.build_key, build)
+            building = replace(spec, network=self.slot_spec(rollout.task, Phase.PREPARE).network)
+            build = partial(build_in_slot, recipe=environment.recipe, base=root.base)
+            made = partial(sealed_after, rollout, building, None, build)
+            built = await rollout.run_context.workspaces.shared(root.build_key, made)
         slot = await rollout.lease(f"{rollout.rollout_id}:verifier", spec, built)
         try:
             await start_in(slot, environment.workdir or root.config.workdir, VERIFIER_LOGS, AGENT_LOGS, ARTIFACT_LOGS)
             yield slot
         finally:
             await asyncio.shield(grading.pool.release(slot))
-
-    async def _built_apart(self, rollout: Rollout, spec: SlotSpec, recipe: ImageRecipe, root: TaskRoot) -> Snapshot:
-        """Build the root file system of a separate verifier in a slot. Raises the errors of the build."""
-        pool = rollout.run_context.workspaces.pool
-        slot = await rollout.lease(f"{rollout.rollout_id}:build", spec, None)
-        try:
-            await build_in_slot(slot, recipe, root.base)
-        except BaseException:
-            await asyncio.shield(pool.release(slot))
-            raise
-        return await pool.seal(slot)
 
     async def _setup_apart(self, task: Task, part: GradedPart, untouched: GradedViews) -> VerifierSetup:
         """Return how a separate verifier runs. What its image has for pytest is looked up once per task."""

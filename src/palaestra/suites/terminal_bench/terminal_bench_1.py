@@ -3,7 +3,8 @@
     task.yaml  Dockerfile  docker-compose.yaml  run-tests.sh  solution.sh or solution.yaml  tests/
 
 Format: terminal-bench 0.2.18. Every test that pytest reports must pass. A `solution.yaml` counts as a solution only if
-all its steps are commands, and none of them types into a running program.
+all its steps are commands, and none of them types into a running program. The agent works in the service `client` of
+the compose file.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from palaestra.core.errors import TaskError
 from palaestra.core.types import Limits
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.task_files import TypedFields, Unsupported, read_yaml_file
-from palaestra.suites.terminal_bench.compose import single_service
+from palaestra.suites.terminal_bench.compose import COMPOSE_NAME, OWN_IMAGE, read_services, single_service
+from palaestra.suites.terminal_bench.service import MAIN, Service
 from palaestra.suites.terminal_bench.terminal_task import (
     LOGS_DIR,
     TESTS_DIR,
@@ -34,6 +36,13 @@ VARIABLES = {
 }
 """The variables that the format's compose file sets, with the paths that slots have."""
 
+_CLIENT = "client"  # the service in which the agent works
+_COMPOSE_VARIABLES = {
+    "T_BENCH_TASK_DOCKER_CLIENT_IMAGE_NAME": OWN_IMAGE,
+    "T_BENCH_TASK_DOCKER_CLIENT_CONTAINER_NAME": _CLIENT,
+    "T_BENCH_TASK_DOCKER_NAME_PREFIX": "task",
+}
+
 
 def is_task(folder: Path) -> bool:
     """Return whether the folder is a Terminal-Bench 1 task."""
@@ -46,24 +55,40 @@ def read_task(folder: Path) -> TerminalTask:
     parser = config.text("parser_name") or "pytest"
     if parser != "pytest":
         raise Unsupported(f"parser_name {parser!r} is not supported; only pytest's results are read")
-    service = single_service(folder / "docker-compose.yaml")
     if not (folder / "Dockerfile").is_file():
         raise TaskError("Dockerfile is missing")
+    services = _services(folder)
+    main = services.get(MAIN)
+    workdir = main.workdir if main is not None else single_service(folder / COMPOSE_NAME).get("working_dir")
     return TerminalTask(
         name=folder.name,
         format=Format.TERMINAL_BENCH_1,
         path=folder,
         instruction=config.required("instruction"),
-        recipe=ImageRecipe(folder=folder, dockerfile=folder / "Dockerfile"),
+        recipe=ImageRecipe(folder=folder, dockerfile=folder / "Dockerfile") if main is None else main.recipe,
         verifier=_verifier(folder, config),
         solution=_solution(folder),
         category=config.text("category") or "uncategorized",
         difficulty=config.text("difficulty") or "unknown",
         tags=config.texts("tags"),
-        workdir=service.get("working_dir") if isinstance(service.get("working_dir"), str) else None,
+        env={} if main is None else main.env,
+        workdir=workdir if isinstance(workdir, str) else None,
+        agent_user=None if main is None else main.user,
         agent_timeout_s=config.number("max_agent_timeout_sec"),
-        limits=Limits(),
+        limits=Limits() if main is None else main.limits,
+        services=tuple(services.values()),
     )
+
+
+def _services(folder: Path) -> dict[str, Service]:
+    """Return the services of a compose file that has several; empty for a single one, which is the agent's."""
+    path = folder / COMPOSE_NAME
+    content = read_yaml_file(path) if path.is_file() else None
+    listed = content.get("services") if isinstance(content, dict) else None
+    if not isinstance(listed, dict) or len(listed) < 2:
+        return {}
+    own = ImageRecipe(folder=folder, dockerfile=folder / "Dockerfile")
+    return read_services(folder, _COMPOSE_VARIABLES | VARIABLES, own, Limits(), task=folder, agents=_CLIENT)
 
 
 def _verifier(folder: Path, config: TypedFields) -> Verifier:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from palaestra.core.types import AllowList, Limits, Network
 from palaestra.suites.images.dockerfile import ImageRecipe
+from palaestra.suites.terminal_bench.service import MAIN, Service
 
 TESTS_DIR = "/tests"
 """The folder of the verifier's files in a slot. It does not exist before the verifier runs."""
@@ -32,21 +33,23 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A file or directory of the work that a separate verifier gets, at the same path. `exclude` are shell patterns of
+    """A file or directory of a service that a separate verifier gets, at the same path. `exclude` are shell patterns of
     paths below a directory that it does not get."""
 
     source: str
     exclude: tuple[str, ...] = ()
+    service: str = MAIN
 
 
 @dataclass(frozen=True, slots=True)
 class CollectHook:
-    """A command that runs in the agent's slot after the agent has ended, before the work is sealed. If it fails, the
-    verifier runs anyway. `user` None stands for the image's user."""
+    """A command that runs in a service after the agent has ended, before the work is sealed. If it fails, the verifier
+    runs anyway. `user` None stands for the service's user."""
 
     command: str
     timeout_s: float = 60.0
     user: str | None = None
+    service: str = MAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,9 @@ MEAN, FINAL = "mean", "final"
 class TerminalTask:
     """One task. Times are in seconds; if a time is None, the environment's setting applies.
 
-    `live` selects grading in the agent's own slot, for tasks about a running service. A task with `steps` has the
-    instruction, verifier and solution of its first step; `reward_strategy` combines the rewards of the steps.
+    `services` are those of its compose file, `main` among them; empty without such a file. `live` selects grading in
+    the agent's own slot, for tasks about a running service. A task with `steps` has the instruction, verifier and
+    solution of its first step; `reward_strategy` combines the rewards of the steps.
     """
 
     name: str
@@ -142,6 +146,7 @@ class TerminalTask:
     agent_timeout_s: float | None = None
     network: Network | AllowList = Network.ON
     limits: Limits = Limits()
+    services: tuple[Service, ...] = ()
     live: bool = False
     steps: tuple[TaskStep, ...] = ()
     reward_strategy: str = MEAN
