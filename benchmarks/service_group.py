@@ -1,46 +1,48 @@
-"""Measure what it costs to start and end a group of three slots, next to single slots, and `docker compose up`.
+"""Measure what it costs to start and end a group of three slots, next to a single slot and to `docker compose up`.
 
-python benchmarks/service_group.py [--count 40] [--rung full] prints one JSON object: medians in milliseconds.
+    .venv/bin/python benchmarks/service_group.py                # --rung full|userns chooses the isolation level
 
-`groups_of_three` makes a pool's lease of three slots in a network of their own and ends it; `single_slot` makes one
-slot and ends it. No program runs in the slots, so a service's own start is not in these numbers. `docker_compose` is
-`docker compose up --detach` and `down` of three containers of a local image that sleep, if a daemon is there.
+A group is a pool's lease of three slots in a network of their own. No program runs in the slots, so a service's own
+start is not in these numbers. `docker compose` starts and ends three containers of a local image that sleep, if a
+daemon is there. The target is the ratio to one slot.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import _measure as measure
+
 from palaestra.sandbox.backends.local import LocalBackend
 from palaestra.sandbox.pool import SlotPool
 from palaestra.sandbox.slot import GroupAddress, SlotSpec
 
+MOST = 4.0  # of the time of one slot
 COMPOSE = "services:\n" + "".join(
     f"  s{number}: {{image: {{image}}, command: [sleep, infinity], stop_signal: SIGKILL}}\n" for number in range(3)
 )
 
 
 async def medians(count: int, bodies: dict[str, Callable[[], Awaitable[None]]]) -> dict[str, float]:
-    """Return the median time of each body, in milliseconds. They take turns, so that they share the machine's load."""
+    """Return the median time of each body, in seconds. They take turns, so that they share the machine's load."""
     times: dict[str, list[float]] = {name: [] for name in bodies}
     for _ in range(count):
         for name, body in bodies.items():
             started = time.perf_counter()
             await body()
             times[name].append(time.perf_counter() - started)
-    return {name: round(1000 * statistics.median(each), 2) for name, each in times.items()}
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
-async def measure(count: int, rung: str) -> dict[str, float]:
+async def measure_slots(count: int, rung: str) -> dict[str, float]:
     """Return the medians for slots."""
     async with SlotPool(backend=LocalBackend.from_isolation(rung)) as pool:
 
@@ -54,7 +56,7 @@ async def measure(count: int, rung: str) -> dict[str, float]:
 
         await single()
         await three()
-        return await medians(count, {"single_slot": single, "groups_of_three": three})
+        return await medians(count, {"one slot": single, "a group of three": three})
 
 
 def measure_docker(count: int) -> float | str:
@@ -75,19 +77,29 @@ def measure_docker(count: int) -> float | str:
                 if done.returncode:
                     return done.stderr.strip()[-200:]
             times.append(time.perf_counter() - started)
-    return round(1000 * statistics.median(times), 2)
+    return statistics.median(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--rung", default="best")
+def main() -> int:
+    parser = measure.options_parser(__doc__, rounds=40)
+    parser.add_argument("--rung", default="best", help="the isolation level (default: the best that works here)")
     options = parser.parse_args()
-    found: dict[str, object] = dict(asyncio.run(measure(options.count, options.rung)))
-    found["times_single"] = round(float(str(found["groups_of_three"])) / float(str(found["single_slot"])), 2)
-    found["docker_compose"] = measure_docker(max(1, options.count // 10))
-    print(json.dumps(found, indent=2))
+    rounds = options.rounds or (3 if options.quick else 40)
+    slots = asyncio.run(measure_slots(rounds, options.rung))
+    single, group = slots["one slot"], slots["a group of three"]
+    rows = [
+        measure.Row("one slot, started and ended", 1000 * single, "ms", 1.0),
+        measure.judged(
+            measure.Row("a group of three slots", 1000 * group, "ms", group / single), MOST, group <= MOST * single
+        ),
+    ]
+    docker = measure_docker(max(1, rounds // 10))
+    if isinstance(docker, str):
+        print(f"docker compose was not measured: {docker}")
+    else:
+        rows.append(measure.Row("docker compose up and down, three containers", 1000 * docker, "ms", docker / single))
+    return measure.report("Groups of slots", rows, options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -449,7 +449,12 @@ class TerminalBenchEnvironment(ContractEnvironment):
             build = partial(build_in_slot, recipe=environment.recipe, base=root.base)
             made = partial(sealed_after, rollout, building, None, build)
             built = await rollout.run_context.workspaces.shared(root.build_key, made)
-        slot = await rollout.lease(f"{rollout.rollout_id}:verifier", spec, built)
+        try:
+            slot = await rollout.lease(f"{rollout.rollout_id}:verifier", spec, built)
+        except SandboxError:
+            if root.build_key is not None:
+                await rollout.run_context.workspaces.drop_lost(root.build_key)
+            raise
         try:
             await start_in(slot, environment.workdir or root.config.workdir, VERIFIER_LOGS, AGENT_LOGS, ARTIFACT_LOGS)
             yield slot
