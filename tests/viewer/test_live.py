@@ -97,9 +97,10 @@ def test_a_run_of_200_rollouts_is_watched_from_its_start_to_its_end(tmp_path: Pa
                 stderr=DEVNULL, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
             )  # fmt: skip
             assert viewer.stdout is not None
-            address = json.loads(await viewer.stdout.readline())["url"]
+            address, _, view = json.loads(await viewer.stdout.readline())["url"].partition("#")
+            assert view == f"/run?run={run.name}"
             browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-            page = await opened(browser, problems, address, f"#/run?run={run.name}")
+            page = await opened(browser, problems, address, f"#{view}")
             groups = await opened(browser, problems, address, f"#/run?run={run.name}&tab=groups")
             runs = await opened(browser, problems, address, "#/runs")
             await runs.focus("[aria-label='Filter runs']")  # it is not drawn again while somebody writes there

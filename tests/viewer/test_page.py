@@ -63,8 +63,8 @@ async def browse(chromium: str, address: str, visit: Visit, allowed: str = "", *
     assert [url for url in asked if not url.startswith((origin, "data:", "blob:"))] == []
 
 
-def see(chromium: str, run: Path, visit: Visit, **context: JSON) -> None:
-    """Serve a run, index it, and visit its list of runs."""
+def see(chromium: str, run: Path, visit: Visit, at: str = "", **context: JSON) -> None:
+    """Serve a run, index it, and visit its list of runs, or the view with the address `at`."""
 
     async def main() -> None:
         runs = open_runs(str(run))
@@ -72,7 +72,7 @@ def see(chromium: str, run: Path, visit: Visit, **context: JSON) -> None:
             while runs.update(name):
                 continue
         async with serving(Viewer(runs, TOKEN, TokenTexts(runs)), TOKEN) as url:
-            await browse(chromium, f"{url}/?token={TOKEN}", visit, **context)
+            await browse(chromium, f"{url}/?token={TOKEN}{at}", visit, **context)
 
     asyncio.run(main())
 
@@ -280,6 +280,49 @@ ENDS: dict[str, tuple[dict[str, JSON], list[str]]] = {
     ),
 }  # fmt: skip
 """What made a rollout end without a reward, and what the first screen of its page must show."""
+
+
+def played(folder: Path) -> Path:
+    """A run with five tasks, in each of which the third of four rollouts got no reward, for one of the reasons."""
+    long = "\n".join(f"line {n}" for n in range(400))
+    talk = [{"role": "user", "content": long}, *({"role": "assistant", "content": long} for _ in range(8))]
+    groups = []
+    for number, (name, (given, _)) in enumerate(ENDS.items()):
+        group = f"{number:06}-{name}"
+        facts: dict[str, JSON] = {"group_id": group, "task_id": name}
+        members = [rollout(n, talk, 1.0, rollout_id=f"{group}/{n}", **facts) for n in (0, 1, 3)]
+        lost = rollout(2, talk, **{"reward": 0.0, "rollout_id": f"{group}/2", **facts, **given})
+        groups.append(Group(group_id=group, number=number, task_id=name, trajectories=[*members, lost]))
+    return write_run(folder, *groups)
+
+
+@pytest.mark.parametrize("name", list(ENDS))
+def test_a_new_user_finds_the_reason_with_two_clicks(name: str, tmp_path: Path, chromium: str) -> None:
+    """From the address that the command prints for a run. A rollout without a score is found with its blame."""
+    _, wanted = ENDS[name]
+
+    async def visit(page: Page, base: str) -> None:
+        await page.click("text=blame: sandbox" if name == "sandbox" else "text=below full reward")
+        await until(page, "document.querySelectorAll('a.row').length < 20 && document.querySelector('a.row')")
+        await page.click(f"a.row:has-text('{name}')")
+        await page.wait_for_selector(".turn")
+        seen = await page.evaluate(SEEN)
+        assert [each for each in wanted if each not in seen] == [], seen
+
+    see(chromium, played(tmp_path / "run"), visit, at="#/run?run=run")
+
+
+def test_the_reasons_lead_to_the_turn_the_evidence_and_the_rollout(tmp_path: Path, chromium: str) -> None:
+    async def visit(page: Page, base: str) -> None:
+        await page.click(".run-notes a >> text=000000-sandbox/2")
+        await page.wait_for_selector(".turn")
+        assert "id=000000-sandbox%2F2" in page.url
+        await go(page, base, "rollout", run="run", id="000002-tests/2")
+        assert "✕ test_empty_line" not in await page.evaluate(SEEN)
+        await page.click(".callout >> text=evidence")
+        assert "✕ test_empty_line" in await page.evaluate(SEEN)
+
+    see(chromium, played(tmp_path / "run"), visit, at="#/run?run=run")
 
 
 def test_the_first_screen_answers_why_a_rollout_got_no_reward(tmp_path: Path, chromium: str) -> None:

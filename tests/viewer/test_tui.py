@@ -37,7 +37,7 @@ from palaestra.viewer.tui.screen import Help
 from palaestra.viewer.tui.siblings_screen import SiblingsScreen
 
 from .fixing import HOSTILE
-from .test_page import ENDS
+from .test_page import ENDS, played
 
 PAGE = Path(__file__).parents[2] / "src/palaestra/viewer/page"
 Visit = Callable[["Pilot[None]"], Awaitable[None]]
@@ -177,6 +177,21 @@ def test_a_rollout_shows_its_reasons_calls_and_results(tmp_path: Path) -> None:
             await press(pilot, "n")
 
     look(run, visit)
+
+
+@pytest.mark.parametrize("name", list(ENDS))
+def test_a_new_user_finds_the_reason_with_a_few_keys(name: str, tmp_path: Path) -> None:
+    """Sorting by reward puts the rollouts without the full reward first; those without a score are last."""
+    _, wanted = ENDS[name]
+
+    async def visit(pilot: Pilot[None]) -> None:
+        await press(pilot, "o")
+        place = next(place for place, row in enumerate(cells(pilot)) if row[0] == name)
+        await press(pilot, *(["G"] if name == "sandbox" else ["j"] * place), "enter")
+        seen = " ".join(screen_text(pilot).split())
+        assert [each for each in wanted if each not in seen] == []
+
+    look(played(tmp_path / "run"), visit)
 
 
 def test_long_results_are_folded_until_they_are_opened(tmp_path: Path) -> None:

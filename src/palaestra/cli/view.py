@@ -109,12 +109,13 @@ def _look_in_terminal(run: str, tokenizer: str | None) -> None:
 async def _serve(runs: Runs, texts: TokenTexts, port: int, *, opens: bool, as_json: bool) -> None:
     import secrets
     import webbrowser
+    from urllib.parse import urlencode
 
     from palaestra.viewer.server import Viewer, serving
 
     token = secrets.token_urlsafe(24)
     async with serving(Viewer(runs, token, texts, author_name()), token, port) as url:
-        address = f"{url}/?token={token}"
+        address = f"{url}/?token={token}" + (f"#/run?{urlencode({'run': runs.named})}" if runs.named else "")
         click.echo(json.dumps({"url": address}) if as_json else address)
         click.echo("Ctrl-C stops the viewer", err=True)
         if opens:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
+from palaestra.rollouts.environment import MISSING
 from palaestra.viewer.divergence import listed_tests
 from palaestra.viewer.rollout_record import CUT
 
@@ -61,6 +62,9 @@ def _evidence(record: dict[str, JSON]) -> Iterator[Reason]:
     if failed:
         more = " …" if len(failed) > _SHOWN else ""
         yield Reason("warn", f"{len(failed)} of {len(tests)} tests failed:", ", ".join(failed[:_SHOWN]) + more)
+    missing = (record.get("detail") or {}).get(MISSING)
+    if isinstance(missing, list) and missing:
+        yield Reason("warn", "The check could not run:", "; ".join(map(str, missing[:_SHOWN])))
     errors = record.get("tool_errors") or []
     if errors:
         first = errors[0]

@@ -11,11 +11,14 @@ const word = (each) => (typeof each === "string" ? each.toLowerCase() : each);
 export const passed = (each) => PASSED.has(word(each));
 export const isTests = (value) => value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length > 0 && Object.values(value).every((each) => RESULTS.has(word(each)));
 
-export function reasons(rollout) {
+// `go` makes a link to a turn of the page, or to the evidence of the check.
+export function reasons(rollout, go) {
   if (rollout.in_flight || rollout.reward >= 1) return [];
-  const found = [...testLines(rollout.detail, DEEP)];
+  const found = [...testLines(rollout.detail, DEEP)].map((line) => [line, " ", go(null, "evidence")]);
+  const missing = (rollout.detail || {}).missing_in_check;
+  if (Array.isArray(missing) && missing.length) found.push([h("b", {}, "The check could not run: "), missing.slice(0, SHOWN).map(String).join("; ")]);
   const errors = rollout.tool_errors || [];
-  if (errors.length) found.push([h("b", {}, `${plural(errors.length, "call")} failed. `), `${errors[0].tool ? `${errors[0].tool}, ` : ""}turn ${errors[0].turn}: ${plain(start(errors[0].error)).replace(/\s+/g, " ").slice(0, 300)}`]);
+  if (errors.length) found.push([h("b", {}, `${plural(errors.length, "call")} failed. `), errors[0].tool ? `${errors[0].tool}, ` : "", go(errors[0].turn, `turn ${errors[0].turn}`), `: ${plain(start(errors[0].error)).replace(/\s+/g, " ").slice(0, 300)}`]);
   if (!(rollout.turns || []).length && !rollout.error && !(rollout.messages || []).some((message) => message.role === "assistant")) found.push(["The model did not reply."]);
   return found.map((each) => h("p.callout.is-warn", {}, each));
 }

@@ -28,7 +28,7 @@ _DISCOVER = 6
 
 
 class TerminalViewer(App[None]):
-    """The program. With one run, it opens that run."""
+    """The program. If the user named a run, it opens that run."""
 
     ENABLE_COMMAND_PALETTE = False
     TITLE = "palaestra"
@@ -60,9 +60,8 @@ class TerminalViewer(App[None]):
     def on_mount(self) -> None:
         """Open the first screen and follow the runs."""
         self.push_screen(RunsScreen(self.runs, self.texts))
-        names = list(self.runs)
-        if len(names) == 1:
-            self.push_screen(RunScreen(self.runs, self.texts, names[0]))
+        if self.runs.named:
+            self.push_screen(RunScreen(self.runs, self.texts, self.runs.named))
         self.run_worker(self._follow(), exit_on_error=True)
 
     def action_help(self) -> None:

@@ -208,17 +208,17 @@ class RunScreen(ViewScreen):
         if key in FIELDS:
             self._descending = not self._descending if self._sort == key else False
             self._sort = key
-            self.reload()
+            self._restart()
 
     def action_sort(self) -> None:
         """Sort by the next field."""
         self._sort = _SORTS[(_SORTS.index(self._sort) + 1) % len(_SORTS)] if self._sort in _SORTS else ""
-        self.reload()
+        self._restart()
 
     def action_reverse(self) -> None:
         """Reverse the order."""
         self._sort, self._descending = self._sort or "index", not self._descending
-        self.reload()
+        self._restart()
 
     def action_filter(self) -> None:
         """Open the field for the filter."""
@@ -230,7 +230,7 @@ class RunScreen(ViewScreen):
     def action_clear(self) -> None:
         """Show all rollouts again."""
         self._where = ()
-        self.reload()
+        self._restart()
 
     def action_back(self) -> None:
         """Leave the field, or go to the runs."""
@@ -251,6 +251,11 @@ class RunScreen(ViewScreen):
             return
         self._where = where
         self._leave(event.input)
+        self._restart()
+
+    def _restart(self) -> None:
+        """Read the rollouts again, from the first."""
+        self._rows = []
         self.reload()
 
     def _leave(self, field: Input) -> None:
