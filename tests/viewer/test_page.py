@@ -12,10 +12,12 @@ import pytest
 from recorded import rollout, write_run
 
 from palaestra.cli.main import main as palaestra
-from palaestra.core.types import JSON, Blame, Label, Outcome
+from palaestra.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra.rollouts.records import Group, ToolErrorRecord
 from palaestra.tools.browser import launch
 from palaestra.viewer.page_file import bundled
+from palaestra.viewer.reasons import reasons
+from palaestra.viewer.rollout_record import rollout_record
 from palaestra.viewer.runs import open_runs
 from palaestra.viewer.server import Viewer, serving
 from palaestra.viewer.token_texts import TokenTexts
@@ -323,6 +325,47 @@ def test_the_reasons_lead_to_the_turn_the_evidence_and_the_rollout(tmp_path: Pat
         assert "✕ test_empty_line" in await page.evaluate(SEEN)
 
     see(chromium, played(tmp_path / "run"), visit, at="#/run?run=run")
+
+
+def test_a_score_that_is_only_a_number_is_explained_by_a_sibling(tmp_path: Path, chromium: str) -> None:
+    def talk(command: str) -> list[Message]:
+        called = {"id": "1", "function": {"name": "terminal", "arguments": f'{{"command": "{command}"}}'}}
+        return [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+
+    given: list[tuple[str, float, dict[str, JSON]]] = [
+        ("wc -c a", 0.0, {}), ("wc -l a", 1.0, {}), ("wc -c a", 0.5, {"detail": {"output": "expected 3"}}),
+        ("wc -l a", 0.0, {}), ("wc -c a", 0.0, {"labels": [Label("odd", "x")]}),
+    ]  # fmt: skip
+    members = [rollout(n, talk(command), reward, **more) for n, (command, reward, more) in enumerate(given)]
+    made = Group(group_id="000000-sky", number=0, task_id="sky", trajectories=members)
+    alone = rollout(0, talk("ls"), 0.0, rollout_id="a/0", group_id="a", task_id="a")
+    run = write_run(tmp_path / "run", made, Group(group_id="a", number=1, task_id="a", trajectories=[alone]))
+    shown = {
+        "000000-sky/0": "The check recorded only a number. The sibling #1 has the reward 1; call 1 is terminal wc -c a "
+        "here and terminal wc -l a there: compare",
+        "000000-sky/2": "No test is listed. See what the check recorded. The sibling #1 has",
+        "000000-sky/3": "The sibling #1 has the reward 1 with the same calls: compare",
+        "a/0": "The check recorded only a number.",
+    }
+
+    async def visit(page: Page, base: str) -> None:
+        for name, wanted in shown.items():
+            await go(page, base, "rollout", run="run", id=name)
+            assert wanted in await page.evaluate(SEEN)
+        for number in (1, 4):
+            await go(page, base, "rollout", run="run", id=f"000000-sky/{number}")
+            assert "sibling #" not in await page.inner_text("#main")
+        await go(page, base, "rollout", run="run", id="000000-sky/0")
+        await page.click("text=compare")
+        await page.wait_for_selector("td.parts")
+        assert await page.locator("td.parts").count() == 1
+
+    see(chromium, run, visit)
+    index = open_runs(str(run))["run"]
+    while index.update():
+        continue
+    lines = [" ".join([each.head, each.text]) for each in reasons(rollout_record(index, "000000-sky/0"))]
+    assert lines[0].startswith("The check recorded only a number. The sibling #1 has the reward 1; call 1 is terminal")
 
 
 def test_the_first_screen_answers_why_a_rollout_got_no_reward(tmp_path: Path, chromium: str) -> None:

@@ -70,9 +70,23 @@ def _evidence(record: dict[str, JSON]) -> Iterator[Reason]:
         first = errors[0]
         where = f"{first['tool']}, turn {first['turn']}" if first.get("tool") else f"turn {first['turn']}"
         yield Reason("warn", f"{plural(len(errors), 'call')} failed.", f"{where}: {beginning(first['error'])}")
+    if (contrast := record.get("contrast")) is not None:
+        yield _unexplained(contrast)
     said = any(message.get("role") == "assistant" for message in record.get("messages") or [])
     if not record.get("turns") and not record.get("error") and not said:
         yield Reason("warn", "The model did not reply.")
+
+
+def _unexplained(contrast: dict[str, JSON]) -> Reason:
+    head = "No test is listed; see the grading." if contrast["evidence"] else "The check recorded only a number."
+    if "id" not in contrast:
+        return Reason("warn", head)
+    text = f"The sibling #{contrast['id'].rpartition('/')[2]} has the reward {contrast['reward']:g}"
+    call = contrast.get("call")
+    if call is None:
+        return Reason("warn", head, f"{text} with the same calls.")
+    own, other = (" ".join(each) if each else "no call" for each in (call["own"], call["other"]))
+    return Reason("warn", head, f"{text}; call {call['number']} is {own} here and {other} there.")
 
 
 def _earlier(record: dict[str, JSON]) -> Iterator[Reason]:

@@ -89,7 +89,7 @@ function head(rollout, run, judged, callouts) {
   reasons.push(...reasonsOf(rollout, (turn, words) => h("a", { href: address("rollout", { run, id: rollout.id, turn }), onclick: (event) => {
     event.preventDefault();
     document.querySelector(turn === null ? "section.r-end" : `section[aria-label="turn ${Number(turn)}"]`)?.scrollIntoView();
-  } }, words)));
+  } }, words), (other) => h("a", { href: address("siblings", { run, id: [other, rollout.id], reference: other }) }, "compare")));
   for (const each of rollout.attempts || []) reasons.push(h("p.callout", {}, `An earlier attempt was discarded: ${each.outcome}. ${each.error}`));
   if (rollout.parent) reasons.push(h("p.callout.is-info", {}, "It continues ", h("a", { href: address("rollout", { run, id: `${rollout.group_id}/${rollout.parent.index}` }) }, `rollout #${rollout.parent.index}`), ` after turn ${rollout.parent.turn}.`));
   return h("section.head", { "aria-label": "The rollout" },

@@ -103,7 +103,7 @@ function branches(rows, run, number) {
   return h("section.branches", { "aria-label": "Which rollout continues which" }, tree);
 }
 
-function argument(text) {
+export function argument(text) {
   try {
     const value = JSON.parse(text);
     const main = value.command ?? value.code ?? value.path ?? value.query;
