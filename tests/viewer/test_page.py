@@ -345,7 +345,7 @@ def test_a_score_that_is_only_a_number_is_explained_by_a_sibling(tmp_path: Path,
         "here and terminal wc -l a there: compare",
         "000000-sky/2": "No test is listed. See what the check recorded. The sibling #1 has",
         "000000-sky/3": "The sibling #1 has the reward 1 with the same calls: compare",
-        "a/0": "The check recorded only a number.",
+        "a/0": "The check recorded only a number. A check records why with Score(reward, detail={…}).",
     }
 
     async def visit(page: Page, base: str) -> None:

@@ -80,7 +80,9 @@ def _evidence(record: dict[str, JSON]) -> Iterator[Reason]:
 def _unexplained(contrast: dict[str, JSON]) -> Reason:
     head = "No test is listed; see the grading." if contrast["evidence"] else "The check recorded only a number."
     if "id" not in contrast:
-        return Reason("warn", head)
+        return Reason(
+            "warn", head, "" if contrast["evidence"] else "A check records why with Score(reward, detail={…})."
+        )
     text = f"The sibling #{contrast['id'].rpartition('/')[2]} has the reward {contrast['reward']:g}"
     call = contrast.get("call")
     if call is None:

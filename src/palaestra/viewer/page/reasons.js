@@ -29,7 +29,7 @@ export function reasons(rollout, go, compare) {
 function unexplained({ id, reward, call, evidence }, go, compare) {
   const named = (each) => (each ? [`${each[0]} `, h("code", {}, argument(each[1]).replace(/\s+/g, " ").slice(0, 120))] : "no call");
   return [evidence ? [h("b", {}, "No test is listed. "), "See what the check ", go(null, "recorded"), ". "] : [h("b", {}, "The check recorded only a number. ")],
-    id ? [`The sibling #${id.slice(id.lastIndexOf("/") + 1)} has the reward ${figure(reward, 2)}`, call ? [`; call ${call.number} is `, named(call.own), " here and ", named(call.other), " there"] : " with the same calls", ": ", compare(id)] : null];
+    id ? [`The sibling #${id.slice(id.lastIndexOf("/") + 1)} has the reward ${figure(reward, 2)}`, call ? [`; call ${call.number} is `, named(call.own), " here and ", named(call.other), " there"] : " with the same calls", ": ", compare(id)] : evidence ? null : ["A check records why with ", h("code", {}, "Score(reward, detail={…})"), "."]];
 }
 
 function* testLines(value, deep) {
