@@ -113,6 +113,15 @@ def test_every_screen_opens_with_the_keyboard(real: Path) -> None:
     look(real, visit)
 
 
+def test_the_keys_are_named_in_60_columns(real: Path) -> None:
+    async def visit(pilot: Pilot[None]) -> None:
+        for keys in ("escape", "enter", "enter", "s"):
+            await press(pilot, keys)
+            assert "? keys" in screen_text(pilot).splitlines()[-1]
+
+    look(real, visit, (60, 30))
+
+
 def test_rollouts_are_filtered_and_sorted(real: Path) -> None:
     async def visit(pilot: Pilot[None]) -> None:
         await press(pilot, "slash", *"task:count/1 calls>=1", "enter")
@@ -173,6 +182,7 @@ def test_a_rollout_shows_its_reasons_calls_and_results(tmp_path: Path) -> None:
             if place == 0:
                 for each in ("judged: grader_mistake", "tag: odd", "note of ada: Why [b]?"):
                     assert each in seen
+            assert "tests failed:test" not in seen
             assert "weather" in seen
             await press(pilot, "n")
 

@@ -58,13 +58,19 @@ class RolloutScreen(ViewScreen):
     """One rollout."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("n", "other('after')", "next rollout", key_display="n"),
-        Binding("p", "other('before')", "previous rollout", key_display="p"),
-        Binding("s", "siblings", "siblings"),
-        Binding("o", "unfold", "open or fold"),
+        Binding("n", "other('after')", "next", key_display="n"),
+        Binding("p", "other('before')", "previous", show=False, key_display="p"),
+        Binding("s", "siblings", "compare"),
+        Binding("o", "unfold", "open"),
         Binding("a", "unfold_all", "open all", show=False),
-        Binding("f", "failed", "next failure"),
+        Binding("f", "failed", "fail"),
     ]
+
+    HELP_LINES = (
+        "n and p go through the rollouts of the run, j and k through the steps of this one.",
+        "s compares the rollout with its siblings.",
+        "o opens or folds the long texts of a step; f goes to the next call or test that failed.",
+    )
 
     def __init__(self, runs: Runs, texts: TokenTexts, name: str, rollout_id: str) -> None:
         super().__init__()
@@ -202,7 +208,7 @@ def _head(record: dict[str, JSON], judged: dict[str, JSON]) -> Text:
     facts += [f"{record['beside']['duration_s']:.1f} s"] if (record.get("beside") or {}).get("duration_s") else []
     text.append("\n").append_text(line("; ".join(facts), "dim"))
     for kind, head, evidence in reasons(record):
-        text.append("\n").append_text(line(f"! {head} ", f"bold {_KINDS[kind]}")).append_text(
+        text.append("\n").append_text(line(f"! {head}", f"bold {_KINDS[kind]}")).append(" ").append_text(
             coloured(evidence[:600].strip())
         )
     if metrics := record.get("metrics"):

@@ -24,8 +24,8 @@ class ViewScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,u,backspace", "back", "back", key_display="esc"),
-        Binding("j", "down", "next", show=False),
-        Binding("k", "up", "previous", show=False),
+        Binding("j", "down", "down", show=False),
+        Binding("k", "up", "up", show=False),
         Binding("g", "first", "first", show=False),
         Binding("G", "last", "last", show=False, key_display="G"),
     ]
