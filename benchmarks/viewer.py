@@ -123,7 +123,7 @@ class Served:
         )  # fmt: skip
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
-        self.url, self.token = self.address.split("/?token=")
+        self.url, self.token = self.address.partition("#")[0].split("/?token=")
 
     def get(self, name: str, **params: str) -> dict[str, JSON]:
         request = urllib.request.Request(f"{self.url}/api/{name}?{urllib.parse.urlencode(params)}")
