@@ -240,7 +240,8 @@ def measure_page(run: Path, cache: Path) -> None:
                 page.wait_for_selector(selector)
                 return time.monotonic() - start
 
-            print(f"page: runs {timed(served.address, 'table.wide tbody tr') * 1000:.0f} ms")
+            runs = f"{served.url}/?token={served.token}"
+            print(f"page: runs {timed(runs, 'table.wide tbody tr') * 1000:.0f} ms")
             print(f"page: the run {timed(f'{served.url}/#/run?run={name}', 'a.row') * 1000:.0f} ms")
             one = urllib.parse.urlencode(
                 {"run": name, "id": served.get("rollouts", run=name, offset="300")["rows"][0]["id"]}
