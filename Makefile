@@ -32,6 +32,7 @@ test: venv ## run the quick tests: each takes less than half a second
 
 test-slow: venv ## run the slow tests: whole runs, attacks, kills at random, containers, without root, real tasks
 	-@scripts/synapse_env # without it, the tests on Matrix skip
+	-@scripts/axe_env # without it, the viewer's tests with axe-core skip
 	@.venv/bin/python -m pytest -q -n $(or $(WORKERS),4) --dist loadgroup -m "slow and not interop" --durations 40 $$(.venv/bin/python scripts/slow_tests.py --files)
 
 test-all: test test-slow ## run all tests

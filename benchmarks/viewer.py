@@ -123,7 +123,7 @@ class Served:
         )  # fmt: skip
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
-        self.url, self.token = self.address.split("/?token=")
+        self.url, self.token = self.address.partition("#")[0].split("/?token=")
 
     def get(self, name: str, **params: str) -> dict[str, JSON]:
         request = urllib.request.Request(f"{self.url}/api/{name}?{urllib.parse.urlencode(params)}")
@@ -240,7 +240,8 @@ def measure_page(run: Path, cache: Path) -> None:
                 page.wait_for_selector(selector)
                 return time.monotonic() - start
 
-            print(f"page: runs {timed(served.address, 'table.wide tbody tr') * 1000:.0f} ms")
+            runs = f"{served.url}/?token={served.token}"
+            print(f"page: runs {timed(runs, 'table.wide tbody tr') * 1000:.0f} ms")
             print(f"page: the run {timed(f'{served.url}/#/run?run={name}', 'a.row') * 1000:.0f} ms")
             one = urllib.parse.urlencode(
                 {"run": name, "id": served.get("rollouts", run=name, offset="300")["rows"][0]["id"]}

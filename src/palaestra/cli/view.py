@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 @click.command(
     "view",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="""Look at runs, rollouts and tokens in a browser.
+    help="""Look at runs, rollouts and tokens in a browser, or in the terminal.
 
     \b
       palaestra view                          # all runs in this folder
       palaestra view last
+      palaestra view last --tui               # in the terminal; needs palaestra[tui]
       palaestra view RUN --html run.html      # one file, to send or to keep
       palaestra view RUN --html group.html --rollout '000003-*'
       palaestra view logs/task.eval           # an Inspect log; also ATIF, conversations
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     conversation, the exact tokens with mask and log-probabilities, and where the rollouts of a group part. It follows a
     run that is still going on. The server listens on 127.0.0.1 only, and its address contains a token. It writes
     only the annotations that you make; its index of large runs is in ~/.cache/palaestra/view.
+
+    --tui shows runs, rollouts and siblings in the terminal, for example over SSH: `/` filters, `o` sorts or opens a
+    folded text, enter opens, esc goes back, `?` lists the keys.
     """,
 )
 @click.argument("run", default="", shell_complete=complete_runs)
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     help="The tokenizer for the texts of tokens: a folder or a model's name. [default: the run's own, if you made the "
     "run on this machine and its tokenizer is a folder]",
 )
+@click.option("--tui", is_flag=True, help="Look in the terminal instead: runs, rollouts, siblings.")
 @click.option("--html", type=HostPath(dir_okay=False), help="Write one self-contained file instead of serving.")
 @click.option(
     "--rollout", "rollouts", multiple=True, metavar="PATTERN", help="With --html: only these rollouts. Repeatable."
@@ -57,6 +62,7 @@ def command(
     port: int,
     no_open: bool,
     tokenizer: str | None,
+    tui: bool,
     html: Path | None,
     rollouts: tuple[str, ...],
     as_json: bool,
@@ -67,6 +73,8 @@ def command(
 
     if rollouts and html is None:
         raise ConfigError("--rollout chooses the rollouts of a file: set --html too")
+    if tui and (html is not None or as_json or port):
+        raise ConfigError("--tui shows the runs in this terminal: leave out --html, --json and --port")
     if html is not None:
         from palaestra.viewer.page_file import Chosen, write_page
 
@@ -74,19 +82,40 @@ def command(
         path = write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer))
         click.echo(json.dumps({"path": str(path)}) if as_json else path)
         return
+    if tui:
+        _look_in_terminal(run, tokenizer)
+        return
     runs = open_runs(run, index_store())
     asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, opens=not no_open, as_json=as_json))
+
+
+def _look_in_terminal(run: str, tokenizer: str | None) -> None:
+    import sys
+
+    from palaestra.core.errors import ConfigError
+    from palaestra.viewer.runs import index_store, open_runs
+    from palaestra.viewer.token_texts import TokenTexts
+    from palaestra.viewer.tui.app import TerminalViewer
+
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("palaestra view --tui needs a terminal: leave out --tui, or write a file with --html")
+    runs = open_runs(run, index_store())
+    try:
+        TerminalViewer(runs, TokenTexts(runs, tokenizer)).run()
+    finally:
+        runs.close()
 
 
 async def _serve(runs: Runs, texts: TokenTexts, port: int, *, opens: bool, as_json: bool) -> None:
     import secrets
     import webbrowser
+    from urllib.parse import urlencode
 
     from palaestra.viewer.server import Viewer, serving
 
     token = secrets.token_urlsafe(24)
     async with serving(Viewer(runs, token, texts, author_name()), token, port) as url:
-        address = f"{url}/?token={token}"
+        address = f"{url}/?token={token}" + (f"#/run?{urlencode({'run': runs.named})}" if runs.named else "")
         click.echo(json.dumps({"url": address}) if as_json else address)
         click.echo("Ctrl-C stops the viewer", err=True)
         if opens:

@@ -23,7 +23,8 @@ _MOST_CATEGORIES = 200
 
 def overview(index: RunIndex, own: Mapping[str, float] | None = None) -> dict[str, JSON]:
     """Return, as JSON data, the scores of all tasks and of each category (`scores`), lines about failures (`causes`)
-    and about official verdicts (`verdicts`), the environment's own metrics that are not in the table (`own`), and a
+    with the rollout that each line names (`first_failures`, empty for a group), lines about official verdicts
+    (`verdicts`), the environment's own metrics that are not in the table (`own`), and a
     sentence about resumed rollouts (`resumed`). `own` has the metrics of a run that is just ending."""
     scores, groups = _Scores(index), index.all_groups()
     failures, verdicts = Failures(), Verdicts()
@@ -39,9 +40,11 @@ def overview(index: RunIndex, own: Mapping[str, float] | None = None) -> dict[st
     if own is None:
         metrics = last_metrics(index.folder / "metrics.jsonl") if index.folder.is_dir() else {}
         own = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+    causes = failures.causes()
     return {
         "scores": scores.table(),
-        "causes": [cause.line() for cause in failures.causes()],
+        "causes": [cause.line() for cause in causes],
+        "first_failures": [cause.first if cause.rollouts else "" for cause in causes],
         "verdicts": list(verdicts.lines()),
         "own": {name: value for name, value in own.items() if not _IN_TABLE.search(name)}
         if "eval/planned" in own

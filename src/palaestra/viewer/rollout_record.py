@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON
+from palaestra.core.types import JSON, Outcome
 from palaestra.inference.ledger import LedgerRecord, TokenRow, verify_ledger
 from palaestra.inference.ledger.records import ITEM_BYTES, packed, unpacked_ids
+from palaestra.rollouts.environment import MISSING
 from palaestra.rollouts.events import GroupStarted, TurnTaken
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Trajectory
+from palaestra.viewer.divergence import Call, calls_of, differing_call, listed_tests
 from palaestra.viewer.imported import ImportedIndex
 from palaestra.viewer.run_index import RunIndex
 
@@ -56,6 +58,7 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
         "in_flight": False,
         "official_name": official_words(official_name(config)),
         "difference": trajectory.difference,
+        "contrast": contrast(index, trajectory),
         "group": _group(index, trajectory.group_id, group),
         "tools": cut(group.group.tools, long_chars) if group else [],
         "before": before,
@@ -64,6 +67,38 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
         "tokens": _token_facts(trajectory),
         "commands": commands(index, trajectory),
     }
+
+
+def contrast(index: RunIndex, trajectory: Trajectory) -> dict[str, JSON] | None:
+    """Return what explains a reward below 1 for which the record has no cause: the first sibling with the highest
+    reward (`id` and `reward`), if it is higher, and the first call in which they differ (`call`, with its number, and
+    `own` and `other`, each None or a tool's name and arguments). `evidence` is whether the check recorded anything.
+    None if the record has a cause."""
+    if trajectory.reward is None or trajectory.reward >= 1 or _has_cause(trajectory):
+        return None
+    _, rows = index.rows([("group", "=", trajectory.group_id), ("reward", ">", trajectory.reward)], limit=1000)
+    best = max(rows, key=lambda row: float(row["reward"]), default=None)
+    sibling = None if best is None else index.trajectory(str(best["id"]))
+    found: dict[str, JSON] = {"evidence": any(name != "category" for name in trajectory.detail)}
+    if sibling is None:
+        return found
+    own, other = list(calls_of(trajectory.messages)), list(calls_of(sibling.messages))
+    place = differing_call(other, own)
+    if place is not None:
+        pair = {name: _named(calls, place) for name, calls in (("own", own), ("other", other))}
+        found["call"] = {"number": place + 1, **pair}
+    return found | {"id": sibling.rollout_id, "reward": sibling.reward}
+
+
+def _has_cause(one: Trajectory) -> bool:
+    """Return whether the record has a cause for the reward: a failure, a limit, a label, a test or a call."""
+    recorded = one.error, one.difference, one.labels, one.tool_errors, one.detail.get(MISSING)
+    failed = (status != "passed" for _, status in listed_tests(one.detail))
+    return one.outcome is not Outcome.NATURAL or any(recorded) or any(failed)
+
+
+def _named(calls: Sequence[Call], place: int) -> list[str] | None:
+    return [calls[place].name, calls[place].arguments[:500]] if place < len(calls) else None
 
 
 def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:

@@ -58,6 +58,11 @@ class Runs:
             raise ConfigError(f"this viewer does not show a run {name!r}; reload the list of runs")
         return self._indexes[name]
 
+    @property
+    def named(self) -> str:
+        """The name of the run that the user specified; empty if the viewer shows the runs of a folder."""
+        return next(iter(self._indexes), "") if len(self.only) == 1 else ""
+
     def discover(self) -> bool:
         """Look for new runs, and return whether there are any."""
         found = [each for folder in self.only for each in (folder, *_related(folder))] or self._below()

@@ -128,5 +128,8 @@ export function listen(told) {
   const source = new EventSource("/api/events");
   source.onmessage = (event) => told(JSON.parse(event.data));
   source.onerror = () => document.body.classList.add("offline");
-  source.onopen = () => document.body.classList.remove("offline");
+  source.onopen = () => {
+    if (document.body.classList.contains("offline")) told({}); // what happened meanwhile was not told
+    document.body.classList.remove("offline");
+  };
 }

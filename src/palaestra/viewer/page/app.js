@@ -59,9 +59,10 @@ async function open({ keepScroll = false } = {}) {
     const made = await show(params, shell);
     if (mine !== turn) return;
     view = made;
-    const opened = keepScroll ? folds() : null;
+    const opened = keepScroll ? folds() : null, focused = keepScroll ? focus() : null;
     main.replaceChildren(made.node);
     if (opened) refold(opened);
+    if (focused) requestAnimationFrame(() => requestAnimationFrame(() => refocus(focused))); // lists draw their rows later
     document.body.classList.toggle("is-live", Boolean(made.following) && !api.isFile());
     scrollTo(0, keepScroll ? scroll : 0);
   } catch (error) {
@@ -81,6 +82,12 @@ function refold(before) {
     if (each.matches("details")) each.open = before[place];
     else if (each.toggle && each.classList.contains("folded") !== before[place]) each.toggle();
   });
+}
+
+const nameOf = (node) => `${node.tagName} ${node.getAttribute("href") || node.getAttribute("aria-label") || node.textContent}`;
+const focus = () => (document.activeElement !== main && main.contains(document.activeElement) ? nameOf(document.activeElement) : null);
+function refocus(name) {
+  if (document.activeElement === document.body) [...main.querySelectorAll("a, button, summary, [tabindex]")].find((each) => nameOf(each) === name)?.focus({ preventScroll: true });
 }
 
 function help() {
@@ -109,16 +116,26 @@ addEventListener("keydown", (event) => {
   }
 });
 
-let refreshing = null;
+let refreshing = null, missed = false;
+const away = () => document.hidden || Boolean(document.activeElement?.matches("input, select"));
 function changed(event) {
   const live = view?.live;
   if (!live || !(live === "*" || event.run === undefined || event.run === live)) return;
-  if (refreshing || document.hidden || document.activeElement?.matches("input, select")) return;
+  if (refreshing) return;
   refreshing = setTimeout(async () => {
     refreshing = null;
-    if (view?.live) await open({ keepScroll: true });
+    if (away()) missed = true; // until the reader is back
+    else if (view?.live) await open({ keepScroll: true });
   }, 700);
 }
+
+function catchUp() {
+  if (!missed || away()) return;
+  missed = false;
+  changed({});
+}
+document.addEventListener("visibilitychange", catchUp);
+document.addEventListener("focusout", () => setTimeout(catchUp));
 
 theme(stored("theme"));
 document.querySelector(".skip").addEventListener("click", (event) => {

@@ -1,16 +1,21 @@
 // What a run's first page reports beyond its figures: notes on failures and verdicts, and the table of scores.
 
-import { h, count, figure, plain, plural } from "./dom.js";
+import { h, count, figure, plain, plural, address } from "./dom.js";
 import { leftOut } from "./api.js";
 
 const SHOWN = 5;
 
-export function notes(found) {
+export function notes(found, run) {
+  // The first rollout that failed in this way is a link.
+  const linked = (line, id) => {
+    const at = id ? line.indexOf(id) : -1;
+    return at < 0 ? line : [line.slice(0, at), h("a", { href: address("rollout", { run, id }) }, id), line.slice(at + id.length)];
+  };
   const lines = (title, each) => (each.length ? h("div.callout.is-warn.lines", {}, h("b", {}, title), h("ul", {}, each.slice(0, SHOWN).map((line) => h("li", {}, line))),
     each.length > SHOWN ? h("details", {}, h("summary", {}, `${count(each.length - SHOWN)} more`), h("ul", {}, each.slice(SHOWN).map((line) => h("li", {}, line)))) : null) : null);
   return h("div.run-notes", {},
     leftOut() ? h("p.callout.is-info", {}, `This file has the first rollouts of the run; ${plural(leftOut(), "rollout")} are not in it. The figures are those of all.`) : null,
-    lines("Failures", found.causes || []), lines("Official verdicts", found.verdicts || []),
+    lines("Failures", (found.causes || []).map((line, place) => linked(line, (found.first_failures || [])[place]))), lines("Official verdicts", found.verdicts || []),
     found.resumed ? h("p.callout", {}, `Resumed: ${found.resumed}`) : null);
 }
 

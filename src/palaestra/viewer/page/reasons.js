@@ -1,6 +1,7 @@
 // Why a rollout has less than the full reward, in one line each: the tests that failed, and the calls that failed.
 
-import { h, count, plural, plain } from "./dom.js";
+import { h, count, figure, plural, plain } from "./dom.js";
+import { argument } from "./siblings.js";
 import { start } from "./text.js";
 
 const SHOWN = 5, DEEP = 4;
@@ -11,13 +12,24 @@ const word = (each) => (typeof each === "string" ? each.toLowerCase() : each);
 export const passed = (each) => PASSED.has(word(each));
 export const isTests = (value) => value !== null && typeof value === "object" && !Array.isArray(value) && Object.keys(value).length > 0 && Object.values(value).every((each) => RESULTS.has(word(each)));
 
-export function reasons(rollout) {
+// `go` makes a link to a turn of the page, or to the evidence of the check.
+// `compare` makes a link to the comparison with a sibling.
+export function reasons(rollout, go, compare) {
   if (rollout.in_flight || rollout.reward >= 1) return [];
-  const found = [...testLines(rollout.detail, DEEP)];
+  const found = [...testLines(rollout.detail, DEEP)].map((line) => [line, " ", go(null, "evidence")]);
+  const missing = (rollout.detail || {}).missing_in_check;
+  if (Array.isArray(missing) && missing.length) found.push([h("b", {}, "The check could not run: "), missing.slice(0, SHOWN).map(String).join("; ")]);
   const errors = rollout.tool_errors || [];
-  if (errors.length) found.push([h("b", {}, `${plural(errors.length, "call")} failed. `), `${errors[0].tool ? `${errors[0].tool}, ` : ""}turn ${errors[0].turn}: ${plain(start(errors[0].error)).replace(/\s+/g, " ").slice(0, 300)}`]);
+  if (errors.length) found.push([h("b", {}, `${plural(errors.length, "call")} failed. `), errors[0].tool ? `${errors[0].tool}, ` : "", go(errors[0].turn, `turn ${errors[0].turn}`), `: ${plain(start(errors[0].error)).replace(/\s+/g, " ").slice(0, 300)}`]);
   if (!(rollout.turns || []).length && !rollout.error && !(rollout.messages || []).some((message) => message.role === "assistant")) found.push(["The model did not reply."]);
+  if (!found.length && rollout.contrast) found.push(unexplained(rollout.contrast, go, compare));
   return found.map((each) => h("p.callout.is-warn", {}, each));
+}
+
+function unexplained({ id, reward, call, evidence }, go, compare) {
+  const named = (each) => (each ? [`${each[0]} `, h("code", {}, argument(each[1]).replace(/\s+/g, " ").slice(0, 120))] : "no call");
+  return [evidence ? [h("b", {}, "No test is listed. "), "See what the check ", go(null, "recorded"), ". "] : [h("b", {}, "The check recorded only a number. ")],
+    id ? [`The sibling #${id.slice(id.lastIndexOf("/") + 1)} has the reward ${figure(reward, 2)}`, call ? [`; call ${call.number} is `, named(call.own), " here and ", named(call.other), " there"] : " with the same calls", ": ", compare(id)] : evidence ? null : ["A check records why with ", h("code", {}, "Score(reward, detail={…})"), "."]];
 }
 
 function* testLines(value, deep) {

@@ -86,7 +86,10 @@ function head(rollout, run, judged, callouts) {
   if (rollout.error) reasons.push(h("div.callout.is-bad", {}, h("b", {}, rollout.blame ? `Failed (${rollout.blame}). ` : "Failed. "), block(rollout.error)));
   else if (rollout.outcome && rollout.outcome !== "natural") reasons.push(h("p.callout.is-warn", {}, OUTCOMES[rollout.outcome] || `It ended with ${rollout.outcome}.`));
   for (const label of rollout.labels || []) reasons.push(h("p.callout.is-warn", {}, h("b", {}, `${label.name}${label.certain ? " (certain)" : ""} `), label.evidence));
-  reasons.push(...reasonsOf(rollout));
+  reasons.push(...reasonsOf(rollout, (turn, words) => h("a", { href: address("rollout", { run, id: rollout.id, turn }), onclick: (event) => {
+    event.preventDefault();
+    document.querySelector(turn === null ? "section.r-end" : `section[aria-label="turn ${Number(turn)}"]`)?.scrollIntoView();
+  } }, words), (other) => h("a", { href: address("siblings", { run, id: [other, rollout.id], reference: other }) }, "compare")));
   for (const each of rollout.attempts || []) reasons.push(h("p.callout", {}, `An earlier attempt was discarded: ${each.outcome}. ${each.error}`));
   if (rollout.parent) reasons.push(h("p.callout.is-info", {}, "It continues ", h("a", { href: address("rollout", { run, id: `${rollout.group_id}/${rollout.parent.index}` }) }, `rollout #${rollout.parent.index}`), ` after turn ${rollout.parent.turn}.`));
   return h("section.head", { "aria-label": "The rollout" },

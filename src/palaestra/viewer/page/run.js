@@ -32,7 +32,7 @@ export async function show(params, shell) {
   const view = { rollouts, groups, scores, training, settings }[tab];
   const shown = await view({ run, found, where, go, body, params });
   return {
-    node: h("div.run", {}, facts(summary, run, go, found.training), originOfRun(found.fork), judgedRun(found.judged, (condition) => go({ tab: "rollouts", where: JSON.stringify([condition]) })), notes(found), bar, body),
+    node: h("div.run", {}, facts(summary, run, go, found.training), originOfRun(found.fork), judgedRun(found.judged, (condition) => go({ tab: "rollouts", where: JSON.stringify([condition]) })), notes(found, run), bar, body),
     live: run,
     following: summary.state === "running",
     keys: { 1: ["rollouts", () => go({ tab: "rollouts" })], 2: ["groups", () => go({ tab: "groups" })], ...(shown || {}) },
@@ -58,6 +58,7 @@ function facts(run, name, go, training) {
       fact("mean rollout", seconds(totals.rollouts ? totals.seconds / totals.rollouts : null), totals.seconds ? h("div.small.dim", {}, `model ${Math.round((100 * totals.model_s) / totals.seconds)}%, tools ${Math.round((100 * totals.tool_s) / totals.seconds)}%`) : null),
       fact("started", when(run.started_at))),
     h("div.chips", {},
+      run.reward.mean !== null && run.reward.mean < 1 ? chip("below full reward", "", { onclick: only(["reward", "<", 1]), title: "the rollouts with a reward below 1" }) : null,
       Object.entries(run.outcomes).sort(([a], [b]) => OUTCOMES.indexOf(a) - OUTCOMES.indexOf(b)).map(([name, n]) => chip(`${name} ${count(n)}`, `o-chip-${OUTCOMES.includes(name) ? name : "other"}`, { onclick: only(["outcome", "=", name]) })),
       Object.entries(run.blame).map(([name, n]) => chip(`blame: ${name} ${count(n)}`, "", { onclick: only(["blame", "=", name]) })),
       Object.entries(run.labels).map(([name, n]) => chip(`${name} ${count(n)}`, "warn", { onclick: only(["label", "=", name]) }))),
@@ -98,7 +99,7 @@ async function rollouts({ run, found, where, go, body, params }) {
     ["reward", "reward", "5em", (row) => rewardTag(row.reward, row.outcome)],
     ...judgedColumns(found.judged),
     ...(judged ? [["official", "official", "5em", (row) => (row.official === null ? "" : rewardTag(row.official))]] : []),
-    ["outcome", "outcome", "6.5em", (row) => [h("span", { class: `o-text-${row.outcome}` }, row.outcome), row.blame && row.outcome !== "natural" ? h("span.dim", {}, ` ${row.blame}`) : null]],
+    ["outcome", "outcome", "minmax(6.5em, 10em)", (row) => [h("span", { class: `o-text-${row.outcome}` }, row.outcome), row.blame && row.outcome !== "natural" ? h("span.dim", {}, ` ${row.blame}`) : null]],
     ...(labelled ? [["labels", "label", "minmax(5em, 8em)", (row) => row.labels.join(", ")]] : []),
     ...criteria.map((name) => [name, `metric.${name}`, "6em", (row) => figure(row.metrics[name] ?? null, 2)]),
     ["turns", "turns", "4em", (row) => count(row.turns)],

@@ -82,13 +82,28 @@ export async function show(params, shell) {
   const first = shown.find((each) => each.token);
   if (first) tokensAt(shown.find((each) => each.token && passed.length && (row(each.id).reward ?? 0) < 1) || first, false);
   return {
-    node: h("div.siblings-view", {}, h("section.head", {}, h("h1", {}, task, h("span.dim", {}, ` ${plural(shown.length, "sibling")}`)), pick, h("div.why", {}, why(shown, found, row, number))), table, first ? token : null,
+    node: h("div.siblings-view", {}, h("section.head", {}, h("h1", {}, task, h("span.dim", {}, ` ${plural(shown.length, "sibling")}`)), pick, branches(rows, run, number), h("div.why", {}, why(shown, found, row, number))), table, first ? token : null,
       h("h2", {}, "Calls, one below the other"), h("p.note", {}, "Equal calls are dim. The first call in which a rollout differs from the reference is marked."), calls),
     keys: {},
   };
 }
 
-function argument(text) {
+// A group whose rollouts continue one another, as a tree. A parent that is missing, or a circle, makes no branch.
+function branches(rows, run, number) {
+  if (!rows.some((row) => row.parent !== null)) return null;
+  const below = new Map(), seen = new Set();
+  for (const row of rows) below.set(row.parent, [...(below.get(row.parent) || []), row]);
+  const list = (found) => h("ul", {}, found.filter((row) => !seen.has(row.id)).map((row) => {
+    seen.add(row.id);
+    const under = below.get(row.position) || [];
+    return h("li", {}, h("a", { href: address("rollout", { run, id: row.id }) }, number(row.id)), " ", rewardTag(row.reward, row.outcome), under.length ? list(under) : null);
+  }));
+  const tree = list(below.get(null) || []);
+  for (const row of rows) if (!seen.has(row.id)) tree.append(...list([row]).childNodes);
+  return h("section.branches", { "aria-label": "Which rollout continues which" }, tree);
+}
+
+export function argument(text) {
   try {
     const value = JSON.parse(text);
     const main = value.command ?? value.code ?? value.path ?? value.query;

@@ -90,7 +90,7 @@ export function block(value, { kind = "ansi", source = null, name = "", folded =
   const cut = isCut(value) ? value : null;
   const text = cut ? cut.head : String(value ?? "");
   const paint = kind !== "markdown" && isDiff(text, name) ? diff : kind === "markdown" && !text.includes("\u001b") ? markdown : ansi;
-  const body = h("pre", {});
+  const body = h("pre", paint === diff ? { tabindex: "0" } : {}); // a diff scrolls sideways
   paint(text.replace(/\n+$/, ""), body);
   const lines = (text.match(/\n/g) || []).length + 1;
   const long = lines > FOLD_LINES + 6 || text.length > FOLD_CHARS || cut !== null;

@@ -1,0 +1,106 @@
+"""Why a rollout has its reward, in one line each: its failure, its limit, its labels, tests and calls that failed.
+
+The terminal viewer shows these lines first, as the page does (`page/rollout.js` and `page/reasons.js`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from palaestra.core.exits import plural
+from palaestra.core.types import JSON
+from palaestra.rollouts.environment import MISSING
+from palaestra.viewer.divergence import listed_tests
+from palaestra.viewer.rollout_record import CUT
+
+_SHOWN = 5
+
+OUTCOMES = {
+    "max_turns": "It reached the limit of turns before the model ended.",
+    "length": "A reply or the context reached its length limit.",
+    "budget": "It used up its budget.",
+    "cancelled": "It was cancelled.",
+    "api_error": "The model server failed. This rollout has no score of the model's own making.",
+    "infra_error": "The infrastructure failed. This rollout is not scored.",
+}
+
+
+class Reason(NamedTuple):
+    """One reason. `kind` is `bad`, `warn` or `info`; `head` is its first words, and `text` the evidence."""
+
+    kind: str
+    head: str
+    text: str = ""
+
+
+def reasons(record: dict[str, JSON]) -> list[Reason]:
+    """Return the reasons for the reward of a rollout, as `rollout_record` describes it, the most important first."""
+    if record["in_flight"]:
+        return [Reason("info", "This rollout is running.")]
+    return [*_ending(record), *_evidence(record), *_earlier(record)]
+
+
+def _ending(record: dict[str, JSON]) -> Iterator[Reason]:
+    if record.get("difference"):
+        yield Reason("warn", "The reward differs from the official verdict.", record["difference"])
+    blame, outcome = record.get("blame"), record.get("outcome") or "natural"
+    if record.get("error"):
+        yield Reason("bad", f"Failed ({blame})." if blame else "Failed.", beginning(record["error"]))
+    elif outcome != "natural":
+        yield Reason("warn", OUTCOMES.get(outcome, f"It ended with {outcome}."))
+    for label in record.get("labels") or []:
+        yield Reason("warn", f"{label['name']}{' (certain)' if label.get('certain') else ''}", label["evidence"])
+
+
+def _evidence(record: dict[str, JSON]) -> Iterator[Reason]:
+    reward = record.get("reward")
+    if reward is not None and reward >= 1:
+        return
+    tests = dict(listed_tests(record.get("detail")))
+    failed = [name for name, status in tests.items() if status != "passed"]
+    if failed:
+        more = " …" if len(failed) > _SHOWN else ""
+        yield Reason("warn", f"{len(failed)} of {len(tests)} tests failed:", ", ".join(failed[:_SHOWN]) + more)
+    missing = (record.get("detail") or {}).get(MISSING)
+    if isinstance(missing, list) and missing:
+        yield Reason("warn", "The check could not run:", "; ".join(map(str, missing[:_SHOWN])))
+    errors = record.get("tool_errors") or []
+    if errors:
+        first = errors[0]
+        where = f"{first['tool']}, turn {first['turn']}" if first.get("tool") else f"turn {first['turn']}"
+        yield Reason("warn", f"{plural(len(errors), 'call')} failed.", f"{where}: {beginning(first['error'])}")
+    if (contrast := record.get("contrast")) is not None:
+        yield _unexplained(contrast)
+    said = any(message.get("role") == "assistant" for message in record.get("messages") or [])
+    if not record.get("turns") and not record.get("error") and not said:
+        yield Reason("warn", "The model did not reply.")
+
+
+def _unexplained(contrast: dict[str, JSON]) -> Reason:
+    head = "No test is listed; see the grading." if contrast["evidence"] else "The check recorded only a number."
+    if "id" not in contrast:
+        return Reason(
+            "warn", head, "" if contrast["evidence"] else "A check records why with Score(reward, detail={…})."
+        )
+    text = f"The sibling #{contrast['id'].rpartition('/')[2]} has the reward {contrast['reward']:g}"
+    call = contrast.get("call")
+    if call is None:
+        return Reason("warn", head, f"{text} with the same calls.")
+    own, other = (" ".join(each) if each else "no call" for each in (call["own"], call["other"]))
+    return Reason("warn", head, f"{text}; call {call['number']} is {own} here and {other} there.")
+
+
+def _earlier(record: dict[str, JSON]) -> Iterator[Reason]:
+    for attempt in record.get("attempts") or []:
+        yield Reason("info", f"An earlier attempt was discarded: {attempt['outcome']}.", attempt["error"])
+    if parent := record.get("parent"):
+        yield Reason("info", f"It continues rollout #{parent['index']} after turn {parent['turn']}.")
+    if origin := record.get("origin"):
+        where = f"after turn {origin['turn']}" if origin["turn"] else "from its beginning"
+        yield Reason("info", "Counterfactual.", f"It continues {origin['rollout_id']} of {origin['run_id']} {where}.")
+
+
+def beginning(value: JSON) -> str:
+    """Return the beginning of a text of a record, which may be cut."""
+    return str(value["head"] if isinstance(value, dict) and CUT in value else value)
