@@ -4,8 +4,8 @@ Code under test shares the process of its tests, so it can forge their results. 
 runs them once more, in a fresh workspace, under the same names. Each copy ends by raising an error with a random token,
 however its body ends. Where it compares a result with something, it also compares the result with different values. A
 copy shows a forgery if it is reported as passed, if it fails without its token (which means that its function did not
-run), or if a result equals these values too. The last copy of a session runs twice, because work may change the test
-framework only when a first test calls it.
+run), or if a result equals these values too. If only one test runs, its copy runs twice, because work may change the
+test framework only when a first test calls it.
 
 Why no honest work shows any of these: the copy's own code raises the token after the body, whatever the work returns,
 so only a changed test framework or a changed report hides it. A decorator or a plug-in may do so for any work, and a
@@ -91,7 +91,7 @@ class Controlled:
 @dataclass(frozen=True, slots=True)
 class FalsifiedTests:
     """Falsified tests as texts by path. `functions` maps the path and the name of each falsified function to whether it
-    has decorators. `again` is the path and the name of the function whose copy runs a second time, under the name of
+    has decorators. `again` is the path and the name of a function whose copy runs a second time, under the name of
     the function and the token."""
 
     texts: Mapping[str, str]
@@ -121,11 +121,9 @@ class FalsifiedTests:
         is left out if it could not be set up again."""
         for name in filter(self.covers, names):
             yield name, name
-            if _function_of(name) == self.again:
-                head, bracket, params = name.partition("[")
-                again = f"{head}_{self.token}{bracket}{params}"
-                if run.statuses.get(again, Status.ERROR) is not Status.ERROR:
-                    yield name, again
+            again = f"{name}_{self.token}"
+            if self.again == _function_of(name) and run.statuses.get(again, Status.ERROR) is not Status.ERROR:
+                yield name, again
 
 
 async def control(
@@ -224,7 +222,8 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
         path: [each for each in named_tests(path, parsed.tree, names).values() if not _is_generator(each)]
         for path, parsed in trees.items()
     }
-    last = next((each for wanted in reversed(wanted_in.values()) for each in reversed(wanted)), None)
+    has_parameters = any("[" in name for name in names)  # then a test runs several times anyway
+    twice = sum(map(len, wanted_in.values())) == 1 and not has_parameters
     again = None
     for path, parsed in trees.items():
         source, wanted = sources[path], set(map(id, wanted_in[path]))
@@ -235,7 +234,7 @@ def falsify(sources: Mapping[str, str], names: Collection[str], *, alone: bool =
                     (path, function.name), False
                 )
                 copies = [_falsified(function, token, function.name)]
-                if function is last:
+                if twice:
                     again = path, function.name
                     copies.append(_falsified(function, token, f"{function.name}_{token}"))
                 edits.append(_replaced(parsed, function, "\n\n".join(map(ast.unparse, copies))))
