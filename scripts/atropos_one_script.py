@@ -548,6 +548,8 @@ def main() -> None:
 
         as_release_4()
     sys.meta_path.insert(0, finder)
+    if loaded_already := sys.modules.get("huggingface_hub"):
+        vars(loaded_already).update(values("huggingface_hub"))
     with_absent_files((options.folder, options.packages))
     write_files(Path(options.packages))
     with contextlib.suppress(ImportError):
