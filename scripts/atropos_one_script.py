@@ -149,11 +149,12 @@ PRESENT = ("Judgemark-v2/data", "pay_to_play/questions.json")  # what scripts de
 def write_files(folder: Path) -> None:
     """Write the files that scripts look for in the folder they run in, where they may be."""
     for name, text in FILES.items():
-        path = folder / "stand_ins" / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    os.environ["WIKISQL_CACHE_DIR"] = str(folder / "stand_ins")
-    os.chdir(folder / "stand_ins")
+        part = path.with_name(f"{path.name}.{os.getpid()}")  # scripts run side by side
+        part.write_text(text)
+        part.replace(path)
+    os.environ["WIKISQL_CACHE_DIR"] = str(folder)
 
 
 class Sumbootcamp:
@@ -383,7 +384,7 @@ class StandIns(MetaPathFinder, Loader):
                 load_from_disk=load_dataset,
                 concatenate_datasets=lambda sets, **_: Rows(row for each in sets for row in each),
             )
-        if spec.name == "transformers":
+        if spec.name.partition(".")[0] == "transformers":
             vars(module).update(AutoTokenizer=AutoTokenizer)
         if spec.name == "math_verify":
             vars(module).update(parse=lambda text, *_, **__: re.findall(r"\d+", str(text))[-1:], verify=_same)
