@@ -3,7 +3,8 @@
 It runs under Palaestra's interpreter and under one that has atroposlib, so it imports neither before `--side` is read.
 Packages that are not installed, and the `datasets` package, are replaced by stand-ins for the script's own imports
 only: every attribute exists, and a data set has rows in which every column is the text `3`. A file of the checkout that
-is absent, because its author did not publish it, reads as such a data set, and so does any address.
+is absent, because its author did not publish it, reads as such a data set, and so does any address. `VALUES` holds what
+scripts demand of a package beyond that, and `FILES` the files that they look for in the folder they run in.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib.util
 import inspect
 import io
 import json
+import os
 import random
 import re
 import sys
@@ -25,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 STAGES = ("load", "class", "config", "init", "setup", "item", "play")
@@ -46,16 +48,23 @@ class Text(str):
         return super().__ge__(other) if isinstance(other, str) else True
 
 
-CONVERSATIONS = frozenset({"messages", "conversations", "conversation"})
+CONVERSATIONS = frozenset({"messages", "conversation"})
+CALL = '<think>\n3\n</think>\n<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
+EXCHANGE = [("human", "3"), ("gpt", CALL), ("tool", "3"), ("gpt", "<think>\n3\n</think>\n3")]
+DIALOGUE = [("system", "3"), *EXCHANGE, *EXCHANGE]
+COLUMNS: dict[str, Any] = {"title": "What is 3?", "samples": {}}
 
 
 class Row(dict[str, Any]):
     """A row that has every column."""
 
     def __missing__(self, key: str) -> Any:
+        if key == "conversations":  # two calls of a tool, each with its result and a summary, as two scripts demand
+            return [Row({"from": who, "role": who, "value": text, "content": text}) for who, text in DIALOGUE]
+        if key in COLUMNS:
+            return COLUMNS[key]
         if key in CONVERSATIONS:
-            call = '<think>\n3\n</think>\n<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
-            said = [("user", "human", "3"), ("assistant", "gpt", call), ("tool", "tool", "3")]
+            said = [("user", "human", "3"), ("assistant", "gpt", CALL), ("tool", "tool", "3")]
             return [Row({"role": role, "content": text, "from": who, "value": text}) for role, who, text in said]
         return Text("3")
 
@@ -128,6 +137,70 @@ def load_dataset(*_: Any, **__: Any) -> Rows:
     return Rows(Row(id=str(number)) for number in range(8))
 
 
+TABLE = '{"id": "t", "header": ["n"], "rows": [[3]], "types": ["real"]}\n'
+QUESTION = '{"table_id": "t", "question": "3", "sql": {"sel": 0, "agg": 0, "conds": []}}\n'
+SPLIT_FILES = {f"{split}.{end}" for split in ("train", "dev", "test") for end in ("jsonl", "tables.jsonl", "db")}
+FILES = {f"data/{name}": TABLE if "tables" in name else QUESTION for name in SPLIT_FILES}
+FILES |= {f"sample_data/{number}.stl": "" for number in range(8)}
+FILES |= {"3.csv": "ID,Filled_Template,Filled_Plan\n3,user: 3,3\n3,assistant: 3,3\n"}
+PRESENT = ("Judgemark-v2/data", "pay_to_play/questions.json")  # what scripts demand in the checkout
+
+
+def write_files(folder: Path) -> None:
+    """Write the files that scripts look for in the folder they run in, where they may be."""
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")  # scripts run side by side
+        part.write_text(text)
+        part.replace(path)
+    os.environ["WIKISQL_CACHE_DIR"] = str(folder)
+
+
+class Sumbootcamp:
+    """A task of the package `internbootcamp`."""
+
+    def case_generator(self) -> dict[str, int]:
+        return {"sum": 3}
+
+    def prompt_func(self, case: Any) -> str:
+        return "What is 1 + 2?"
+
+    @classmethod
+    def verify_score(cls, answer: str, *_: Any, **__: Any) -> float:
+        return float("3" in answer)
+
+
+class Ticker:
+    """A share with one option, as `yahooquery` gives it."""
+
+    financial_data = Row(UNH=Row(currentPrice=3.0))
+
+    def __init__(self, *_: Any) -> None: ...
+
+    @property
+    def option_chain(self) -> Any:
+        option = Row(lastPrice=3.0, strike=3.0, impliedVolatility=0.3)
+        return SimpleNamespace(iterrows=lambda: [(("UNH", "2100-01-01", "calls"), option)] * 8)
+
+
+def values(module: str) -> dict[str, Any]:
+    """Return the attributes of a package's stand-in that have to be more than a stand-in."""
+    from pydantic import BaseModel
+
+    files = [SimpleNamespace(path=f"{kind}/train/3.csv", size=3) for kind in ("hotel", "flight")]
+    words = ["letter", "counting", "words", "environment"] * 8
+    return {
+        "huggingface_hub": {"list_repo_tree": lambda *_, **__: files, "hf_hub_download": lambda *_, **__: "3.csv"},
+        "internbootcamp.bootcamp": {"Sumbootcamp": Sumbootcamp},
+        "mathgenerator": {"genById": lambda *_: ("1 + 2", "3"), "getGenList": list},
+        "nltk.corpus": {"words": SimpleNamespace(words=lambda: words)},
+        "pydantic_settings": {"BaseSettings": BaseModel},
+        "yahooquery": {"Ticker": Ticker},
+    }.get(module, {})
+
+
+ALWAYS = frozenset({"datasets", "math_verify", "huggingface_hub", "nltk"})
 DATA_FILES = frozenset({".csv", ".json", ".jsonl", ".txt"})
 
 
@@ -144,6 +217,8 @@ def with_absent_files(folders: tuple[str, ...]) -> None:
             return opened(file, mode, *given, **named)
         except FileNotFoundError:
             path = Path(file).absolute()
+            if (template := path.with_name(path.name + ".template")).exists():
+                return opened(template, mode, *given, **named)
             if mode.strip("tb") != "r" or path.suffix not in DATA_FILES or not str(path).startswith(folders):
                 raise
             return io.BytesIO(b"3\n" * 8) if "b" in mode else RowsFile("3\n" * 8)
@@ -156,6 +231,20 @@ def with_absent_files(folders: tuple[str, ...]) -> None:
 
     builtins.open = io.open = stand_in_for_absent  # type: ignore[assignment]  # pathlib opens through io
     json.load, json.loads = load, loads
+    exists = Path.exists
+
+    def exists_here(path: Path, **named: Any) -> bool:
+        return exists(path, **named) or str(path).endswith(PRESENT) or exists(path.with_name(path.name + ".template"))
+
+    Path.exists = exists_here  # type: ignore[method-assign]
+
+
+def with_browser(program: str = "/usr/bin/chromium") -> None:
+    """Let playwright start the browser of the machine, since its own is not installed."""
+    from playwright.async_api import BrowserType
+
+    launch = BrowserType.launch
+    BrowserType.launch = lambda self, **named: launch(self, **{"executable_path": program} | named)  # type: ignore
 
 
 class _Anything(type):
@@ -226,6 +315,14 @@ class _Instance:
     for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
         vars()[f"__{_name}__"] = vars()[f"__r{_name}__"] = _with
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        import numpy
+
+        return numpy.full(3, 3.0)
+
+    def __neg__(self) -> Any:
+        return self
+
     def __float__(self) -> float:
         return 3.0
 
@@ -261,7 +358,7 @@ class StandIns(MetaPathFinder, Loader):
         root = fullname.partition(".")[0]
         if root in self.ours or root in sys.stdlib_module_names or not self._asked_by_script():
             return None
-        if root not in ("datasets", "math_verify") and (fullname in sys.modules or _installed(fullname, path)):
+        if root not in ALWAYS and (fullname in sys.modules or _installed(fullname, path)):
             return None
         self.given.add(root)
         return ModuleSpec(fullname, self, is_package=True)
@@ -277,6 +374,7 @@ class StandIns(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = Absent(spec.name)
+        vars(module).update(values(spec.name))
         if spec.name == "datasets":
             vars(module).update(
                 load_dataset=load_dataset,
@@ -286,7 +384,7 @@ class StandIns(MetaPathFinder, Loader):
                 load_from_disk=load_dataset,
                 concatenate_datasets=lambda sets, **_: Rows(row for each in sets for row in each),
             )
-        if spec.name == "transformers":
+        if spec.name.partition(".")[0] == "transformers":
             vars(module).update(AutoTokenizer=AutoTokenizer)
         if spec.name == "math_verify":
             vars(module).update(parse=lambda text, *_, **__: re.findall(r"\d+", str(text))[-1:], verify=_same)
@@ -451,7 +549,12 @@ def main() -> None:
 
         as_release_4()
     sys.meta_path.insert(0, finder)
+    if loaded_already := sys.modules.get("huggingface_hub"):
+        vars(loaded_already).update(values("huggingface_hub"))
     with_absent_files((options.folder, options.packages))
+    write_files(Path(options.packages))
+    with contextlib.suppress(ImportError):
+        with_browser()
     out, sys.stdout = sys.stdout, sys.stderr
     try:
         asyncio.run(asyncio.wait_for(run(options, told, finder), options.timeout_s))
@@ -467,8 +570,6 @@ def main() -> None:
     told["stand_ins"] = sorted(finder.given)
     out.write(json.dumps(told, default=repr) + "\n")
     out.flush()
-    import os
-
     os._exit(0)
 
 

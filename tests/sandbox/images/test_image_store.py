@@ -11,6 +11,8 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -244,3 +246,22 @@ def test_a_caller_that_gives_up_leaves_nothing_half_done(tmp_path: Path) -> None
 
     asyncio.run(main())
     assert os.listdir(tmp_path / "store/partial") == []
+
+
+AT_EXIT = """
+import asyncio, atexit, sys
+from palaestra.sandbox.images.image_store import ImageStore
+loop, store = asyncio.new_event_loop(), ImageStore(sys.argv[1])
+print(loop.run_until_complete(store.directory(sys.argv[2])))
+atexit.register(lambda: loop.run_until_complete(store.aclose()))
+"""
+
+
+def test_images_are_released_while_the_interpreter_exits(tmp_path: Path) -> None:
+    """A script's tools that it never closed end then, when no thread can be started any more."""
+    image = tmp_path / "root.tar"
+    image.write_bytes(tar(ROOT))
+    command = [sys.executable, "-c", AT_EXIT, str(tmp_path / "store"), str(image)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert str(tmp_path / "store") in ended.stdout
+    assert ended.stderr == ""

@@ -94,7 +94,10 @@ class ImageStore:
         self._stop.set()
         threads, self._threads = self._threads, None
         if threads is not None:
-            await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, threads.shutdown)
+            except RuntimeError:  # the interpreter is exiting: it has waited for these threads, and starts no others
+                threads.shutdown()
         for lock in self._held.values():
             os.close(lock)
         self._held.clear()
