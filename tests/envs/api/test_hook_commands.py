@@ -63,10 +63,17 @@ VERIFY = r"""
 FUNCTION = r"""
 from palaestra import Task, environment
 
+UNTRUSTED = '''
+cd /tmp; openssl req -x509 -newkey rsa:2048 -nodes -keyout key -out cert -subj /CN=localhost -days 1 2>/dev/null
+openssl s_server -key key -cert cert -accept 8443 -quiet >/dev/null 2>&1 & sleep 1
+python3 -c "import urllib.request as u; u.urlopen('https://localhost:8443')"
+'''
+
 @environment
 def checks():
     connect = "import socket; socket.create_connection(('192.0.2.1', 9))"
     yield Task(id="network", prompt="?", data=f'python3 -c "{connect}"')
+    yield Task(id="trust", prompt="?", data=UNTRUSTED)
     yield Task(id="file", prompt="?", data="test -e /data/answer.txt || { cat /data/answer.txt; exit 3; }")
 
 @checks.score
@@ -109,3 +116,4 @@ def test_a_zero_of_a_function_names_what_its_check_lacked(tmp_path: Path) -> Non
     assert "give the task network=NetworkPolicy(grade=Network.ON)" in shown
     assert "the agent did not leave the file, or the check shows the prepared version of it" in shown
     assert "`cat /data/other.txt` failed" in shown
+    assert "does not trust the host's certificate; add its authority to the task's image" in shown

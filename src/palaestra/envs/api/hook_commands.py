@@ -1,4 +1,4 @@
-"""Finds the commands of a reward hook that failed because a network, a program or a file is missing.
+"""Finds the commands of a reward hook that failed for lack of a network, a program, a file or trust in a host.
 
 A hook often turns such a failure into reward 0, which then looks like the agent's. The cause is added to the score's
 detail, from which the run reports it, and to the error if the hook raises.
@@ -25,6 +25,11 @@ _NETWORK = re.compile(
     r"could not resolve|name resolution|name or service not known|nodename nor servname|no address associated"
     r"|network is unreachable|no route to host|unable to resolve|bad address '|getaddrinfo|failed to resolve"
     r"|could ?n[o']t connect to server|temporary failure resolving|failed to establish a new connection",
+    re.IGNORECASE,
+)
+_TRUST = re.compile(
+    r"certificate.?verify.?failed|ssl certificate problem|certificate verification failed"
+    r"|confirming the ssl certificate",
     re.IGNORECASE,
 )
 _PROGRAM = re.compile(r": (?:command )?not found|no module named", re.IGNORECASE)
@@ -70,6 +75,7 @@ class HookCommands:
         lines = [line.strip() for line in told.splitlines()]
         for pattern, advice in (
             (_NETWORK, self._network),
+            (_TRUST, self._trust),
             (_PROGRAM, self._program),
             (_FILE, self._program if exit_code == _NOT_FOUND else self._file),
         ):
@@ -84,6 +90,9 @@ class HookCommands:
         if self._in_class:
             return "the check has no network; set --env.allow_network true"
         return "the check has no network; give the task network=NetworkPolicy(grade=Network.ON)"
+
+    def _trust(self) -> str:
+        return "the check's sandbox does not trust the host's certificate; add its authority to the task's image"
 
     def _program(self) -> str:
         return "the check's sandbox lacks it; add it to the task's image or to the preparation"
