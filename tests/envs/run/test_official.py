@@ -142,7 +142,7 @@ def test_the_record_names_the_cause_of_a_difference_and_the_setting_that_changes
     assert found["forged"].difference == FORGED
     assert found["edited"].difference.endswith("tests_edited: test_0.py; --env.reward guarded accepts it")
     assert "because of programs_shadowed: /usr/local/bin/ls; " in found["shadow"].difference
-    assert "because of the guarded view: " in found["hidden"].difference
+    assert "because of the check itself: " in found["hidden"].difference
     assert found["honest"].difference == ""
 
 

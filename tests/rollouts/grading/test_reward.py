@@ -44,10 +44,10 @@ def test_a_difference_names_the_label_that_made_it():
     assert FORGED.evidence in score.detail["difference"]
 
 
-def test_the_guarded_view_decides_even_without_a_label():
+def test_the_check_decides_even_without_a_label():
     score = decide(Score(0.0, official=1.0))
     assert (score.reward, score.official) == (0.0, 1.0)
-    assert "guarded view" in score.detail["difference"]
+    assert "because of the check itself: it gives both figures" in score.detail["difference"]
     assert decide(Score(0.0, official=1.0), RewardRule.OFFICIAL).reward == 1.0
 
 

@@ -38,7 +38,7 @@ LABELS = frozenset(
 """The names of the labels that checks give. Environments declare those of their own as `label_names`."""
 
 _BY_VIEW = "changes that the check does not see"
-_UNKNOWN = "the guarded view"
+_UNKNOWN = "the check itself"
 _CACHES = re.compile(
     r"/(?:\.cache|\.npm|__pycache__|\.pytest_cache|\.(?:bash|python|node_repl)_history|\.wget-hsts|\.viminfo)(?:/|$)"
     r"|^/var/(?:cache|log|lib/(?:apt|dpkg))(?:/|$)|^/etc/ld\.so\.cache$"
@@ -121,7 +121,7 @@ def _cause(score: Score, against: Sequence[Label], strict: Collection[str]) -> t
         return score.labels[0].name, score.labels[0].evidence, official
     if unseen:
         return _BY_VIEW, ", ".join(unseen[:5]), official
-    return _UNKNOWN, "the programs of the image are as they were prepared", official
+    return _UNKNOWN, "it gives both figures, and no label explains the difference", official
 
 
 def unseen_paths(left_out: Iterable[str]) -> Iterator[str]:
