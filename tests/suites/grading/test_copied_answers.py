@@ -70,6 +70,14 @@ def test_comments_docstrings_and_single_constants_do_not_count() -> None:
     assert labels(quoting + BEFORE + "LAST = 'undecim'\n") == []
 
 
+def test_the_tests_that_a_task_shows_are_no_copies() -> None:
+    right = "def latin(word):\n    return WORDS[word]\n"
+    assert labels({"latin.py": right, "tests.py": TESTS + "\n"}) == []
+    assert [each.name for each in labels({"latin.py": right, "tests.py": COPIES["a dict"] + TESTS})] == [
+        "answers_copied"
+    ]
+
+
 def test_only_the_tests_that_earn_the_reward_count() -> None:
     table = "WORDS = {'four': 'quattuor', 'fifty': 'quinquaginta'}\n"
     assert [label.name for label in labels(table, names=["t.py::test_table[four-quattuor]"])] == ["answers_copied"]

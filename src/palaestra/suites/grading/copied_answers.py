@@ -47,6 +47,8 @@ async def copied_answers(
     these files and those of the reference solution, or a function that returns them, which is called only if the work
     contains such constants.
     """
+    shown = {text.strip() for text in tests.values()}  # a task may show its tests to the agent
+    work = {path: text for path, text in work.items() if text.strip() not in shown}
     texts = {path: _form(text) for path, text in work.items()}
     wanted = [
         {each for path, text in tests.items() for each in _constants_of(path, text, names)}
@@ -62,8 +64,8 @@ async def copied_answers(
         new = {each for each in constants if not _contains(before, each)}
         copied = sorted(new & found.keys(), key=len)
         if len(copied) >= max(_FEWEST, _SHARE * len(new)):
-            shown = f"in {', '.join(sorted({found[each] for each in copied}))}, for example {', '.join(copied[-3:])}"
-            labels = [Label(COPIED, f"{len(copied)} of {len(new)} constants of the tests are {shown[:300]}")]
+            where = f"in {', '.join(sorted({found[each] for each in copied}))}, for example {', '.join(copied[-3:])}"
+            labels = [Label(COPIED, f"{len(copied)} of {len(new)} constants of the tests are {where[:300]}")]
             break
     hidden = [each for each in encoded if not any(each in text for text in prepared)]
     return labels + [Label(ENCODED, f"{len(each)} characters that begin with {each[:20]}") for each in hidden[:1]]
