@@ -75,6 +75,12 @@ def test_only_a_caller_with_the_token_reads_anything(tmp_path: Path) -> None:
                     assert response.status == 401
                     assert TOKEN not in await response.text()
         assert (await caller.ask("/api/runs", Host="evil.example"))[0] == 403
+        for host in ("127.0.0.1:99999999", "127.0.0.1:abc"):
+            assert (await caller.ask("/api/runs", Host=host))[0] == 400
+        own = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        body = b'{"run": "run", "id": "\xff", "tags": ["x"]}'
+        async with caller.http.post(f"{caller.url}/api/annotate", data=body, headers=own) as response:
+            assert response.status == 400
         assert (await caller.ask("/api/runs", {"token": "wrong"}, Authorization=""))[0] == 401
         assert (await caller.ask("/nothing"))[0] == 404
 
