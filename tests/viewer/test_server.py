@@ -210,7 +210,9 @@ def test_hostile_texts_and_names_come_through_as_data(tmp_path: Path) -> None:
             "tool_calls": [{"id": 3, "function": HOSTILE}, None],
         },
         {"role": "tool", "tool_call_id": "x", "content": {"deep": [HOSTILE]}},
+        {"role": "user", "content": {"not": {CUT: "/messages/0/content", "head": None, "tail": 3, "chars": 1 << 60}}},
     ]
+    shown = json.loads(json.dumps(messages).replace(f'"{CUT}"', f'"{CUT} (recorded)"'))
     one = rollout(
         0, messages, group_id=name, rollout_id=f"{name}/0", task_id=name, error=HOSTILE, detail={HOSTILE: HOSTILE}
     )
@@ -226,7 +228,7 @@ def test_hostile_texts_and_names_come_through_as_data(tmp_path: Path) -> None:
         (run,) = [each["name"] for each in (await caller.get("runs"))["runs"]]
         await caller.indexed(run, 2)
         whole = await caller.get("rollout", run=run, id=f"{name}/0")
-        assert whole["messages"] == messages
+        assert whole["messages"] == shown
         assert whole["detail"] == {HOSTILE: HOSTILE}
         assert (await caller.get("groups", run=run))["groups"][0]["task"] == name
         assert (await caller.get("siblings", run=run, id=[f"{name}/0", f"{name}/1"]))["rollouts"]

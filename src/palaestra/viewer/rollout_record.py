@@ -132,7 +132,10 @@ def _cut(value: JSON, long_chars: int, path: JSON) -> JSON:
     if type(value) is str:
         return value if len(value) <= long_chars else _parts(value, long_chars, path)
     if type(value) is dict:
-        return {key: _cut(each, long_chars, (path, key)) for key, each in value.items()}
+        found = {key: _cut(each, long_chars, (path, key)) for key, each in value.items()}
+        if CUT in found:  # the record's own key, which must not stand for a cut text
+            found[f"{CUT} (recorded)"] = found.pop(CUT)
+        return found
     if type(value) is list:
         return [_cut(each, long_chars, (path, place)) for place, each in enumerate(value)]
     return value
