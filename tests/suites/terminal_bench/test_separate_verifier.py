@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import textwrap
 from pathlib import Path
 from typing import cast
@@ -163,6 +164,8 @@ class Growing:
     """A slot in which a program lets a file grow after its size was asked for."""
 
     async def stat(self, path: str) -> FileInfo:
+        if path == "/loop/x":
+            raise OSError(errno.ELOOP, "Too many levels of symbolic links", path)
         return FileInfo(path, "file", 1, 0o644, 0.0)
 
     async def download(self, path: str, local: Path) -> int:
@@ -172,8 +175,9 @@ class Growing:
 
 def test_a_file_that_grows_meanwhile_is_left_out(tmp_path: Path) -> None:
     slot = cast("Slot", Growing())
-    found = asyncio.run(separate_verifier.collect(slot, [Artifact("/a")], tmp_path))
-    assert (found.copies, found.left_out) == ([], ["/a: more than 2048 MB"])
+    found = asyncio.run(separate_verifier.collect(slot, [Artifact("/loop/x"), Artifact("/a")], tmp_path))
+    loop = f"/loop/x: [Errno {errno.ELOOP}] Too many levels of symbolic links: '/loop/x'"
+    assert (found.copies, found.left_out) == ([], [loop, "/a: more than 2048 MB"])
     assert not list(tmp_path.iterdir())
 
 

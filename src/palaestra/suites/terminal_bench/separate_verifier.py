@@ -59,17 +59,17 @@ async def collect(slot: Slot, artifacts: Sequence[Artifact], folder: Path) -> Co
     room = MOST_BYTES
     for number, artifact in enumerate(artifacts):
         place, path = folder / str(number), artifact.source
-        entry = await slot.stat(path)
-        if entry is None:
-            continue
-        if entry.kind not in ("file", "dir"):
-            left_out.append(f"{path}: it is neither a file nor a directory")
-            continue
-        size = entry.size if entry.kind == "file" else await _size(slot, path, room)
-        if size > room:
-            left_out.append(f"{path}: more than {MOST_BYTES >> 20} MB")
-            continue
         try:
+            entry = await slot.stat(path)
+            if entry is None:
+                continue
+            if entry.kind not in ("file", "dir"):
+                left_out.append(f"{path}: it is neither a file nor a directory")
+                continue
+            size = entry.size if entry.kind == "file" else await _size(slot, path, room)
+            if size > room:
+                left_out.append(f"{path}: more than {MOST_BYTES >> 20} MB")
+                continue
             if entry.kind == "file":
                 size = await slot.download(path, place)
                 place.chmod(entry.mode & 0o777)
