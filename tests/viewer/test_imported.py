@@ -50,6 +50,30 @@ def test_rollouts_of_a_task_are_a_group_and_keep_their_order(tmp_path: Path) -> 
     assert record["before"] == "000000-a/0"
 
 
+def test_a_file_without_rewards_is_shown_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(line("a", None) * 2 + line("b", None))
+    assert main(["view", str(path), "--html", str(tmp_path / "chats.html")]) == 0
+    found = embedded(tmp_path / "chats.html")
+    assert len(found["rows"]) == 3
+    assert found["answers"]["run"]["scores"][0]["tasks"] == 2
+
+
+def test_a_value_that_is_nested_deeply_hides_no_other_rollout(tmp_path: Path) -> None:
+    content = "[" * 900 + '"x"' + "]" * 900
+    deep = f'{{"messages": [{{"role": "user", "content": {content}}}]}}\n'
+    path = tmp_path / "chats.jsonl"
+    path.write_text(line("a", 1.0) + deep)
+    runs = opened(path)
+    (name,) = runs
+    _, rows = runs[name].rows()
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        rollout_record(runs[name], rows[1]["id"])
+    assert main(["view", str(path), "--html", str(tmp_path / "chats.html")]) == 0
+    answers = embedded(tmp_path / "chats.html")["answers"]
+    assert [key for key in answers if key.startswith("rollout?")] == [f"rollout?{rows[0]['id']}"]
+
+
 def test_a_file_is_read_once_and_again_when_it_changes(tmp_path: Path) -> None:
     path, store = tmp_path / "chats.jsonl", tmp_path / "cache"
     path.write_text(line("a", 1.0))

@@ -182,6 +182,13 @@ def hostile_run(folder: Path) -> Path:
         },
         {"role": "tool", "tool_call_id": HOSTILE, "content": HOSTILE},
         {"role": "tool", "tool_call_id": 7, "content": {"x": [HOSTILE]}},
+        {"role": "assistant", "content": {"$cut": "/x", "head": None, "tail": 3}, "tool_calls": {"toString": HOSTILE}},
+        {"role": {"toString": 1}, "content": [{"$cut": 5}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": {"toString": 1}, "function": {"name": {"toString": 2}}}],
+        },
     ]
     detail = {HOSTILE: HOSTILE, "patch": f"--- a\n+++ b\n+{HOSTILE}", "tests": {HOSTILE: False}}
     given: dict[str, JSON] = {"group_id": "g", "task_id": HOSTILE, "error": HOSTILE, "detail": detail}

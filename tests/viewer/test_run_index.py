@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 from pathlib import Path
@@ -18,7 +19,7 @@ from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.records import Group
-from palaestra.viewer.run_index import RunIndex
+from palaestra.viewer.run_index import RunIndex, number_of
 from palaestra.viewer.summary import compared, run_summary
 
 
@@ -169,6 +170,18 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     index = filled(tmp_path)
     assert index.rows()[0] == 79
     assert run_summary(index, "run")["damaged"] == 1
+
+
+def test_numbers_of_more_than_64_bits_are_damage(tmp_path: Path) -> None:
+    run = write_run(tmp_path, sky())
+    path = run / "journal.jsonl"
+    turn = json.dumps({"event": "messages", "rollout_id": f"g/{'9' * 5000}", "turn": 0, "messages": []})
+    lines = path.read_text().replace('"index":1,', f'"index":{10**30},').splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], turn + "\n", *lines[-1:]]))
+    index = filled(run)
+    assert (index.rows()[0], run_summary(index, "run")["damaged"]) == (3, 1)
+    assert index.groups()[0] == 1
+    assert number_of("9" * 5000) == 0
 
 
 def test_invalid_utf_8_in_a_text_loses_nothing_else(tmp_path: Path) -> None:

@@ -75,6 +75,12 @@ def test_only_a_caller_with_the_token_reads_anything(tmp_path: Path) -> None:
                     assert response.status == 401
                     assert TOKEN not in await response.text()
         assert (await caller.ask("/api/runs", Host="evil.example"))[0] == 403
+        for host in ("127.0.0.1:99999999", "127.0.0.1:abc"):
+            assert (await caller.ask("/api/runs", Host=host))[0] == 400
+        own = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        body = b'{"run": "run", "id": "\xff", "tags": ["x"]}'
+        async with caller.http.post(f"{caller.url}/api/annotate", data=body, headers=own) as response:
+            assert response.status == 400
         assert (await caller.ask("/api/runs", {"token": "wrong"}, Authorization=""))[0] == 401
         assert (await caller.ask("/nothing"))[0] == 404
 
@@ -204,7 +210,9 @@ def test_hostile_texts_and_names_come_through_as_data(tmp_path: Path) -> None:
             "tool_calls": [{"id": 3, "function": HOSTILE}, None],
         },
         {"role": "tool", "tool_call_id": "x", "content": {"deep": [HOSTILE]}},
+        {"role": "user", "content": {"not": {CUT: "/messages/0/content", "head": None, "tail": 3, "chars": 1 << 60}}},
     ]
+    shown = json.loads(json.dumps(messages).replace(f'"{CUT}"', f'"{CUT} (recorded)"'))
     one = rollout(
         0, messages, group_id=name, rollout_id=f"{name}/0", task_id=name, error=HOSTILE, detail={HOSTILE: HOSTILE}
     )
@@ -220,7 +228,7 @@ def test_hostile_texts_and_names_come_through_as_data(tmp_path: Path) -> None:
         (run,) = [each["name"] for each in (await caller.get("runs"))["runs"]]
         await caller.indexed(run, 2)
         whole = await caller.get("rollout", run=run, id=f"{name}/0")
-        assert whole["messages"] == messages
+        assert whole["messages"] == shown
         assert whole["detail"] == {HOSTILE: HOSTILE}
         assert (await caller.get("groups", run=run))["groups"][0]["task"] == name
         assert (await caller.get("siblings", run=run, id=[f"{name}/0", f"{name}/1"]))["rollouts"]

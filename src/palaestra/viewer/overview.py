@@ -80,7 +80,7 @@ class _Scores:
         planned: Counter[str] = Counter()
         for group, task, _, error, ended in self._index.all_groups():
             planned[task] += max(self._counts[group], size if error or not ended else 0)
-        attempts = size or max(map(len, self._rewards.values()), default=0)
+        attempts = size or max(map(len, self._rewards.values()), default=1)
         by_category: defaultdict[str, list[str]] = defaultdict(list)
         for task, category in self._categories.items():
             by_category[category].append(task)

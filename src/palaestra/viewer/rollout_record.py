@@ -24,7 +24,7 @@ from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Trajectory
 from palaestra.viewer.divergence import Call, calls_of, differing_call, listed_tests
 from palaestra.viewer.imported import ImportedIndex
-from palaestra.viewer.run_index import RunIndex
+from palaestra.viewer.run_index import RunIndex, number_of
 
 LONG_CHARS = 20_000
 _HEAD_CHARS, _TAIL_CHARS = 12_000, 4_000
@@ -119,8 +119,12 @@ def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:
 
 
 def cut(value: JSON, long_chars: int = LONG_CHARS) -> JSON:
-    """Return the value with every long text replaced by a mapping of `$cut` (its path), `head`, `tail` and `chars`."""
-    return _cut(value, long_chars, None)
+    """Return the value with every long text replaced by a mapping of `$cut` (its path), `head`, `tail` and `chars`.
+    Raises `ConfigError` for a value that is nested too deeply."""
+    try:
+        return _cut(value, long_chars, None)
+    except RecursionError:
+        raise ConfigError("this rollout has a value that is nested too deeply to be shown") from None
 
 
 def _cut(value: JSON, long_chars: int, path: JSON) -> JSON:
@@ -128,7 +132,10 @@ def _cut(value: JSON, long_chars: int, path: JSON) -> JSON:
     if type(value) is str:
         return value if len(value) <= long_chars else _parts(value, long_chars, path)
     if type(value) is dict:
-        return {key: _cut(each, long_chars, (path, key)) for key, each in value.items()}
+        found = {key: _cut(each, long_chars, (path, key)) for key, each in value.items()}
+        if CUT in found:  # the record's own key, which must not stand for a cut text
+            found[f"{CUT} (recorded)"] = found.pop(CUT)
+        return found
     if type(value) is list:
         return [_cut(each, long_chars, (path, place)) for place, each in enumerate(value)]
     return value
@@ -264,7 +271,7 @@ def _in_flight(index: RunIndex, rollout_id: str, long_chars: int) -> dict[str, J
         "in_flight": True,
         "group_id": group_id,
         "task_id": group.group.task_id if group else "",
-        "index": int(position) if position.isdecimal() else 0,
+        "index": number_of(position),
         "group": _group(index, group_id, group),
         "tools": cut(group.group.tools, long_chars) if group else [],
         "attempts": index.attempts(rollout_id),

@@ -277,7 +277,7 @@ class RunIndex:
         for rollout in flying:
             group_id, _, index = rollout.rpartition("/")
             if group_id in names and all(cell[0] != rollout for cell in cells[group_id]):
-                cells[group_id].append([rollout, int(index) if index.isdecimal() else 0, None, None, None, 0])
+                cells[group_id].append([rollout, number_of(index), None, None, None, 0])
         keys = ("group_id", "number", "task", "prompt", "error", "blame", "ended", "prepare_s")
         return total, [dict(zip(keys, each, strict=True), cells=cells[each[0]]) for each in found]
 
@@ -446,7 +446,10 @@ class RunIndex:
                 check_schema(event.schema, self.path)
             elif part.place == 0:
                 raise ConfigError(f"{self.path} does not start like a journal: it does not name a run")
-            part.take(event, len(line))
+            try:
+                part.take(event, len(line))
+            except OverflowError:  # a number of more than 64 bits
+                part.damaged += 1
         part.place += len(line)
 
     def _keep(self, part: _Slice, file: IO[bytes], offset: int) -> None:
@@ -573,6 +576,11 @@ def _decoded(decoder: msgspec.json.Decoder[_EventT], line: bytes) -> _EventT:
         return decoder.decode(line)
     except UnicodeDecodeError:
         return decoder.decode(line.decode("utf-8", "replace"))
+
+
+def number_of(index: str) -> int:
+    """Return the number at the end of a rollout's id; 0 if there is none that a run would write."""
+    return int(index) if index.isdecimal() and len(index) < 16 else 0
 
 
 def _name_of(path: Path) -> str:

@@ -212,7 +212,7 @@ class Viewer:
             return web.json_response(await asyncio.to_thread(self._write, asked.run, said))
         except TimeoutError:
             raise web.HTTPRequestTimeout from None
-        except (PalaestraError, *UNREADABLE) as error:
+        except (PalaestraError, UnicodeError, *UNREADABLE) as error:
             return web.json_response({"detail": str(error)}, status=400)
 
     def _write(self, run: str, said: Annotation) -> JSON:
@@ -372,7 +372,10 @@ def _encoded(value: JSON) -> bytes:
 
 def _cookie(request: web.Request) -> str:
     """Return the cookie's name, which has the port, because browsers do not keep cookies of ports apart."""
-    return f"palaestra_view_{request.url.port}"
+    try:
+        return f"palaestra_view_{request.url.port}"
+    except ValueError:
+        raise web.HTTPBadRequest(reason="the address has no valid port") from None
 
 
 @asynccontextmanager

@@ -205,6 +205,41 @@ def test_the_hosts_variables_are_never_read(tmp_path: Path, monkeypatch: pytest.
     assert "SECRET" in os.environ
 
 
+LAUGHS = "x-0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n" + "".join(
+    f"x-{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
+DB = "services:\n  db: {image: db, command: run, %s}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (LAUGHS + DB % "image: *a8", "its aliases repeat too much"),
+        ("x-a: &a [*a]\n" + DB % "labels: *a", "its aliases repeat too much"),
+        (DB % f"user: 0x{'F' * 5000}", "more than 64 bits"),
+        (DB % "env_file: 'a\\0b'".replace("'", '"'), "no text"),
+        (DB % 'user: "\\ud800"', "no text"),
+        (DB % f"env_file: {'a' * 5000}", "is no path"),
+        (DB % f"command: {'a' * 200_000}", "more than 128 KiB"),
+        (DB % f"healthcheck: {{test: x, interval: '{'1' * 100_000}'}}", "must be a duration"),
+        (DB % "env_file: bomb", "longer than 1 MiB"),
+        (DB % f"env_file: [{', '.join(['large'] * 1000)}]", "more than 1 MiB"),
+        ("services:\n" + "".join(f"  s{n}: {{image: a, user: '$B'}}\n" for n in range(40)), "has 40 services"),
+        (DB % "volumes: ['./large://proc']", "the target '//proc'"),
+        (DB % "volumes: ['./large:/./proc']", "the target '/./proc'"),
+    ],
+)
+def test_a_hostile_file_is_refused_quickly(tmp_path: Path, text: str, problem: str) -> None:
+    bomb = "B=0123456789abcdef\n" + "B=$B$B\n" * 15 + "".join(f"A{n}=$B$B\n" for n in range(1000))
+    (tmp_path / "environment").mkdir()
+    (tmp_path / "environment/docker-compose.yaml").write_text(text)
+    (tmp_path / "environment/Dockerfile").write_text("FROM x\n")
+    (tmp_path / "environment/bomb").write_text(bomb)
+    (tmp_path / "environment/large").write_text(f"A={'x' * 1000}\n" * 100)
+    with pytest.raises(TaskError, match=problem):
+        compose.read_services(tmp_path / "environment", {}, OWN, Limits())
+
+
 def test_values() -> None:
     known = {"A": "1", "E": ""}
     assert interpolated(["$A ${A} ${B:-x} ${E:-y} ${E-z} ${A:+w}", 3], known, "k") == ["1 1 x y  w", 3]

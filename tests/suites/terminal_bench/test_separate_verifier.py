@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import textwrap
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from palaestra.rollouts.records import Trajectory
+from palaestra.sandbox.slot import FileInfo, Slot
 from palaestra.suites.terminal_bench import harbor, separate_verifier
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.terminal_task import Artifact, TerminalTask
@@ -146,13 +150,35 @@ def test_what_a_copy_loses(tmp_path: Path) -> None:
         path.write_text(name)
     (tmp_path / "deep/tool").chmod(0o4755)
     links = {"in": "kept", "deep/up": "../kept", "out": "../x", "deep/out": "../../x", "abs": "/etc"}
+    links |= {"deep/top": "..", "through": "deep/top/../tests", "past": "deep/../kept"}
     for link, target in links.items():
         (tmp_path / link).symlink_to(target)
     lost = separate_verifier._cleaned(tmp_path, "/app", ["*.log"])
-    assert sorted(lost) == [f"/app/{name}: a link that leaves /app" for name in ("abs", "deep/out", "out")]
+    assert sorted(lost) == [f"/app/{name}: a link that leaves /app" for name in ("abs", "deep/out", "out", "through")]
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    assert left == {"kept", "in", "deep", "deep/up", "deep/tool"}
+    assert left == {"kept", "in", "deep", "deep/up", "deep/tool", "deep/top", "past"}
     assert (tmp_path / "deep/tool").stat().st_mode & 0o7777 == 0o755
+
+
+class Growing:
+    """A slot in which a program lets a file grow after its size was asked for."""
+
+    async def stat(self, path: str) -> FileInfo:
+        if path == "/loop/x":
+            raise OSError(errno.ELOOP, "Too many levels of symbolic links", path)
+        return FileInfo(path, "file", 1, 0o644, 0.0)
+
+    async def download(self, path: str, local: Path) -> int:
+        with local.open("wb") as file:
+            return file.truncate(separate_verifier.MOST_BYTES + 1)
+
+
+def test_a_file_that_grows_meanwhile_is_left_out(tmp_path: Path) -> None:
+    slot = cast("Slot", Growing())
+    found = asyncio.run(separate_verifier.collect(slot, [Artifact("/loop/x"), Artifact("/a")], tmp_path))
+    loop = f"/loop/x: [Errno {errno.ELOOP}] Too many levels of symbolic links: '/loop/x'"
+    assert (found.copies, found.left_out) == ([], [loop, "/a: more than 2048 MB"])
+    assert not list(tmp_path.iterdir())
 
 
 CHEATS = {

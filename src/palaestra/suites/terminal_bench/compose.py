@@ -21,6 +21,7 @@ from palaestra.core.types import JSON, Limits
 from palaestra.suites.images.dockerfile import ImageRecipe
 from palaestra.suites.task_files import Unsupported, read_text, read_yaml_file
 from palaestra.suites.terminal_bench.compose_values import (
+    check_values,
     env_file,
     interpolated,
     number,
@@ -68,6 +69,7 @@ _LOGS = tuple(f"${{HOST_{name}_PATH" for name in ("VERIFIER_LOGS", "AGENT_LOGS",
 """The variables of Harbor's and Terminal-Bench's own mounts, which tasks repeat. Slots have these directories."""
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
+_MOST_ENV_BYTES = 1 << 20
 _KERNEL = ("/", "/proc", "/sys", "/dev")
 
 
@@ -111,6 +113,7 @@ def read_services(
     if not path.is_file():
         return {}
     content = read_yaml_file(path)
+    check_values(content, path.name)
     found = _services_of(content, path.name)
     _check_top(content, path.name)
     known = {
@@ -124,13 +127,14 @@ def read_services(
     if agents != MAIN and MAIN in found:
         raise Unsupported(f"{path.name} has a service {MAIN} besides {agents}, in which the agent works")
     found = {MAIN if name == agents else name: fields for name, fields in found.items()}
-    services = {name: reader.service(name, fields) for name, fields in found.items() if not fields.get("profiles")}
+    found = {name: fields for name, fields in found.items() if not fields.get("profiles")}
+    if len(found.keys() | {MAIN}) > MOST_SERVICES:
+        raise Unsupported(f"{path.name} has {len(found)} services, but a group of slots has at most {MOST_SERVICES}")
+    services = {name: reader.service(name, fields) for name, fields in found.items()}
     if MAIN not in services:
         services[MAIN] = reader.service(MAIN, {})
     if agents != MAIN:
         services = {name: _with_main(each, agents) for name, each in services.items()}
-    if len(services) > MOST_SERVICES:
-        raise Unsupported(f"{path.name} has {len(services)} services, but a group of slots has at most {MOST_SERVICES}")
     reader.check_together(services)
     return services
 
@@ -187,6 +191,7 @@ class _Reader:
         self._declared = {"default", *_mapping(content.get("networks"), "networks")}
         self._volumes = _mapping(content.get("volumes"), "volumes")
         self._networks: dict[str, frozenset[str]] = {}
+        self._env_left = _MOST_ENV_BYTES
         self._mounted: dict[str, set[str]] = {}
         """The services that may write to each named volume or directory of the task."""
 
@@ -295,7 +300,11 @@ class _Reader:
             path = self._inside(str(entry.get("path") or ""), f"{where}.env_file")
             if not path.is_file() and entry.get("required") is False:
                 continue
-            found |= env_file(read_text(path), self._known, path.name)
+            text = read_text(path, max_bytes=_MOST_ENV_BYTES)
+            self._env_left -= len(text)
+            if self._env_left < 0:
+                raise TaskError(f"{COMPOSE_NAME}: its `env_file` entries have more than {_MOST_ENV_BYTES >> 20} MiB")
+            found |= env_file(text, self._known, path.name)
         return found | pairs(fields.get("environment"), f"{where}.environment", self._known)
 
     def _mounts(self, name: str, volumes: JSON, where: str) -> tuple[list[tuple[Path, str]], list[str]]:
@@ -350,16 +359,25 @@ class _Reader:
         """Return a path below the task's folder, without links. Raises `TaskError`."""
         if not path or path[0] in "/~":
             raise Unsupported(f"{COMPOSE_NAME}: {where} names the path {path!r:.100} of the host, which no slot sees")
-        found = (self._folder / path).resolve()
+        found = _resolved(self._folder / path, where)
         self._check_inside(found, where, self._task)
         return found
 
     def _check_inside(self, path: Path, where: str, root: Path) -> None:
-        path = path.resolve()
+        path = _resolved(path, where)
         if not path.is_relative_to(root.resolve()):
             raise Unsupported(f"{COMPOSE_NAME}: {where} leads out of {root.name}/, which no slot sees")
         if path != self._task and path.relative_to(self._task).parts[0] in _HIDDEN:
             raise Unsupported(f"{COMPOSE_NAME}: {where} leads to the tests or solutions, which no slot sees")
+
+
+def _resolved(path: Path, where: str) -> Path:
+    try:
+        found = path.resolve()
+        found.exists()  # which a path that is too long does not survive
+    except (OSError, RuntimeError) as error:
+        raise TaskError(f"{COMPOSE_NAME}: {where} is no path: {str(error)[:100]}") from None
+    return found
 
 
 def _is_harmless(key: str, value: JSON) -> bool:
@@ -425,7 +443,7 @@ def _mount(volume: JSON, where: str) -> tuple[str, str, bool]:
 
 
 def _check_target(target: str, where: str) -> None:
-    path = target.rstrip("/") or "/"
+    path = "/" + "/".join(part for part in target.split("/") if part not in ("", "."))
     if not target.startswith("/") or ".." in path.split("/"):
         raise TaskError(f"{COMPOSE_NAME}: {where} has the target {target!r:.100}, which must be an absolute path")
     if path in _KERNEL or path.startswith(tuple(f"{each}/" for each in _KERNEL[1:] if each != "/dev")):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import ChainMap
 from collections.abc import Mapping
 
 from palaestra.core.errors import TaskError
@@ -21,6 +22,29 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)b?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3}
 _LONGEST = 1 << 20
+_LONGEST_COMMAND = 1 << 17  # the kernel takes no longer argument
+_LONGEST_DURATION = 100
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def check_values(value: JSON, file: str) -> None:
+    """Raise `TaskError` for a value that its aliases make far larger than its file, or endless, and for text and
+    numbers that no slot takes."""
+    left, waiting = _LONGEST, [value]
+    while waiting and left >= 0:
+        found = waiting.pop()
+        if isinstance(found, str):
+            left -= len(found)
+            if "\0" in found or (not found.isascii() and _SURROGATE.search(found)):
+                raise TaskError(f"{file} has {found!r:.100}, which is no text")
+        elif isinstance(found, int) and found.bit_length() > 64:
+            raise TaskError(f"{file} has a number of more than 64 bits")
+        elif isinstance(found, list | Mapping):
+            left -= len(found)
+            if left >= 0:
+                waiting += [*found, *found.values()] if isinstance(found, Mapping) else found
+    if left < 0:
+        raise TaskError(f"{file} has more values than fit into {_LONGEST >> 20} MiB: its aliases repeat too much")
 
 
 def interpolated(value: JSON, known: Mapping[str, str], key: str) -> JSON:
@@ -67,7 +91,7 @@ def _replaced(match: re.Match[str], known: Mapping[str, str], key: str) -> str:
 def seconds(value: JSON, key: str) -> float:
     """Return a duration such as `1m30s`. Raises `TaskError`."""
     text = str(value).strip()
-    parts = _DURATION.findall(text)
+    parts = _DURATION.findall(text) if len(text) <= _LONGEST_DURATION else []
     total = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     if "".join(number + unit for number, unit in parts) != text or not parts or not total <= 86_400:
         raise TaskError(f"{key} must be a duration of at most a day, such as 1m30s, not {value!r:.100}")
@@ -98,6 +122,8 @@ def words(value: JSON, key: str) -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str):
+        if len(value) > _LONGEST_COMMAND:
+            raise TaskError(f"{key} has more than {_LONGEST_COMMAND >> 10} KiB")
         try:
             return tuple(shlex.split(value))
         except ValueError as error:
@@ -134,6 +160,7 @@ def _plain(value: JSON, key: str) -> str:
 def env_file(text: str, known: Mapping[str, str], key: str) -> dict[str, str]:
     """Return the variables of an environment file. Raises `TaskError`."""
     found: dict[str, str] = {}
+    variables, left = ChainMap(found, dict(known)), _LONGEST
     for count, line in enumerate(text.splitlines(), 1):
         line = line.strip().removeprefix("export ").strip()
         if not line or line.startswith("#"):
@@ -149,5 +176,8 @@ def env_file(text: str, known: Mapping[str, str], key: str) -> dict[str, str]:
             value = value[1:-1].replace("\\n", "\n").replace('\\"', '"')
         else:
             value = re.split(r"\s#", value, maxsplit=1)[0].rstrip()
-        found[name] = str(interpolated(value, {**known, **found}, where))
+        found[name] = str(interpolated(value, variables, where))
+        left -= len(found[name])
+        if left < 0:
+            raise TaskError(f"the variables of {key} are longer than {_LONGEST >> 20} MiB")
     return found

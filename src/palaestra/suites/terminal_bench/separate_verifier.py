@@ -59,24 +59,30 @@ async def collect(slot: Slot, artifacts: Sequence[Artifact], folder: Path) -> Co
     room = MOST_BYTES
     for number, artifact in enumerate(artifacts):
         place, path = folder / str(number), artifact.source
-        entry = await slot.stat(path)
-        if entry is None:
-            continue
-        if entry.kind not in ("file", "dir"):
-            left_out.append(f"{path}: it is neither a file nor a directory")
-            continue
-        size = entry.size if entry.kind == "file" else await _size(slot, path, room)
-        if size > room:
-            left_out.append(f"{path}: more than {MOST_BYTES >> 20} MB")
-            continue
-        room -= size
         try:
+            entry = await slot.stat(path)
+            if entry is None:
+                continue
+            if entry.kind not in ("file", "dir"):
+                left_out.append(f"{path}: it is neither a file nor a directory")
+                continue
+            size = entry.size if entry.kind == "file" else await _size(slot, path, room)
+            if size > room:
+                left_out.append(f"{path}: more than {MOST_BYTES >> 20} MB")
+                continue
             if entry.kind == "file":
-                await slot.download(path, place)
+                size = await slot.download(path, place)
                 place.chmod(entry.mode & 0o777)
             else:
                 done = await download_dir(slot, path, place)
+                size = done.size
                 left_out += done.left_out
+            if size > room:  # a program of the slot let it grow meanwhile
+                await asyncio.to_thread(_remove, place)
+                left_out.append(f"{path}: more than {MOST_BYTES >> 20} MB")
+                continue
+            room -= size
+            if entry.kind == "dir":
                 left_out += await asyncio.to_thread(_cleaned, place, path, artifact.exclude)
         except InfraError:
             raise
@@ -141,7 +147,7 @@ def _cleaned(place: Path, source: str, exclude: Sequence[str]) -> list[str]:
             if any(fnmatch.fnmatchcase(each, pattern) for pattern in exclude for each in (inside, name)):
                 _remove(path)
             elif path.is_symlink():
-                if _leaves(inside, os.readlink(path)):
+                if _leaves(place, inside, os.readlink(path)):
                     path.unlink()
                     removed.append(f"{source}/{inside}: a link that leaves {source}")
             elif path.is_file():
@@ -150,9 +156,17 @@ def _cleaned(place: Path, source: str, exclude: Sequence[str]) -> list[str]:
     return removed
 
 
-def _leaves(inside: str, target: str) -> bool:
-    end = posixpath.normpath(posixpath.join(posixpath.dirname(inside), target))
-    return target.startswith("/") or end == ".." or end.startswith("../")
+def _leaves(place: Path, inside: str, target: str) -> bool:
+    """Return whether a link leaves the artifact, by itself or through `..` of another link, whose end is elsewhere."""
+    here = (place / inside).parent
+    for part in target.split("/"):
+        if part == "..":
+            if here == place or here.is_symlink():
+                return True
+            here = here.parent
+        elif part not in ("", "."):
+            here /= part
+    return target.startswith("/")
 
 
 def _remove(path: Path) -> None:

@@ -154,10 +154,10 @@ function conversation(rollout, source) {
   const longest = Math.max(...(rollout.beside?.turn_s || []).map(([model, tool]) => model + tool), 0.001);
   for (const message of messages) {
     if (message.role === "tool" || message.role === "function") {
-      const place = waiting.get(String(message.tool_call_id));
+      const place = waiting.get(word(message.tool_call_id));
       const shown = result(message.content, source);
       if (place) {
-        waiting.delete(String(message.tool_call_id));
+        waiting.delete(word(message.tool_call_id));
         place.append(shown.node);
         if (shown.failed) place.closest(".call").classList.add("failed");
         if (shown.failed && turns.length) turns[turns.length - 1].failed = true;
@@ -170,18 +170,20 @@ function conversation(rollout, source) {
     if (text !== "" && text !== null && text !== undefined) body.push(...content(text, { kind: message.role === "tool" ? "ansi" : "markdown", source, folded: message.role === "system" ? true : null }));
     const names = [];
     if (message.role === "assistant") waiting = new Map();
-    for (const request of message.tool_calls || []) {
+    const calls = message.tool_calls || [];
+    if (!Array.isArray(calls)) body.push(tree(calls, source)); // not a list of calls
+    for (const request of Array.isArray(calls) ? calls : []) {
       const fn = (request && request.function) || {};
-      names.push(String(fn.name));
+      names.push(word(fn.name));
       const results = h("div.result", {});
-      waiting.set(String(request && request.id), results);
+      waiting.set(word(request && request.id), results);
       const line = oneLine(fn.arguments);
-      body.push(h("div.call", {}, h("div.call-head", {}, h("span.tool", {}, String(fn.name)), line), line && line.whole ? null : args(fn.arguments, source), results));
+      body.push(h("div.call", {}, h("div.call-head", {}, h("span.tool", {}, word(fn.name)), line), line && line.whole ? null : args(fn.arguments, source), results));
     }
     const number = message.role === "assistant" && own >= 0 && own < (rollout.turns || []).length ? own : null;
     if (message.role === "assistant") own++;
     const turn = number === null ? null : { ...rollout.turns[number], seconds: (rollout.beside?.turn_s || [])[number], longest };
-    turns.push(step(message.role, turn, body, names.join(", ") || plain(start(typeof text === "string" || (text && text.$cut) ? text : "")).trim().slice(0, 60)));
+    turns.push(step(word(message.role), turn, body, names.join(", ") || plain(start(typeof text === "string" || (text && text.$cut) ? text : "")).trim().slice(0, 60)));
   }
   const inside = [...(rollout.inner_calls || []).map((call) => [`call of a program in turn ${call.turn}`, [h("div.call", {}, h("div.call-head", {}, h("span.tool", {}, call.tool)), args(call.arguments, source), h("div.result", {}, result(call.reply, source).node))], call.tool])];
   for (const each of everySubagent(rollout.subagents || [])) {
@@ -197,6 +199,9 @@ function* everySubagent(list) {
     yield* everySubagent(each.subagents || []);
   }
 }
+
+// A name as text, whatever stands in its place.
+const word = (value) => (typeof value === "string" ? value : JSON.stringify(value) ?? "undefined");
 
 function parts(message) {
   const thoughts = ["reasoning_content", "reasoning"].map((key) => message[key]).filter((each, place, all) => each && all.indexOf(each) === place && (typeof each === "string" || each.$cut));
@@ -306,7 +311,7 @@ function endings(rollout, source) {
   if (Object.keys(rest).length) sections.unshift(h("section.turn.r-end", { "aria-label": "Grading" }, h("header", {}, h("span.role", {}, "grading")), fields(rest, source, "values")));
   const beside = rollout.beside?.sandbox || {};
   if (Object.keys(beside).length) sections.push(h("section.turn.r-end", { "aria-label": "Sandbox" }, h("header", {}, h("span.role", {}, "sandbox")), fields(beside, source, "values")));
-  if ((rollout.tools || []).length) sections.push(h("section.turn.r-end", { "aria-label": "Tools" }, h("header", {}, h("span.role", {}, "tools of the model"), h("span.notes", {}, plural(rollout.tools.length, "tool"))), h("details.tree", {}, h("summary", {}, rollout.tools.map((tool) => (tool.function || tool).name).join(", ")), rollout.tools.map((tool) => tree(tool.function || tool, source, String((tool.function || tool).name), 1)))));
+  if ((rollout.tools || []).length) sections.push(h("section.turn.r-end", { "aria-label": "Tools" }, h("header", {}, h("span.role", {}, "tools of the model"), h("span.notes", {}, plural(rollout.tools.length, "tool"))), h("details.tree", {}, h("summary", {}, rollout.tools.map((tool) => word((tool?.function || tool)?.name)).join(", ")), rollout.tools.map((tool) => tree(tool?.function || tool, source, word((tool?.function || tool)?.name), 1)))));
   return sections;
 }
 
