@@ -100,8 +100,9 @@ def test_a_verifier_that_shares_the_agents_slot_asks_the_services(
         ("python3 -m http.server 8000", "python3 -m no_such_server", "stock ended with exit code 1 at its start"),
         ("python3 -m http.server 8000", "no-such-program", "stock"),
         ("retries: 50", "retries: 1, start_period: 100ms", "shop is not healthy after"),
+        ("interval: 200ms, timeout: 5s, retries: 50", "interval: 24h, retries: 9999", "shop is not healthy after 5 s"),
     ],
-    ids=["failed", "ended", "missing", "unhealthy"],
+    ids=["failed", "ended", "missing", "unhealthy", "unhealthy for ever"],
 )
 def test_a_service_that_does_not_start_is_the_tasks_fault(
     installed_pytest: DependencyCache, tmp_path: Path, before: str, after: str, named: str
@@ -109,7 +110,8 @@ def test_a_service_that_does_not_start_is_the_tasks_fault(
     assert before in COMPOSE
     slow = {"environment/shop/shop.py": "import time; time.sleep(60)"} if "retries" in before else {}
     text = COMPOSE.replace(before, after).replace("timeout: 5s", "timeout: 1s")
-    make_shop(tmp_path / "tasks", **{"environment/docker-compose.yaml": text, **slow})
+    toml = TOML.replace("[environment]\n", "[environment]\nbuild_timeout_sec = 5\n") if "24h" in after else TOML
+    make_shop(tmp_path / "tasks", **{"environment/docker-compose.yaml": text, "task.toml": toml, **slow})
     done = played_all(tmp_path / "tasks", installed_pytest, tmp_path)["shop"]
     assert done.reward is None
     assert done.blame is Blame.TASK

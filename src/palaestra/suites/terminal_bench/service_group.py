@@ -251,10 +251,12 @@ class ServiceGroup:
         each, slot = self.plan.services[name], self.slots[name]
         check = each.service.health
         assert check is not None
-        deadline, pause, said = time.monotonic() + check.longest_s, _POLL_S, ""
+        longest_s = min(check.longest_s, self._rollout.task.data.task.recipe.build_timeout_s)
+        limit_s = min(check.timeout_s, longest_s)
+        deadline, pause, said = time.monotonic() + longest_s, _POLL_S, ""
         while True:
             done = await slot.execute(
-                as_user(check.command, each.user), cwd=each.workdir, timeout_s=check.timeout_s, spill=False
+                as_user(check.command, each.user), cwd=each.workdir, timeout_s=limit_s, spill=False
             )
             if done.success:
                 return
@@ -266,7 +268,7 @@ class ServiceGroup:
             await asyncio.sleep(pause)
             pause = min(2 * pause, check.interval_s, _LONGEST_POLL_S)
         log = await self._log(name)
-        raise PrepareError(f"the service {name} is not healthy after {check.longest_s:g} s: {said}\n{log}")
+        raise PrepareError(f"the service {name} is not healthy after {longest_s:g} s: {said}\n{log}")
 
     async def _check_runs(self, name: str) -> None:
         """Raise `PrepareError` if the program of a service has ended."""
