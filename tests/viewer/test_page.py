@@ -257,6 +257,13 @@ def test_hostile_texts_in_a_file_do_nothing(tmp_path: Path, chromium: str) -> No
     asyncio.run(browse(chromium, out.as_uri(), visit))
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "/tmp/.palaestra-tests/tests.py", line 4, in test_discount
+    assert discount(100) == 90
+           ^^^^^^^^^^^^^^^^^^^
+AssertionError: 80
+"""
+
 ENDS: dict[str, tuple[dict[str, JSON], list[str]]] = {
     "sandbox": (
         {"reward": None, "outcome": Outcome.INFRA_ERROR, "blame": Blame.SANDBOX, "error": "SlotLost: the slot died"},
@@ -279,6 +286,14 @@ ENDS: dict[str, tuple[dict[str, JSON], list[str]]] = {
         {"official": 1.0, "labels": [Label("tests_edited", "tests/test_main.py was replaced", True)],
          "detail": {"difference": "official 1, reward 0, because of tests_edited"}},
         ["tests_edited (certain)", "tests/test_main.py was replaced", "The reward differs from the official verdict."],
+    ),
+    "discount": (
+        {"detail": {"not_passed": {"test_discount": TRACEBACK}}, "metrics": {"tests_passed": 2.0, "tests_total": 3.0}},
+        ["1 of 3 tests failed", "test_discount", "assert discount(100) == 90", "AssertionError: 80"],
+    ),
+    "crash": (
+        {"detail": {"work_breaks_check": "JSONDecodeError: Expecting value: line 1 column 1"}},
+        ["The check fails over this work:", "JSONDecodeError: Expecting value"],
     ),
 }  # fmt: skip
 """What made a rollout end without a reward, and what the first screen of its page must show."""

@@ -1,6 +1,6 @@
 // One rollout: the verdict and its evidence, the time it took, and the conversation turn by turn.
 
-import { h, add, chip, count, seconds, figure, rewardTag, link, address, copy, plural, when, say, plain } from "./dom.js";
+import { h, add, chip, count, seconds, figure, rewardTag, link, address, copy, plural, when, say, plain, clipped } from "./dom.js";
 import { getKept, isFile } from "./api.js";
 import { isTests, passed, reasons as reasonsOf } from "./reasons.js";
 import { forksOf, mark, origin } from "./forks.js";
@@ -82,9 +82,10 @@ function head(rollout, run, judged, callouts) {
   const cells = group.length > 1 ? h("span.cells", {}, group.map((member) => cell(member, run, rollout.id))) : null;
   const reasons = [];
   if (rollout.in_flight) reasons.push(h("p.callout.is-info", {}, "This rollout is running. The page follows it."));
+  if (rollout.check?.breaks) reasons.push(h("div.callout.is-bad", {}, h("b", {}, "The check fails over this work: "), h("code.output", {}, rollout.check.breaks)));
   if (rollout.difference) reasons.push(h("p.callout.is-warn", {}, h("b", {}, "The reward differs from the official verdict. "), rollout.difference));
   if (rollout.error) reasons.push(h("div.callout.is-bad", {}, h("b", {}, rollout.blame ? `Failed (${rollout.blame}). ` : "Failed. "), block(rollout.error)));
-  else if (rollout.outcome && rollout.outcome !== "natural") reasons.push(h("p.callout.is-warn", {}, OUTCOMES[rollout.outcome] || `It ended with ${rollout.outcome}.`));
+  else if (rollout.outcome && rollout.outcome !== "natural") reasons.push(h("p.callout.is-warn", {}, (rollout.outcome === "max_turns" && rollout.most_turns ? `It reached the limit of ${plural(rollout.most_turns, "turn")} before the model ended.` : OUTCOMES[rollout.outcome]) || `It ended with ${rollout.outcome}.`));
   for (const label of rollout.labels || []) reasons.push(h("p.callout.is-warn", {}, h("b", {}, `${label.name}${label.certain ? " (certain)" : ""} `), label.evidence));
   reasons.push(...reasonsOf(rollout, (turn, words) => h("a", { href: address("rollout", { run, id: rollout.id, turn }), onclick: (event) => {
     event.preventDefault();
@@ -242,7 +243,7 @@ function oneLine(value) {
   if (!found || Array.isArray(found)) return null;
   const main = found.command ?? found.code ?? found.path ?? found.query ?? found.url;
   if (typeof main !== "string") return null;
-  const node = h("code.line", { title: plain(main.slice(0, 2000)) }, main.replace(/\s+/g, " ").slice(0, 160));
+  const node = h("code.line", { title: plain(main.slice(0, 2000)) }, clipped(main.replace(/\s+/g, " "), 160));
   node.whole = Object.keys(found).length === 1 && main.length <= 110 && !main.includes("\n");
   return node;
 }
