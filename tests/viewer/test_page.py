@@ -13,7 +13,7 @@ from recorded import rollout, write_run
 
 from palaestra.cli.main import main as palaestra
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome
-from palaestra.rollouts.records import Group, ToolErrorRecord
+from palaestra.rollouts.records import Group, ToolErrorRecord, TurnRecord
 from palaestra.tools.browser import launch
 from palaestra.viewer.page_file import bundled
 from palaestra.viewer.reasons import reasons
@@ -65,7 +65,7 @@ async def browse(chromium: str, address: str, visit: Visit, allowed: str = "", *
     assert [url for url in asked if not url.startswith((origin, "data:", "blob:"))] == []
 
 
-def see(chromium: str, run: Path, visit: Visit, at: str = "", **context: JSON) -> None:
+def see(chromium: str, run: Path, visit: Visit, at: str = "", allowed: str = "", **context: JSON) -> None:
     """Serve a run, index it, and visit its list of runs, or the view with the address `at`."""
 
     async def main() -> None:
@@ -74,7 +74,7 @@ def see(chromium: str, run: Path, visit: Visit, at: str = "", **context: JSON) -
             while runs.update(name):
                 continue
         async with serving(Viewer(runs, TOKEN, TokenTexts(runs)), TOKEN) as url:
-            await browse(chromium, f"{url}/?token={TOKEN}{at}", visit, **context)
+            await browse(chromium, f"{url}/?token={TOKEN}{at}", visit, allowed, **context)
 
     asyncio.run(main())
 
@@ -474,3 +474,79 @@ def test_a_wrong_command_line_gets_a_reason(
     assert palaestra(["view", str(run), *words]) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "out.html").exists()
+
+
+FAILING_COMMAND: list[Message] = [
+    {"role": "user", "content": "Go."},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "function": {"name": "terminal", "arguments": '{"command": "make all"}'}}]},
+    {"role": "tool", "tool_call_id": "1", "content": '{"output": "\\"exit_code\\": 3", "exit_code": 2}'},
+]  # fmt: skip
+
+
+def test_crashing_checks_and_nonzero_exits_are_named(tmp_path: Path, chromium: str) -> None:
+    given: list[dict[str, JSON]] = [
+        {"detail": {"work_breaks_check": "JSONDecodeError: Expecting value"}}, {"detail": {"work_failed": "no file"}},
+        {},
+    ]  # fmt: skip
+    members = [
+        rollout(n, FAILING_COMMAND, 0.0, rollout_id=f"g/{n}", group_id="g", task_id="fix", outcome=Outcome.MAX_TURNS,
+                blame=Blame.MODEL, turns=[TurnRecord(number=1)], **more)
+        for n, more in enumerate(given)
+    ]  # fmt: skip
+    made = Group(group_id="g", number=0, task_id="fix", trajectories=members)
+    run = write_run(tmp_path / "run", made, config={"env": {"max_agent_turns": 7}})
+
+    async def visit(page: Page, base: str) -> None:
+        notes = await page.inner_text(".run-notes")
+        assert "the check fails over the work of 1 rollout, first g/0: JSONDecodeError: Expecting value" in notes
+        assert "first g/1: no file" in notes
+        assert "failed (" not in notes
+        assert "1≠0" in await page.inner_text("a.row >> nth=0")
+        await go(page, base, "rollout", run="run", id="g/2")
+        seen = await page.evaluate(SEEN)
+        assert "It reached the limit of 7 turns before the model ended." in seen
+        assert "1 call ended with a nonzero exit code. terminal, turn 1: exit code 2: make all" in seen
+
+    see(chromium, run, visit, at="#/run?run=run")
+
+
+def test_a_long_command_is_cut_where_it_can_be_seen(tmp_path: Path, chromium: str) -> None:
+    def talk(command: str) -> list[Message]:
+        called = {"id": "1", "function": {"name": "terminal", "arguments": f'{{"command": "{command}", "timeout": 9}}'}}
+        return [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+
+    members = [rollout(n, talk(f"echo {n} " + "word " * 200), float(n)) for n in range(2)]
+    made = Group(group_id="000000-sky", number=0, task_id="sky", trajectories=members)
+    run = write_run(tmp_path / "run", made)
+
+    async def visit(page: Page, base: str) -> None:
+        await go(page, base, "siblings", run="run", id=["000000-sky/0", "000000-sky/1"])
+        shown = await page.locator(".why code, table.calls code").all_inner_texts()
+        assert len(shown) == 4
+        assert all(each.startswith("echo") and each.endswith("…") for each in shown), shown
+
+    see(chromium, run, visit)
+
+
+def test_criteria_are_fields_and_a_wrong_filter_keeps_the_page(real: Path, chromium: str) -> None:
+    async def visit(page: Page, base: str) -> None:
+        async def asked(text: str) -> None:
+            await page.fill("input[aria-label='Filter rollouts']", text)
+            await page.keyboard.press("Enter")
+
+        field = "document.querySelector(\"input[aria-label='Filter rollouts']\").value"
+        for text, reason in (("reward<abc", "reward needs a number, not abc"), ("foo:bar", "there is no field foo")):
+            await asked(text)
+            await until(page, f"document.querySelector('[role=alert]')?.textContent === '{reason}'")
+            assert await page.evaluate(field) == text
+            assert await page.locator("a.row").count() == 12
+        await asked("written = 1 time>=0")
+        await until(page, "location.hash.includes('metric.written')")
+        await until(page, f"{field} === 'metric.written=1 seconds>=0'")
+        assert 0 < await page.locator("a.row").count() < 12
+        await go(page, base, "run", run=real.name, where='[["reward","<","abc"]]')
+        assert "the filter reward<abc needs a number" in await page.inner_text("[role=alert]")
+        assert await page.evaluate(field) == "reward<abc"
+
+    see(chromium, real, visit, at=f"#/run?run={real.name}", allowed="400")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -145,25 +146,40 @@ def test_rollouts_are_filtered_and_sorted(real: Path) -> None:
     "text",
     ["reward<1 outcome:max_turns", "differs", "label=none", 'task:"a b" parser', "metric.tests_passed>=0.5 tokens>9",
      "changed regraded<1", "verdict=hack tag:slow note:tests", "a/b<3", "size<3", "error!=none", '"', "x:y",
-     'any "q w"', "http://x", "reward<", "différent", "index>=3 id=a/0"],
+     'any "q w"', "http://x", "reward<", "différent", "index>=3 id=a/0", "right=0", "answered = 1 right>=0.5", "time>1",
+     "reward = 0", 'reward < 0.5 task : "a b"', "reward<abc", "tokens>0.5k", "foo:bar", "foo=1", '"foo:bar"', "task<3",
+     "reward!=none", "reward<none", "Error: x", "a.py::test_b", "x = 3", 'task:"reward = 1"', "reward:1e3",
+     "reward=0x1", "reward=.5", "tag!=slow", "KeyError:", "metric.a.b = 2", "turns=none", "reward=1_0",
+     "labels:x failed>0 exits>1"],
 )  # fmt: skip
 def test_the_filter_is_the_one_of_the_page(text: str) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("Node.js is not installed")
     program = f"import {{ parse, asText }} from {json.dumps((PAGE / 'filter.js').as_uri())};" + (
-        "const found = parse(process.argv[1]); console.log(JSON.stringify([found, asText(found.where)]));"
+        "const found = parse(process.argv[1], ['right', 'answered', 'turns']);"
+        "console.log(JSON.stringify([found, asText(found.where)]));"
     )
     words = [node, "--input-type=module", "-e", program, text]
     out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     found, back = json.loads(out)
     if found["problems"]:
-        with pytest.raises(ConfigError, match=found["problems"][0]):
-            parse_filter(text)
+        with pytest.raises(ConfigError, match=re.escape(found["problems"][0])):
+            parse_filter(text, ("right", "answered", "turns"))
         return
-    where = parse_filter(text)
+    where = parse_filter(text, ("right", "answered", "turns"))
     assert [list(each) for each in where] == found["where"]
     assert filter_text(where) == back
+
+
+def test_a_visible_column_is_a_field_with_spaces_around_the_comparison() -> None:
+    wanted = [("metric.right", "=", "0"), ("seconds", ">", "1"), ("reward", "=", "0"), ("any", ":", "a")]
+    assert parse_filter("right=0 time > 1 reward = 0 a", ["right"]) == wanted
+    assert parse_filter("turns=1", ["turns"]) == [("turns", "=", "1")], "the field of the index comes first"
+    for text, reason in (("right=0", "no field right"), ("foo:bar", "no field foo"), ("tokens>0.5k", "not 0.5k"),
+                         ("reward<abc", "needs a number")):  # fmt: skip
+        with pytest.raises(ConfigError, match=reason):
+            parse_filter(text)
 
 
 def test_a_rollout_shows_its_reasons_calls_and_results(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class RunScreen(ViewScreen):
         "  reward<1 outcome:max_turns     label=tests_edited",
         "  differs    reward=none blame=sandbox    metric.NAME>=0.5",
         "  verdict=hack tag:slow          parser (a word in the texts)",
-        f"Fields: {', '.join(FIELDS)}",
+        f"Fields: {', '.join(FIELDS)}, and the environment's criteria",
         "A click on the head of a column sorts by it.",
     )
 
@@ -126,6 +126,7 @@ class RunScreen(ViewScreen):
         self._rows: list[dict[str, JSON]] = []
         self._total = 0
         self._columns: Sequence[tuple[str, str]] = ()
+        self._criteria: Sequence[str] = ()
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""
@@ -158,6 +159,7 @@ class RunScreen(ViewScreen):
         table = self.query_one(DataTable)
         kept = self._rows[table.cursor_row]["id"] if table.cursor_row < len(self._rows) else ""
         self._total, self._rows = total, rows
+        self._criteria = list(summary["criteria"])
         self._columns = _columns(summary, self._runs.marks(self._run).summary())
         if [each.value for each in table.columns] != [key for _, key in self._columns]:
             table.clear(columns=True)
@@ -244,7 +246,7 @@ class RunScreen(ViewScreen):
     def filtered(self, event: Input.Submitted) -> None:
         """Filter the rollouts."""
         try:
-            where = parse_filter(event.value)
+            where = parse_filter(event.value, self._criteria)
             self._runs[self._run].rows(where, limit=1)
         except ConfigError as error:
             self.show_note(str(error))
@@ -278,6 +280,7 @@ def _columns(run: dict[str, JSON], judged: dict[str, JSON]) -> list[tuple[str, s
         ("turns", "turns"),
         ("calls", "calls"),
         ("failed", "errors"),
+        ("exit≠0", "exits"),
         ("tokens", "tokens"),
         ("time", "seconds"),
         ("last reply or error", "answer"),
@@ -298,6 +301,7 @@ def _rollout_cells(row: dict[str, JSON]) -> dict[str, Text]:
         "turns": Text(str(row["turns"])),
         "calls": Text(str(row["calls"])),
         "errors": Text(str(row["errors"] or ""), style="red"),
+        "exits": Text(str(row["exits"] or ""), style="yellow"),
         "tokens": Text(figure((row["prompt_tokens"] or 0) + (row["completion_tokens"] or 0))),
         "seconds": Text(f"{row['seconds'] or 0:.1f} s"),
         "answer": line(row["error"] or row["answer"], "red" if row["error"] else "dim", 120),
