@@ -550,3 +550,43 @@ def test_criteria_are_fields_and_a_wrong_filter_keeps_the_page(real: Path, chrom
         assert await page.evaluate(field) == "reward<abc"
 
     see(chromium, real, visit, at=f"#/run?run={real.name}", allowed="400")
+
+
+def test_the_rollouts_of_a_filtered_list_are_read_one_after_the_other(tmp_path: Path, chromium: str) -> None:
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    members = [rollout(n, talk, float(n % 2), rollout_id=f"g/{n}", group_id="g", task_id="t") for n in range(8)]
+    run = write_run(tmp_path / "run", Group(group_id="g", number=0, task_id="t", trajectories=members))
+
+    async def visit(page: Page, base: str) -> None:
+        await page.click("text=below full reward")
+        await until(page, "document.querySelectorAll('a.row').length == 4")
+        for key in ("j", "j", "Enter"):
+            await page.keyboard.press(key)
+        await page.wait_for_selector(".turn")
+        assert "id=g%2F2&" in page.url
+        for key, wanted in (("n", 4), ("n", 6), ("p", 4), ("p", 2), ("p", 0)):
+            await page.keyboard.press(key)
+            await until(page, f"location.hash.includes('id=g%2F{wanted}&')")
+            await until(page, f"document.querySelector('#main h1')?.textContent.endsWith('#{wanted}')")
+        await page.keyboard.press("p")
+        await until(page, "document.body.textContent.includes('no rollout before this one in the filtered list')")
+        await page.keyboard.press("u")
+        await until(page, "document.querySelectorAll('a.row').length == 4")
+
+    see(chromium, run, visit, at="#/run?run=run")
+
+
+def test_a_text_that_was_found_is_shown(tmp_path: Path, chromium: str) -> None:
+    long = "\n".join(f"line {n}" for n in range(400))
+    talk = [{"role": "user", "content": long}, {"role": "assistant", "content": long + "\nThe Needle is here\n" + long}]
+    run = write_run(tmp_path / "run", Group(group_id="g", number=0, task_id="t", trajectories=[
+        rollout(0, talk, 0.0, rollout_id="g/0", group_id="g", task_id="t", turns=[TurnRecord(number=1)])]))  # fmt: skip
+
+    async def visit(page: Page, base: str) -> None:
+        await go(page, base, "run", run="run", text="needle is")
+        await page.click(".found a")
+        await page.wait_for_selector("mark.hit")
+        assert "The Needle is here" in await page.evaluate(SEEN)
+        assert await page.inner_text("mark.hit") == "Needle is"
+
+    see(chromium, run, visit)

@@ -115,6 +115,9 @@ async function rollouts({ run, found, where, go, body, params }) {
   const heads = h("div.row.heads", { role: "row", style: { "grid-template-columns": template } }, columns.map(([label, field]) => h("span", { role: "columnheader", "aria-sort": key && key === field ? (order === "desc" ? "descending" : "ascending") : null }, field ? h("button", { type: "button", onclick: () => sortTo(field) }, label, key === field ? (order === "desc" ? " ↓" : " ↑") : "") : label)));
   const pages = new Map([[0, first.rows]]), asked = new Set([0]);
   const rowAt = (place) => (pages.get(Math.floor(place / PAGE)) || [])[place % PAGE];
+  // The rollout's page goes on in this list: it gets the filter, the order and the place.
+  const listed = where.length || key ? { where: where.length ? JSON.stringify(where) : "", sort: params.get("sort") } : null;
+  const rolloutAt = (place) => address("rollout", { run, id: rowAt(place).id, ...(listed && { ...listed, at: place }) });
   let current = -1;
   const list = virtual(first.total, ROW, (place) => {
     const row = rowAt(place);
@@ -126,7 +129,7 @@ async function rollouts({ run, found, where, go, body, params }) {
       }
       return h("div.row.empty", {}, "…");
     }
-    return h("a.row", { role: "row", href: address("rollout", { run, id: row.id }), class: place === current ? "current" : "", style: { "grid-template-columns": template } }, columns.map(([, , , value]) => h("span", { role: "cell" }, value(row))));
+    return h("a.row", { role: "row", href: rolloutAt(place), class: place === current ? "current" : "", style: { "grid-template-columns": template } }, columns.map(([, , , value]) => h("span", { role: "cell" }, value(row))));
   });
   const step = (by) => {
     current = Math.max(0, Math.min(first.total - 1, current + by));
@@ -142,7 +145,7 @@ async function rollouts({ run, found, where, go, body, params }) {
     f: ["search in all text", () => searchBox.focus()],
     j: ["next rollout", () => step(1)],
     k: ["previous rollout", () => step(-1)],
-    Enter: ["open the rollout", () => current >= 0 && rowAt(current) && (location.hash = address("rollout", { run, id: rowAt(current).id }))],
+    Enter: ["open the rollout", () => current >= 0 && rowAt(current) && (location.hash = rolloutAt(current))],
   };
 }
 
@@ -156,7 +159,7 @@ async function search(run, text, results) {
       const found = await get("search", { run, text, after });
       for (const [id, passage] of found.found) {
         const place = passage.toLowerCase().indexOf(text.toLowerCase());
-        list.append(h("li", {}, h("a", { href: address("rollout", { run, id }) }, id), h("span.passage", {}, place < 0 ? passage : [passage.slice(0, place), h("mark", {}, passage.slice(place, place + text.length)), passage.slice(place + text.length)])));
+        list.append(h("li", {}, h("a", { href: address("rollout", { run, id, text }) }, id), h("span.passage", {}, place < 0 ? passage : [passage.slice(0, place), h("mark", {}, passage.slice(place, place + text.length)), passage.slice(place + text.length)])));
         n++;
       }
       [after, total] = [found.next, found.total];
