@@ -509,6 +509,10 @@ def test_crashing_checks_and_nonzero_exits_are_named(tmp_path: Path, chromium: s
         assert "1 call ended with a nonzero exit code. terminal, turn 1: exit code 2: make all" in seen
 
     see(chromium, run, visit, at="#/run?run=run")
+    index = open_runs(str(run))["run"]
+    while index.update():
+        continue
+    assert "terminal, turn 1: exit code 2: make all" in [each.text for each in reasons(rollout_record(index, "g/2"))]
 
 
 def test_a_long_command_is_cut_where_it_can_be_seen(tmp_path: Path, chromium: str) -> None:

@@ -5,6 +5,7 @@ The terminal viewer shows these lines first, as the page does (`page/rollout.js`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from palaestra.rollouts.environment import MISSING
 from palaestra.viewer.check_evidence import CUT
 
 _SHOWN = 5
+_MAIN = ("command", "code", "path", "query")
 
 OUTCOMES = {
     "max_turns": "It reached the limit of turns before the model ended.",
@@ -78,11 +80,21 @@ def _evidence(record: dict[str, JSON]) -> Iterator[Reason]:
         yield _unexplained(contrast)
     if exits := (record.get("exits") or {}).get("count"):
         first = record["exits"]["first"]
-        text = f"{first['tool']}, turn {first['turn']}: exit code {first['code']}: {first['arguments']}"
+        text = f"{first['tool']}, turn {first['turn']}: exit code {first['code']}: {_command(first['arguments'])}"
         yield Reason("warn", f"{plural(exits, 'call')} ended with a nonzero exit code.", text)
     said = any(message.get("role") == "assistant" for message in record.get("messages") or [])
     if not record.get("turns") and not record.get("error") and not said:
         yield Reason("warn", "The model did not reply.")
+
+
+def _command(arguments: str) -> str:
+    """Return the command, the code or the path in the arguments of a call, or else all of them."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    texts = [found[name] for name in _MAIN if isinstance(found.get(name), str)] if isinstance(found, dict) else []
+    return str(texts[0]) if texts else arguments
 
 
 def failed_words(check: dict[str, JSON]) -> str:
@@ -106,7 +118,7 @@ def _unexplained(contrast: dict[str, JSON]) -> Reason:
     call = contrast.get("call")
     if call is None:
         return Reason("warn", head, f"{text} with the same calls.")
-    own, other = (" ".join(each) if each else "no call" for each in (call["own"], call["other"]))
+    own, other = (f"{each[0]} {_command(each[1])}" if each else "no call" for each in (call["own"], call["other"]))
     return Reason("warn", head, f"{text}; call {call['number']} is {own} here and {other} there.")
 
 
