@@ -11,7 +11,8 @@ from recorded import call, rollout, say
 from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger import Ledger, SegmentReason
 from palaestra.inference.ledger.records import packed
-from palaestra.viewer.divergence import Call, calls_of, differing_call, first_difference, listed_tests, siblings
+from palaestra.viewer.check_evidence import check_facts, gist, listed_tests, short
+from palaestra.viewer.divergence import Call, calls_of, differing_call, first_difference, siblings
 
 
 def plain_search(one: list[int], other: list[int]) -> int | None:
@@ -92,4 +93,41 @@ def test_tests_are_found_in_every_form_of_evidence() -> None:
         "checks": {"d": True},
         "on": True,
     }
-    assert dict(listed_tests(detail)) == {"t::a": "failed", "t::b": "passed", "t::c": "skipped", "d": "passed"}
+    assert {each.name: each.status for each in listed_tests(detail)} == {
+        "t::a": "failed", "t::b": "passed", "t::c": "skipped", "d": "passed",
+    }  # fmt: skip
+    for form in (
+        {"not_passed": {"a": "boom"}},
+        {"not_passed": {"a": {"$cut": "/x", "head": "boom", "tail": "", "chars": 4}}},
+        {"report": {"failures": {"a": {"message": "boom"}}}},
+        {"tests": [{"name": "a", "passed": False, "output": "boom"}]},
+        {"failed": [{"nodeid": "a", "longrepr": "boom"}]},
+    ):
+        (found,) = listed_tests(form)
+        assert (found.name, found.status, found.output.strip()) == ("a", "failed", "boom")
+    assert not list(
+        listed_tests({"error": {"type": "x", "message": "y"}, "output": "failed", "files": [{"name": "a"}]})
+    )
+
+
+def test_the_number_of_tests_is_named_only_if_it_is_known() -> None:
+    many = {"not_passed": {f"t{n}": "x" for n in range(20)}}
+    found = check_facts(many, {"tests_passed": 5.0, "tests_total": 30.0})
+    assert (found["failures"], found["total"], len(found["failed"])) == (25, 30, 20)
+    assert check_facts({"not_passed": ["a"]}, {"tests_passed": 0.5})["total"] is None
+    assert check_facts({"work_failed": "ValueError: x"}, {})["breaks"] == "ValueError: x"
+
+
+def test_the_gist_of_an_output_is_what_explains_it() -> None:
+    assert gist("def f():\n>   assert 1 == 2\nE   assert 1 == 2\nE    +1\n") == "assert 1 == 2\n+1"
+    trace = "Traceback (most recent call last):\n  File 'a', line 1\n    f(x)\n    ~^^^\nValueError: no"
+    assert gist(trace) == "File 'a', line 1\nf(x)\nValueError: no"
+    assert gist("a\n\nb\nc\nd") == "a\nb\nc"
+    assert gist("x" * 999).endswith(" …")
+
+
+def test_long_arguments_are_cut_where_it_can_be_seen_and_stay_json() -> None:
+    made = json.loads(short(json.dumps({"command": "x" * 999, "timeout": 3})))
+    assert made["timeout"] == 3
+    assert made["command"].endswith("x…")
+    assert short("y" * 600) == "y" * 500 + "…"

@@ -13,7 +13,7 @@ from recorded import rollout, write_run
 
 from palaestra.cli.main import main as palaestra
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome
-from palaestra.rollouts.records import Group, ToolErrorRecord
+from palaestra.rollouts.records import Group, ToolErrorRecord, TurnRecord
 from palaestra.tools.browser import launch
 from palaestra.viewer.page_file import bundled
 from palaestra.viewer.reasons import reasons
@@ -65,7 +65,7 @@ async def browse(chromium: str, address: str, visit: Visit, allowed: str = "", *
     assert [url for url in asked if not url.startswith((origin, "data:", "blob:"))] == []
 
 
-def see(chromium: str, run: Path, visit: Visit, at: str = "", **context: JSON) -> None:
+def see(chromium: str, run: Path, visit: Visit, at: str = "", allowed: str = "", **context: JSON) -> None:
     """Serve a run, index it, and visit its list of runs, or the view with the address `at`."""
 
     async def main() -> None:
@@ -74,7 +74,7 @@ def see(chromium: str, run: Path, visit: Visit, at: str = "", **context: JSON) -
             while runs.update(name):
                 continue
         async with serving(Viewer(runs, TOKEN, TokenTexts(runs)), TOKEN) as url:
-            await browse(chromium, f"{url}/?token={TOKEN}{at}", visit, **context)
+            await browse(chromium, f"{url}/?token={TOKEN}{at}", visit, allowed, **context)
 
     asyncio.run(main())
 
@@ -264,6 +264,13 @@ def test_hostile_texts_in_a_file_do_nothing(tmp_path: Path, chromium: str) -> No
     asyncio.run(browse(chromium, out.as_uri(), visit))
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "/tmp/.palaestra-tests/tests.py", line 4, in test_discount
+    assert discount(100) == 90
+           ^^^^^^^^^^^^^^^^^^^
+AssertionError: 80
+"""
+
 ENDS: dict[str, tuple[dict[str, JSON], list[str]]] = {
     "sandbox": (
         {"reward": None, "outcome": Outcome.INFRA_ERROR, "blame": Blame.SANDBOX, "error": "SlotLost: the slot died"},
@@ -286,6 +293,14 @@ ENDS: dict[str, tuple[dict[str, JSON], list[str]]] = {
         {"official": 1.0, "labels": [Label("tests_edited", "tests/test_main.py was replaced", True)],
          "detail": {"difference": "official 1, reward 0, because of tests_edited"}},
         ["tests_edited (certain)", "tests/test_main.py was replaced", "The reward differs from the official verdict."],
+    ),
+    "discount": (
+        {"detail": {"not_passed": {"test_discount": TRACEBACK}}, "metrics": {"tests_passed": 2.0, "tests_total": 3.0}},
+        ["1 of 3 tests failed", "test_discount", "assert discount(100) == 90", "AssertionError: 80"],
+    ),
+    "crash": (
+        {"detail": {"work_breaks_check": "JSONDecodeError: Expecting value: line 1 column 1"}},
+        ["The check fails over this work:", "JSONDecodeError: Expecting value"],
     ),
 }  # fmt: skip
 """What made a rollout end without a reward, and what the first screen of its page must show."""
@@ -466,3 +481,123 @@ def test_a_wrong_command_line_gets_a_reason(
     assert palaestra(["view", str(run), *words]) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "out.html").exists()
+
+
+FAILING_COMMAND: list[Message] = [
+    {"role": "user", "content": "Go."},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "function": {"name": "terminal", "arguments": '{"command": "make all"}'}}]},
+    {"role": "tool", "tool_call_id": "1", "content": '{"output": "\\"exit_code\\": 3", "exit_code": 2}'},
+]  # fmt: skip
+
+
+def test_crashing_checks_and_nonzero_exits_are_named(tmp_path: Path, chromium: str) -> None:
+    given: list[dict[str, JSON]] = [
+        {"detail": {"work_breaks_check": "JSONDecodeError: Expecting value"}}, {"detail": {"work_failed": "no file"}},
+        {},
+    ]  # fmt: skip
+    members = [
+        rollout(n, FAILING_COMMAND, 0.0, rollout_id=f"g/{n}", group_id="g", task_id="fix", outcome=Outcome.MAX_TURNS,
+                blame=Blame.MODEL, turns=[TurnRecord(number=1)], **more)
+        for n, more in enumerate(given)
+    ]  # fmt: skip
+    made = Group(group_id="g", number=0, task_id="fix", trajectories=members)
+    run = write_run(tmp_path / "run", made, config={"env": {"max_agent_turns": 7}})
+
+    async def visit(page: Page, base: str) -> None:
+        notes = await page.inner_text(".run-notes")
+        assert "the check fails over the work of 1 rollout, first g/0: JSONDecodeError: Expecting value" in notes
+        assert "first g/1: no file" in notes
+        assert "failed (" not in notes
+        assert "1≠0" in await page.inner_text("a.row >> nth=0")
+        await go(page, base, "rollout", run="run", id="g/2")
+        seen = await page.evaluate(SEEN)
+        assert "It reached the limit of 7 turns before the model ended." in seen
+        assert "1 call ended with a nonzero exit code. terminal, turn 1: exit code 2: make all" in seen
+
+    see(chromium, run, visit, at="#/run?run=run")
+    index = open_runs(str(run))["run"]
+    while index.update():
+        continue
+    assert "terminal, turn 1: exit code 2: make all" in [each.text for each in reasons(rollout_record(index, "g/2"))]
+
+
+def test_a_long_command_is_cut_where_it_can_be_seen(tmp_path: Path, chromium: str) -> None:
+    def talk(command: str) -> list[Message]:
+        called = {"id": "1", "function": {"name": "terminal", "arguments": f'{{"command": "{command}", "timeout": 9}}'}}
+        return [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "", "tool_calls": [called]}]
+
+    members = [rollout(n, talk(f"echo {n} " + "word " * 200), float(n)) for n in range(2)]
+    made = Group(group_id="000000-sky", number=0, task_id="sky", trajectories=members)
+    run = write_run(tmp_path / "run", made)
+
+    async def visit(page: Page, base: str) -> None:
+        await go(page, base, "siblings", run="run", id=["000000-sky/0", "000000-sky/1"])
+        shown = await page.locator(".why code, table.calls code").all_inner_texts()
+        assert len(shown) == 4
+        assert all(each.startswith("echo") and each.endswith("…") for each in shown), shown
+
+    see(chromium, run, visit)
+
+
+def test_criteria_are_fields_and_a_wrong_filter_keeps_the_page(real: Path, chromium: str) -> None:
+    async def visit(page: Page, base: str) -> None:
+        async def asked(text: str) -> None:
+            await page.fill("input[aria-label='Filter rollouts']", text)
+            await page.keyboard.press("Enter")
+
+        field = "document.querySelector(\"input[aria-label='Filter rollouts']\").value"
+        for text, reason in (("reward<abc", "reward needs a number, not abc"), ("foo:bar", "there is no field foo")):
+            await asked(text)
+            await until(page, f"document.querySelector('[role=alert]')?.textContent === '{reason}'")
+            assert await page.evaluate(field) == text
+            assert await page.locator("a.row").count() == 12
+        await asked("written = 1 time>=0")
+        await until(page, "location.hash.includes('metric.written')")
+        await until(page, f"{field} === 'metric.written=1 seconds>=0'")
+        assert 0 < await page.locator("a.row").count() < 12
+        await go(page, base, "run", run=real.name, where='[["reward","<","abc"]]')
+        assert "the filter reward<abc needs a number" in await page.inner_text("[role=alert]")
+        assert await page.evaluate(field) == "reward<abc"
+
+    see(chromium, real, visit, at=f"#/run?run={real.name}", allowed="400")
+
+
+def test_the_rollouts_of_a_filtered_list_are_read_one_after_the_other(tmp_path: Path, chromium: str) -> None:
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    members = [rollout(n, talk, float(n % 2), rollout_id=f"g/{n}", group_id="g", task_id="t") for n in range(8)]
+    run = write_run(tmp_path / "run", Group(group_id="g", number=0, task_id="t", trajectories=members))
+
+    async def visit(page: Page, base: str) -> None:
+        await page.click("text=below full reward")
+        await until(page, "document.querySelectorAll('a.row').length == 4")
+        for key in ("j", "j", "Enter"):
+            await page.keyboard.press(key)
+        await page.wait_for_selector(".turn")
+        assert "id=g%2F2&" in page.url
+        for key, wanted in (("n", 4), ("n", 6), ("p", 4), ("p", 2), ("p", 0)):
+            await page.keyboard.press(key)
+            await until(page, f"location.hash.includes('id=g%2F{wanted}&')")
+            await until(page, f"document.querySelector('#main h1')?.textContent.endsWith('#{wanted}')")
+        await page.keyboard.press("p")
+        await until(page, "document.body.textContent.includes('no rollout before this one in the filtered list')")
+        await page.keyboard.press("u")
+        await until(page, "document.querySelectorAll('a.row').length == 4")
+
+    see(chromium, run, visit, at="#/run?run=run")
+
+
+def test_a_text_that_was_found_is_shown(tmp_path: Path, chromium: str) -> None:
+    long = "\n".join(f"line {n}" for n in range(400))
+    talk = [{"role": "user", "content": long}, {"role": "assistant", "content": long + "\nThe Needle is here\n" + long}]
+    run = write_run(tmp_path / "run", Group(group_id="g", number=0, task_id="t", trajectories=[
+        rollout(0, talk, 0.0, rollout_id="g/0", group_id="g", task_id="t", turns=[TurnRecord(number=1)])]))  # fmt: skip
+
+    async def visit(page: Page, base: str) -> None:
+        await go(page, base, "run", run="run", text="needle is")
+        await page.click(".found a")
+        await page.wait_for_selector("mark.hit")
+        assert "The Needle is here" in await page.evaluate(SEEN)
+        assert await page.inner_text("mark.hit") == "Needle is"
+
+    see(chromium, run, visit)

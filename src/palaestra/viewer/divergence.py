@@ -15,6 +15,7 @@ from typing import NamedTuple
 from palaestra.core.types import JSON, Message
 from palaestra.inference.ledger.records import ITEM_BYTES, SegmentRecord
 from palaestra.rollouts.records import Trajectory
+from palaestra.viewer.check_evidence import listed_tests, short
 
 MOST = 16
 """The maximum number of rollouts that are compared."""
@@ -82,14 +83,14 @@ def siblings(rollouts: Sequence[Trajectory], reference: str = "") -> dict[str, J
     )
     calls = {each.rollout_id: list(calls_of(each.messages)) for each in rollouts}
     known = calls[chosen.rollout_id]
-    tests = {each.rollout_id: dict(listed_tests(each.detail)) for each in rollouts}
+    tests = {each.rollout_id: {test.name: test.status for test in listed_tests(each.detail)} for each in rollouts}
     return {
         "reference": chosen.rollout_id,
         "rollouts": [
             {
                 "id": each.rollout_id,
                 "calls": [
-                    [call.turn, call.name, call.arguments[:500], call.message] for call in calls[each.rollout_id]
+                    [call.turn, call.name, short(call.arguments), call.message] for call in calls[each.rollout_id]
                 ],
                 "tools": dict(Counter(call.name for call in calls[each.rollout_id]).most_common()),
                 "token": None if each is chosen else _token(chosen, each),
@@ -101,30 +102,6 @@ def siblings(rollouts: Sequence[Trajectory], reference: str = "") -> dict[str, J
         "tests": _differing([tests[each.rollout_id] for each in rollouts]),
         "criteria": _differing([each.metrics for each in rollouts]),
     }
-
-
-def listed_tests(detail: JSON, under: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and the status of each test that a rollout's evidence lists: mappings from names to a status or a
-    truth value, and lists of names under a key such as `failed` or `not_passed`."""
-    if not isinstance(detail, Mapping):
-        return
-    for key, value in detail.items():
-        word = _STATUS.get(str(key).lower())
-        if word is not None and isinstance(value, list):
-            yield from ((str(name), word) for name in value if isinstance(name, str))
-        elif isinstance(value, bool) and under:
-            yield str(key), "passed" if value else "failed"
-        elif isinstance(value, str) and value.lower() in _STATUS and under:
-            yield str(key), _STATUS[value.lower()]
-        elif isinstance(value, Mapping):
-            yield from listed_tests(value, str(key))
-
-
-_STATUS = {
-    **dict.fromkeys(("passed", "pass", "ok", "passing"), "passed"),
-    **dict.fromkeys(("failed", "fail", "failure", "error", "errors", "not_passed", "failing"), "failed"),
-    **dict.fromkeys(("skipped", "skip", "xfail", "missing"), "skipped"),
-}
 
 
 def _differing(found: Sequence[Mapping[str, JSON]]) -> dict[str, list[JSON]]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.rollouts.finished_run import last_metrics
-from palaestra.rollouts.observe.failures import Failures
+from palaestra.rollouts.observe.failures import Cause, Failures
 from palaestra.rollouts.observe.metrics import BY_OFFICIAL, group_size, pass_metrics
 from palaestra.rollouts.observe.verdicts import Verdicts
 from palaestra.viewer.run_index import RESUMED, Evidence, RunIndex, evidence
@@ -27,11 +27,13 @@ def overview(index: RunIndex, own: Mapping[str, float] | None = None) -> dict[st
     (`verdicts`), the environment's own metrics that are not in the table (`own`), and a
     sentence about resumed rollouts (`resumed`). `own` has the metrics of a run that is just ending."""
     scores, groups = _Scores(index), index.all_groups()
-    failures, verdicts = Failures(), Verdicts()
+    failures, crashes, verdicts = Failures(), Failures(), Verdicts()
     for one in evidence(index):
         scores.add(one)
         if one.reward is None:
             failures.cause(one.blame, one.error, one.id, one.group).rollouts += 1
+        if one.breaks:
+            crashes.cause("model", one.breaks, one.id, one.group).rollouts += 1
         verdicts.take(one.difference, one.reward, one.official, json.loads(one.unseen))
     if any(error for *_, error, _ in groups):
         for group in index.groups(limit=10**9)[1]:
@@ -40,17 +42,21 @@ def overview(index: RunIndex, own: Mapping[str, float] | None = None) -> dict[st
     if own is None:
         metrics = last_metrics(index.folder / "metrics.jsonl") if index.folder.is_dir() else {}
         own = {name: value for name, value in metrics.items() if name.startswith("eval/")}
-    causes = failures.causes()
+    causes, crashed = failures.causes(), crashes.causes()
     return {
         "scores": scores.table(),
-        "causes": [cause.line() for cause in causes],
-        "first_failures": [cause.first if cause.rollouts else "" for cause in causes],
+        "causes": [*(cause.line() for cause in causes), *map(_crash_line, crashed)],
+        "first_failures": [cause.first if cause.rollouts else "" for cause in (*causes, *crashed)],
         "verdicts": list(verdicts.lines()),
         "own": {name: value for name, value in own.items() if not _IN_TABLE.search(name)}
         if "eval/planned" in own
         else own,
         "resumed": _resumed(index.facts()),
     }
+
+
+def _crash_line(cause: Cause) -> str:
+    return f"the check fails over the work of {plural(cause.rollouts, 'rollout')}, first {cause.first}: {cause.error}"
 
 
 class _Scores:

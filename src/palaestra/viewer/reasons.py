@@ -5,16 +5,17 @@ The terminal viewer shows these lines first, as the page does (`page/rollout.js`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.rollouts.environment import MISSING
-from palaestra.viewer.divergence import listed_tests
-from palaestra.viewer.rollout_record import CUT
+from palaestra.viewer.check_evidence import CUT
 
 _SHOWN = 5
+_MAIN = ("command", "code", "path", "query")
 
 OUTCOMES = {
     "max_turns": "It reached the limit of turns before the model ended.",
@@ -42,13 +43,19 @@ def reasons(record: dict[str, JSON]) -> list[Reason]:
 
 
 def _ending(record: dict[str, JSON]) -> Iterator[Reason]:
+    if text := (record.get("check") or {}).get("breaks"):
+        yield Reason("bad", "The check fails over this work:", text)
     if record.get("difference"):
         yield Reason("warn", "The reward differs from the official verdict.", record["difference"])
     blame, outcome = record.get("blame"), record.get("outcome") or "natural"
     if record.get("error"):
         yield Reason("bad", f"Failed ({blame})." if blame else "Failed.", beginning(record["error"]))
     elif outcome != "natural":
-        yield Reason("warn", OUTCOMES.get(outcome, f"It ended with {outcome}."))
+        most = record.get("most_turns")
+        limit = (
+            f"It reached the limit of {plural(most, 'turn')} before the model ended." if most else OUTCOMES["max_turns"]
+        )
+        yield Reason("warn", limit if outcome == "max_turns" else OUTCOMES.get(outcome, f"It ended with {outcome}."))
     for label in record.get("labels") or []:
         yield Reason("warn", f"{label['name']}{' (certain)' if label.get('certain') else ''}", label["evidence"])
 
@@ -57,11 +64,10 @@ def _evidence(record: dict[str, JSON]) -> Iterator[Reason]:
     reward = record.get("reward")
     if reward is not None and reward >= 1:
         return
-    tests = dict(listed_tests(record.get("detail")))
-    failed = [name for name, status in tests.items() if status != "passed"]
-    if failed:
-        more = " …" if len(failed) > _SHOWN else ""
-        yield Reason("warn", f"{len(failed)} of {len(tests)} tests failed:", ", ".join(failed[:_SHOWN]) + more)
+    check = record.get("check") or {}
+    if failed := check.get("failed"):
+        more = " …" if check["failures"] > _SHOWN else ""
+        yield Reason("warn", failed_words(check), "\n".join(map(_test_words, failed[:_SHOWN])) + more)
     missing = (record.get("detail") or {}).get(MISSING)
     if isinstance(missing, list) and missing:
         yield Reason("warn", "The check could not run:", "; ".join(map(str, missing[:_SHOWN])))
@@ -72,9 +78,34 @@ def _evidence(record: dict[str, JSON]) -> Iterator[Reason]:
         yield Reason("warn", f"{plural(len(errors), 'call')} failed.", f"{where}: {beginning(first['error'])}")
     if (contrast := record.get("contrast")) is not None:
         yield _unexplained(contrast)
+    if exits := (record.get("exits") or {}).get("count"):
+        first = record["exits"]["first"]
+        text = f"{first['tool']}, turn {first['turn']}: exit code {first['code']}: {_command(first['arguments'])}"
+        yield Reason("warn", f"{plural(exits, 'call')} ended with a nonzero exit code.", text)
     said = any(message.get("role") == "assistant" for message in record.get("messages") or [])
     if not record.get("turns") and not record.get("error") and not said:
         yield Reason("warn", "The model did not reply.")
+
+
+def _command(arguments: str) -> str:
+    """Return the command, the code or the path in the arguments of a call, or else all of them."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    texts = [found[name] for name in _MAIN if isinstance(found.get(name), str)] if isinstance(found, dict) else []
+    return str(texts[0]) if texts else arguments
+
+
+def failed_words(check: dict[str, JSON]) -> str:
+    """Return how many tests failed, of how many if the record has that number."""
+    n, total = check["failures"], check["total"]
+    return f"{n:,} of {plural(total, 'test')} failed:" if total else f"{plural(n, 'test')} failed:"
+
+
+def _test_words(test: list[str]) -> str:
+    name, status, output = test
+    return f"{name}{f' ({status})' if status != 'failed' else ''}" + (f": {output}" if output else "")
 
 
 def _unexplained(contrast: dict[str, JSON]) -> Reason:
@@ -87,7 +118,7 @@ def _unexplained(contrast: dict[str, JSON]) -> Reason:
     call = contrast.get("call")
     if call is None:
         return Reason("warn", head, f"{text} with the same calls.")
-    own, other = (" ".join(each) if each else "no call" for each in (call["own"], call["other"]))
+    own, other = (f"{each[0]} {_command(each[1])}" if each else "no call" for each in (call["own"], call["other"]))
     return Reason("warn", head, f"{text}; call {call['number']} is {own} here and {other} there.")
 
 

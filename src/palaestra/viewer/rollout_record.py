@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import shlex
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -22,14 +22,13 @@ from palaestra.rollouts.environment import MISSING
 from palaestra.rollouts.events import GroupStarted, TurnTaken
 from palaestra.rollouts.observe.verdicts import official_name, official_words
 from palaestra.rollouts.records import Trajectory
-from palaestra.viewer.divergence import Call, calls_of, differing_call, listed_tests
+from palaestra.viewer.check_evidence import CUT, check_facts, nonzero_exits, short
+from palaestra.viewer.divergence import Call, calls_of, differing_call
 from palaestra.viewer.imported import ImportedIndex
 from palaestra.viewer.run_index import RunIndex, number_of
 
 LONG_CHARS = 20_000
 _HEAD_CHARS, _TAIL_CHARS = 12_000, 4_000
-CUT = "$cut"
-"""The key that marks a cut text."""
 
 _PARTS = (
     "messages", "turns", "tool_errors", "inner_calls", "subagents", "labels", "metrics", "detail", "outcome", "reward",
@@ -59,6 +58,9 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
         "official_name": official_words(official_name(config)),
         "difference": trajectory.difference,
         "contrast": contrast(index, trajectory),
+        "check": check_facts(trajectory.detail, trajectory.metrics),
+        "exits": _exits(trajectory),
+        "most_turns": most_turns(config),
         "group": _group(index, trajectory.group_id, group),
         "tools": cut(group.group.tools, long_chars) if group else [],
         "before": before,
@@ -67,6 +69,19 @@ def rollout_record(index: RunIndex, rollout_id: str, long_chars: int = LONG_CHAR
         "tokens": _token_facts(trajectory),
         "commands": commands(index, trajectory),
     }
+
+
+def most_turns(config: Mapping[str, JSON]) -> int | None:
+    """Return the limit of turns in a run's settings, or None."""
+    env = config.get("env")
+    found = env.get("max_agent_turns") if isinstance(env, Mapping) else None
+    return found if isinstance(found, int) else None
+
+
+def _exits(one: Trajectory) -> dict[str, JSON]:
+    """Return the number of calls that ended with a nonzero exit code (`count`), and the `first` of them."""
+    found = list(nonzero_exits(one.messages, [turn.number for turn in one.turns]))
+    return {"count": len(found), "first": found[0] if found else None}
 
 
 def contrast(index: RunIndex, trajectory: Trajectory) -> dict[str, JSON] | None:
@@ -93,12 +108,12 @@ def contrast(index: RunIndex, trajectory: Trajectory) -> dict[str, JSON] | None:
 def _has_cause(one: Trajectory) -> bool:
     """Return whether the record has a cause for the reward: a failure, a limit, a label, a test or a call."""
     recorded = one.error, one.difference, one.labels, one.tool_errors, one.detail.get(MISSING)
-    failed = (status != "passed" for _, status in listed_tests(one.detail))
-    return one.outcome is not Outcome.NATURAL or any(recorded) or any(failed)
+    facts = check_facts(one.detail, one.metrics)
+    return one.outcome is not Outcome.NATURAL or any(recorded) or bool(facts["failed"] or facts["breaks"])
 
 
 def _named(calls: Sequence[Call], place: int) -> list[str] | None:
-    return [calls[place].name, calls[place].arguments[:500]] if place < len(calls) else None
+    return [calls[place].name, short(calls[place].arguments)] if place < len(calls) else None
 
 
 def commands(index: RunIndex, trajectory: Trajectory) -> dict[str, str]:

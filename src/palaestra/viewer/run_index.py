@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -29,9 +30,11 @@ from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnd
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
 from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
+from palaestra.viewer.check_evidence import breaks, exit_code
 
-_FORMAT = "4"
+_FORMAT = "5"
 _TAIL_BYTES = 4096
+_EXIT = re.compile(rb'\\?"exit_code\\?":\s*-?[1-9]')
 _PREVIEW_CHARS = 240
 _MOST_UNSEEN = 20
 
@@ -47,7 +50,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
     official REAL, blame TEXT, error TEXT, labels TEXT, certain INTEGER, metrics TEXT, category TEXT, tokens INTEGER,
     prompt_tokens INTEGER, completion_tokens INTEGER, cost REAL, turns INTEGER, calls INTEGER, errors INTEGER,
     exact INTEGER, segments INTEGER, seconds REAL, model_s REAL, tool_s REAL, grade_s REAL, started REAL, answer TEXT,
-    parent INTEGER, difference TEXT, unseen TEXT, place INTEGER, size INTEGER
+    parent INTEGER, difference TEXT, unseen TEXT, breaks TEXT, exits INTEGER, place INTEGER, size INTEGER
 );
 CREATE INDEX IF NOT EXISTS rollouts_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS rollouts_number ON rollouts (number, position);
@@ -62,13 +65,13 @@ CREATE INDEX IF NOT EXISTS marks_rollout ON marks (rollout, kind);
 _LISTED = (
     "id", "group_id", "number", "task", "position", "outcome", "reward", "official", "blame", "error", "labels",
     "metrics", "category", "prompt_tokens", "completion_tokens", "cost", "turns", "calls", "errors", "exact",
-    "segments", "seconds", "model_s", "tool_s", "started", "answer", "parent",
+    "segments", "seconds", "model_s", "tool_s", "started", "answer", "parent", "exits",
 )  # fmt: skip
 _TEXTS = {"task": "task", "id": "id", "outcome": "outcome", "blame": "blame", "label": "labels", "error": "error",
           "category": "category", "answer": "answer", "group": "group_id"}  # fmt: skip
 _NUMBERS = {"reward": "reward", "official": "COALESCE(official, reward)", "tokens": "tokens", "turns": "turns",
-            "seconds": "seconds", "calls": "calls", "errors": "errors", "cost": "cost", "index": "position",
-            "started": "started", "segments": "segments",
+            "seconds": "seconds", "calls": "calls", "errors": "errors", "exits": "exits", "cost": "cost",
+            "index": "position", "started": "started", "segments": "segments",
             "regraded": "(SELECT CAST(value AS REAL) FROM marks WHERE rollout = id AND kind = 'regraded')"}  # fmt: skip
 _COMPARISONS = ("=", "!=", "<", "<=", ">", ">=")
 
@@ -76,6 +79,9 @@ RESUMED = "resumed:"
 """The beginning of the facts that count resumed rollouts, by the reason why they started again."""
 
 _MARKS = ("tag", "verdict", "note")
+NUMBERS = tuple(_NUMBERS)
+"""The fields that are numbers."""
+
 FIELDS = (*_TEXTS, *_NUMBERS, *_MARKS)
 """The names by which rollouts can be filtered and sorted; `metric.NAME` also works."""
 
@@ -93,6 +99,8 @@ class _Detail(msgspec.Struct):
     category: msgspec.Raw = msgspec.Raw(b'""')
     difference: msgspec.Raw = msgspec.field(default=msgspec.Raw(b'""'), name=DIFFERENCE)
     unseen: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"[]"), name=UNSEEN)
+    work_breaks_check: msgspec.Raw = msgspec.Raw(b'""')
+    work_failed: msgspec.Raw = msgspec.Raw(b'""')
 
 
 class _Segment(msgspec.Struct):
@@ -553,7 +561,7 @@ class _Slice:
             sum(model for model, _ in beside.turn_s), sum(tool for _, tool in beside.turn_s),
             beside.stages.get("grade", 0.0), beside.started_at, _first(reversed(one.messages), b'"assistant"'),
             None if one.parent is None else one.parent.index, _string(one.detail.difference),
-            json.dumps(_strings(one.detail.unseen)), self.place, size,
+            json.dumps(_strings(one.detail.unseen)), _breaks(one.detail), _exits(one.messages), self.place, size,
         )  # fmt: skip
         marks = ", ".join("?" * len(values))
         self._db.execute(f"INSERT OR REPLACE INTO rollouts VALUES ({marks})", values)  # noqa: S608
@@ -615,6 +623,8 @@ class Evidence(NamedTuple):
     difference: str
     unseen: str
     """The changed paths that the check did not see, as a JSON list."""
+    breaks: str
+    """The error with which the check failed over the work; empty if it did not."""
 
 
 def evidence(index: RunIndex) -> Iterator[Evidence]:
@@ -624,7 +634,7 @@ def evidence(index: RunIndex) -> Iterator[Evidence]:
         with index._lock:
             rows = index._db.execute(
                 "SELECT place, id, group_id, task, category, reward, official, COALESCE(blame, ''), error, difference, "
-                "unseen FROM rollouts WHERE place > ? ORDER BY place LIMIT 1000",
+                "unseen, breaks FROM rollouts WHERE place > ? ORDER BY place LIMIT 1000",
                 [last],
             ).fetchall()
         if not rows:
@@ -656,6 +666,25 @@ def _text(raw: msgspec.Raw) -> str:
 def _string(raw: msgspec.Raw) -> str:
     value = json.loads(bytes(raw).decode("utf-8", "replace") or '""')
     return value if isinstance(value, str) else ""
+
+
+def _breaks(detail: _Detail) -> str:
+    found = {"work_breaks_check": _string(detail.work_breaks_check), "work_failed": _string(detail.work_failed)}
+    return breaks({name: text for name, text in found.items() if text})
+
+
+def _exits(messages: Iterable[msgspec.Raw]) -> int:
+    """Return how many results have a nonzero exit code."""
+    count = 0
+    for raw in messages:
+        if _EXIT.search(raw):
+            try:
+                message = _message.decode(raw)
+                content = json.loads(bytes(message.content).decode("utf-8", "replace"))
+            except (*UNREADABLE, RecursionError):
+                continue
+            count += bytes(message.role) == b'"tool"' and exit_code(content) != 0
+    return count
 
 
 def _strings(raw: msgspec.Raw) -> list[str]:

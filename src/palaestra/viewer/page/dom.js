@@ -142,3 +142,7 @@ export function stack(counts, order = []) {
   return h("span.stack", { title: plain(names.map((name) => `${name} ${counts[name]}`).join(", ")) },
     names.map((name) => h("i", { class: `o-${/^[a-z_]+$/.test(name) ? name : "other"}`, style: { width: `${(100 * counts[name]) / total}%` } })));
 }
+
+// A text that is cut says so.
+export const clipped = (text, most) => (text.length > most ? `${text.slice(0, most)}…` : text);
+export const oneLine = (text) => text.replace(/\s+/g, " ");

@@ -1,8 +1,9 @@
 // One rollout: the verdict and its evidence, the time it took, and the conversation turn by turn.
 
-import { h, add, chip, count, seconds, figure, rewardTag, link, address, copy, plural, when, say, plain } from "./dom.js";
-import { getKept, isFile } from "./api.js";
+import { h, add, chip, count, seconds, figure, rewardTag, link, address, copy, plural, when, say, plain, clipped } from "./dom.js";
+import { get, getKept, isFile } from "./api.js";
 import { isTests, passed, reasons as reasonsOf } from "./reasons.js";
+import { asText } from "./filter.js";
 import { forksOf, mark, origin } from "./forks.js";
 import { judgementOf, judgement, gradeFacts } from "./judgement.js";
 import { block, content, tree, start, isDiff } from "./text.js";
@@ -12,14 +13,15 @@ const THINK = /<think>([\s\S]*?)(?:<\/think>|$)\s*/g;
 
 export async function show(params, shell) {
   const [run, id] = [params.get("run"), params.get("id")];
-  const [rollout, forked, judged] = await Promise.all([getKept("rollout", { run, id }), forksOf(run, id), judgementOf(run, id)]);
-  const source = { run, id };
-  shell.title(`${rollout.task_id} #${rollout.index}`, [["runs", "#/runs"], [run, address("run", { run })], [rollout.task_id, address("run", { run, where: JSON.stringify([["group", "=", rollout.group_id]]) })], [`#${rollout.index}`, null]]);
+  const [recorded, forked, judged, list] = await Promise.all([getKept("rollout", { run, id }), forksOf(run, id), judgementOf(run, id), listOf(params)]);
+  const source = { run, id }, rollout = list ? { ...recorded, before: list.before?.id, after: list.after?.id } : recorded;
+  const rolloutOf = (name) => address("rollout", { run, id: rollout[name], ...(list && list[name].params) });
+  shell.title(`${rollout.task_id} #${rollout.index}`, [["runs", "#/runs"], [run, address("run", { run })], [rollout.task_id, address("run", { run, where: JSON.stringify([["group", "=", rollout.group_id]]) })], ...(list ? [[list.name, address("run", { run, ...list.params })]] : []), [`#${rollout.index}`, null]]);
   const turns = conversation(rollout, source);
   const outline = h("nav.outline", { "aria-label": "Turns" }, turns.map((turn, place) => turn.entry(place)));
   mark(turns, forked);
   for (const turn of turns) turn.node.classList.toggle("shared", Boolean(rollout.origin) && turn.number !== null && turn.number <= rollout.origin.turn);
-  const main = h("div.rollout", {}, head(rollout, run, judged, [...origin(rollout, forked.origin), judgement(run, rollout, judged)]), h("div.columns", {}, outline, h("div.thread", {}, turns.map((turn) => turn.node), endings(rollout, source))));
+  const main = h("div.rollout", {}, head(rollout, run, judged, rolloutOf, [...origin(rollout, forked.origin), judgement(run, rollout, judged)]), h("div.columns", {}, outline, h("div.thread", {}, turns.map((turn) => turn.node), endings(rollout, source))));
   let at = -1;
   const go = (place, scroll = true) => {
     if (!turns.length) return;
@@ -34,8 +36,9 @@ export async function show(params, shell) {
     turns[at].link.scrollIntoView({ block: "nearest" });
   };
   turns.forEach((turn, place) => turn.link.addEventListener("click", () => go(place)));
-  const other = (name) => (rollout[name] ? (location.hash = address("rollout", { run, id: rollout[name] })) : say(`there is no rollout ${name === "before" ? "before" : "after"} this one`));
+  const other = (name) => (rollout[name] ? (location.hash = rolloutOf(name)) : say(`there is no rollout ${name === "before" ? "before" : "after"} this one${list ? " in the filtered list" : ""}`));
   if (params.has("turn")) setTimeout(() => go(turns.findIndex((turn) => String(turn.number) === params.get("turn"))));
+  if (params.get("text")) setTimeout(() => showText(main, turns, params.get("text"), go));
   return {
     node: main,
     live: rollout.in_flight ? run : null,
@@ -56,6 +59,52 @@ export async function show(params, shell) {
   };
 }
 
+// The list from which the reader came, by its filter, its order and the rollout's place in it: the rollouts before and
+// after, each with the parameters of its address. A list that changed meanwhile is read from its beginning.
+async function listOf(params) {
+  const [where, sort, id] = [params.get("where") || "", params.get("sort") || "", params.get("id")];
+  if (!where && !sort) return null;
+  const [key, order] = sort.split(" ");
+  const ask = (offset, limit) => get("rollouts", { run: params.get("run"), where, sort: key, descending: order === "desc" ? "1" : "", offset, limit }).then((found) => found.rows, () => []);
+  let first = Math.max(0, (Number.parseInt(params.get("at"), 10) || 0) - 1), rows = await ask(first, 3);
+  if (!rows.some((row) => row.id === id)) [first, rows] = [0, await ask(0, 1000)];
+  const place = rows.findIndex((row) => row.id === id);
+  if (place < 0) return null;
+  const found = { params: { where, sort }, name: "filtered list" };
+  try {
+    found.name = asText(JSON.parse(where || "[]")) || `sorted by ${key}`;
+  } catch {
+    // the server has read the filter, so only a file comes here
+  }
+  for (const [name, by] of [["before", -1], ["after", 1]]) if (rows[place + by]) found[name] = { id: rows[place + by].id, params: { where, sort, at: first + place + by } };
+  return found;
+}
+
+// Opens what hides the first place with a text, and goes there.
+function showText(main, turns, text, go) {
+  const wanted = text.toLowerCase(), walk = document.createTreeWalker(main.querySelector(".thread"), NodeFilter.SHOW_TEXT);
+  const whole = [...main.querySelectorAll(".thread pre, .thread code, .thread .leaf, .thread .block")];
+  let node = null, at = -1;
+  while (at < 0 && walk.nextNode()) [node, at] = [walk.currentNode, walk.currentNode.data.toLowerCase().indexOf(wanted)];
+  const place = at >= 0 ? node.parentElement : whole.find((each) => each.textContent.toLowerCase().includes(wanted)); // colours split a text
+  if (!place) return say("the text is in a part of the record that is not shown yet");
+  const turn = turns.findIndex((each) => each.node.contains(place));
+  if (turn >= 0) go(turn, false);
+  for (let each = place; each && each !== main; each = each.parentElement) {
+    if (each.matches("details")) each.open = true;
+    if (each.matches(".block.folded")) each.toggle();
+  }
+  let shown = place;
+  if (at >= 0) {
+    const range = document.createRange();
+    range.setStart(node, at);
+    range.setEnd(node, Math.min(at + text.length, node.length));
+    shown = h("mark.hit", {});
+    range.surroundContents(shown);
+  }
+  shown.scrollIntoView({ block: "center" });
+}
+
 export function siblingsAddress(rollout, run) {
   const members = rollout.group.members.map(([id]) => id);
   const place = Math.max(0, members.indexOf(rollout.id));
@@ -63,7 +112,7 @@ export function siblingsAddress(rollout, run) {
   return address("siblings", { run, id: members.slice(first, first + 8) });
 }
 
-function head(rollout, run, judged, callouts) {
+function head(rollout, run, judged, rolloutOf, callouts) {
   const facts = [];
   const fact = (name, value, title = "") => value && facts.push(h("div.fact", title ? { title } : {}, h("dt", {}, name), h("dd", {}, value)));
   fact("reward", rewardTag(rollout.in_flight ? null : rollout.reward, rollout.in_flight ? null : rollout.outcome));
@@ -82,9 +131,10 @@ function head(rollout, run, judged, callouts) {
   const cells = group.length > 1 ? h("span.cells", {}, group.map((member) => cell(member, run, rollout.id))) : null;
   const reasons = [];
   if (rollout.in_flight) reasons.push(h("p.callout.is-info", {}, "This rollout is running. The page follows it."));
+  if (rollout.check?.breaks) reasons.push(h("div.callout.is-bad", {}, h("b", {}, "The check fails over this work: "), h("code.output", {}, rollout.check.breaks)));
   if (rollout.difference) reasons.push(h("p.callout.is-warn", {}, h("b", {}, "The reward differs from the official verdict. "), rollout.difference));
   if (rollout.error) reasons.push(h("div.callout.is-bad", {}, h("b", {}, rollout.blame ? `Failed (${rollout.blame}). ` : "Failed. "), block(rollout.error)));
-  else if (rollout.outcome && rollout.outcome !== "natural") reasons.push(h("p.callout.is-warn", {}, OUTCOMES[rollout.outcome] || `It ended with ${rollout.outcome}.`));
+  else if (rollout.outcome && rollout.outcome !== "natural") reasons.push(h("p.callout.is-warn", {}, (rollout.outcome === "max_turns" && rollout.most_turns ? `It reached the limit of ${plural(rollout.most_turns, "turn")} before the model ended.` : OUTCOMES[rollout.outcome]) || `It ended with ${rollout.outcome}.`));
   for (const label of rollout.labels || []) reasons.push(h("p.callout.is-warn", {}, h("b", {}, `${label.name}${label.certain ? " (certain)" : ""} `), label.evidence));
   reasons.push(...reasonsOf(rollout, (turn, words) => h("a", { href: address("rollout", { run, id: rollout.id, turn }), onclick: (event) => {
     event.preventDefault();
@@ -95,8 +145,8 @@ function head(rollout, run, judged, callouts) {
   return h("section.head", { "aria-label": "The rollout" },
     h("div.title", {}, h("h1", {}, rollout.task_id || rollout.id, h("span.dim", {}, ` #${rollout.index}`)), cells,
       h("span.actions", {},
-        rollout.before ? h("a.button", { href: address("rollout", { run, id: rollout.before }), title: "previous rollout (p)" }, "‹ previous") : null,
-        rollout.after ? h("a.button", { href: address("rollout", { run, id: rollout.after }), title: "next rollout (n)" }, "next ›") : null,
+        rollout.before ? h("a.button", { href: rolloutOf("before"), title: "previous rollout (p)" }, "‹ previous") : null,
+        rollout.after ? h("a.button", { href: rolloutOf("after"), title: "next rollout (n)" }, "next ›") : null,
         group.length > 1 ? h("a.button", { href: siblingsAddress(rollout, run), title: "compare with its siblings (s)" }, "siblings") : null,
         rollout.tokens ? h("a.button", { href: address("tokens", { run, id: rollout.id }), title: "exact tokens (t)" }, "tokens") : null,
         rollout.commands ? commandsMenu(rollout.commands) : null)),
@@ -247,7 +297,7 @@ function oneLine(value) {
   if (!found || Array.isArray(found)) return null;
   const main = found.command ?? found.code ?? found.path ?? found.query ?? found.url;
   if (typeof main !== "string") return null;
-  const node = h("code.line", { title: plain(main.slice(0, 2000)) }, main.replace(/\s+/g, " ").slice(0, 160));
+  const node = h("code.line", { title: plain(main.slice(0, 2000)) }, clipped(main.replace(/\s+/g, " "), 160));
   node.whole = Object.keys(found).length === 1 && main.length <= 110 && !main.includes("\n");
   return node;
 }

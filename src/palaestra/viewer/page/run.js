@@ -78,16 +78,18 @@ function trained(lines, fact) {
 async function rollouts({ run, found, where, go, body, params }) {
   const [key, order] = (params.get("sort") || "").split(" ");
   const ask = (offset, signal) => get("rollouts", { run, where: where.length ? JSON.stringify(where) : "", sort: key, descending: order === "desc" ? "1" : "", offset, limit: PAGE }, signal);
-  const first = await ask(0);
+  const problem = h("div", { role: "alert" });
+  const tell = (text) => problem.replaceChildren(...(text ? [h("p.callout.is-bad", {}, text)] : []));
+  const first = await ask(0).catch((error) => (where.length || key ? (tell(error.message), null) : Promise.reject(error))) || { total: 0, rows: [] };
   const judged = found.summary.official !== null, labelled = Object.keys(found.summary.labels).length > 0;
   const criteria = Object.keys(found.summary.criteria).slice(0, 2);
-  const input = h("input", { type: "search", placeholder: "filter: reward<1 outcome:max_turns task:words", "aria-label": "Filter rollouts", title: `fields: ${FIELDS.join(", ")}, metric.NAME; differs; other words are searched in task, error and answer`, list: "fields" });
+  const input = h("input", { type: "search", placeholder: "filter: reward<1 outcome:max_turns task:words", "aria-label": "Filter rollouts", title: `fields: ${[...FIELDS, ...Object.keys(found.summary.criteria)].join(", ")}; differs; other words are searched in task, error and answer`, list: "fields" });
   input.value = asText(where);
   input.addEventListener("keydown", (event) => {
     if (event.key !== "Enter") return;
-    const { where: wanted, problems } = parse(input.value);
-    if (problems.length) say(problems[0]);
-    else go({ where: wanted.length ? JSON.stringify(wanted) : "" });
+    const { where: wanted, problems } = parse(input.value, Object.keys(found.summary.criteria));
+    tell(problems.join("; "));
+    if (!problems.length) go({ where: wanted.length ? JSON.stringify(wanted) : "" });
   });
   input.addEventListener("search", () => input.value === "" && where.length && go({ where: "" }));
   const searchBox = h("input", { type: "search", placeholder: "search in all text", "aria-label": "Search in the conversations" });
@@ -103,7 +105,7 @@ async function rollouts({ run, found, where, go, body, params }) {
     ...(labelled ? [["labels", "label", "minmax(5em, 8em)", (row) => row.labels.join(", ")]] : []),
     ...criteria.map((name) => [name, `metric.${name}`, "6em", (row) => figure(row.metrics[name] ?? null, 2)]),
     ["turns", "turns", "4em", (row) => count(row.turns)],
-    ["calls", "calls", "4.5em", (row) => [count(row.calls), row.errors ? h("span.bad", { title: "failed calls" }, ` ${row.errors}✕`) : null]],
+    ["calls", "calls", "6em", (row) => [count(row.calls), row.errors ? h("span.bad", { title: "failed calls" }, ` ${row.errors}✕`) : null, row.exits ? h("span.dim", { title: "calls with a nonzero exit code" }, ` ${row.exits}≠0`) : null]],
     ["tokens", "tokens", "5em", (row) => short(row.prompt_tokens + row.completion_tokens)],
     ["time", "seconds", "5em", (row) => seconds(row.seconds)],
     ["last reply or error", "", "minmax(10em, 2fr)", (row) => h("span", { class: row.error ? "bad" : "dim" }, row.error || row.answer)],
@@ -113,6 +115,9 @@ async function rollouts({ run, found, where, go, body, params }) {
   const heads = h("div.row.heads", { role: "row", style: { "grid-template-columns": template } }, columns.map(([label, field]) => h("span", { role: "columnheader", "aria-sort": key && key === field ? (order === "desc" ? "descending" : "ascending") : null }, field ? h("button", { type: "button", onclick: () => sortTo(field) }, label, key === field ? (order === "desc" ? " ↓" : " ↑") : "") : label)));
   const pages = new Map([[0, first.rows]]), asked = new Set([0]);
   const rowAt = (place) => (pages.get(Math.floor(place / PAGE)) || [])[place % PAGE];
+  // The rollout's page goes on in this list: it gets the filter, the order and the place.
+  const listed = where.length || key ? { where: where.length ? JSON.stringify(where) : "", sort: params.get("sort") } : null;
+  const rolloutAt = (place) => address("rollout", { run, id: rowAt(place).id, ...(listed && { ...listed, at: place }) });
   let current = -1;
   const list = virtual(first.total, ROW, (place) => {
     const row = rowAt(place);
@@ -124,7 +129,7 @@ async function rollouts({ run, found, where, go, body, params }) {
       }
       return h("div.row.empty", {}, "…");
     }
-    return h("a.row", { role: "row", href: address("rollout", { run, id: row.id }), class: place === current ? "current" : "", style: { "grid-template-columns": template } }, columns.map(([, , , value]) => h("span", { role: "cell" }, value(row))));
+    return h("a.row", { role: "row", href: rolloutAt(place), class: place === current ? "current" : "", style: { "grid-template-columns": template } }, columns.map(([, , , value]) => h("span", { role: "cell" }, value(row))));
   });
   const step = (by) => {
     current = Math.max(0, Math.min(first.total - 1, current + by));
@@ -133,14 +138,14 @@ async function rollouts({ run, found, where, go, body, params }) {
   };
   const results = h("div.results", {});
   add(body, [h("div.tools", {}, input, searchBox, h("span.dim", {}, `${count(first.total)}${where.length ? ` of ${count(found.summary.totals.rollouts)}` : ""} rollouts`), where.length ? h("button.quiet", { type: "button", onclick: () => go({ where: "" }) }, "clear filter ×") : null),
-    results, h("div.table", { role: "table", "aria-rowcount": first.total, "aria-label": "Rollouts" }, heads, first.total ? list.node : h("p.note", {}, where.length ? "No rollout fits the filter." : "No rollout has ended yet."))]);
+    problem, results, h("div.table", { role: "table", "aria-rowcount": first.total, "aria-label": "Rollouts" }, heads, first.total ? list.node : h("p.note", {}, problem.childElementCount ? "" : where.length ? "No rollout fits the filter." : "No rollout has ended yet."))]);
   if (params.get("text")) search(run, params.get("text"), results);
   return {
     "/": ["filter", () => input.focus()],
     f: ["search in all text", () => searchBox.focus()],
     j: ["next rollout", () => step(1)],
     k: ["previous rollout", () => step(-1)],
-    Enter: ["open the rollout", () => current >= 0 && rowAt(current) && (location.hash = address("rollout", { run, id: rowAt(current).id }))],
+    Enter: ["open the rollout", () => current >= 0 && rowAt(current) && (location.hash = rolloutAt(current))],
   };
 }
 
@@ -154,7 +159,7 @@ async function search(run, text, results) {
       const found = await get("search", { run, text, after });
       for (const [id, passage] of found.found) {
         const place = passage.toLowerCase().indexOf(text.toLowerCase());
-        list.append(h("li", {}, h("a", { href: address("rollout", { run, id }) }, id), h("span.passage", {}, place < 0 ? passage : [passage.slice(0, place), h("mark", {}, passage.slice(place, place + text.length)), passage.slice(place + text.length)])));
+        list.append(h("li", {}, h("a", { href: address("rollout", { run, id, text }) }, id), h("span.passage", {}, place < 0 ? passage : [passage.slice(0, place), h("mark", {}, passage.slice(place, place + text.length)), passage.slice(place + text.length)])));
         n++;
       }
       [after, total] = [found.next, found.total];

@@ -1,6 +1,6 @@
 // Rollouts of one group side by side: where they part, in calls and in tokens, and what differs in their results.
 
-import { h, add, chip, count, short, figure, seconds, rewardTag, address, plain, plural, say } from "./dom.js";
+import { h, add, chip, count, short, figure, seconds, rewardTag, address, plain, plural, say, clipped, oneLine } from "./dom.js";
 import { get, getKept } from "./api.js";
 import { unpack, face, heat } from "./tokens.js";
 
@@ -107,14 +107,14 @@ export function argument(text) {
   try {
     const value = JSON.parse(text);
     const main = value.command ?? value.code ?? value.path ?? value.query;
-    if (typeof main === "string") return main.slice(0, 300);
+    if (typeof main === "string") return clipped(main, 300);
   } catch {
-    return text.slice(0, 300);
+    return clipped(text, 300);
   }
-  return text.slice(0, 300);
+  return clipped(text, 300);
 }
 
-const named = (call) => [`${call[1]} `, h("code", {}, argument(call[2]).replace(/\s+/g, " ").slice(0, 70))];
+const named = (call) => [`${call[1]} `, h("code", {}, clipped(oneLine(argument(call[2])), 70))];
 
 // One sentence for each rollout that ended differently from the reference.
 function why(shown, found, row, number) {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
-from typing import ClassVar
+from collections.abc import Sequence, Set
+from typing import ClassVar, NamedTuple
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -15,6 +15,7 @@ from textual.widgets import Footer, Static
 from palaestra.core.types import JSON
 from palaestra.viewer.reasons import reasons
 from palaestra.viewer.rollout_record import rollout_record, text_at
+from palaestra.viewer.run_index import Condition
 from palaestra.viewer.runs import Runs
 from palaestra.viewer.token_texts import TokenTexts
 from palaestra.viewer.tui.safe_text import coloured, line
@@ -27,6 +28,15 @@ _OPEN_CHARS = 200_000
 _STYLES = {"reasoning": "dim italic", "call": "bold", "result": "", "failed": "red", "good": "green", "bad": "red"}
 _ROLES = {"assistant": "bold blue", "tool": "bold cyan", "user": "bold", "system": "bold dim", "end": "bold magenta"}
 _KINDS = {"bad": "red", "warn": "yellow", "info": "cyan"}
+
+
+class Listing(NamedTuple):
+    """The list from which a rollout was opened: its filter, its order, and the rollout's place in it."""
+
+    where: Sequence[Condition]
+    sort: str
+    descending: bool
+    place: int
 
 
 class StepView(Static, can_focus=True):
@@ -67,14 +77,17 @@ class RolloutScreen(ViewScreen):
     ]
 
     HELP_LINES = (
-        "n and p go through the rollouts of the run, j and k through the steps of this one.",
+        "n and p go through the rollouts of the list, j and k through the steps of this one.",
         "s compares the rollout with its siblings.",
         "o opens or folds the long texts of a step; f goes to the next call or test that failed.",
     )
 
-    def __init__(self, runs: Runs, texts: TokenTexts, name: str, rollout_id: str) -> None:
+    def __init__(
+        self, runs: Runs, texts: TokenTexts, name: str, rollout_id: str, listing: Listing | None = None
+    ) -> None:
         super().__init__()
         self._runs, self._texts, self._run, self._rollout = runs, texts, name, rollout_id
+        self._listing = listing if listing and (listing.where or listing.sort or listing.descending) else None
         self._record: dict[str, JSON] = {}
 
     def compose(self) -> ComposeResult:
@@ -174,11 +187,20 @@ class RolloutScreen(ViewScreen):
 
     def action_other(self, which: str) -> None:
         """Go to the rollout before or after this one."""
-        other = self._record.get(which)
+        other, listing = self._record.get(which), self._listing
+        if listing is not None:
+            listing = listing._replace(place=listing.place + (1 if which == "after" else -1))
+            where, sort, descending, place = listing
+            _, found = (
+                (0, list[dict[str, JSON]]())
+                if place < 0
+                else self._runs[self._run].rows(where, sort=sort, descending=descending, offset=place, limit=1)
+            )
+            other = found[0]["id"] if found else None
         if other is None:
-            self.show_note(f"there is no rollout {which} this one")
+            self.show_note(f"there is no rollout {which} this one{' in the filtered list' if listing else ''}")
             return
-        self.app.switch_screen(RolloutScreen(self._runs, self._texts, self._run, str(other)))
+        self.app.switch_screen(RolloutScreen(self._runs, self._texts, self._run, str(other), listing))
 
     def action_siblings(self) -> None:
         """Compare the rollout with its siblings."""

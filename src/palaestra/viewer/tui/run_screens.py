@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence, Set
+from datetime import datetime
 from typing import ClassVar
 
 from rich.text import Text
@@ -16,12 +17,13 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.exits import plural
 from palaestra.core.types import JSON
 from palaestra.viewer.filter_words import filter_text, parse_filter
+from palaestra.viewer.forks import fork_of
 from palaestra.viewer.overview import overview
 from palaestra.viewer.run_index import FIELDS, Condition
 from palaestra.viewer.runs import Runs
 from palaestra.viewer.summary import run_summary
 from palaestra.viewer.token_texts import TokenTexts
-from palaestra.viewer.tui.rollout_screen import RolloutScreen
+from palaestra.viewer.tui.rollout_screen import Listing, RolloutScreen
 from palaestra.viewer.tui.safe_text import line
 from palaestra.viewer.tui.screen import Table, ViewScreen, figure, interval, reward_text
 
@@ -43,7 +45,9 @@ class RunsScreen(ViewScreen):
         yield Static(classes="path")
         yield Static(classes="note")
         table: Table = DataTable(cursor_type="row", zebra_stripes=True, fixed_columns=1)
-        table.add_columns("run", "reward", "state", "scored", "model", "official", "outcomes", "labels", "id")
+        table.add_columns(
+            "run", "reward", "state", "scored", "started", "id", "model", "official", "outcomes", "labels"
+        )
         yield table
         yield Footer()
 
@@ -63,7 +67,7 @@ class RunsScreen(ViewScreen):
         kept = table.cursor_row
         table.clear()
         for run in found:
-            table.add_row(*_run_cells(run), key=run["name"])
+            table.add_row(*_run_cells(run, fork_of(self._runs[run["name"]])), key=run["name"])
         table.move_cursor(row=kept)
         notes = [plural(len(found), "run"), *(f"{name}: {why}" for name, why in self._runs.problems.items())]
         notes += [f"{plural(self._runs.more, 'older run')} not listed"] if self._runs.more else []
@@ -76,23 +80,31 @@ class RunsScreen(ViewScreen):
             self.app.push_screen(RunScreen(self._runs, self._texts, event.row_key.value))
 
 
-def _run_cells(run: dict[str, JSON]) -> list[Text]:
+def _run_cells(run: dict[str, JSON], fork: dict[str, JSON] | None) -> list[Text]:
     state = (
         run["state"]
         if run["state"] != "running" or not run["totals"]["flying"]
         else f"running, {run['totals']['flying']}"
     )
     return [
-        line(run["env"] or run["name"], "bold", 40),
+        line(f"{'⑂ ' if fork else ''}{run['env'] or run['name']}", "bold", 40),
         Text(interval(run["reward"])),
         line(state, "cyan" if run["state"] == "running" else ""),
         Text(f"{run['scored']:,} of {run['planned']:,}"),
+        Text(_time(run["started_at"])),
+        line(run["name"] + (f", turn {fork['turn']} of {fork['rollout_id']}" if fork else ""), "dim", 80),
         line(run["model"], most=40),
         Text(interval(run["official"]) + (f", {run['differs']} differ" if run["differs"] else "")),
         line(_counts(run["outcomes"]), most=80),
         line(_counts(run["labels"]), "yellow", 80),
-        line(run["name"], "dim", 60),
     ]
+
+
+def _time(at: float) -> str:
+    try:
+        return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M") if at > 0 else ""
+    except (OverflowError, ValueError, OSError):
+        return ""  # a damaged journal
 
 
 def _counts(found: dict[str, int]) -> str:
@@ -114,7 +126,7 @@ class RunScreen(ViewScreen):
         "  reward<1 outcome:max_turns     label=tests_edited",
         "  differs    reward=none blame=sandbox    metric.NAME>=0.5",
         "  verdict=hack tag:slow          parser (a word in the texts)",
-        f"Fields: {', '.join(FIELDS)}",
+        f"Fields: {', '.join(FIELDS)}, and the environment's criteria",
         "A click on the head of a column sorts by it.",
     )
 
@@ -126,6 +138,7 @@ class RunScreen(ViewScreen):
         self._rows: list[dict[str, JSON]] = []
         self._total = 0
         self._columns: Sequence[tuple[str, str]] = ()
+        self._criteria: Sequence[str] = ()
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""
@@ -158,6 +171,7 @@ class RunScreen(ViewScreen):
         table = self.query_one(DataTable)
         kept = self._rows[table.cursor_row]["id"] if table.cursor_row < len(self._rows) else ""
         self._total, self._rows = total, rows
+        self._criteria = list(summary["criteria"])
         self._columns = _columns(summary, self._runs.marks(self._run).summary())
         if [each.value for each in table.columns] != [key for _, key in self._columns]:
             table.clear(columns=True)
@@ -199,7 +213,8 @@ class RunScreen(ViewScreen):
         """Open a rollout."""
         if event.cursor_row < len(self._rows):
             rollout_id = str(self._rows[event.cursor_row]["id"])
-            self.app.push_screen(RolloutScreen(self._runs, self._texts, self._run, rollout_id))
+            listing = Listing(self._where, self._sort, self._descending, event.cursor_row)
+            self.app.push_screen(RolloutScreen(self._runs, self._texts, self._run, rollout_id, listing))
 
     @on(DataTable.HeaderSelected)
     def sort_by(self, event: DataTable.HeaderSelected) -> None:
@@ -244,7 +259,7 @@ class RunScreen(ViewScreen):
     def filtered(self, event: Input.Submitted) -> None:
         """Filter the rollouts."""
         try:
-            where = parse_filter(event.value)
+            where = parse_filter(event.value, self._criteria)
             self._runs[self._run].rows(where, limit=1)
         except ConfigError as error:
             self.show_note(str(error))
@@ -278,6 +293,7 @@ def _columns(run: dict[str, JSON], judged: dict[str, JSON]) -> list[tuple[str, s
         ("turns", "turns"),
         ("calls", "calls"),
         ("failed", "errors"),
+        ("exit≠0", "exits"),
         ("tokens", "tokens"),
         ("time", "seconds"),
         ("last reply or error", "answer"),
@@ -298,6 +314,7 @@ def _rollout_cells(row: dict[str, JSON]) -> dict[str, Text]:
         "turns": Text(str(row["turns"])),
         "calls": Text(str(row["calls"])),
         "errors": Text(str(row["errors"] or ""), style="red"),
+        "exits": Text(str(row["exits"] or ""), style="yellow"),
         "tokens": Text(figure((row["prompt_tokens"] or 0) + (row["completion_tokens"] or 0))),
         "seconds": Text(f"{row['seconds'] or 0:.1f} s"),
         "answer": line(row["error"] or row["answer"], "red" if row["error"] else "dim", 120),

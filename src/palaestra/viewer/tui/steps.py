@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from palaestra.core.types import JSON
-from palaestra.viewer.divergence import listed_tests
+from palaestra.viewer.check_evidence import CUT, breaks, listed_tests
 from palaestra.viewer.reasons import beginning
-from palaestra.viewer.rollout_record import CUT
 
 _THOUGHT = re.compile(r"<think>(.*?)(?:</think>|$)\s*", re.DOTALL)
 _MAIN = ("command", "code", "path", "query", "url")
@@ -124,10 +123,18 @@ def arguments(value: JSON) -> str:
     found = _decoded(value)
     if not isinstance(found, dict):
         return beginning(value) if value is not None else ""
-    main = next((found[name] for name in _MAIN if isinstance(found.get(name), str)), None)
-    if main is not None and len(found) == 1:
-        return str(main)
-    return json.dumps(found, ensure_ascii=False)
+    main = next((name for name in _MAIN if isinstance(found.get(name), str)), None)
+    pairs = [f"{name}={_plain(value)}" for name, value in found.items() if name != main]
+    long = [each for each in pairs if "\n" in each]
+    words = [*([str(found[main])] if main is not None else []), *(each for each in pairs if "\n" not in each)]
+    return "\n".join([" ".join(words), *long]).strip()
+
+
+def _plain(value: JSON) -> str:
+    """Return a value of an argument: a text as it is, on lines of its own if it has several, and otherwise JSON."""
+    if isinstance(value, str):
+        return f"\n{value}" if "\n" in value else value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _result(content: JSON) -> Iterator[Part]:
@@ -159,8 +166,15 @@ def _decoded(value: JSON) -> JSON:
         return None
 
 
-def _json(value: JSON) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False)
+def _json(value: JSON, indent: str = "") -> str:
+    """Return JSON data, with texts of several lines as they are, on lines of their own."""
+    if not isinstance(value, Mapping) or CUT in value:
+        return json.dumps(value, indent=1, ensure_ascii=False)
+    lines = []
+    for name, each in value.items():
+        text = each if isinstance(each, str) else _json(each, "  ")
+        lines.append(f"{name}:\n{text}" if "\n" in text else f"{name}: {text}")
+    return "\n".join(f"{indent}{line}" for line in "\n".join(lines).split("\n"))
 
 
 def _inside(record: dict[str, JSON]) -> Iterator[Step]:
@@ -179,9 +193,13 @@ def _inside(record: dict[str, JSON]) -> Iterator[Step]:
 def _graded(record: dict[str, JSON]) -> Iterator[Step]:
     detail = {name: value for name, value in (record.get("detail") or {}).items() if value not in (None, "", [], {})}
     detail.pop("difference", None)
-    tests = dict(listed_tests(detail))
-    parts = [Part(f"✕ {name}", "bad") for name, status in tests.items() if status != "passed"]
-    parts += [Part(f"✓ {name}", "good") for name, status in tests.items() if status == "passed"]
+    tests = {each.name: each for each in listed_tests(detail)}.values()
+    parts = [Part(f"the check fails over this work: {broken}", "bad")] if (broken := breaks(detail)) else []
+    for each in tests:
+        if each.status != "passed":
+            parts.append(Part(f"✕ {each.name}" + (f" ({each.status})" if each.status != "failed" else ""), "bad"))
+            parts += [Part(each.output, "result")] if each.output else []
+    parts += [Part(f"✓ {each.name}", "good") for each in tests if each.status == "passed"]
     for name, value in detail.items():
         if not any(True for _ in listed_tests({name: value})):
             shown = whole(value, "result")
