@@ -12,6 +12,7 @@ from recorded import embedded
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
+from palaestra.viewer.overview import overview
 from palaestra.viewer.rollout_record import CUT, rollout_record, text_at
 from palaestra.viewer.runs import Runs, index_store, open_runs
 from palaestra.viewer.summary import compared, run_summary
@@ -151,3 +152,23 @@ def test_a_log_as_one_html_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = embedded(out)
     assert [row["task"] for row in found["rows"]] == ["one", "one", "2", "2", "bad", "bad"]
     assert found["answers"]["run"]["provenance"]["format"] == "inspect"
+
+
+CONVERSATIONS: dict[str, JSON] = {
+    "openai": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+    "atif": {"schema_version": "ATIF-v1.7", "agent": {"name": "a", "version": "1"},
+             "steps": [{"step_id": 1, "source": "user", "message": "hi"}, {"step_id": 2, "source": "agent", "message": "yo"}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CONVERSATIONS)
+def test_a_file_without_any_reward_is_shown(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps(CONVERSATIONS[form]) + "\n")
+    runs = opened(path)
+    (name,) = runs
+    found = overview(runs[name])
+    assert found["scores"] == [{"name": "", "tasks": 1, "planned": 1, "scored": 0}]
+    assert (run_summary(runs[name], name)["scored"], runs[name].rows()[0]) == (0, 1)
+    assert main(["view", str(path), "--html", str(tmp_path / "x.html")]) == 0

@@ -281,6 +281,25 @@ def test_a_wrong_request_gets_a_reason(tmp_path: Path, path: str, params: JSON) 
     visit(write_run(tmp_path / "run", sky()), scenario)
 
 
+def test_a_failure_of_the_viewer_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_run(tmp_path / "run", sky())
+
+    async def scenario(caller: Caller) -> None:
+        (run,) = [each["name"] for each in (await caller.get("runs"))["runs"]]
+        await caller.indexed(run, 4)
+        (folder / "journal.jsonl").unlink()  # a fault that no answer expects
+        status, body = await caller.ask("/api/search", {"run": run, "text": "sunny"})
+        assert status == 500
+        assert "FileNotFoundError" in body["detail"]
+        assert "reload the page" in body["detail"]
+
+    with caplog.at_level("WARNING"):
+        visit(folder, scenario)
+    failed = [each for each in caplog.records if "/api/search failed" in each.getMessage()]
+    assert failed
+    assert all(each.exc_info is None and "\n" not in each.getMessage() for each in caplog.records)
+
+
 def test_a_folder_without_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
