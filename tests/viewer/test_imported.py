@@ -158,7 +158,7 @@ CONVERSATIONS: dict[str, JSON] = {
     "openai": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
     "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
     "atif": {"schema_version": "ATIF-v1.7", "agent": {"name": "a", "version": "1"},
-             "steps": [{"step_id": 1, "source": "user", "message": "hi"}, {"step_id": 2, "source": "agent", "message": "yo"}]},
+             "steps": [{"step_id": 1, "source": "user", "message": "hi"}]},
 }  # fmt: skip
 
 

@@ -172,7 +172,7 @@ class Viewer:
                 response = web.json_response({"detail": error.reason}, status=error.status)
             except ConnectionError:  # the page was closed
                 raise
-            except Exception as error:  # noqa: BLE001 - a fault of one answer must not fill the terminal
+            except Exception as error:  # a fault of one answer must not fill the terminal
                 response = _failed(request, error)
             if not response.prepared:
                 response.headers.update(_HEADERS)

@@ -65,7 +65,7 @@ def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
         "env": facts.get("env", ""),
         "model": facts.get("model", ""),
         "seed": facts.get("seed", ""),
-        "state": _state(folder, facts, config),
+        "state": run_state(index),
         "kind": _kind(config),
         "started_at": float(facts.get("started_at", "0")),
         "last_at": float(facts.get("last_at", "0")),
@@ -168,12 +168,14 @@ def _passes(tasks: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
     return {name: {"mean": found[name], "interval": [found[f"{name}/low"], found[f"{name}/high"]]} for name in names}
 
 
-def _state(folder: Path, facts: Mapping[str, str], config: Mapping[str, JSON]) -> str:
-    if facts.get("ended"):
-        return facts["ended"]
-    if config.get("command") == COMMAND:  # the file is being read
+def run_state(index: RunIndex) -> str:
+    """Return whether a run is running, was killed or runs on another host, or the reason for which it ended. Whether
+    its process is alive is checked in each call."""
+    if ended := index.facts().get("ended"):
+        return ended
+    if index.config().get("command") == COMMAND:  # the file is being read
         return RUNNING
-    stages = read_stages(folder)
+    stages = read_stages(index.folder)
     return KILLED if stages is None else {True: RUNNING, False: KILLED, None: ELSEWHERE}[is_alive(stages)]
 
 
