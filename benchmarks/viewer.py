@@ -166,13 +166,14 @@ def measure_server(run: Path, cache: Path, kind: str) -> None:
         ids = [row["id"] for row in served.get("rollouts", run=name, offset=middle)["rows"][:20]]
         times = sorted(served.timed("rollout", run=name, id=each)[0] for each in ids)
         print(f"{kind}: a rollout {times[len(times) // 2] * 1000:.0f} ms, slowest of 20 {times[-1] * 1000:.0f} ms")
-        after, start = 0, time.monotonic()
-        while True:
-            found = served.get("search", run=name, text="no such text", after=str(after))
-            after = found["next"]
-            if after >= found["total"]:
-                break
-        print(f"{kind}: search through all conversations {time.monotonic() - start:.2f} s")
+        for what, text in (("no such text", "no such text"), ("a key of the results", "exit_code")):
+            after, start = 0, time.monotonic()
+            while True:
+                found = served.get("search", run=name, text=text, after=str(after))
+                after = found["next"]
+                if after >= found["total"]:
+                    break
+            print(f"{kind}: search through all conversations for {what} {time.monotonic() - start:.2f} s")
         print(f"{kind}: 100,000 tokens {served.timed('tokens', run=name, id='999999-long/0')[0] * 1000:.0f} ms")
         print(f"{kind}: server's highest memory {served.highest_mib():.0f} MiB")
     finally:

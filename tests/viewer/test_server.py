@@ -311,22 +311,24 @@ def test_a_wrong_request_gets_a_reason(tmp_path: Path, path: str, params: JSON) 
 
 
 def test_a_failure_of_the_viewer_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = write_run(tmp_path / "run", sky())
+    def broken(run: str) -> None:
+        raise ZeroDivisionError("a fault\nthat nobody expects")
 
-    async def scenario(caller: Caller) -> None:
-        (run,) = [each["name"] for each in (await caller.get("runs"))["runs"]]
-        await caller.indexed(run, 4)
-        (folder / "journal.jsonl").unlink()  # a fault that no answer expects
-        status, body = await caller.ask("/api/search", {"run": run, "text": "sunny"})
-        assert status == 500
-        assert "FileNotFoundError" in body["detail"]
-        assert "reload the page" in body["detail"]
+    async def main() -> None:
+        runs = open_runs(str(write_run(tmp_path / "run", sky())))
+        async with serving(Viewer(runs, TOKEN, broken), TOKEN) as url, aiohttp.ClientSession() as http:
+            caller = Caller(url, http)
+            await caller.indexed("run", 4)
+            status, body = await caller.ask("/api/tokens", {"run": "run", "id": "000000-sky/0"})
+            assert status == 500
+            assert "ZeroDivisionError: a fault" in body["detail"]
+            assert "reload the page" in body["detail"]
 
     with caplog.at_level("WARNING"):
-        visit(folder, scenario)
-    failed = [each for each in caplog.records if "/api/search failed" in each.getMessage()]
-    assert failed
-    assert all(each.exc_info is None and "\n" not in each.getMessage() for each in caplog.records)
+        asyncio.run(main())
+    (line,) = [each for each in caplog.records if "/api/tokens failed" in each.getMessage()]
+    assert line.exc_info is None
+    assert "\n" not in line.getMessage()
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from palaestra.rollouts.events import AttemptDiscarded, GroupStarted, RolloutEnd
 from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
 from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
+from palaestra.viewer.search_texts import Wanted
 
 _FORMAT = "4"
 _TAIL_BYTES = 4096
@@ -364,14 +365,11 @@ class RunIndex:
     def search(
         self, text: str, *, after: int = 0, limit: int = 50, seconds: float = 0.5
     ) -> tuple[list[tuple[str, str]], int, int]:
-        """Find a text in the records of finished rollouts, from record number `after` on, for about `seconds`.
-        Case does not matter if the text is ASCII. Returns the ids with a passage around the first occurrence, the
-        number of the next record to search, and the number of all records."""
+        """Find a text in the conversations of finished rollouts, from record number `after` on, for about `seconds`.
+        Case does not matter if the text is ASCII. `Wanted` defines what is searched. Returns the ids with a passage
+        around the first occurrence, the number of the next record to search, and the number of all records."""
         end, found = time.monotonic() + seconds, list[tuple[str, str]]()
-        once = msgspec.json.encode(text)[1:-1]
-        twice = msgspec.json.encode(once.decode())[1:-1]  # the arguments of calls are JSON in JSON
-        wanted = [each.lower() if text.isascii() else each for each in dict.fromkeys((once, twice))]
-        every = self._places()
+        wanted, every = Wanted(text), self._places()
         number = after
         with open_regular(self.path) as file:
             for number in range(after, len(every)):
@@ -379,11 +377,9 @@ class RunIndex:
                     break
                 rollout_id, place, size = every[number]
                 file.seek(place)
-                line = file.read(size)
-                folded = line.lower() if text.isascii() else line
-                at = next((at for each in wanted if (at := folded.find(each)) >= 0), -1)
-                if at >= 0:
-                    found.append((rollout_id, _passage(line, at, len(once))))
+                passage = wanted.passage(file.read(size))
+                if passage is not None:
+                    found.append((rollout_id, passage))
             else:
                 number = len(every)
         return found, number, len(every)
@@ -726,9 +722,3 @@ def _order(sort: str, descending: bool) -> tuple[str, _Values]:
         return "", []
     column, values = (_TEXTS[sort], _Values()) if sort in _TEXTS else _number_column(sort)
     return f"{column} {'DESC' if descending else 'ASC'} NULLS LAST, ", values
-
-
-def _passage(line: bytes, at: int, size: int) -> str:
-    """Return the text around a place in a line of JSON."""
-    around = line[max(0, at - 80) : at + size + 80].decode("utf-8", "ignore")
-    return " ".join(around.replace("\\n", " ").replace('\\"', '"').split())

@@ -9,7 +9,6 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from palaestra.core.config import is_secret
 from palaestra.core.types import JSON
