@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -229,8 +230,10 @@ def index_store() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "view"
     for path in (*folder.glob("*.sqlite"), *folder.glob(f"{IMPORTS}/*"), *folder.glob(f"{IMPORTS}/.*.tmp")):
         try:
-            if time.time() - path.stat().st_mtime > _KEPT_S:
-                path.unlink()
+            whole = path.is_dir() and not path.is_symlink()
+            used = max(each.stat().st_mtime for each in (path, *(path.iterdir() if whole else ())))
+            if time.time() - used > _KEPT_S:
+                shutil.rmtree(path) if whole else path.unlink()
         except OSError:
             continue
     return folder

@@ -19,6 +19,7 @@ from palaestra.inference.ledger import UNTRAINED, TokenRow
 from palaestra.rollouts.export.messages import parsed_object
 from palaestra.rollouts.export.token_rows import ROW_SCHEMA
 from palaestra.rollouts.imports.atif import blame_of, labels_of, outcome_of
+from palaestra.rollouts.imports.judged import annotations_of
 from palaestra.rollouts.imports.source import (
     NEXT,
     Imported,
@@ -42,7 +43,8 @@ _THINK = re.compile(r"\A\s*<think>\n?(.*?)\n?</think>\n?", re.DOTALL)
 _CALL = re.compile(r"\n?<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 _IN_LINE = ("id", "task_id", "reward", "score", "outcome", "official", "labels", "env", "model", "tools", "messages",
-            "conversations", "metadata", "error", "blame", "metrics", "group_id", "prompt_index")  # fmt: skip
+            "conversations", "metadata", "error", "blame", "metrics", "group_id", "prompt_index",
+            "annotations")  # fmt: skip
 
 
 def form_of(value: Mapping[str, JSON]) -> str:
@@ -171,6 +173,7 @@ def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
             tool_calls_attempted=sum(len(turn.tools) for turn in turns),
         ),
         tools=_tools(line.get("tools")),
+        said=annotations_of(line.get("annotations")),
     )
 
 
