@@ -184,6 +184,15 @@ def test_a_file_without_any_reward_is_shown(form: str, tmp_path: Path) -> None:
     assert main(["view", str(path), "--html", str(tmp_path / "x.html")]) == 0
 
 
+def test_a_reward_that_is_no_number_is_named_and_a_missing_one_is_no_failure(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(line("a", 1.0) + line("b", "high") + line("c", None))  # type: ignore[arg-type]
+    runs = opened(path)
+    found = overview(runs["chats.jsonl"])
+    assert found["causes"] == ['1 rollout failed (unknown), first 000001-b/0: its reward is not a number: "high"']
+    assert found["first_failures"] == ["000001-b/0"]
+
+
 def test_what_people_said_about_a_run_is_in_its_inspect_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, log = write_run(tmp_path / "run", sky()), tmp_path / "sky.eval"
     first, second = "000000-sky/0", "000000-sky/1"

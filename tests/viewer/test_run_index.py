@@ -19,6 +19,7 @@ from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.metrics import Figures
 from palaestra.rollouts.records import Group, SubagentRecord
+from palaestra.viewer.overview import overview
 from palaestra.viewer.run_index import RunIndex
 from palaestra.viewer.summary import compared, run_summary
 
@@ -296,6 +297,14 @@ def test_a_search_finds_what_was_said_and_not_the_json_around_it(tmp_path: Path)
         assert found[0][1] == passage or (passage is None and text in found[0][1]), text
     keys = ("reward", "rollout_id", "exit_code", "command", "role", "tool_calls", "null", "secret", "wrong", "QUJD")
     assert [key for key in keys if index.search(key)[0]] == []
+
+
+def test_a_failed_group_has_the_blame_that_the_journal_has(tmp_path: Path) -> None:
+    failed = Group(group_id="000000-sky", number=0, task_id="sky", error="TaskError: no tools", blame=Blame.TASK)
+    index = filled(write_run(tmp_path, failed))
+    assert overview(index)["causes"] == ["1 group failed (task), first 000000-sky: TaskError: no tools"]
+    (group,) = Recording(tmp_path / "journal.jsonl")
+    assert group.blame is Blame.TASK
 
 
 def test_the_figures_are_those_of_the_run_itself(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ class GroupRun:
             if run.counterfactual is not None:
                 await asyncio.shield(run.counterfactual.aclose(run.workspaces.pool))
                 run.events.note(run.counterfactual.summary(group.trajectories))
-        run.events.emit(GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error))
+        cause = {"error": group.error, "blame": group.blame}
+        run.events.emit(GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, **cause))
         await run.events.journal.commit()
         await self.env.ended(self.task, group)
         return group

@@ -31,7 +31,7 @@ from palaestra.rollouts.journal.journal import check_config, check_schema
 from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
 from palaestra.viewer.search_texts import Wanted
 
-_FORMAT = "4"
+_FORMAT = "5"
 _TAIL_BYTES = 4096
 _PREVIEW_CHARS = 240
 _MOST_UNSEEN = 20
@@ -164,6 +164,7 @@ class _Line(msgspec.Struct):
     trajectory: _Rollout | None = None
     group_id: str = ""
     error: str = ""
+    blame: str | None = None
     reason: str = ""
     rollout_id: str = ""
     anew: str = ""
@@ -484,7 +485,8 @@ class _Slice:
                 self._group(line.group)
             case "group_end":
                 self._db.execute(
-                    "UPDATE groups SET ended = 1, error = ? WHERE group_id = ?", [line.error, line.group_id]
+                    "UPDATE groups SET ended = 1, error = ?, blame = COALESCE(?, blame) WHERE group_id = ?",
+                    [line.error, line.blame, line.group_id],
                 )
             case "run":
                 facts = {"run_id": line.run_id, "env": line.env, "model": line.model, "seed": line.seed}

@@ -153,6 +153,10 @@ def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
         outcome = Outcome.MAX_TURNS
     given = name_of(line.get("task_id")) or name_of(line.get("prompt_index")) or rollout_id
     turns = _turns(messages)
+    given_reward = line.get("reward", line.get("score"))
+    reward, error = finite(given_reward), text_of(line.get("error"))
+    if reward is None and given_reward is not None and not error:
+        error = f"its reward is not a number: {json.dumps(given_reward)[:80]}"
     more = {name: value for name, value in line.items() if name not in _IN_LINE}
     return Imported(
         trajectory=Trajectory(
@@ -162,11 +166,11 @@ def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
             index=int(index) if ours else NEXT,
             messages=messages,
             outcome=outcome,
-            reward=finite(line.get("reward", line.get("score"))),
+            reward=reward,
             official=finite(line.get("official")),
             labels=labels_of(line.get("labels")),
             blame=blame_of(line.get("blame")),
-            error=text_of(line.get("error")),
+            error=error,
             metrics=numbers_of(line.get("metrics")),
             detail=more | ({"metadata": line["metadata"]} if line.get("metadata") else {}),
             turns=turns,
