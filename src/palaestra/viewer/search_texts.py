@@ -8,7 +8,7 @@ same in every rollout. A text with a quotation mark is also searched in the JSON
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from palaestra.core.io.durable_files import UNREADABLE
 from palaestra.core.types import JSON
 from palaestra.rollouts.export.messages import ChatMessage, chat_message, part_text
+from palaestra.rollouts.imports.source import objects_of
 
 _AROUND_CHARS = 80
 _T = TypeVar("_T")
@@ -80,15 +81,15 @@ def _spellings(text: str) -> list[bytes]:
     return [each.encode("utf-8", "replace") for each in dict.fromkeys((*once, *twice))]
 
 
-def _texts(messages: list[JSON], subagents: list[JSON], as_written: bool) -> Iterator[str]:
+def _texts(messages: Sequence[JSON], subagents: Sequence[JSON], as_written: bool) -> Iterator[str]:
     """Yield the texts of a conversation and of its sub-agents. With `as_written`, JSON is also yielded as it is."""
     for message in messages:
         if isinstance(message, Mapping):
             yield from _texts_of(chat_message(dict(message)), as_written)
     for subagent in subagents:
         if isinstance(subagent, Mapping):
-            inner = [subagent.get(name) for name in ("messages", "subagents")]
-            yield from _texts(*(each if isinstance(each, list) else [] for each in inner), as_written)
+            said, below = (objects_of(subagent.get(name)) for name in ("messages", "subagents"))
+            yield from _texts(said, below, as_written)
 
 
 def _texts_of(message: ChatMessage, as_written: bool) -> Iterator[str]:
@@ -128,7 +129,7 @@ def _values(value: JSON) -> Iterator[str]:
             if not one.startswith("data:"):
                 yield one
         elif isinstance(one, Mapping):
-            waiting += reversed(one.values())
+            waiting += reversed(list(one.values()))
         elif isinstance(one, list):
             waiting += reversed(one)
         elif isinstance(one, int | float) and not isinstance(one, bool):
