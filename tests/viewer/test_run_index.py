@@ -326,6 +326,10 @@ def test_the_figures_are_those_of_the_run_itself(tmp_path: Path) -> None:
     assert found["official"]["mean"] == pytest.approx(numbers["official/mean"])
 
 
+def scored() -> Group:
+    return Group(group_id="000000-sky", number=0, task_id="sky", trajectories=[rollout(0, TWO_CALLS, 1.0)])
+
+
 def test_runs_are_compared_as_palaestra_compare_does(tmp_path: Path) -> None:
     from palaestra.rollouts.observe.compare_runs import RunScores, compare
 
@@ -338,6 +342,21 @@ def test_runs_are_compared_as_palaestra_compare_does(tmp_path: Path) -> None:
         assert found[name]["difference"] == pytest.approx(expected.difference)
         assert found[name]["interval"] == pytest.approx([expected.low, expected.high])
         assert found[name]["tasks"] == len(expected.pairs)
+        assert expected.undecided.startswith("the runs differ in the share of scored rollouts")
+        assert found[name]["undecided"] == expected.undecided
+        whole = compare(scores[name], scores["one"], unscored=0.0)
+        assert whole.pairs != expected.pairs
+        counted = found[name]["with_unscored"]
+        assert counted["difference"] == pytest.approx(whole.difference)
+        assert counted["interval"] == pytest.approx([whole.low, whole.high])
+        assert counted["tasks"] == len(whole.pairs)
+    whole_runs = {name: filled(write_run(tmp_path / f"whole-{name}", scored())) for name in ("a", "b")}
+    again = compared(whole_runs, "a")["b"]
+    assert (again["with_unscored"], again["counterfactual"], again["undecided"]) == (
+        None,
+        False,
+        "the interval contains 0",
+    )
 
 
 def test_a_line_of_the_format_is_what_the_journal_writes(tmp_path: Path) -> None:

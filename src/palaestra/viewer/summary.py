@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from palaestra.core.config import is_secret
 from palaestra.core.types import JSON
-from palaestra.rollouts.observe.compare_runs import RunScores, TaskScores, compare
+from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores, TaskScores, compare
 from palaestra.rollouts.observe.intervals import Interval, mean_interval
 from palaestra.rollouts.observe.metrics import group_size, pass_metrics
 from palaestra.rollouts.observe.status import ELSEWHERE, KILLED, RUNNING
@@ -109,7 +109,9 @@ def run_details(index: RunIndex) -> dict[str, JSON]:
 
 def compared(runs: Mapping[str, RunIndex], base: str, by: str = "reward") -> dict[str, JSON]:
     """Return, for each run, its paired comparison with the run `base` on the tasks that both have: difference, interval
-    and counts, or the reason (`problem`) why there is none. `by` is `reward` or `official`."""
+    and counts, or the reason (`problem`) why there is none. `undecided` is the reason why no winner is named.
+    `with_unscored` is the same difference with unscored rollouts as 0; None if they change nothing. `counterfactual`
+    is whether the run, or `base`, continues a rollout of another run. `by` is `reward` or `official`."""
     scores = {name: _scores(index, name) for name, index in runs.items()}
     if by == "official":
         scores = {name: each.by_official() for name, each in scores.items()}
@@ -118,15 +120,24 @@ def compared(runs: Mapping[str, RunIndex], base: str, by: str = "reward") -> dic
         if name == base:
             continue
         try:
-            result = compare(each, scores[base])
+            result, whole = compare(each, scores[base]), compare(each, scores[base], unscored=0.0)
         except ValueError as error:
             found[name] = {"problem": str(error)}
             continue
         counts = {"tasks": len(result.pairs), "better": result.better, "worse": result.worse}
-        interval = None if result.low is None else [result.low, result.high]
-        facts = {"difference": result.difference, "interval": interval, "winner": result.winner}
-        found[name] = counts | facts | {"undecided": result.undecided}
+        found[name] = {
+            **counts,
+            **_difference(result),
+            "winner": result.winner,
+            "undecided": result.undecided,
+            "with_unscored": None if whole.pairs == result.pairs else {**_difference(whole), "tasks": len(whole.pairs)},
+            "counterfactual": any(bool(runs[each].config().get("fork")) for each in (name, base)),
+        }
     return found
+
+
+def _difference(found: RunComparison) -> dict[str, JSON]:
+    return {"difference": found.difference, "interval": None if found.low is None else [found.low, found.high]}
 
 
 def _scores(index: RunIndex, name: str) -> RunScores:

@@ -76,8 +76,11 @@ export async function show(params, shell) {
     if (!result) return h("span.dim", {}, "–");
     if (result.problem) return h("span.dim.small", { title: result.problem }, "no shared task");
     const sign = result.difference > 0 ? "+" : "";
-    return h("div.num", { title: result.undecided ? `no winner: ${result.undecided}` : "" }, h("b", { class: result.winner > 0 ? "good" : result.winner < 0 ? "bad" : "" }, `${sign}${result.difference.toFixed(3)}`),
-      result.interval ? h("div.dim.small", {}, `${result.interval[0].toFixed(2)} to ${result.interval[1].toFixed(2)}`) : null, h("div.dim.small", {}, plural(result.tasks, "task")));
+    const more = [result.undecided && `no winner: ${result.undecided}`, result.counterfactual && "counterfactual: one of the runs continues a rollout of another run"].filter(Boolean);
+    const whole = result.with_unscored;
+    return h("div.num", { title: more.join("; ") }, h("b", { class: result.winner > 0 ? "good" : result.winner < 0 ? "bad" : "" }, `${sign}${result.difference.toFixed(3)}`),
+      result.interval ? h("div.dim.small", {}, `${result.interval[0].toFixed(2)} to ${result.interval[1].toFixed(2)}`) : null, h("div.dim.small", {}, `${plural(result.tasks, "task")}${result.undecided ? ", no winner" : ""}`),
+      whole ? h("div.dim.small", {}, `unscored as 0: ${whole.difference > 0 ? "+" : ""}${whole.difference.toFixed(3)}`) : null);
   }
   node.append(h("div.tools", {}, h("h1", {}, "Runs"), input, h("span.dim", {}, `${plural(found.runs.length, "run")} in ${found.root}`)), table, notes);
   paint();
