@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from recorded import embedded, sky, write_run
+from recorded import embedded, rollout, sky, write_run
 
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import annotation, write_annotations
+from palaestra.rollouts.records import Beside, Group
 from palaestra.rollouts.regraded import GRADE_SCHEMA, Grade, write_grade
 from palaestra.viewer.overview import overview
 from palaestra.viewer.rollout_record import CUT, rollout_record, text_at
@@ -239,3 +240,32 @@ def test_what_one_file_says_about_its_rollouts_is_data_and_stays_with_it(tmp_pat
     assert found["one"].keys() == {"tags", "notes"}
     assert found["one"]["tags"] == ["good"]
     assert [note["text"] for note in found["one"]["notes"]] == ["no"]
+
+
+def test_a_folder_names_each_log_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "good.eval").write_bytes(SUMS.read_bytes())
+    (tmp_path / "torn.eval").write_bytes(SUMS.read_bytes()[:100])
+    (tmp_path / "other.jsonl").write_text('{"prompt": "x", "response": "y"}\n')
+    (tmp_path / "settings.json").write_text("{}")
+    assert main(["view", str(tmp_path), "--html", str(tmp_path / "x.html")]) == 0
+    told = sorted(capsys.readouterr().err.splitlines())
+    assert [line.partition(" ")[0] for line in told] == ["other.jsonl", "torn.eval"]
+    assert "is not a whole zip file" in told[1]
+    assert sorted(open_runs(str(tmp_path)).problems) == ["other.jsonl", "torn.eval"]
+    (tmp_path / "good.eval").unlink()
+    with pytest.raises(ConfigError, match=r"nothing that can be shown: .*torn.eval.*other.jsonl"):
+        open_runs(str(tmp_path))
+
+
+def test_a_time_that_a_log_does_not_have_is_not_0(tmp_path: Path) -> None:
+    timed = [rollout(n, sky().trajectories[0].messages, 1.0, beside=Beside(duration_s=2.0)) for n in range(2)]
+    timed[0].beside.turn_s = [(1.0, 0.5)]
+    group = Group(group_id="000000-sky", number=0, task_id="sky", trajectories=timed)
+    runs = opened(write_run(tmp_path / "run", group))
+    assert [row["model_s"] for row in runs["run"].rows()[1]] == [1.0, None]
+    assert main(["export", str(tmp_path / "run"), "--to", "inspect", "--out", str(tmp_path / "sky.eval")]) == 0
+    totals = opened(tmp_path / "sky.eval")["sky.eval"].totals()
+    assert (totals["seconds"], totals["model_s"], totals["tool_s"]) == (4.0, None, None)
+    (tmp_path / "chats.jsonl").write_text(line("a", 1.0))
+    totals = opened(tmp_path / "chats.jsonl")["chats.jsonl"].totals()
+    assert (totals["seconds"], totals["model_s"]) == (None, None)

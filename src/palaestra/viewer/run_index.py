@@ -31,7 +31,7 @@ from palaestra.rollouts.journal.journal import check_config, check_schema
 from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
 from palaestra.viewer.search_texts import Wanted
 
-_FORMAT = "5"
+_FORMAT = "6"
 _TAIL_BYTES = 4096
 _PREVIEW_CHARS = 240
 _MOST_UNSEEN = 20
@@ -537,15 +537,15 @@ class _Slice:
                 "UPDATE groups SET prompt = ? WHERE group_id = ?", [_first(one.messages, b'"user"'), one.group_id]
             )
         segments = [] if one.ledger is None else one.ledger.segments
-        beside = one.beside
+        beside, timed = one.beside, one.beside.turn_s  # a time that is not recorded is not 0
         values = (
             one.rollout_id, one.group_id, number, one.task_id, one.index, one.outcome, one.reward, one.official,
             one.blame, one.error[:_PREVIEW_CHARS], json.dumps([label.name for label in one.labels]),
             any(label.certain for label in one.labels), json.dumps(one.metrics), _text(one.detail.category),
             one.prompt_tokens + one.completion_tokens, one.prompt_tokens, one.completion_tokens, one.cost,
             len(one.turns), one.tool_calls_attempted, len(one.tool_errors),
-            sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s,
-            sum(model for model, _ in beside.turn_s), sum(tool for _, tool in beside.turn_s),
+            sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s or None,
+            sum(model for model, _ in timed) if timed else None, sum(tool for _, tool in timed) if timed else None,
             beside.stages.get("grade", 0.0), beside.started_at, _first(reversed(one.messages), b'"assistant"'),
             None if one.parent is None else one.parent.index, _string(one.detail.difference),
             json.dumps(_strings(one.detail.unseen)), self.place, size,

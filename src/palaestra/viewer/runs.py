@@ -212,6 +212,9 @@ def open_runs(target: str, store: Path | None = None) -> Runs:
                 f"journals, or a file: {READABLE}"
             )
         runs = Runs(folder, found, store)
+        if not list(runs):
+            reasons = "; ".join(list(runs.problems.values())[:3])
+            raise ConfigError(f"{folder} has nothing that can be shown: {reasons}")
     return runs
 
 

@@ -61,7 +61,7 @@ export async function show(params, shell) {
         labelled ? h("td", {}, Object.entries(run.labels).slice(0, 3).map(([name, n]) => link("run", { run: run.name, where: JSON.stringify([["label", "=", name]]) }, chip(`${name} ${count(n)}`, "warn")))) : null,
         h("td.num", { title: `${count(run.totals.prompt_tokens)} read, ${count(run.totals.completion_tokens)} written` }, short((run.totals.prompt_tokens || 0) + (run.totals.completion_tokens || 0))),
         costs ? h("td.num", {}, run.totals.cost === null ? "–" : figure(run.totals.cost, 2)) : null,
-        h("td.num", {}, seconds(run.totals.rollouts ? run.totals.seconds / run.totals.rollouts : null)),
+        h("td.num", {}, seconds(run.totals.seconds ? run.totals.seconds / run.totals.rollouts : null)),
         h("td.small", {}, when(run.started_at)))))));
     notes.replaceChildren(...[
       runs.length ? null : h("p.note", {}, "No run fits the filter."),
@@ -93,7 +93,7 @@ function sortValue(run, key) {
   if (key.startsWith("criteria.")) return run.criteria[key.slice(9)] ?? null;
   if (key === "tokens") return (run.totals.prompt_tokens || 0) + (run.totals.completion_tokens || 0);
   if (key === "cost") return run.totals.cost;
-  if (key === "seconds") return run.totals.rollouts ? run.totals.seconds / run.totals.rollouts : null;
+  if (key === "seconds") return run.totals.seconds ? run.totals.seconds / run.totals.rollouts : null;
   return run[key] ?? null;
 }
 
