@@ -251,7 +251,9 @@ def test_a_folder_names_each_log_that_cannot_be_read(tmp_path: Path, capsys: pyt
     told = sorted(capsys.readouterr().err.splitlines())
     assert [line.partition(" ")[0] for line in told] == ["other.jsonl", "torn.eval"]
     assert "is not a whole zip file" in told[1]
-    assert sorted(open_runs(str(tmp_path)).problems) == ["other.jsonl", "torn.eval"]
+    runs = open_runs(str(tmp_path))
+    assert sorted(runs.problems) == ["other.jsonl", "torn.eval"]
+    runs.close()
     (tmp_path / "good.eval").unlink()
     with pytest.raises(ConfigError, match=r"nothing that can be shown: .*torn.eval.*other.jsonl"):
         open_runs(str(tmp_path))
