@@ -162,16 +162,18 @@ def measure_server(run: Path, cache: Path, kind: str) -> None:
             ("groups", {}),
         ):
             print(f"{kind}: {what} {min(served.timed(what, run=name, **params)[0] for _ in range(5)) * 1000:.0f} ms")
-        ids = [row["id"] for row in served.get("rollouts", run=name, offset="5000")["rows"][:20]]
+        middle = str(served.get("rollouts", run=name)["total"] // 2)
+        ids = [row["id"] for row in served.get("rollouts", run=name, offset=middle)["rows"][:20]]
         times = sorted(served.timed("rollout", run=name, id=each)[0] for each in ids)
         print(f"{kind}: a rollout {times[len(times) // 2] * 1000:.0f} ms, slowest of 20 {times[-1] * 1000:.0f} ms")
-        after, start = 0, time.monotonic()
-        while True:
-            found = served.get("search", run=name, text="no such text", after=str(after))
-            after = found["next"]
-            if after >= found["total"]:
-                break
-        print(f"{kind}: search through all conversations {time.monotonic() - start:.2f} s")
+        for what, text in (("no such text", "no such text"), ("a key of the results", "exit_code")):
+            after, start = 0, time.monotonic()
+            while True:
+                found = served.get("search", run=name, text=text, after=str(after))
+                after = found["next"]
+                if after >= found["total"]:
+                    break
+            print(f"{kind}: search through all conversations for {what} {time.monotonic() - start:.2f} s")
         print(f"{kind}: 100,000 tokens {served.timed('tokens', run=name, id='999999-long/0')[0] * 1000:.0f} ms")
         print(f"{kind}: server's highest memory {served.highest_mib():.0f} MiB")
     finally:
@@ -197,7 +199,7 @@ def measure_files(run: Path, cache: Path) -> None:
             print(f"files: {kind} opening of the lines: first figures after {time.monotonic() - served.began:.2f} s")
             while served.get("run", run=name)["summary"]["state"] != "done":
                 time.sleep(0.5)
-            found = served.get("rollouts", run=name, offset="5000")["rows"][0]["id"]
+            found = served.get("rollouts", run=name)["rows"][-1]["id"]
             read_s = time.monotonic() - served.began
             print(f"files: {kind} opening of the lines: all read after {read_s:.2f} s, a rollout "
                   f"{served.timed('rollout', run=name, id=found)[0] * 1000:.0f} ms, highest memory "

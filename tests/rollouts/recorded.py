@@ -148,13 +148,15 @@ def write_run(
     journal = Journal(folder / "journal.jsonl")
     journal.append(RunStarted(at=1.5, run_id="run-1", env="weather", model=model, seed=7, config=config or {}))
     for group in finished:
-        journal.append(GroupStarted(group=Group(**{**fields(group), "trajectories": [], "error": ""})))
+        begun = {"trajectories": [], "error": "", "blame": None}
+        journal.append(GroupStarted(group=Group(**{**fields(group), **begun})))
     for group in finished:
         for trajectory in reversed(group.trajectories):
             journal.append(RolloutEnded(trajectory=trajectory))
     for place in order or range(len(finished)):
         group = finished[place]
-        journal.append(GroupEnded(group_id=group.group_id, number=group.number, error=group.error))
+        cause = {"error": group.error, "blame": group.blame}
+        journal.append(GroupEnded(group_id=group.group_id, number=group.number, **cause))
     if ended:
         journal.append(RunEnded(reason="done"))
     journal.close()

@@ -18,7 +18,7 @@ import palaestra
 from envs.agent_script import WITH_META
 from palaestra import ConfigError, Rollout, Slot, Task, environment
 from palaestra.cli.main import main
-from palaestra.core.types import JSON, Outcome
+from palaestra.core.types import JSON, Blame, Outcome
 from palaestra.envs.run.library import assembled
 from palaestra.inference.chat_server import ServerEngine
 from palaestra.inference.config import APIServerConfig
@@ -324,11 +324,16 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     report = asyncio.run(assembled(lock(), "process", {}, server=Presser(), folder=str(tmp_path))(begins=wrong))
     group = palaestra.open_run(report.folder).groups[0]
     assert "tools of task lock-0 have changed" in group.error
+    assert group.blame is Blame.TASK  # the journal keeps what the console printed
     prompt = msgspec.structs.replace(begins.turns[0], messages=[{"role": "user", "content": "Open another lock."}])
     wrong = msgspec.structs.replace(begins, turns=[prompt, *begins.turns[1:]])
     report = asyncio.run(assembled(lock(), "process", {}, server=Presser(), folder=str(tmp_path))(begins=wrong))
     lost = palaestra.open_run(report.folder).trajectories[0]
     assert lost.reward is None
+    before = sorted(tmp_path.glob("*/*"))
+    with pytest.raises(ConfigError, match=r"nothing can follow turn 4, because the limit is 4 turns.*max_agent_turns"):
+        continued(run, 4, max_agent_turns=4)
+    assert sorted(tmp_path.glob("*/*")) == before
     assert "the recorded turns cannot be repeated here: its prompt has changed" in lost.error
 
 

@@ -82,6 +82,10 @@ def test_the_odds_of_each_turn_count_every_fork(root: Path) -> None:
         assert (await caller.get("run", run="sky--m/second"))["fork"]["run"] == "sky--m/first"
         assert (await caller.get("run", run="sky--m/stranger"))["fork"]["run"] is None
         assert (await caller.get("rollout", run="sky--m/second", id=FIRST))["origin"]["turn"] == 1
+        both = await caller.get("compare", base="sky--m/first", run=["sky--m/second", "sky--other/third"])
+        assert both["sky--m/second"]["difference"] == pytest.approx(2.5 / 3 - 0.5)
+        assert both["sky--m/second"]["with_unscored"]["difference"] == pytest.approx(2.5 / 4 - 0.5)
+        assert all(each["counterfactual"] for each in both.values())
 
     visit(root, scenario)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 import pytest
-from recorded import rollout, write_run
+from recorded import rollout, sky, write_run
 
 from palaestra.cli.main import main as palaestra
 from palaestra.core.types import JSON, Blame, Label, Message, Outcome
@@ -234,6 +236,7 @@ def test_the_file_shows_the_same_without_a_server(real: Path, tmp_path: Path, ch
 
     async def visit(page: Page, base: str) -> None:
         assert await page.locator("a.row").count() == 4
+        assert "This file has 4 of the run's 12 rollouts." in await page.inner_text(".run-notes")
         await go(page, base, "runs")
         assert await page.locator("table.wide tbody tr").count() == 1
         await go(page, base, "run", run=real.name)
@@ -601,3 +604,16 @@ def test_a_text_that_was_found_is_shown(tmp_path: Path, chromium: str) -> None:
         assert await page.inner_text("mark.hit") == "Needle is"
 
     see(chromium, run, visit)
+
+
+def test_the_file_of_a_folder_names_the_run_that_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, name in enumerate(("old", "new")):
+        journal = write_run(tmp_path / "runs" / name, sky()) / "journal.jsonl"
+        os.utime(journal, (1e9 + number, 1e9 + number))
+    out = tmp_path / "out.html"
+    assert palaestra(["view", str(tmp_path / "runs"), "--html", str(out), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"path": str(out)}
+    assert "has 2 runs; the file has only new: choose another one" in told.err
+    assert palaestra(["view", str(tmp_path / "runs/old"), "--html", str(out)]) == 0
+    assert capsys.readouterr().err == ""

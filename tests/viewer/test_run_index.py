@@ -10,15 +10,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from recorded import TWO_CALLS, fields, groups, rollout, sky, write_run
+from recorded import TWO_CALLS, call, fields, groups, result, rollout, sky, write_run
 
 from palaestra.core.errors import ConfigError
-from palaestra.core.types import JSON, Blame, Label, Outcome
+from palaestra.core.types import JSON, Blame, Label, Message, Outcome
 from palaestra.rollouts.events import AttemptDiscarded, GroupEnded, GroupStarted, RolloutEnded, RunResumed, TurnTaken
 from palaestra.rollouts.journal.journal import Journal
 from palaestra.rollouts.journal.reader import Recording
 from palaestra.rollouts.observe.metrics import Figures
-from palaestra.rollouts.records import Group
+from palaestra.rollouts.records import Group, SubagentRecord
+from palaestra.viewer.overview import overview
 from palaestra.viewer.run_index import RunIndex, number_of
 from palaestra.viewer.summary import compared, run_summary
 
@@ -270,12 +271,52 @@ def test_a_search_finds_texts_in_all_places_and_goes_on_where_it_stopped(tmp_pat
     assert index.search('{"city": "Oslo"}')[0]
     assert len(index.search("Rome 21°.")[0]) == 2
     assert index.search("nowhere") == ([], 4, 4)
+    assert index.search("-3")[0] == [("000000-sky/1", "-3"), ("000000-sky/0", "-3")]
     large = filled(many(tmp_path / "many"))
     found, after = [], 0
     while after < 80:
         part, after, total = large.search("Oslo", after=after, seconds=0.0)
         found += part
     assert (len(found), total) == (80, 80)
+
+
+TERMINAL = {"output": 'first line\nTypeError: caf\u00e9 is \\ "None"', "exit_code": 17, "error": None}
+
+
+def test_a_search_finds_what_was_said_and_not_the_json_around_it(tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}}
+    listed = call(1, json.dumps({"command": "ls\n-a \u2026"}), "terminal")
+    said: list[Message] = [
+        {"role": "user", "content": [{"type": "text", "text": "Fix it."}, image]},
+        {"role": "assistant", "content": "", "reasoning": "I think.", "tool_calls": [listed]},
+        result(1, json.dumps(TERMINAL)),
+        result(2, "plain [text]"),
+        {"role": "assistant", "content": None, "tool_calls": [call(3, '{"broken": ', "patch")]},
+    ]
+    agent = SubagentRecord(
+        number=1, turn=1, goal="g", messages=[{"role": "assistant", "content": "below"}], outcome=Outcome.NATURAL
+    )
+    one = rollout(0, said, 1.0, subagents=[agent], detail={"secret": "detail"}, error="gone wrong")
+    index = filled(write_run(tmp_path, Group(group_id="000000-sky", number=0, task_id="sky", trajectories=[one])))
+    for text, passage in {
+        "fix": "Fix it.", "think": "I think.", "TERMINAL": "terminal", "ls\n-a": "ls -a …", "-a …": "ls -a …",
+        "café": 'first line TypeError: café is \\ "None"', '\\ "none': 'first line TypeError: café is \\ "None"',
+        "line\ntypeerror": 'first line TypeError: café is \\ "None"', "17": "17", "[text": "plain [text]",
+        "broken": '{"broken":', "below": "below", '"error": null': None, '"exit_code": 17': None,
+    }.items():  # fmt: skip
+        found = index.search(text)[0]
+        assert len(found) == 1, text
+        assert found[0][1] == passage or (passage is None and text in found[0][1]), text
+    keys = ("reward", "rollout_id", "exit_code", "command", "role", "tool_calls", "null", "secret", "wrong", "QUJD")
+    assert [key for key in keys if index.search(key)[0]] == []
+
+
+def test_a_failed_group_has_the_blame_that_the_journal_has(tmp_path: Path) -> None:
+    failed = Group(group_id="000000-sky", number=0, task_id="sky", error="TaskError: no tools", blame=Blame.TASK)
+    index = filled(write_run(tmp_path, failed))
+    assert overview(index)["causes"] == ["1 group failed (task), first 000000-sky: TaskError: no tools"]
+    (group,) = Recording(tmp_path / "journal.jsonl")
+    assert group.blame is Blame.TASK
 
 
 def test_the_figures_are_those_of_the_run_itself(tmp_path: Path) -> None:
@@ -297,6 +338,10 @@ def test_the_figures_are_those_of_the_run_itself(tmp_path: Path) -> None:
     assert found["official"]["mean"] == pytest.approx(numbers["official/mean"])
 
 
+def scored() -> Group:
+    return Group(group_id="000000-sky", number=0, task_id="sky", trajectories=[rollout(0, TWO_CALLS, 1.0)])
+
+
 def test_runs_are_compared_as_palaestra_compare_does(tmp_path: Path) -> None:
     from palaestra.rollouts.observe.compare_runs import RunScores, compare
 
@@ -309,6 +354,21 @@ def test_runs_are_compared_as_palaestra_compare_does(tmp_path: Path) -> None:
         assert found[name]["difference"] == pytest.approx(expected.difference)
         assert found[name]["interval"] == pytest.approx([expected.low, expected.high])
         assert found[name]["tasks"] == len(expected.pairs)
+        assert expected.undecided.startswith("the runs differ in the share of scored rollouts")
+        assert found[name]["undecided"] == expected.undecided
+        whole = compare(scores[name], scores["one"], unscored=0.0)
+        assert whole.pairs != expected.pairs
+        counted = found[name]["with_unscored"]
+        assert counted["difference"] == pytest.approx(whole.difference)
+        assert counted["interval"] == pytest.approx([whole.low, whole.high])
+        assert counted["tasks"] == len(whole.pairs)
+    whole_runs = {name: filled(write_run(tmp_path / f"whole-{name}", scored())) for name in ("a", "b")}
+    again = compared(whole_runs, "a")["b"]
+    assert (again["with_unscored"], again["counterfactual"], again["undecided"]) == (
+        None,
+        False,
+        "the interval contains 0",
+    )
 
 
 def test_a_line_of_the_format_is_what_the_journal_writes(tmp_path: Path) -> None:

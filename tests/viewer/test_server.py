@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
+import subprocess
+import sys
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON
 from palaestra.rollouts.events import RolloutEnded
 from palaestra.rollouts.journal.journal import Journal
+from palaestra.rollouts.observe.status_file import STATUS_NAME, STATUS_SCHEMA, started_ticks
 from palaestra.rollouts.records import Group
 from palaestra.viewer.page_file import page_file, page_files
 from palaestra.viewer.rollout_record import CUT
@@ -200,6 +204,31 @@ def test_a_run_that_goes_on_streams_in(tmp_path: Path) -> None:
     visit(folder, scenario)
 
 
+def test_an_open_page_hears_that_the_process_of_a_run_was_killed(tmp_path: Path) -> None:
+    group = Group(group_id="000000-sky", number=0, task_id="sky", trajectories=[rollout(0, TWO_CALLS)])
+    folder = write_run(tmp_path / "run", group, ended=False)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    owner = {"host": socket.gethostname(), "pid": process.pid, "started": started_ticks(process.pid)}
+    status = {"schema": STATUS_SCHEMA, **owner, "at": 0.0, "stages": {}, "idle": []}
+    (folder / STATUS_NAME).write_text(json.dumps(status))
+
+    async def scenario(caller: Caller) -> None:
+        (run,) = [each["name"] for each in (await caller.get("runs"))["runs"]]
+        assert (await caller.indexed(run, 1))["state"] == "running"
+        async with caller.http.get(caller.url + "/api/events", headers={"Authorization": f"Bearer {TOKEN}"}) as events:
+            await asyncio.sleep(0.6)  # the viewer has seen the process alive
+            process.kill()
+            line = await asyncio.wait_for(events.content.readline(), 5)
+            assert json.loads(line.removeprefix(b"data: ")) == {"run": run}
+        assert (await caller.get("run", run=run))["summary"]["state"] == "killed"
+
+    try:
+        visit(folder, scenario)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_hostile_texts_and_names_come_through_as_data(tmp_path: Path) -> None:
     name = "../../etc/passwd?x=<b>#\u202e"
     messages = [
@@ -287,6 +316,27 @@ def test_a_wrong_request_gets_a_reason(tmp_path: Path, path: str, params: JSON) 
         assert len(body["detail"]) > 20
 
     visit(write_run(tmp_path / "run", sky()), scenario)
+
+
+def test_a_failure_of_the_viewer_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(run: str) -> None:
+        raise ZeroDivisionError("a fault\nthat nobody expects")
+
+    async def main() -> None:
+        runs = open_runs(str(write_run(tmp_path / "run", sky())))
+        async with serving(Viewer(runs, TOKEN, broken), TOKEN) as url, aiohttp.ClientSession() as http:
+            caller = Caller(url, http)
+            await caller.indexed("run", 4)
+            status, body = await caller.ask("/api/tokens", {"run": "run", "id": "000000-sky/0"})
+            assert status == 500
+            assert "ZeroDivisionError: a fault" in body["detail"]
+            assert "reload the page" in body["detail"]
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(main())
+    (line,) = [each for each in caplog.records if "/api/tokens failed" in each.getMessage()]
+    assert line.exc_info is None
+    assert "\n" not in line.getMessage()
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

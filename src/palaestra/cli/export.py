@@ -131,6 +131,7 @@ def command(
     from palaestra.rollouts.annotations import read_annotations
     from palaestra.rollouts.export.formats import exporter_named
     from palaestra.rollouts.journal.reader import open_recording
+    from palaestra.rollouts.regraded import read_grades
 
     known = [outcome.value for outcome in Outcome]
     for outcome in outcomes:
@@ -152,6 +153,7 @@ def command(
         placeholders=placeholders,
         counterfactual=counterfactual,
         judgements=said.by_rollout,
+        grades=read_grades(recording.path.parent),
     )
     folder = recording.path.parent / "exports"
     if out is None and folder.is_symlink():  # somebody else may have made the run, and chosen where the link leads
@@ -167,6 +169,8 @@ def command(
         return report
 
     target, report = _written(path, write, named=out is not None)
+    if meta.grades and exporter.name != "inspect":
+        report.remarks["without the new reward that palaestra grade gave it"] += len(meta.grades)
     _say(exporter, report, target, recording.unfinished, as_json)
 
 

@@ -14,6 +14,8 @@ from palaestra.cli.completion import complete_runs
 from palaestra.cli.host_path import HostPath
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from palaestra.viewer.runs import Runs
     from palaestra.viewer.token_texts import TokenTexts
 
@@ -79,6 +81,9 @@ def command(
         from palaestra.viewer.page_file import Chosen, write_page
 
         runs = open_runs(run or "last", index_store())
+        _name_problems(runs)
+        if not runs.named:
+            _say_which(list(runs), runs.root)
         path = write_page(html, runs, Chosen(rollouts), TokenTexts(runs, tokenizer))
         click.echo(json.dumps({"path": str(path)}) if as_json else path)
         return
@@ -86,7 +91,24 @@ def command(
         _look_in_terminal(run, tokenizer)
         return
     runs = open_runs(run, index_store())
+    _name_problems(runs)
     asyncio.run(_serve(runs, TokenTexts(runs, tokenizer), port, opens=not no_open, as_json=as_json))
+
+
+def _say_which(names: Sequence[str], root: Path) -> None:
+    if len(names) > 1:
+        from palaestra.core.printable import printable
+
+        others = f"choose another one with `palaestra view {root}/NAME --html FILE`"
+        click.echo(printable(f"{root} has {len(names)} runs; the file has only {names[0]}: {others}"), err=True)
+
+
+def _name_problems(runs: Runs) -> None:
+    """Name each run or file that cannot be shown. The page names them too."""
+    from palaestra.core.printable import one_line
+
+    for name, reason in runs.problems.items():
+        click.echo(f"{one_line(name, 200)} cannot be shown: {one_line(reason, 500)}", err=True)
 
 
 def _look_in_terminal(run: str, tokenizer: str | None) -> None:

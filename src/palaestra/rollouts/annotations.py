@@ -152,10 +152,15 @@ def annotation(
     return said
 
 
+def is_tag(text: str) -> bool:
+    """Return whether a text can be a tag."""
+    return _TAG.fullmatch(text) is not None
+
+
 def problem(said: Annotation) -> str:
     """Return the reason why a line is not an annotation; empty if it is one."""
     for tag in (*said.tags, *said.untag):
-        if not _TAG.fullmatch(tag):
+        if not is_tag(tag):
             return f"{tag[:80]!r} is not a tag: a tag has 1 to 60 letters, digits and the characters _ . : + -"
     if len(said.tags) + len(said.untag) > MOST_TAGS:
         return f"an annotation can have at most {MOST_TAGS} tags"

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from palaestra.core.types import JSON, Message
+from palaestra.core.types import JSON, Blame, Message
 from palaestra.inference.ledger import SampledTurn
 from palaestra.rollouts.records import Group, Trajectory
 
@@ -126,11 +126,13 @@ class AttemptDiscarded(JournalEvent, tag="discarded", kw_only=True):
 
 
 class GroupEnded(JournalEvent, tag="group_end", kw_only=True):
-    """Every rollout of the group has ended. `error` is the reason if the group failed."""
+    """Every rollout of the group has ended. `error` is the reason if the group failed, and `blame` its attribution,
+    which journals of earlier versions do not have here."""
 
     group_id: str
     number: int
     error: str = ""
+    blame: Blame | None = None
 
 
 class RunEnded(JournalEvent, tag="end", kw_only=True):

@@ -137,7 +137,9 @@ class GroupRun:
             if run.counterfactual is not None:
                 await asyncio.shield(run.counterfactual.aclose(run.workspaces.pool))
                 run.events.note(run.counterfactual.summary(group.trajectories))
-        run.events.emit(GroupEnded(at=time.time(), group_id=group.group_id, number=group.number, error=group.error))
+        ended = GroupEnded(at=time.time(), group_id=group.group_id, number=group.number)
+        ended.error, ended.blame = group.error, group.blame
+        run.events.emit(ended)
         await run.events.journal.commit()
         await self.env.ended(self.task, group)
         return group

@@ -1,7 +1,8 @@
 """Files of other programs as runs: a file is read once, in slices, into a journal of its own, which is then indexed.
 
-The journal is in the user's cache, next to the indexes, or in a temporary folder. So a rollout of a large log is found
-by its offset like those of a run, and the second time the log opens without being read. The journal's name depends on
+The journal is in a folder of its own in the user's cache, below that of the indexes, or in a temporary folder. What
+people have said about the rollouts, in the file and in the viewer, is next to it. So a rollout of a large log is found
+by its offset like those of a run, and the second time the log opens without being read. The folder's name depends on
 the file's path, size and time, so a file that has changed is read again.
 """
 
@@ -14,6 +15,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -21,20 +23,25 @@ import msgspec
 from palaestra.core.errors import ConfigError
 from palaestra.core.io.durable_files import private, unfinished_name
 from palaestra.core.types import JSON
+from palaestra.rollouts.annotations import ANNOTATIONS_NAME, append_lines
 from palaestra.rollouts.events import AnyJournalEvent, GroupEnded, GroupStarted, RolloutEnded, RunEnded, RunStarted
 from palaestra.rollouts.export.atropos import encode_line
 from palaestra.rollouts.imports.files import log_files, open_source
 from palaestra.rollouts.imports.source import Imported, Source
+from palaestra.rollouts.journal.journal import encoded
+from palaestra.rollouts.journal.reader import JOURNAL_NAME
 from palaestra.rollouts.records import Group
+from palaestra.rollouts.regraded import GRADES_NAME
 from palaestra.viewer.run_index import RunIndex
 
 IMPORTS = "imports"
-"""The folder of the journals, below the folder of the indexes."""
+"""The folder of the journals' folders, below the folder of the indexes."""
 
 COMMAND = "import"
 """The command in the settings of such a journal."""
 
-_FORMAT = "1"
+_FORMAT = "2"
+_MOST_SAID_BYTES = 16 << 20
 _UNREADABLE = b"\x00\n"
 """A line that the index counts as damaged: it stands for a record that could not be read."""
 
@@ -48,8 +55,8 @@ class ImportedIndex(RunIndex):
             folder = Path(tempfile.mkdtemp(prefix="palaestra-view-"))
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         else:
-            folder = store / IMPORTS
-        journal = folder / f"{_key(path)}.jsonl"
+            folder = store / IMPORTS / _key(path)
+        journal = folder / JOURNAL_NAME
         self._writer: _Writer | None = None
         if not journal.is_file():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,6 +95,7 @@ class _Writer:
         self.path = unfinished_name(journal)
         self._final = journal
         self._shown = source
+        self._said, self._grades = bytearray(), bytearray()
         facts = self.source.facts()
         config: dict[str, JSON] = {
             "command": COMMAND,
@@ -118,13 +126,19 @@ class _Writer:
     def finish(self) -> Path:
         """Give the journal its name, and return it."""
         self._file.close()
+        if not self._final.exists():  # another viewer may have been faster
+            for name, lines in ((ANNOTATIONS_NAME, self._said), (GRADES_NAME, self._grades)):
+                if lines:
+                    append_lines(self._final.with_name(name), bytes(lines))
         self.path.replace(self._final)
         return self._final
 
     def discard(self) -> None:
-        """Remove the journal. Idempotent."""
+        """Remove the journal, and its folder if there is nothing else in it. Idempotent."""
         self._file.close()
         self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.path.parent.rmdir()
 
     def _read(self) -> Iterator[AnyJournalEvent | bytes]:
         """Yield the events. Raises `ConfigError` if no rollout can be read."""
@@ -135,6 +149,7 @@ class _Writer:
                 yield _UNREADABLE
                 continue
             started = groups.place(each)
+            self._judge(each)
             if started is not None:
                 yield GroupStarted(group=started)
             count += 1
@@ -144,6 +159,16 @@ class _Writer:
         for number, group_id in enumerate(groups.numbers):
             yield GroupEnded(group_id=group_id, number=number)
         yield RunEnded(reason="done")
+
+    def _judge(self, one: Imported) -> None:
+        """Keep what the file says about the judgements of a rollout."""
+        for line in one.said:
+            line.rollout_id = one.trajectory.rollout_id
+            if len(self._said) < _MOST_SAID_BYTES:
+                self._said += encoded(line) + b"\n"
+        if one.grade is not None and len(self._grades) < _MOST_SAID_BYTES:
+            one.grade.rollout_id = one.trajectory.rollout_id
+            self._grades += encoded(one.grade) + b"\n"
 
     def _add(self, event: AnyJournalEvent) -> None:
         self._file.write(encode_line(msgspec.to_builtins(event)))

@@ -15,6 +15,7 @@ from palaestra.rollouts.finished_run import last_metrics
 from palaestra.rollouts.observe.failures import Cause, Failures
 from palaestra.rollouts.observe.metrics import BY_OFFICIAL, group_size, pass_metrics
 from palaestra.rollouts.observe.verdicts import Verdicts
+from palaestra.viewer.imported import COMMAND
 from palaestra.viewer.run_index import RESUMED, Evidence, RunIndex, evidence
 
 _IN_TABLE = re.compile(r"/(pass@\d+|mean_reward|pass_rate|scored|planned|tasks|attempts|unscored|tasks_not_run)(/|$)")
@@ -27,10 +28,11 @@ def overview(index: RunIndex, own: Mapping[str, float] | None = None) -> dict[st
     (`verdicts`), the environment's own metrics that are not in the table (`own`), and a
     sentence about resumed rollouts (`resumed`). `own` has the metrics of a run that is just ending."""
     scores, groups = _Scores(index), index.all_groups()
+    imported = index.config().get("command") == COMMAND  # a log may have no rewards, which is not a failure
     failures, crashes, verdicts = Failures(), Failures(), Verdicts()
     for one in evidence(index):
         scores.add(one)
-        if one.reward is None:
+        if one.reward is None and (one.blame or one.error or not imported):
             failures.cause(one.blame, one.error, one.id, one.group).rollouts += 1
         if one.breaks:
             crashes.cause("model", one.breaks, one.id, one.group).rollouts += 1

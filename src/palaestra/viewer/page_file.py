@@ -135,7 +135,9 @@ class _Budget:
 
 
 def _rows(index: RunIndex, chosen: Chosen) -> tuple[list[dict[str, JSON]], int]:
-    total, rows = index.rows(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
+    """Return the rows of the chosen rollouts, and the number of the other rollouts."""
+    whole, rows = index.rows(limit=10**9 if chosen.patterns else MOST_ROLLOUTS)
+    total = whole
     if chosen.patterns:
         rows = [row for row in rows if any(fnmatchcase(row["id"], each) for each in chosen.patterns)]
         if not rows:
@@ -145,7 +147,8 @@ def _rows(index: RunIndex, chosen: Chosen) -> tuple[list[dict[str, JSON]], int]:
         raise ConfigError(
             f"a file can have {MOST_ROLLOUTS} rollouts, and {total} were chosen: choose fewer with --rollout"
         )
-    return rows[:MOST_ROLLOUTS], max(0, total - MOST_ROLLOUTS)
+    rows = rows[:MOST_ROLLOUTS]
+    return rows, whole - len(rows)
 
 
 def _answers(

@@ -31,8 +31,9 @@ from palaestra.rollouts.grading.reward import DIFFERENCE, UNSEEN
 from palaestra.rollouts.journal.journal import check_config, check_schema
 from palaestra.rollouts.records import CUT_OFF, Beside, Trajectory
 from palaestra.viewer.check_evidence import breaks, exit_code
+from palaestra.viewer.search_texts import Wanted
 
-_FORMAT = "5"
+_FORMAT = "6"
 _TAIL_BYTES = 4096
 _EXIT = re.compile(rb'\\?"exit_code\\?":\s*-?[1-9]')
 _PREVIEW_CHARS = 240
@@ -171,6 +172,7 @@ class _Line(msgspec.Struct):
     trajectory: _Rollout | None = None
     group_id: str = ""
     error: str = ""
+    blame: str | None = None
     reason: str = ""
     rollout_id: str = ""
     anew: str = ""
@@ -372,14 +374,11 @@ class RunIndex:
     def search(
         self, text: str, *, after: int = 0, limit: int = 50, seconds: float = 0.5
     ) -> tuple[list[tuple[str, str]], int, int]:
-        """Find a text in the records of finished rollouts, from record number `after` on, for about `seconds`.
-        Case does not matter if the text is ASCII. Returns the ids with a passage around the first occurrence, the
-        number of the next record to search, and the number of all records."""
+        """Find a text in the conversations of finished rollouts, from record number `after` on, for about `seconds`.
+        Case does not matter if the text is ASCII. `Wanted` defines what is searched. Returns the ids with a passage
+        around the first occurrence, the number of the next record to search, and the number of all records."""
         end, found = time.monotonic() + seconds, list[tuple[str, str]]()
-        once = msgspec.json.encode(text)[1:-1]
-        twice = msgspec.json.encode(once.decode())[1:-1]  # the arguments of calls are JSON in JSON
-        wanted = [each.lower() if text.isascii() else each for each in dict.fromkeys((once, twice))]
-        every = self._places()
+        wanted, every = Wanted(text), self._places()
         number = after
         with open_regular(self.path) as file:
             for number in range(after, len(every)):
@@ -387,11 +386,9 @@ class RunIndex:
                     break
                 rollout_id, place, size = every[number]
                 file.seek(place)
-                line = file.read(size)
-                folded = line.lower() if text.isascii() else line
-                at = next((at for each in wanted if (at := folded.find(each)) >= 0), -1)
-                if at >= 0:
-                    found.append((rollout_id, _passage(line, at, len(once))))
+                passage = wanted.passage(file.read(size))
+                if passage is not None:
+                    found.append((rollout_id, passage))
             else:
                 number = len(every)
         return found, number, len(every)
@@ -499,7 +496,8 @@ class _Slice:
                 self._group(line.group)
             case "group_end":
                 self._db.execute(
-                    "UPDATE groups SET ended = 1, error = ? WHERE group_id = ?", [line.error, line.group_id]
+                    "UPDATE groups SET ended = 1, error = ?, blame = COALESCE(?, blame) WHERE group_id = ?",
+                    [line.error, line.blame, line.group_id],
                 )
             case "run":
                 facts = {"run_id": line.run_id, "env": line.env, "model": line.model, "seed": line.seed}
@@ -550,15 +548,15 @@ class _Slice:
                 "UPDATE groups SET prompt = ? WHERE group_id = ?", [_first(one.messages, b'"user"'), one.group_id]
             )
         segments = [] if one.ledger is None else one.ledger.segments
-        beside = one.beside
+        beside, timed = one.beside, one.beside.turn_s  # a time that is not recorded is not 0
         values = (
             one.rollout_id, one.group_id, number, one.task_id, one.index, one.outcome, one.reward, one.official,
             one.blame, one.error[:_PREVIEW_CHARS], json.dumps([label.name for label in one.labels]),
             any(label.certain for label in one.labels), json.dumps(one.metrics), _text(one.detail.category),
             one.prompt_tokens + one.completion_tokens, one.prompt_tokens, one.completion_tokens, one.cost,
             len(one.turns), one.tool_calls_attempted, len(one.tool_errors),
-            sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s,
-            sum(model for model, _ in beside.turn_s), sum(tool for _, tool in beside.turn_s),
+            sum(len(segment.tokens) * 3 // 16 for segment in segments), len(segments), beside.duration_s or None,
+            sum(model for model, _ in timed) if timed else None, sum(tool for _, tool in timed) if timed else None,
             beside.stages.get("grade", 0.0), beside.started_at, _first(reversed(one.messages), b'"assistant"'),
             None if one.parent is None else one.parent.index, _string(one.detail.difference),
             json.dumps(_strings(one.detail.unseen)), _breaks(one.detail), _exits(one.messages), self.place, size,
@@ -763,9 +761,3 @@ def _order(sort: str, descending: bool) -> tuple[str, _Values]:
         return "", []
     column, values = (_TEXTS[sort], _Values()) if sort in _TEXTS else _number_column(sort)
     return f"{column} {'DESC' if descending else 'ASC'} NULLS LAST, ", values
-
-
-def _passage(line: bytes, at: int, size: int) -> str:
-    """Return the text around a place in a line of JSON."""
-    around = line[max(0, at - 80) : at + size + 80].decode("utf-8", "ignore")
-    return " ".join(around.replace("\\n", " ").replace('\\"', '"').split())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -24,6 +25,7 @@ from palaestra.rollouts.journal.reader import BATCHES, JOURNAL_NAME, RUNS, find_
 from palaestra.viewer.imported import IMPORTS, ImportedIndex
 from palaestra.viewer.marks import Marks
 from palaestra.viewer.run_index import RunIndex
+from palaestra.viewer.summary import run_state
 
 MOST = 200
 """The maximum number of runs that a viewer shows; the latest come first."""
@@ -46,6 +48,7 @@ class Runs:
         self._store = store
         self._indexes: dict[str, RunIndex] = {}
         self._marks: dict[str, Marks] = {}
+        self._states: dict[str, str] = {}
         self.discover()
 
     def __iter__(self) -> Iterator[str]:
@@ -85,14 +88,17 @@ class Runs:
         return bool(fresh)
 
     def update(self, name: str, seconds: float = 0.1) -> bool:
-        """Index what one run has gained, and return whether there was anything. A run that cannot be read is left out
-        from then on, with its reason in `problems`."""
+        """Index what one run has gained, and return whether there was anything, or whether its process has ended or
+        started meanwhile. A run that cannot be read is left out from then on, with its reason in `problems`."""
         index = self._indexes.get(name)
         if index is None:
             return False
         try:
             changed = index.update(seconds)
-            return self.marks(name).update() or changed
+            changed = self.marks(name).update() or changed
+            state = run_state(index)
+            before, self._states[name] = self._states.get(name, state), state
+            return state != before or changed
         except (ConfigError, OSError, ValueError, *UNREADABLE) as error:
             self.problems[name] = str(error)
             self._indexes.pop(name).close()
@@ -206,6 +212,9 @@ def open_runs(target: str, store: Path | None = None) -> Runs:
                 f"journals, or a file: {READABLE}"
             )
         runs = Runs(folder, found, store)
+        if not list(runs):
+            reasons = "; ".join(list(runs.problems.values())[:3])
+            raise ConfigError(f"{folder} has nothing that can be shown: {reasons}")
     return runs
 
 
@@ -224,8 +233,10 @@ def index_store() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palaestra" / "view"
     for path in (*folder.glob("*.sqlite"), *folder.glob(f"{IMPORTS}/*"), *folder.glob(f"{IMPORTS}/.*.tmp")):
         try:
-            if time.time() - path.stat().st_mtime > _KEPT_S:
-                path.unlink()
+            whole = path.is_dir() and not path.is_symlink()
+            used = max(each.stat().st_mtime for each in (path, *(path.iterdir() if whole else ())))
+            if time.time() - used > _KEPT_S:
+                shutil.rmtree(path) if whole else path.unlink()
         except OSError:
             continue
     return folder

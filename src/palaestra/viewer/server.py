@@ -25,7 +25,8 @@ header; no answer can run a script that is not the page's own (`POLICY`). Lists 
     GET /api/siblings?run&id&id…     2 to 16 rollouts compared; `reference`: `divergence.siblings`
     GET /api/events                  server-sent events: {run} when a run has changed, {} when runs were added
 
-Errors are `{"detail": …}` with status 400 for a wrong request, 401 without the token, and 404 for an unknown address.
+Errors are `{"detail": …}` with status 400 for a wrong request, 401 without the token, 404 for an unknown address, and
+500 if the viewer itself fails.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -43,6 +45,7 @@ from aiohttp.typedefs import Middleware
 from palaestra.core.errors import ConfigError, PalaestraError
 from palaestra.core.io.durable_files import UNREADABLE
 from palaestra.core.io.http_server import BODY_S, Handler, invite_body, is_loopback, listening, refusal
+from palaestra.core.printable import one_line
 from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import Annotation, annotation, write_annotations
 from palaestra.viewer.divergence import MOST, siblings
@@ -76,6 +79,7 @@ _MOST_POSTED_BYTES = 64 << 10
 _POLL_S = 0.5
 _DISCOVER_S = 3.0
 _QUEUED = 100
+logger = logging.getLogger(__name__)
 
 
 class Viewer:
@@ -166,6 +170,10 @@ class Viewer:
                 response = self._refused(request) or await handler(request)
             except web.HTTPException as error:
                 response = web.json_response({"detail": error.reason}, status=error.status)
+            except ConnectionError:  # the page was closed
+                raise
+            except Exception as error:  # a fault of one answer must not fill the terminal
+                response = _failed(request, error)
             if not response.prepared:
                 response.headers.update(_HEADERS)
             return response
@@ -250,6 +258,16 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     untag: list[str] = []
     note: str = ""
     verdict: str = ""
+
+
+def _failed(request: web.Request, error: Exception) -> web.Response:
+    """Return the answer to a request in which the viewer itself failed: one line, which the terminal gets too. The
+    traceback is for `-v`."""
+    what = one_line(f"{type(error).__name__}: {error}", 300)
+    logger.warning("%s failed: %s (palaestra -v view shows the traceback)", one_line(request.path, 100), what)
+    logger.debug("the traceback", exc_info=error)
+    todo = "reload the page; if it happens again, report it with the output of `palaestra -v view`"
+    return web.json_response({"detail": f"the viewer failed with {what}; {todo}"}, status=500)
 
 
 def _is_own(request: web.Request) -> bool:

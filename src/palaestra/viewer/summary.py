@@ -9,11 +9,10 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from palaestra.core.config import is_secret
 from palaestra.core.types import JSON
-from palaestra.rollouts.observe.compare_runs import RunScores, TaskScores, compare
+from palaestra.rollouts.observe.compare_runs import RunComparison, RunScores, TaskScores, compare
 from palaestra.rollouts.observe.intervals import Interval, mean_interval
 from palaestra.rollouts.observe.metrics import group_size, pass_metrics
 from palaestra.rollouts.observe.status import ELSEWHERE, KILLED, RUNNING
@@ -65,7 +64,7 @@ def run_summary(index: RunIndex, name: str) -> dict[str, JSON]:
         "env": facts.get("env", ""),
         "model": facts.get("model", ""),
         "seed": facts.get("seed", ""),
-        "state": _state(folder, facts, config),
+        "state": run_state(index),
         "kind": _kind(config),
         "started_at": float(facts.get("started_at", "0")),
         "last_at": float(facts.get("last_at", "0")),
@@ -110,7 +109,9 @@ def run_details(index: RunIndex) -> dict[str, JSON]:
 
 def compared(runs: Mapping[str, RunIndex], base: str, by: str = "reward") -> dict[str, JSON]:
     """Return, for each run, its paired comparison with the run `base` on the tasks that both have: difference, interval
-    and counts, or the reason (`problem`) why there is none. `by` is `reward` or `official`."""
+    and counts, or the reason (`problem`) why there is none. `undecided` is the reason why no winner is named.
+    `with_unscored` is the same difference with unscored rollouts as 0; None if they change nothing. `counterfactual`
+    is whether the run, or `base`, continues a rollout of another run. `by` is `reward` or `official`."""
     scores = {name: _scores(index, name) for name, index in runs.items()}
     if by == "official":
         scores = {name: each.by_official() for name, each in scores.items()}
@@ -119,15 +120,24 @@ def compared(runs: Mapping[str, RunIndex], base: str, by: str = "reward") -> dic
         if name == base:
             continue
         try:
-            result = compare(each, scores[base])
+            result, whole = compare(each, scores[base]), compare(each, scores[base], unscored=0.0)
         except ValueError as error:
             found[name] = {"problem": str(error)}
             continue
         counts = {"tasks": len(result.pairs), "better": result.better, "worse": result.worse}
-        interval = None if result.low is None else [result.low, result.high]
-        facts = {"difference": result.difference, "interval": interval, "winner": result.winner}
-        found[name] = counts | facts | {"undecided": result.undecided}
+        found[name] = {
+            **counts,
+            **_difference(result),
+            "winner": result.winner,
+            "undecided": result.undecided,
+            "with_unscored": None if whole.pairs == result.pairs else {**_difference(whole), "tasks": len(whole.pairs)},
+            "counterfactual": any(bool(runs[each].config().get("fork")) for each in (name, base)),
+        }
     return found
+
+
+def _difference(found: RunComparison) -> dict[str, JSON]:
+    return {"difference": found.difference, "interval": None if found.low is None else [found.low, found.high]}
 
 
 def _scores(index: RunIndex, name: str) -> RunScores:
@@ -168,12 +178,14 @@ def _passes(tasks: Sequence[Sequence[float]], attempts: int) -> dict[str, JSON]:
     return {name: {"mean": found[name], "interval": [found[f"{name}/low"], found[f"{name}/high"]]} for name in names}
 
 
-def _state(folder: Path, facts: Mapping[str, str], config: Mapping[str, JSON]) -> str:
-    if facts.get("ended"):
-        return facts["ended"]
-    if config.get("command") == COMMAND:  # the file is being read
+def run_state(index: RunIndex) -> str:
+    """Return whether a run is running, was killed or runs on another host, or the reason for which it ended. Whether
+    its process is alive is checked in each call."""
+    if ended := index.facts().get("ended"):
+        return ended
+    if index.config().get("command") == COMMAND:  # the file is being read
         return RUNNING
-    stages = read_stages(folder)
+    stages = read_stages(index.folder)
     return KILLED if stages is None else {True: RUNNING, False: KILLED, None: ELSEWHERE}[is_alive(stages)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from palaestra import Blame, Group, Outcome, Trajectory
-from palaestra.rollouts.observe.failures import Failures
+from palaestra.rollouts.observe.failures import Cause, Failures
 
 
 def failed(group_id: str, index: int, error: str, blame: Blame) -> Trajectory:
@@ -48,3 +48,9 @@ def test_a_cause_keeps_the_end_of_its_error() -> None:
     (cause,) = failures.causes()
     assert cause.error.startswith("its tests do not pass: test_0")
     assert cause.error.endswith("No module named 'attrs'")
+
+
+def test_a_cause_without_an_error_says_so() -> None:
+    assert Cause("unknown", "", "g/0", rollouts=1).line() == (
+        "1 rollout failed (unknown), first g/0: the record has no reason"
+    )

@@ -148,6 +148,11 @@ async def run(
         await stack.enter_async_context(opened(environment))
         task_limit(parsed, environment)  # reports an unusable limit before the run begins
         await engine.probe(_offered_tools(environment, config.seed))
+        if begins is not None and begins.origin.turn >= (most := environment.agent.max_turns):
+            raise ConfigError(
+                f"nothing can follow turn {begins.origin.turn}, because the limit is {most} turns: raise it with "
+                "--env.max_agent_turns, or continue after an earlier turn"
+            )
         begins = None if begins is None else begins.for_model(engine.name)
         recorded_tools = make_recorded_tools(config)
         stack.callback(recorded_tools.close)

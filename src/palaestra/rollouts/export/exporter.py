@@ -17,6 +17,7 @@ import msgspec
 from palaestra.core.types import JSON
 from palaestra.rollouts.annotations import Judgement
 from palaestra.rollouts.records import Group, Trajectory
+from palaestra.rollouts.regraded import Grade
 
 UNSCORED = "unscored"
 """The most frequent reason for leaving a rollout out: the rollout has no reward to learn from."""
@@ -34,7 +35,7 @@ class ExportMeta:
 
     `started_at` is in seconds since the epoch. `everything` includes unscored rollouts; `placeholders` includes token
     rows without sampled tokens; `counterfactual` includes rollouts that continue a rollout of another run.
-    `judgements` has the annotations of rollouts by their ids.
+    `judgements` has the annotations of rollouts by their ids, and `grades` the new scores of `palaestra grade`.
     """
 
     run_id: str = ""
@@ -47,6 +48,7 @@ class ExportMeta:
     placeholders: bool = False
     counterfactual: bool = False
     judgements: Mapping[str, Judgement] = field(default_factory=dict)
+    grades: Mapping[str, Grade] = field(default_factory=dict)
 
     def marks(self, trajectory: Trajectory) -> dict[str, JSON]:
         """Return what a line says about a rollout besides its record: `origin`, if it is counterfactual, and

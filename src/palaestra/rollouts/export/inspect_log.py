@@ -2,7 +2,8 @@
 
 Each rollout is a sample, and the rollouts of a task are its epochs. The scores of a sample are `reward`, `official` if
 there is an official verdict, and the environment's own metrics. Palaestra's own values are in the sample's metadata
-under `palaestra`. Tokens, times of turns and the events of a transcript are left out.
+under `palaestra`, with what people have said about the rollout (`annotations`) and its new score (`regraded`). Tokens,
+times of turns and the events of a transcript are left out.
 
 Source: the models of `inspect_ai.log` (0.3.285), version 2 of the format. Inspect itself compresses with zstd, and
 reads deflated members too.
@@ -29,6 +30,9 @@ from palaestra.rollouts.records import Group, Trajectory
 
 OURS = "palaestra"
 """The key of Palaestra's values in a sample's metadata."""
+
+ANNOTATIONS, REGRADED = "annotations", "regraded"
+"""Among these values, the keys of what people have said about the rollout, and of the score of `palaestra grade`."""
 
 HEADER, START, SAMPLES, SUMMARIES = "header.json", "_journal/start.json", "samples/", "summaries.json"
 """The members of an archive. `SAMPLES` is the beginning of the samples' names."""
@@ -96,7 +100,7 @@ def inspect_sample(trajectory: Trajectory, epoch: int, meta: ExportMeta) -> tupl
         "messages": messages,
         "output": _output(trajectory, replies, meta.model),
         "scores": dict(_scores(trajectory)),
-        "metadata": {OURS: _facts(trajectory)},
+        "metadata": {OURS: _facts(trajectory, meta)},
         "store": {},
         "events": [],
         "model_usage": {meta.model or "none": {**usage, **cost}},
@@ -165,12 +169,15 @@ def _scores(trajectory: Trajectory) -> Iterator[tuple[str, JSON]]:
                 yield name, {"value": value}
 
 
-def _facts(trajectory: Trajectory) -> dict[str, JSON]:
+def _facts(trajectory: Trajectory, meta: ExportMeta) -> dict[str, JSON]:
+    grade = meta.grades.get(trajectory.rollout_id)
     return {
         "rollout_id": trajectory.rollout_id,
         "group_id": trajectory.group_id,
         "index": trajectory.index,
         **outcome_fields(trajectory),
+        **meta.marks(trajectory),
+        **({} if grade is None else {REGRADED: msgspec.to_builtins(grade)}),
     }
 
 

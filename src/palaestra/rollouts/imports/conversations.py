@@ -19,6 +19,7 @@ from palaestra.inference.ledger import UNTRAINED, TokenRow
 from palaestra.rollouts.export.messages import parsed_object
 from palaestra.rollouts.export.token_rows import ROW_SCHEMA
 from palaestra.rollouts.imports.atif import blame_of, labels_of, outcome_of
+from palaestra.rollouts.imports.judged import annotations_of
 from palaestra.rollouts.imports.source import (
     NEXT,
     Imported,
@@ -42,7 +43,8 @@ _THINK = re.compile(r"\A\s*<think>\n?(.*?)\n?</think>\n?", re.DOTALL)
 _CALL = re.compile(r"\n?<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 _IN_LINE = ("id", "task_id", "reward", "score", "outcome", "official", "labels", "env", "model", "tools", "messages",
-            "conversations", "metadata", "error", "blame", "metrics", "group_id", "prompt_index")  # fmt: skip
+            "conversations", "metadata", "error", "blame", "metrics", "group_id", "prompt_index",
+            "annotations")  # fmt: skip
 
 
 def form_of(value: Mapping[str, JSON]) -> str:
@@ -151,6 +153,10 @@ def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
         outcome = Outcome.MAX_TURNS
     given = name_of(line.get("task_id")) or name_of(line.get("prompt_index")) or rollout_id
     turns = _turns(messages)
+    given_reward = line.get("reward", line.get("score"))
+    reward, error = finite(given_reward), text_of(line.get("error"))
+    if reward is None and given_reward is not None and not error:
+        error = f"its reward is not a number: {json.dumps(given_reward)[:80]}"
     more = {name: value for name, value in line.items() if name not in _IN_LINE}
     return Imported(
         trajectory=Trajectory(
@@ -160,17 +166,18 @@ def _imported(line: Mapping[str, JSON], messages: list[Message]) -> Imported:
             index=int(index) if ours else NEXT,
             messages=messages,
             outcome=outcome,
-            reward=finite(line.get("reward", line.get("score"))),
+            reward=reward,
             official=finite(line.get("official")),
             labels=labels_of(line.get("labels")),
             blame=blame_of(line.get("blame")),
-            error=text_of(line.get("error")),
+            error=error,
             metrics=numbers_of(line.get("metrics")),
             detail=more | ({"metadata": line["metadata"]} if line.get("metadata") else {}),
             turns=turns,
             tool_calls_attempted=sum(len(turn.tools) for turn in turns),
         ),
         tools=_tools(line.get("tools")),
+        said=annotations_of(line.get("annotations")),
     )
 
 

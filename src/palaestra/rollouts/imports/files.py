@@ -24,6 +24,7 @@ READABLE = "Inspect logs (.eval, .json), ATIF documents, and JSON lines with mes
 
 _DEEP = 4
 _MOST_FILES = 20_000
+_MOST_UNKNOWN = 50
 _HEAD_BYTES = 4096
 _ENDINGS = (".eval", ".json", ".jsonl")
 _entries = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -43,14 +44,19 @@ def open_source(path: Path) -> Source:
 
 
 def sources_below(folder: Path) -> list[Path]:
-    """Return the files below a folder that look like logs, and the folder itself if there are ATIF documents in it."""
-    found, documents = [], False
+    """Return the files below a folder that look like logs, and the folder itself if there are ATIF documents in it.
+    Last come logs that cannot be read: `open_source` names the reason. A `.json` file of another kind is no log, and
+    neither is a `.jsonl` file next to ATIF documents."""
+    found, unknown, documents = [], list[Path](), False
     for path in log_files(folder):
         kind = _kind(path)
         documents = documents or kind == atif.NAME
         if kind and kind != atif.NAME:
             found.append(path)
-    return [*([folder] if documents else []), *found]
+        elif not kind and path.suffix != ".json":
+            unknown.append(path)
+    unknown = [path for path in unknown if path.suffix == ".eval" or not documents]
+    return [*([folder] if documents else []), *found, *unknown[:_MOST_UNKNOWN]]
 
 
 class JsonFile:

@@ -19,9 +19,10 @@ import msgspec
 
 from palaestra.core.errors import ConfigError
 from palaestra.core.types import JSON, Message, Outcome
-from palaestra.rollouts.export.inspect_log import HEADER, OURS, SAMPLES, START
+from palaestra.rollouts.export.inspect_log import ANNOTATIONS, HEADER, OURS, REGRADED, SAMPLES, START
 from palaestra.rollouts.imports.atif import blame_of, labels_of, outcome_of
 from palaestra.rollouts.imports.documents import Archive, decoded
+from palaestra.rollouts.imports.judged import annotations_of, grade_of
 from palaestra.rollouts.imports.source import (
     NEXT,
     Imported,
@@ -225,6 +226,8 @@ def _imported(data: bytes, headline: str) -> Imported:
             ),
         ),
         tools=[{"type": "function", "function": tool} for tool in objects_of(calls[0].tools if calls else None)],
+        said=annotations_of(ours.get(ANNOTATIONS)),
+        grade=grade_of(ours.get(REGRADED)),
     )
 
 

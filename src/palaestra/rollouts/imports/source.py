@@ -13,7 +13,9 @@ from typing import Protocol
 import msgspec
 
 from palaestra.core.types import JSON, number
+from palaestra.rollouts.annotations import Annotation
 from palaestra.rollouts.records import Trajectory
+from palaestra.rollouts.regraded import Grade
 
 NEXT = -1
 """The index of a rollout whose file does not number it."""
@@ -35,11 +37,14 @@ class LogFacts(msgspec.Struct, kw_only=True):
 
 
 class Imported(msgspec.Struct, kw_only=True):
-    """One rollout of a file, with the schemas of its tools. The trajectory's `rollout_id` is empty, because it follows
+    """One rollout of a file, with the schemas of its tools, what people have said about it (`said`) and its new reward
+    (`grade`), both without the rollout's id. The trajectory's `rollout_id` is empty, because it follows
     from group and index; `group_id` is empty if the file names no groups, and `index` is then often `NEXT`."""
 
     trajectory: Trajectory
     tools: list[dict[str, JSON]] = []
+    said: list[Annotation] = []
+    grade: Grade | None = None
 
 
 class Source(Protocol):

@@ -209,7 +209,7 @@ class Recording:
         assert isinstance(started, GroupStarted)
         assert isinstance(ended, GroupEnded)
         group = started.group
-        group.error = ended.error
+        group.error, group.blame = ended.error, ended.blame or group.blame
         for _, at in sorted(place.rollouts.items()):
             event = self._event(file, at)
             assert isinstance(event, RolloutEnded)

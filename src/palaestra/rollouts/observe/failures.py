@@ -32,7 +32,8 @@ class Cause:
     def line(self) -> str:
         counts = [plural(self.groups, "group") if self.groups else ""]
         counts += [plural(self.rollouts, "rollout") if self.rollouts else ""]
-        return f"{' and '.join(filter(None, counts))} failed ({self.blame}), first {self.first}: {self.error}"
+        error = self.error or "the record has no reason"
+        return f"{' and '.join(filter(None, counts))} failed ({self.blame}), first {self.first}: {error}"
 
 
 class Failures:

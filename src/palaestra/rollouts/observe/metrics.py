@@ -316,7 +316,8 @@ def pass_metrics(rewards: Iterable[Sequence[float]], attempts: int) -> dict[str,
         shares = share_interval(map(Cluster, passes, sizes))
         found |= with_interval("pass_rate", passed / total, shares)
         found |= with_interval("mean_reward", sum(map(sum, rewards)) / total, mean_interval(rewards))
-    for k in sorted({attempts, *(1 << power for power in range(attempts.bit_length()) if 1 << power <= attempts)}):
+    powers = [1 << power for power in range(attempts.bit_length())]
+    for k in sorted({attempts, *powers} if attempts else ()):
         rates = array("d", (pass_at_k(n, each, k) for n, each in zip(sizes, passes, strict=True) if n >= k))
         if rates:
             interval = pass_interval(rates, sum(n for n in sizes if n >= k) / k)

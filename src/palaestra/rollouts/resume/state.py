@@ -189,9 +189,10 @@ class _Reader:
                         work.turns[trajectory.rollout_id] = ended.events
                 elif trajectory.rollout_id in cut_off:
                     cut_off[trajectory.rollout_id].ended = trajectory
-            case GroupEnded(group_id=group_id, number=number, error=error):
-                self._begun[group_id].error = error
-                work.ended[number] = self._begun[group_id]
+            case GroupEnded(group_id=group_id, number=number):
+                group = self._begun[group_id]
+                group.error, group.blame = event.error, event.blame or group.blame
+                work.ended[number] = group
                 for index in work.rollouts[group_id]:
                     work.turns.pop(f"{group_id}/{index}", None)
             case _:

@@ -14,7 +14,7 @@ export function notes(found, run) {
   const lines = (title, each) => (each.length ? h("div.callout.is-warn.lines", {}, h("b", {}, title), h("ul", {}, each.slice(0, SHOWN).map((line) => h("li", {}, line))),
     each.length > SHOWN ? h("details", {}, h("summary", {}, `${count(each.length - SHOWN)} more`), h("ul", {}, each.slice(SHOWN).map((line) => h("li", {}, line)))) : null) : null);
   return h("div.run-notes", {},
-    leftOut() ? h("p.callout.is-info", {}, `This file has the first rollouts of the run; ${plural(leftOut(), "rollout")} are not in it. The figures are those of all.`) : null,
+    leftOut() ? h("p.callout.is-info", {}, `This file has ${count(found.summary.totals.rollouts - leftOut())} of the run's ${plural(found.summary.totals.rollouts, "rollout")}. The figures are those of all.`) : null,
     lines("Failures", (found.causes || []).map((line, place) => linked(line, (found.first_failures || [])[place]))), lines("Official verdicts", found.verdicts || []),
     found.resumed ? h("p.callout", {}, `Resumed: ${found.resumed}`) : null);
 }

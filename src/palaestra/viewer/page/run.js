@@ -55,7 +55,7 @@ function facts(run, name, go, training) {
       fact("groups", count(run.groups.ended), h("span.dim", {}, ` of ${count(run.groups.begun)}`), run.groups.dull ? h("div.small.dim", { title: "all scores of the group are equal: a policy gradient learns nothing from it" }, `${count(run.groups.dull)} dull`) : null, run.groups.failed ? h("div.small.warn", {}, `${count(run.groups.failed)} failed`) : null),
       fact("tokens", short(totals.prompt_tokens || 0), h("span.dim", {}, " read, "), short(totals.completion_tokens || 0), h("span.dim", {}, " written")),
       totals.cost !== null && totals.cost !== undefined ? fact("cost", figure(totals.cost, 2)) : null,
-      fact("mean rollout", seconds(totals.rollouts ? totals.seconds / totals.rollouts : null), totals.seconds ? h("div.small.dim", {}, `model ${Math.round((100 * totals.model_s) / totals.seconds)}%, tools ${Math.round((100 * totals.tool_s) / totals.seconds)}%`) : null),
+      fact("mean rollout", seconds(totals.seconds ? totals.seconds / totals.rollouts : null), totals.seconds && totals.model_s !== null ? h("div.small.dim", {}, `model ${Math.round((100 * totals.model_s) / totals.seconds)}%, tools ${Math.round((100 * totals.tool_s) / totals.seconds)}%`) : null),
       fact("started", when(run.started_at))),
     h("div.chips", {},
       run.reward.mean !== null && run.reward.mean < 1 ? chip("below full reward", "", { onclick: only(["reward", "<", 1]), title: "the rollouts with a reward below 1" }) : null,

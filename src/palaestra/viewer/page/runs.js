@@ -61,7 +61,7 @@ export async function show(params, shell) {
         labelled ? h("td", {}, Object.entries(run.labels).slice(0, 3).map(([name, n]) => link("run", { run: run.name, where: JSON.stringify([["label", "=", name]]) }, chip(`${name} ${count(n)}`, "warn")))) : null,
         h("td.num", { title: `${count(run.totals.prompt_tokens)} read, ${count(run.totals.completion_tokens)} written` }, short((run.totals.prompt_tokens || 0) + (run.totals.completion_tokens || 0))),
         costs ? h("td.num", {}, run.totals.cost === null ? "–" : figure(run.totals.cost, 2)) : null,
-        h("td.num", {}, seconds(run.totals.rollouts ? run.totals.seconds / run.totals.rollouts : null)),
+        h("td.num", {}, seconds(run.totals.seconds ? run.totals.seconds / run.totals.rollouts : null)),
         h("td.small", {}, when(run.started_at)))))));
     notes.replaceChildren(...[
       runs.length ? null : h("p.note", {}, "No run fits the filter."),
@@ -76,8 +76,11 @@ export async function show(params, shell) {
     if (!result) return h("span.dim", {}, "–");
     if (result.problem) return h("span.dim.small", { title: result.problem }, "no shared task");
     const sign = result.difference > 0 ? "+" : "";
-    return h("div.num", { title: result.undecided ? `no winner: ${result.undecided}` : "" }, h("b", { class: result.winner > 0 ? "good" : result.winner < 0 ? "bad" : "" }, `${sign}${result.difference.toFixed(3)}`),
-      result.interval ? h("div.dim.small", {}, `${result.interval[0].toFixed(2)} to ${result.interval[1].toFixed(2)}`) : null, h("div.dim.small", {}, plural(result.tasks, "task")));
+    const more = [result.undecided && `no winner: ${result.undecided}`, result.counterfactual && "counterfactual: one of the runs continues a rollout of another run"].filter(Boolean);
+    const whole = result.with_unscored;
+    return h("div.num", { title: more.join("; ") }, h("b", { class: result.winner > 0 ? "good" : result.winner < 0 ? "bad" : "" }, `${sign}${result.difference.toFixed(3)}`),
+      result.interval ? h("div.dim.small", {}, `${result.interval[0].toFixed(2)} to ${result.interval[1].toFixed(2)}`) : null, h("div.dim.small", {}, `${plural(result.tasks, "task")}${result.undecided ? ", no winner" : ""}`),
+      whole ? h("div.dim.small", {}, `unscored as 0: ${whole.difference > 0 ? "+" : ""}${whole.difference.toFixed(3)}`) : null);
   }
   node.append(h("div.tools", {}, h("h1", {}, "Runs"), input, h("span.dim", {}, `${plural(found.runs.length, "run")} in ${found.root}`)), table, notes);
   paint();
@@ -90,7 +93,7 @@ function sortValue(run, key) {
   if (key.startsWith("criteria.")) return run.criteria[key.slice(9)] ?? null;
   if (key === "tokens") return (run.totals.prompt_tokens || 0) + (run.totals.completion_tokens || 0);
   if (key === "cost") return run.totals.cost;
-  if (key === "seconds") return run.totals.rollouts ? run.totals.seconds / run.totals.rollouts : null;
+  if (key === "seconds") return run.totals.seconds ? run.totals.seconds / run.totals.rollouts : null;
   return run[key] ?? null;
 }
 
