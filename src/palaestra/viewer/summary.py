@@ -103,7 +103,8 @@ def run_details(index: RunIndex) -> dict[str, JSON]:
         if source != "default" and key in parts.get(part, {}) and not is_secret(key):
             chosen[setting] = {"value": parts[part][key], "source": source}
     folder = index.folder
-    lines = [] if (folder / "training").is_symlink() else list(read_steps(folder))
+    trained = (folder / "training").is_dir() and not (folder / "training").is_symlink()
+    lines = list(read_steps(folder)) if trained else []
     return {"settings": chosen, "provenance": config.get("provenance") or {}, "training": lines}
 
 
