@@ -15,7 +15,7 @@ import pytest
 from palaestra.cli.main import main
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.types import Network, Task
-from palaestra.envs.cheats.proof import check_environment, policy_runs
+from palaestra.envs.cheats.proof import BANK, check_environment, policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
 from palaestra.rollouts.grading.reward import decide
@@ -76,9 +76,10 @@ def test_the_oracle_is_paid_and_no_cheat_is(settings: list[str], tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.slots
 @pytest.mark.timeout(600)
-def test_every_cheat_of_the_bank_against_two_areas(tmp_path: Path, monkeypatch) -> None:
+def test_half_of_the_bank_against_two_areas(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    proof = check_environment(ENVIRONMENT, ["--env.level", "3"], tasks=2, quiet=True)
+    names = [cheat.name for cheat in BANK[1::2]]  # the other half attacks `hermes_swe`, and all a small task
+    proof = check_environment(ENVIRONMENT, ["--env.level", "3"], tasks=2, only=names, quiet=True)
     assert proof.holds, [line for line in proof.lines if not line.ok]
 
 
