@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 TASKS = Path(__file__).parent / "tasks"
@@ -13,8 +14,13 @@ def copied(task: Path, folder: Path, files: dict[str, str] | None = None) -> Pat
     """A copy of a task in a folder, some files with other text."""
     target = folder / task.name
     shutil.copytree(task, target)
-    for name, text in (files or {}).items():
-        path = target / name
+    return written(target, files or {})
+
+
+def written(folder: Path, files: Mapping[str, str]) -> Path:
+    """The folder, with these texts in its files."""
+    for name, text in files.items():
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return target
+    return folder

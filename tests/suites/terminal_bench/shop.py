@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+from suites.terminal_bench.mini import written
+
 TOML = """\
 schema_version = "1.4"
 artifacts = ["/app/total.txt", { source = "/data/orders.txt", service = "shop" }]
@@ -117,8 +119,4 @@ def make_shop(folder: Path, name: str = "shop", **changed: str) -> Path:
         "tests/test.sh": TEST_SH,
         "tests/Dockerfile": "FROM debian\nCOPY . /tests\n",
     }
-    for path, text in {**files, **changed}.items():
-        place = folder / name / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
-    return folder / name
+    return written(folder / name, files | changed)

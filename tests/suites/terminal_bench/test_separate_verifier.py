@@ -17,7 +17,7 @@ from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.terminal_task import Artifact, TerminalTask
 from palaestra.suites.toolchain.toolchain import DependencyCache
 from suites.terminal_bench.conftest import Try, played_all
-from suites.terminal_bench.mini import HARBOR, copied
+from suites.terminal_bench.mini import HARBOR, copied, written
 
 SEPARATE = '[verifier]\nenvironment_mode = "separate"\n'
 TEST_SH = """\
@@ -74,11 +74,7 @@ def make_task(folder: Path, name: str = "words", **changed: str) -> Path:
         "tests/test_words.py": TEST_PY,
         "tests/Dockerfile": "FROM debian\nRUN touch /only-in-the-verifier\nCOPY . /tests\n",
     }
-    for path, text in {**files, **changed}.items():
-        place = folder / name / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
-    return folder / name
+    return written(folder / name, files | changed)
 
 
 def read(tmp_path: Path, text: str, files: dict[str, str] | None = None) -> TerminalTask:
