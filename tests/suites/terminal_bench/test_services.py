@@ -8,7 +8,6 @@ import random
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from palaestra.core.types import Blame
 from palaestra.envs.cheats.proof import policy_runs
 from palaestra.envs.config.build import make_pool
 from palaestra.inference.engines.scripted import OraclePolicy
-from palaestra.suites.terminal_bench import artifact_folder
-from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder
 from palaestra.suites.terminal_bench.import_tasks import Finding
 from palaestra.suites.terminal_bench.task_environment import TerminalBenchEnvironment
 from palaestra.suites.terminal_bench.terminalbench_2 import TerminalBench2EvalEnv
@@ -230,28 +227,6 @@ def test_a_service_sees_neither_the_verifier_nor_the_host(installed_pytest: Depe
         host.settimeout(0)
         with pytest.raises(BlockingIOError):
             host.accept()
-
-
-def test_folders_of_the_dead_are_removed_and_those_of_the_living_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    program = (
-        "import os, sys; from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder as A; a = A();"
-    )
-    program += "(a.path / 'x').mkdir(); print(a.path, flush=True); os.kill(os.getpid(), 9)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={"TMPDIR": str(tmp_path)}, capture_output=True, text=True
-    )
-    dead = Path(done.stdout.strip())
-    (tmp_path / f"{artifact_folder.PREFIX}link").symlink_to(tmp_path)
-    (tmp_path / "palaestra-new-artifacts-x").mkdir()
-    assert (dead / "x").is_dir()
-    with ArtifactFolder() as one, ArtifactFolder() as other:
-        assert not dead.exists()
-        assert one.path.is_dir()
-        assert other.path.is_dir()
-    assert [path.name for path in tmp_path.iterdir()] == [f"{artifact_folder.PREFIX}link"]
 
 
 def test_killed_runs_leave_nothing(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ async def main():
     shared = SharedBrowser()
     lease = await shared.lease(ToolSettings())
     await (await lease.context.new_page()).goto("data:text/html,<h1>here</h1>")
-    print(lease.running.home, flush=True)
+    print(lease.running.home.path, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -105,13 +104,13 @@ def test_nothing_stays_when_the_process_is_killed() -> None:
         while _alive({home}):  # the test's own time limit ends a wait that is in vain
             os.sched_yield()
     assert Path(home).exists()
-    other, lock = new_home()
+    other = new_home()
     assert not Path(home).exists()  # the next one that starts cleans up
-    again, second = new_home()
-    assert other.exists()  # what is in use is left alone
-    for path, held in ((other, lock), (again, second)):
-        os.close(held)
-        shutil.rmtree(path)
+    again = new_home()
+    assert other.path.exists()  # what is in use is left alone
+    for each in (other, again):
+        each.cleanup()
+        assert not each.path.exists()
 
 
 @pytest.mark.slow
@@ -139,12 +138,12 @@ def test_contexts_are_limited_and_a_dead_browser_is_replaced(visiting: Visiting)
             with pytest.raises(ToolUnavailable, match="raise browser_max_contexts"):
                 await first.lease(ToolSettings(browser_wait_s=0.05))
             assert first.running is not None
-            home = first.running.home
+            home = first.running.home.path
             os.kill(_browser_pid(home), signal.SIGKILL)
             with pytest.raises(ToolUnavailable, match="browser has died"):
                 await _until_it_raises(alone)
             assert (await alone.go("/about"))["title"] == "About"
-            assert first.running.home != home
+            assert first.running.home.path != home
             assert not home.exists()
         finally:
             await alone.tools.aclose()

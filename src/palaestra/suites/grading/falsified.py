@@ -117,8 +117,8 @@ class FalsifiedTests:
         return found
 
     def _names_in(self, run: TestRun, names: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Yield each covered test twice: its name, and the name of its copy in the run. A copy that runs a second time
-        is left out if it could not be set up again."""
+        """Yield the name of each covered test with the name under which its copy ran, once for each time that it ran. A
+        second time is left out if the copy could not be set up again."""
         for name in filter(self.covers, names):
             yield name, name
             again = f"{name}_{self.token}"

@@ -47,6 +47,11 @@ def as_user(argv: Sequence[str], user: str | None) -> list[str]:
     return ["/bin/sh", "-c", script, "setpriv", *argv]
 
 
+async def acting_as(slot: Slot, user: str) -> Slot:
+    """Return the slot with the rights of a user. Raises `PrepareError` as `home_of` does."""
+    return slot if is_root(user) else UserSlot(slot, user, await home_of(slot, user))
+
+
 async def home_of(slot: Slot, user: str) -> str:
     """Return the home directory of a user. Raises `PrepareError` if `setpriv` cannot switch to that user."""
     if is_root(user):

@@ -21,16 +21,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from palaestra.core.errors import GraderError, InfraError, PrepareError, SlotEnded
+from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, AllowList, Network
 from palaestra.rollouts.rollout import Rollout
 from palaestra.sandbox.slot import GroupAddress, Process, Slot, SlotSpec, Snapshot
 from palaestra.sandbox.transfer import upload_dir
-from palaestra.suites.images.as_user import UserSlot, as_user, home_of, is_root
+from palaestra.suites.images.as_user import acting_as, as_user
 from palaestra.suites.images.slot_build import build_in_slot
 from palaestra.suites.images.task_root import TaskRoot
 from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import Unsupported
-from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder
 from palaestra.suites.terminal_bench.separate_verifier import Collected, collect, joined, run_hooks
 from palaestra.suites.terminal_bench.service import MAIN, Condition, Restart, Service, in_order
 from palaestra.suites.terminal_bench.terminal_task import Artifact, CollectHook
@@ -286,13 +286,13 @@ class ServiceGroup:
     async def slot_of(self, hook: CollectHook) -> Slot:
         """Return the slot of a hook, with the rights of its user."""
         slot, user = self.slots[hook.service], hook.user or self.plan.services[hook.service].user
-        return slot if is_root(user) else UserSlot(slot, user, await home_of(slot, user))
+        return await acting_as(slot, user)
 
     async def collect(self, hooks: Sequence[CollectHook], artifacts: Sequence[Artifact]) -> Evidence:
         """Run the hooks of the services and copy their artifacts, while the agent's processes are stopped. Later calls
         return the result of the first one, because the services end with the agent's slot."""
         if self._evidence is None:
-            folder = await asyncio.to_thread(ArtifactFolder)
+            folder = await asyncio.to_thread(TemporaryFolder, "artifacts")
 
             async def clean() -> None:
                 await asyncio.to_thread(folder.cleanup)

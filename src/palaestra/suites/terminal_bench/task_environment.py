@@ -41,6 +41,7 @@ from palaestra.contract.contract_environment import ContractEnvironment
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.core.config import local_path
 from palaestra.core.errors import GraderError, InfraError, PrepareError, SandboxError, SlotEnded
+from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.types import JSON, Label, Network, NetworkPolicy, Outcome, Say, Score, Task, ToolStep, numbers
 from palaestra.rollouts.grading.grader import LIVE, SEALED, Grading
 from palaestra.rollouts.grading.tampering import CARRIED, REPLACED, SHADOWED, changes_in, is_below
@@ -50,7 +51,7 @@ from palaestra.sandbox.slot import Slot, SlotSpec, View
 from palaestra.sandbox.transfer import upload_dir
 from palaestra.suites.grading.harness import TestsTimedOut, enough_time
 from palaestra.suites.images.agent_user import start_in, tools_of_user
-from palaestra.suites.images.as_user import UserSlot, home_of, is_root
+from palaestra.suites.images.as_user import UserSlot, acting_as, home_of, is_root
 from palaestra.suites.images.image_builder import ImageBuilder
 from palaestra.suites.images.pytest_toolchain import (
     TestTools,
@@ -65,7 +66,6 @@ from palaestra.suites.slot_commands import check_execute
 from palaestra.suites.task_files import read_bytes, read_text
 from palaestra.suites.task_paths import TaskScope, scope_of
 from palaestra.suites.terminal_bench import terminal_bench_1
-from palaestra.suites.terminal_bench.artifact_folder import ArtifactFolder
 from palaestra.suites.terminal_bench.offline_script import GradedPart, parts_of
 from palaestra.suites.terminal_bench.rewards import combine_scores, falls_short
 from palaestra.suites.terminal_bench.separate_verifier import collect, joined, put, run_hooks
@@ -399,7 +399,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
 
         async def slot_of(hook: CollectHook) -> Slot:
             slot, user = await rollout.sandbox(), hook.user or work.root.config.user
-            return slot if is_root(user) else UserSlot(slot, user, await home_of(slot, user))
+            return await acting_as(slot, user)
 
         with suppress(SlotEnded):  # the agent's own commands ended it; what it wrote is still graded
             return await run_hooks(hooks, slot_of)
@@ -412,7 +412,7 @@ class TerminalBenchEnvironment(ContractEnvironment):
         environment = part.task.verifier.environment
         assert environment is not None
         group: ServiceGroup | None = None if grading.untouched else rollout.meta.get("services")
-        with ArtifactFolder() as folder:
+        with TemporaryFolder("artifacts") as folder:
             beside = await group.collect(part.task.verifier.collect, environment.artifacts) if group else None
             slot = await grading.slot(View())
             own = [each for each in environment.artifacts if each.service == MAIN]

@@ -15,20 +15,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import fcntl
 import logging
-import os
 import secrets
-import shutil
-import tempfile
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from palaestra.core.errors import ToolUnavailable
+from palaestra.core.io.temporary_folder import TemporaryFolder
 from palaestra.core.io.threads import in_own_thread
 from palaestra.sandbox.host_tools import HEAD_BYTES, Forwarder, users
 from palaestra.tools.browser import launch
@@ -44,7 +40,6 @@ CLOSE_S = 10.0
 MAX_CONNECTIONS = 512
 _REMEMBERED = 256
 _USER = "browser"
-_HOME, _LOCK = "palaestra-browser-", "lock"
 WIDTH, HEIGHT = 1280, 800
 """The viewport of a page, in CSS pixels."""
 
@@ -107,8 +102,7 @@ class RunningBrowser:
     browser: Browser
     way: launch.Way
     proxy: BrowserProxy
-    home: Path
-    lock: int
+    home: TemporaryFolder
 
     async def aclose(self) -> None:
         """End the browser, its driver and its proxy, and remove its files. If the browser ran as a separate user, all
@@ -121,8 +115,7 @@ class RunningBrowser:
         if users.can_become() and self.way.uid != 0:
             await in_own_thread(partial(users.kill, self.way.uid))
         await self.proxy.aclose()
-        await in_own_thread(partial(shutil.rmtree, self.home, ignore_errors=True))
-        os.close(self.lock)
+        await in_own_thread(self.home.cleanup)
 
 
 class SharedBrowser:
@@ -217,42 +210,22 @@ async def _started(settings: ToolSettings) -> RunningBrowser:
     executable = launch.usable(settings.browser_executable)
     assert executable is not None
     proxy = BrowserProxy(HostPolicy(settings.browser_allow, settings.browser_block))
-    home, lock = await asyncio.to_thread(new_home)
+    home = await asyncio.to_thread(new_home)
     playwright = None
     try:
         await proxy.start()
         playwright = await async_playwright().start()
-        browser, way = await launch.start(playwright, executable, proxy.settings(), home)
+        browser, way = await launch.start(playwright, executable, proxy.settings(), home.path)
     except BaseException:
         if playwright is not None:
             await asyncio.shield(playwright.stop())
         await proxy.aclose()
-        shutil.rmtree(home, ignore_errors=True)
-        os.close(lock)
+        home.cleanup()
         raise
-    return RunningBrowser(playwright, browser, way, proxy, home, lock)
+    return RunningBrowser(playwright, browser, way, proxy, home)
 
 
-def new_home() -> tuple[Path, int]:
-    """Return a new directory and the descriptor of its lock, which stays held while the directory is used. First
-    removes directories that killed processes left behind."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
-        with contextlib.suppress(OSError):
-            if left.lstat().st_uid == os.getuid():
-                _remove_if_left(left)
-    made = Path(tempfile.mkdtemp(prefix="palaestra-new-"))
-    made.chmod(0o711)
-    lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return made.rename(
-        made.with_name(_HOME + made.name.rpartition("-")[2])
-    ), lock  # other processes see the directory only once it is locked
-
-
-def _remove_if_left(home: Path) -> None:
-    lock = os.open(home / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(home, ignore_errors=True)
-    finally:
-        os.close(lock)
+def new_home() -> TemporaryFolder:
+    """Return a new directory, into which the browser's user can go. First removes directories that killed processes
+    left behind."""
+    return TemporaryFolder("browser", 0o711)

@@ -1,7 +1,6 @@
-"""A folder of this machine in which the artifacts of one rollout pass from its slots to its verifier.
+"""A temporary folder that the next process of the same kind removes if its maker is killed.
 
-A process that is killed leaves its folder, and the next one that makes such a folder removes it: whoever made a folder
-holds a lock on it (flock) for as long as it lives.
+Whoever made a folder holds a lock on it (flock) for as long as it lives.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-PREFIX = "palaestra-artifacts-"
-_NEW = "palaestra-new-artifacts-"
 _TRIES = 10
 
 
-class ArtifactFolder:
-    """A locked, empty folder, which ends with the block or `cleanup`."""
+class TemporaryFolder:
+    """A locked, empty folder `palaestra-KIND-…` with these permissions, which ends with the block or `cleanup`. First
+    removes the folders of this kind that dead processes of this user have left. Raises OSError."""
 
-    def __init__(self) -> None:
-        _sweep()
-        self.path, self._lock = _make()
+    def __init__(self, kind: str, mode: int = 0o700) -> None:
+        _sweep(kind)
+        self.path, self._lock = _make(kind, mode)
 
     def cleanup(self) -> None:
         """Remove the folder. Idempotent."""
@@ -43,30 +41,37 @@ class ArtifactFolder:
         self.cleanup()
 
 
-def _make() -> tuple[Path, int]:
+def _prefixes(kind: str) -> tuple[str, str]:
+    """Return how the names of locked folders begin, and those of folders that are not locked yet."""
+    return f"palaestra-{kind}-", f"palaestra-new-{kind}-"
+
+
+def _make(kind: str, mode: int) -> tuple[Path, int]:
+    prefix, unlocked = _prefixes(kind)
     for _ in range(_TRIES):
-        new = Path(tempfile.mkdtemp(prefix=_NEW))
+        new = Path(tempfile.mkdtemp(prefix=unlocked))
         with contextlib.suppress(FileNotFoundError):  # another process took it for one of the dead
             lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
+                new.chmod(mode)
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                path = new.with_name(PREFIX + new.name.removeprefix(_NEW))
+                path = new.with_name(prefix + new.name.removeprefix(unlocked))
                 new.rename(path)  # locked before it has the name by which others look for folders of the dead
                 return path, lock
             except BaseException:
                 os.close(lock)
                 raise
-    raise OSError(f"no folder for artifacts can be made in {tempfile.gettempdir()}")
+    raise OSError(f"no folder for {kind} can be made in {tempfile.gettempdir()}")
 
 
-def _sweep() -> None:
-    """Remove the folders of dead processes of this user."""
+def _sweep(kind: str) -> None:
+    prefix, unlocked = _prefixes(kind)
     for name in os.listdir(place := tempfile.gettempdir()):
         path = f"{place}/{name}"
         with contextlib.suppress(OSError):
-            if name.startswith(_NEW):
+            if name.startswith(unlocked):
                 os.rmdir(path)  # only if it is empty, and then its maker makes another
-            elif name.startswith(PREFIX) and os.lstat(path).st_uid == os.geteuid():
+            elif name.startswith(prefix) and os.lstat(path).st_uid == os.geteuid():
                 _remove_dead(path)
 
 
