@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter. WORKERS=... is how many test processes run (default: 3 for quick tests, 4 for slow
 # ones, which wait more).
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check check-style check-types check-docs spine snapshots interop official e2b faces constraints setup venv
+.PHONY: help demo docs pictures test test-slow test-all durations retest test-torch learn check check-style check-types check-docs spine snapshots interop official e2b faces agents constraints setup venv
 # Byte code is cached, but not in the source folders: a start of the command takes a third of the time with it.
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.pycache
@@ -86,6 +86,9 @@ official: venv ## compare official verdicts with those of SWE-bench's and Harbor
 
 FAULTS = tests/integrations/test_faults_are_dropped.py
 FACES = -m pytest -q -o filterwarnings=default --disable-warnings
+agents: venv ## install every agent that --agent knows by name, and let each fix a bug in a slot (minutes, 5 GB)
+	@.venv/bin/python -m pytest -q -m "slow and network" tests/rollouts/test_installed_agents.py
+
 e2b: venv ## run the E2B SDKs for Python and JavaScript against our server, in an environment of their own
 	@scripts/e2b_env
 	@.venv/bin/python -m pytest -q -m interop tests/doors/e2b

@@ -252,7 +252,7 @@ async def run(
 
 def _program(name: str, engine: ServerGroup, output: RunOutput) -> ProgramAgent:
     """Return the agent program of a run, which runs in the slot."""
-    from palaestra.agent.programs import program_named  # imported here, because most runs use the agent loop
+    from palaestra.agent.known_programs import program_named  # imported here, because most runs use the agent loop
     from palaestra.rollouts.program_agent import ProgramAgent
 
     return ProgramAgent(program_named(name), engine, output.folder.path / "agents")
