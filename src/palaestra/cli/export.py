@@ -17,8 +17,8 @@ from typing import IO, TYPE_CHECKING, Protocol, cast
 import click
 
 from palaestra.cli.completion import complete_formats, complete_runs
-from palaestra.cli.host_path import HostPath
 from palaestra.core.exits import plural
+from palaestra.core.host_path import HostPath
 from palaestra.core.io import plugins
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.cli.plugin_group import PluginGroup
 from palaestra.cli.serve_tools import executor, json_option, print_url, read_token, token_file, tools
 from palaestra.core.exits import told_to_stop
+from palaestra.core.host_path import HostPath
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 

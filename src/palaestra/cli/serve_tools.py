@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.core.config import ConfigLayer, Settings, has_effect, host_path, later, merge, nearest, sent_secret
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
+from palaestra.core.host_path import HostPath
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
+from palaestra.core.host_path import HostPath
 from palaestra.core.printable import printable
 from palaestra.core.types import JSON
 from palaestra.sandbox.snapshots.folder import SnapshotStore, default_folder

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from palaestra.cli.host_path import HostPath
+from palaestra.core.host_path import HostPath
 from palaestra.core.types import JSON
 
 if TYPE_CHECKING:

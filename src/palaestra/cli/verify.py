@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import FAILED, report
+from palaestra.core.host_path import HostPath
 
 
 @click.command(

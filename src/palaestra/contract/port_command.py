@@ -11,9 +11,9 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.contract.port_script import port
 from palaestra.core.errors import ConfigError
+from palaestra.core.host_path import HostPath
 
 
 @click.command("port", context_settings={"help_option_names": ["-h", "--help"]})

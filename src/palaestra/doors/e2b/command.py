@@ -13,11 +13,11 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.cli.serve_tools import json_option, print_url
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
+from palaestra.core.host_path import HostPath
 from palaestra.core.types import JSON, Limits, Network
 from palaestra.doors.e2b.api_keys import ApiKeys, own_key, read_keys
 from palaestra.sandbox.sandbox import size_in_bytes
@@ -166,7 +166,7 @@ def _images(options: Options) -> Mapping[str, tuple[str | None, ImageConfig]]:
 
 async def _serve(options: Options) -> None:
     from palaestra.doors.e2b import certificate
-    from palaestra.doors.e2b.assembly import running_server
+    from palaestra.doors.e2b.server import ServerAddress, running_server
     from palaestra.sandbox.isolation.isolation_probe import WARNINGS
 
     stop, keys = told_to_stop(), options.read_keys()
@@ -179,16 +179,12 @@ async def _serve(options: Options) -> None:
             running_server(
                 keys,
                 _images(options),
-                host=options.host,
-                port=options.port,
+                address=ServerAddress(options.host, options.port, options.domain, tls, options.tls_port),
                 isolation=options.isolation,
                 most_sandboxes=options.sandboxes,
                 limits=options.limits,
                 network=Network.ON if options.network else Network.OFF,
                 folder=options.folder,
-                domain=options.domain,
-                tls=tls,
-                tls_port=options.tls_port,
             )
         )
         print_url(running.url)

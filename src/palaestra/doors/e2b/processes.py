@@ -24,7 +24,7 @@ _QUEUED = 8  # messages of at most 128 KiB
 _END_SIGNALS = (9, 15)
 
 
-class Follower:
+class OutputFollower:
     """One caller that follows a process. `messages` ends with None, or with the error that ends the stream."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class HostedProcess:
     config: dict[str, JSON]
     tag: str | None
     terminal: bool
-    followers: set[Follower] = field(default_factory=set)
+    followers: set[OutputFollower] = field(default_factory=set)
     reading: asyncio.Task[None] | None = None
     cursors: list[int] = field(default_factory=lambda: [0, 0])
     deadline: asyncio.TimerHandle | None = None
@@ -75,15 +75,15 @@ class HostedProcess:
         """The process's number in the sandbox."""
         return self.process.pid
 
-    def follow(self) -> Follower:
+    def follow(self) -> OutputFollower:
         """Return a new follower. Raises `RpcError` if there are too many."""
         if len(self.followers) >= MOST_FOLLOWERS:
             raise RpcError("resource_exhausted", f"the process has {MOST_FOLLOWERS} followers; disconnect one first")
-        follower = Follower()
+        follower = OutputFollower()
         self.followers.add(follower)
         return follower
 
-    def leave(self, follower: Follower) -> None:
+    def leave(self, follower: OutputFollower) -> None:
         """Forget a follower, so that the process does not wait for it any more."""
         self.followers.discard(follower)
         follower.end(None)
@@ -114,7 +114,7 @@ class ProcessTable:
         self, slot: Slot, argv: Sequence[str], cwd: str, env: Mapping[str, str], *, tag: str | None = None,
         stdin: bool = False, terminal: TerminalSize | None = None, timeout_s: float | None = None,
         config: dict[str, JSON] | None = None, follow: bool = False,
-    ) -> tuple[HostedProcess, Follower | None]:  # fmt: skip
+    ) -> tuple[HostedProcess, OutputFollower | None]:  # fmt: skip
         """Start a process, and follow it from its beginning if `follow` is true. `timeout_s` is the time after which
         its whole tree is killed. Raises OSError if it cannot be started."""
         apart = terminal is None

@@ -32,7 +32,7 @@ class Event:
 
 
 @dataclass(slots=True, eq=False)
-class Watcher:
+class DirectoryWatcher:
     """One watched directory."""
 
     slot: Slot
@@ -106,9 +106,9 @@ class Watchers:
     """The watchers of one sandbox, by id."""
 
     def __init__(self) -> None:
-        self._watching: dict[str, Watcher] = {}
+        self._watching: dict[str, DirectoryWatcher] = {}
 
-    async def add(self, watcher: Watcher) -> str:
+    async def add(self, watcher: DirectoryWatcher) -> str:
         """Begin to watch, and return the watcher's id. Raises `RpcError` or OSError."""
         if len(self._watching) >= MOST_WATCHERS:
             raise RpcError("resource_exhausted", f"the sandbox has {MOST_WATCHERS} watchers; stop one first")
@@ -117,7 +117,7 @@ class Watchers:
         self._watching[name] = watcher
         return name
 
-    def find(self, name: str) -> Watcher:
+    def find(self, name: str) -> DirectoryWatcher:
         """Return the watcher with an id. Raises `RpcError`."""
         if name not in self._watching:
             raise RpcError("not_found", f"watcher {name!r:.50} not found")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
+from palaestra.core.host_path import HostPath
 
 if TYPE_CHECKING:
     from palaestra.doors.gateway.mailbox import Mailbox

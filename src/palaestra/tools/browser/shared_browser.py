@@ -100,7 +100,7 @@ class RunningBrowser:
 
     playwright: Playwright
     browser: Browser
-    way: launch.Way
+    way: launch.LaunchMethod
     proxy: BrowserProxy
     home: TemporaryFolder
 

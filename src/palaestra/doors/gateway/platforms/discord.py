@@ -27,7 +27,15 @@ import aiohttp
 
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
-from palaestra.doors.gateway.platform import Answers, Attachment, ChatAddress, Deliver, Incoming, Notes, PlatformLimits
+from palaestra.doors.gateway.platform import (
+    Answers,
+    Attachment,
+    ChatAddress,
+    Deliver,
+    Incoming,
+    PlatformLimits,
+    PlatformNotes,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # about audioop, which discord.py imports for voice
@@ -64,7 +72,7 @@ class Discord:
         self, name: str, config: PlatformConfig, *, connector: Callable[[], aiohttp.BaseConnector] | None = None
     ) -> None:
         self.name = name
-        self.notes: Notes | None = None
+        self.notes: PlatformNotes | None = None
         self._token = config.secret(name)
         if not self._token:
             raise ConfigError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.host_path import HostPath
+from palaestra.core.host_path import HostPath
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
