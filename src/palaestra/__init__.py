@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from palaestra.envs.api.declaration import FunctionEnvConfig
     from palaestra.envs.api.function_form import environment
     from palaestra.envs.config.fields import BaseEnvConfig, HermesAgentEnvConfig
-    from palaestra.envs.run.grade import grade
     from palaestra.envs.run.library import run, run_sync, stream
+    from palaestra.envs.run.regrade import grade
     from palaestra.envs.run.rollout_function import RolloutFunction, Scored, Unscored
     from palaestra.envs.run.session import Play, Session, SyncPlay, SyncSession
     from palaestra.envs.run.train import TrainingReport, train
@@ -495,7 +495,7 @@ _MODULES = {
     "get_parser": "inference.parsers",
     "get_tool_definitions": "tools.registry.build",
     "get_toolset_for_tool": "tools.registry.catalog",
-    "grade": "envs.run.grade",
+    "grade": "envs.run.regrade",
     "handle_function_call": "tools.runtime.function_calls",
     "handle_function_call_async": "tools.runtime.function_calls",
     "list_distributions": "tools.registry.distributions",

@@ -19,10 +19,10 @@ from manual_clock import ManualClock
 from palaestra.core.errors import ConfigError, ContextExceeded, EngineRefused, EngineUnavailable
 from palaestra.core.types import JSON
 from palaestra.inference.config import APIServerConfig
-from palaestra.inference.doctor import LOGPROBS, TOKENS, CheckState, Target, diagnose
 from palaestra.inference.engine import Sampled
 from palaestra.inference.engines.openai import OpenAIEngine
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenChat, TokenServer, VLLMEngine
+from palaestra.inference.server_checks import LOGPROBS, TOKENS, CheckState, Target, diagnose
 from palaestra.inference.tokenizers import load_tokenizer
 from palaestra.testing.fake_engine import ToyEngine
 from palaestra.testing.model_server import ModelServer, serve_model

@@ -14,7 +14,7 @@ from palaestra.core.exits import plural
 
 if TYPE_CHECKING:
     from palaestra.core.types import JSON
-    from palaestra.envs.run.grade import Regraded
+    from palaestra.envs.run.regrade import Regraded
     from palaestra.rollouts.regraded import Grade
 
 
@@ -65,7 +65,7 @@ def command(
     as_json: bool,
 ) -> None:
     from palaestra.core.errors import ConfigError, DiskError
-    from palaestra.envs.run.grade import grade_run
+    from palaestra.envs.run.regrade import grade_run
     from palaestra.rollouts.finished_run import open_run
     from palaestra.rollouts.regraded import write_grade
 

@@ -26,7 +26,7 @@ from aiohttp import BodyPartReader, web
 
 from palaestra.core.types import JSON
 from palaestra.doors.e2b.filesystem_service import path_of
-from palaestra.doors.e2b.users import SandboxUser
+from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.wire_errors import ApiError
 
 IN_MEMORY_BYTES = 8 << 20

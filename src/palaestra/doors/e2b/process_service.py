@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from palaestra.core.types import JSON
 from palaestra.doors.e2b.connect_protocol import flag_field, number_field, object_field, text_field
 from palaestra.doors.e2b.processes import HostedProcess, OutputFollower
+from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.sandboxes import HostedSandbox
 from palaestra.doors.e2b.templates import absolute
-from palaestra.doors.e2b.users import SandboxUser
 from palaestra.doors.e2b.wire_errors import ApiError, RpcError
 from palaestra.sandbox.slot import Slot, TerminalSize, is_variable
 

@@ -36,8 +36,8 @@ from palaestra.core.errors import (
 from palaestra.core.printable import escaped
 from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
 from palaestra.doors.chat.service import ChatService
+from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL, Event, TextDelta, ToolBegun, TurnEnded
 from palaestra.doors.gateway import commands, files
 from palaestra.doors.gateway.commands import ChatCommand
 from palaestra.doors.gateway.config import GatewayConfig

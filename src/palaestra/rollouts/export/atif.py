@@ -26,8 +26,7 @@ import msgspec
 from palaestra.core.types import JSON
 from palaestra.inference.ledger import SequenceSpan, record_rows, sequence_spans
 from palaestra.rollouts.export.atropos import encode_line, outcome_fields
-from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
-from palaestra.rollouts.export.messages import (
+from palaestra.rollouts.export.chat_messages import (
     ChatMessage,
     MessageCall,
     chat_messages,
@@ -35,6 +34,7 @@ from palaestra.rollouts.export.messages import (
     part_kind,
     part_text,
 )
+from palaestra.rollouts.export.exporter import ExportMeta, ExportReport, omissions
 from palaestra.rollouts.export.openai import remarks_on
 from palaestra.rollouts.records import Group, Trajectory
 

@@ -44,7 +44,7 @@ from palaestra.sandbox.backends.remote import Place, PlaceSpec, RemoteBackend
 from palaestra.sandbox.images import reference
 from palaestra.sandbox.images.image_store import ImageStore
 from palaestra.sandbox.local.client import OnLost, settle
-from palaestra.sandbox.remote.client import DistantClient, call_of, send_server
+from palaestra.sandbox.remote.remote_client import DistantClient, call_of, send_server
 from palaestra.sandbox.server_backend import SYSTEM_PATH, ServerBackend, environment, levels
 from palaestra.sandbox.slot import Mount, Rung, Slot, SlotSpec, Snapshot, View
 from palaestra.sandbox.slotd.protocol.frames import Fields

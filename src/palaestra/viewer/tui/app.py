@@ -20,7 +20,7 @@ except ImportError:
 from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.token_texts import TokenTexts
 from palaestra.viewer.tui.run_screens import RunScreen, RunsScreen
-from palaestra.viewer.tui.screen import Help, ViewScreen
+from palaestra.viewer.tui.view_screen import Help, ViewScreen
 
 _POLL_S = 0.5
 _DISCOVER = 6

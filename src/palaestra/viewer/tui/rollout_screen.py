@@ -19,9 +19,9 @@ from palaestra.viewer.run_index import Condition
 from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.token_texts import TokenTexts
 from palaestra.viewer.tui.safe_text import coloured, line
-from palaestra.viewer.tui.screen import ViewScreen, figure, reward_text
 from palaestra.viewer.tui.siblings_screen import SiblingsScreen
 from palaestra.viewer.tui.steps import Step, StepText, steps
+from palaestra.viewer.tui.view_screen import ViewScreen, figure, reward_text
 
 _FOLD_LINES, _FOLD_CHARS = 10, 1_200
 _OPEN_CHARS = 200_000

@@ -25,7 +25,7 @@ from palaestra.viewer.summary import run_summary
 from palaestra.viewer.token_texts import TokenTexts
 from palaestra.viewer.tui.rollout_screen import RolloutList, RolloutScreen
 from palaestra.viewer.tui.safe_text import line
-from palaestra.viewer.tui.screen import Table, ViewScreen, figure, interval, reward_text
+from palaestra.viewer.tui.view_screen import Table, ViewScreen, figure, interval, reward_text
 
 PAGE = 200
 _SORTS = ("", "reward", "official", "outcome", "turns", "tokens", "seconds", "errors")

@@ -22,8 +22,8 @@ from palaestra.viewer.run_index import RunIndex
 from palaestra.viewer.runs import OpenRuns
 from palaestra.viewer.token_texts import TokenTexts
 from palaestra.viewer.tui.safe_text import line
-from palaestra.viewer.tui.screen import Table, ViewScreen, figure, reward_text
 from palaestra.viewer.tui.steps import arguments
+from palaestra.viewer.tui.view_screen import Table, ViewScreen, figure, reward_text
 
 _BEFORE, _AFTER = 16, 24
 _MOST_TESTS, _MOST_CALLS = 60, 200
