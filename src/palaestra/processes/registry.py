@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TypeAlias
 from weakref import WeakSet
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import ConfigError, SlotLost, StaleLease
 from palaestra.core.io.durable_files import private
@@ -99,9 +100,7 @@ class ProcessRegistry:
     async def aclose(self) -> None:
         """Stop following the sessions. Their processes continue, and the checkpoint is kept. Idempotent."""
         tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
     async def spawn(
         self,

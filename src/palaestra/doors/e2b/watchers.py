@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import PalaestraError
 from palaestra.doors.e2b.wire_errors import RpcError
 from palaestra.sandbox.slot import FileInfo, Slot
@@ -81,9 +82,7 @@ class DirectoryWatcher:
         """End the watch."""
         self.over = True
         self.news.set()
-        if self.task is not None:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
+        await end_tasks(self.task)
 
     def _add(self, kind: str, path: str, entry: FileInfo | None) -> None:
         self.events.append(Event(kind, path.removeprefix(self.path).lstrip("/"), entry))

@@ -25,6 +25,7 @@ from datetime import UTC, datetime, tzinfo
 from functools import partial
 from typing import TypeVar
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.clock import Clock, SystemClock
 from palaestra.core.errors import (
     ConfigError,
@@ -139,7 +140,7 @@ class Gateway:
         messaging = Messaging(config, self.platforms, mailbox, self.notify)
         self.jobs = Jobs(
             mailbox, messaging, self._clock, zone, enqueue=self._enqueue, wake=self._outbox.wake,
-            user_of=self._user_of, refusal=self._refusal_of_job, platforms=self.platforms,
+            user_of=self._user_of, refusal=self._refusal_of_job,
         )  # fmt: skip
         chat.settings = replace(chat.settings, provided=(*chat.settings.provided, messaging.tool, self.jobs.tool))
         self._sessions: dict[str, _Session] = {}
@@ -619,8 +620,7 @@ class Gateway:
         try:
             yield
         finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
+            await end_tasks(showing)
             with contextlib.suppress(Exception):  # a notice that stays is not worth the answer
                 await platform.set_typing(address, False)
 

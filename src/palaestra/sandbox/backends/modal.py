@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, TypeVar
 
 import yaml
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import AcquireTimeout, ConfigError, SandboxError, SlotLost
 from palaestra.core.extras import install_command
 from palaestra.core.printable import without_middle
@@ -311,9 +312,7 @@ class ModalBackend(RemoteBackend):
 
     async def aclose(self) -> None:
         keeping, self._keeping = self._keeping, None
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+        await end_tasks(keeping)
         await super().aclose()
         await self.images.aclose()
 
@@ -616,9 +615,7 @@ class ModalClient(DistantClient):
         self._end()
         await super().aclose()
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
 
 def load_sdk() -> Any:  # The type is the module `modal`, whose functions have attributes that its types do not declare.

@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import ConfigError, PlatformError, PlatformRefused, PlatformUnavailable
 from palaestra.doors.gateway.config import PlatformConfig
 from palaestra.doors.gateway.platform import (
@@ -117,9 +118,7 @@ class Discord:
 
     async def stop(self) -> None:
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         if self._closing is not None:
             await self._closing
 
