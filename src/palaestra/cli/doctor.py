@@ -44,7 +44,6 @@ _EXAMPLES = {
 
 @click.command(
     "doctor",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Check this machine, backends or a model server, and report how to fix what does not work.
 
     \b
@@ -92,15 +91,12 @@ _EXAMPLES = {
 @click.pass_context
 def command(
     context: click.Context,
+    /,
     target: str | None,
-    model: str | None,
-    api_key: str | None,
-    tokenizer: str | None,
-    parser: str,
-    server_type: str | None,
     backends: tuple[str, ...],
     settings: tuple[str, ...],
     as_json: bool,
+    **server: JSON,
 ) -> None:
     if backends:
         if not _show_backends(backends, settings, as_json):
@@ -112,8 +108,8 @@ def command(
     from palaestra.core.io.process_arguments import hide
     from palaestra.inference.server_checks import Target, diagnose
 
-    hide(api_key or "")
-    found = asyncio.run(diagnose(Target(target, model, api_key, tokenizer, parser, server_type)))
+    hide(server["api_key"] or "")
+    found = asyncio.run(diagnose(Target(target, **server)))
     _show_diagnosis(found, as_json)
     if found.refusal is not None:
         raise found.refusal

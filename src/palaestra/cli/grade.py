@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 @click.command(
     "grade",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Score the kept workspaces of a run again, with the environment's current code and without an agent.
 
     \b

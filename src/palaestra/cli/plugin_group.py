@@ -12,8 +12,6 @@ from palaestra.core.io import plugins
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
-
 GROUP = "palaestra.commands"
 """The group of entry points for commands."""
 
@@ -73,7 +71,7 @@ class _BuildGroup(PluginGroup):
     prefix = "tasks.build"
 
 
-@click.group("tasks", context_settings=_CONTEXT)
+@click.group("tasks")
 def tasks_command() -> None:
     """Make verifiable tasks.
 
@@ -84,7 +82,7 @@ def tasks_command() -> None:
     """
 
 
-@tasks_command.group("build", cls=_BuildGroup, context_settings=_CONTEXT)
+@tasks_command.group("build", cls=_BuildGroup)
 def build_group() -> None:
     """Make tasks of one kind.
 
@@ -98,7 +96,7 @@ class _ImagesGroup(PluginGroup):
     prefix = "images"
 
 
-@click.group("images", cls=_ImagesGroup, context_settings=_CONTEXT)
+@click.group("images", cls=_ImagesGroup)
 def images_command() -> None:
     """Make and list root file systems for slots.
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     context_settings={
         "ignore_unknown_options": True,
         "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
     },
     help="""Continue a run that was killed or interrupted.
 
@@ -55,7 +54,7 @@ def command(context: click.Context, run: str, settings: tuple[str, ...]) -> None
 @click.command(
     "fork",
     cls=SettingsCommand,
-    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]},
+    context_settings={"ignore_unknown_options": True},
     help="""Continue a rollout of an earlier run after one of its turns, several times, as a new run.
 
     \b

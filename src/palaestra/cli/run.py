@@ -36,7 +36,6 @@ def front_door(verb: str, help_text: str, *words: str) -> click.Command:
         context_settings={
             "ignore_unknown_options": True,
             "allow_interspersed_args": False,
-            "help_option_names": ["-h", "--help"],
         },
         help=help_text,
     )

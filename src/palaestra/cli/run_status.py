@@ -25,7 +25,6 @@ _SHOWN, _SHOWN_METRICS = 5, 10
 
 @click.command(
     "status",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Show the state of a run.
 
     \b
@@ -69,7 +68,6 @@ def status_command(run: str, watch: bool, every: float, as_json: bool) -> None:
 
 @click.command(
     "runs",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""List the runs in this folder, the latest first.
 
     \b

@@ -16,7 +16,6 @@ from palaestra.core.host_path import HostPath
 
 @click.command(
     "verify",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Prove from its records that a run trains on exactly the sampled tokens.
 
     \b

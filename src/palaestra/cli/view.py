@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 @click.command(
     "view",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Look at runs, rollouts and tokens in a browser, or in the terminal.
 
     \b
@@ -97,7 +96,6 @@ def command(
 
 @click.command(
     "report",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Write the HTML report of a run, finished or not.
 
     \b

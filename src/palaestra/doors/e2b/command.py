@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from palaestra.cli.serve_tools import json_option, print_url
+from palaestra.cli.server_options import address_options, json_option, print_url
 from palaestra.core.config import local_path
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import told_to_stop
@@ -73,7 +73,6 @@ class Options:
 
 @click.command(
     "e2b",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Serve sandboxes to programs that use the E2B SDK for Python or JavaScript, unchanged.
 
     \b
@@ -88,10 +87,7 @@ class Options:
     end with the server. docs/e2b.md lists what is there and what is refused.
     """,
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="The port; 0 picks a free one."
-)
+@address_options(PORT)
 @click.option("--keys", type=HostPath(dir_okay=False), help="The file of API keys.")
 @click.option(
     "--sandboxes", type=click.IntRange(min=1), help="Maximum number of sandboxes. Default: as memory allows, up to 512."

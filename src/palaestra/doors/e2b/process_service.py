@@ -11,10 +11,11 @@ import base64
 import binascii
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 from palaestra.core.types import JSON
 from palaestra.doors.e2b.connect_protocol import flag_field, number_field, object_field, text_field
-from palaestra.doors.e2b.processes import HostedProcess, OutputFollower
+from palaestra.doors.e2b.processes import HostedProcess, OutputFollower, ProcessRequest
 from palaestra.doors.e2b.sandbox_users import SandboxUser
 from palaestra.doors.e2b.sandboxes import HostedSandbox
 from palaestra.doors.e2b.templates import absolute
@@ -37,27 +38,24 @@ async def start(
     cwd = absolute(text_field(config, "cwd"), user.home) if config.get("cwd") else user.start
     tag = text_field(message, "tag") or None
     shown: Message = {"cmd": argv[0], "args": argv[1:], "envs": env} | ({"cwd": cwd} if config.get("cwd") else {})
-    settings: dict[str, JSON] = {
-        "tag": tag, "stdin": flag_field(message, "stdin", True), "terminal": _size(message), "timeout_s": timeout_s,
-        "config": shown, "follow": True,
-    }  # fmt: skip
     variables = {**sandbox.environment(user.name), "HOME": user.home, **env}
+    stdin, terminal = flag_field(message, "stdin", True), _size(message)
+    wanted = ProcessRequest(user.command(argv), cwd, variables, shown, tag, stdin, terminal, timeout_s)
     try:
         try:
-            hosted, follower = await sandbox.processes.start(slot, user.command(argv), cwd, variables, **settings)
+            hosted = await sandbox.processes.start(slot, wanted)
         except FileNotFoundError as error:
             if argv[0] not in _SHELLS or await slot.stat(argv[0]) is not None or error.filename == cwd:
                 raise
-            argv = [_SHELLS[argv[0]], *argv[1:]]
-            hosted, follower = await sandbox.processes.start(slot, user.command(argv), cwd, variables, **settings)
+            command = user.command([_SHELLS[argv[0]], *argv[1:]])
+            hosted = await sandbox.processes.start(slot, replace(wanted, argv=command))
     except OSError as error:
         if error.errno == errno.EAGAIN:
             raise RpcError("resource_exhausted", str(error.strerror)) from None
         if isinstance(error, FileNotFoundError | NotADirectoryError) and await slot.stat(cwd) is None:
             raise RpcError("invalid_argument", f"cwd '{cwd}' does not exist") from None
         raise
-    assert follower is not None
-    return hosted, follower
+    return hosted, hosted.follow()
 
 
 def connect(sandbox: HostedSandbox, message: Message) -> tuple[HostedProcess, OutputFollower]:

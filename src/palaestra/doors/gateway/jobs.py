@@ -23,7 +23,7 @@ from palaestra.core.clock import Clock
 from palaestra.core.types import JSON
 from palaestra.doors.gateway.mailbox import Mailbox, Outgoing, add_incoming, add_outgoing
 from palaestra.doors.gateway.messaging import ORIGIN, Messaging
-from palaestra.doors.gateway.platform import ChatAddress, Incoming, Platform
+from palaestra.doors.gateway.platform import ChatAddress, Incoming
 from palaestra.doors.gateway.schedules import Schedule, parse
 from palaestra.tools.registry.unavailable import CRONJOB
 from palaestra.tools.tool import FunctionTool, ToolMistake, ToolReply, ToolRun
@@ -79,11 +79,9 @@ class Jobs:
         wake: Callable[[ChatAddress], None],
         user_of: Callable[[str], str],
         refusal: Callable[[str, str], Awaitable[str]],
-        platforms: Mapping[str, Platform],
     ) -> None:
         self._mailbox, self._messaging, self._clock, self._zone = mailbox, messaging, clock, zone
         self._enqueue, self._wake, self._user_of, self._refusal = enqueue, wake, user_of, refusal
-        self._platforms = platforms
         self.tool: FunctionTool = replace(CRONJOB[0], run=self._run, missing=lambda: None, touches_world=True)
         self._actions = {
             "create": self._create, "list": self._list, "update": self._update, "pause": self._pause,
@@ -97,7 +95,7 @@ class Jobs:
         while True:
             now = self._clock.wall()
             for job in await due(self._mailbox, now):
-                if job.address.platform not in self._platforms:
+                if job.address.platform not in self._messaging.platforms:
                     continue
                 try:
                     await self._begin(job, now)
@@ -195,7 +193,7 @@ class Jobs:
         not be written to."""
         changes = {name: arguments[name] for name in ("name", "repeat", "deliver", "skills") if arguments.get(name)}
         job = msgspec.structs.replace(job, **changes)
-        if job.deliver == ORIGIN and self._platforms[job.address.platform].limits.requests:
+        if job.deliver == ORIGIN and self._messaging.platforms[job.address.platform].limits.requests:
             raise ToolMistake("no answer can be sent to this chat later; set deliver to local or to another chat")
         if job.deliver not in (ORIGIN, LOCAL):
             await self._messaging.address(job.session_key, job.deliver)
