@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from palaestra.contract.base_env import BaseEnv, Item
     from palaestra.contract.hermes_env import HermesAgentBaseEnv
     from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem
+    from palaestra.contract.sync_process_registry import process_registry
+    from palaestra.contract.tool_context import ToolContext
     from palaestra.core.errors import (
         AcquireTimeout,
         ConfigError,
@@ -82,7 +84,6 @@ if TYPE_CHECKING:
     from palaestra.rollouts.export.token_rows import ExportedRow
     from palaestra.rollouts.export.token_rows import exported_rows as training_rows
     from palaestra.rollouts.finished_run import Run, open_run
-    from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.journal.reader import list_runs
     from palaestra.rollouts.recorded_tools.recording_policy import open_world
     from palaestra.rollouts.records import Group, Trajectory
@@ -146,7 +147,6 @@ if TYPE_CHECKING:
         register_task_env_overrides,
         use_session,
     )
-    from palaestra.tools.runtime.sync_process_registry import process_registry
     from palaestra.tools.serving.payloads import (
         ToolCallPayload,
         ToolExecutorExecuteRequest,
@@ -448,7 +448,7 @@ _MODULES = {
     "Tool": "tools.tool",
     "ToolCall": "tools.call_text",
     "ToolCallPayload": "tools.serving.payloads",
-    "ToolContext": "rollouts.grading.tool_context",
+    "ToolContext": "contract.tool_context",
     "ToolError": "agent.result",
     "ToolExecutor": "tools.runtime.executor",
     "ToolExecutorConfig": "tools.runtime.executor",
@@ -504,7 +504,7 @@ _MODULES = {
     "open_run": "rollouts.finished_run",
     "open_world": "rollouts.recorded_tools.recording_policy",
     "print_distribution_info": "tools.registry.distributions",
-    "process_registry": "tools.runtime.sync_process_registry",
+    "process_registry": "contract.sync_process_registry",
     "register_parser": "inference.parsers",
     "register_task_env_overrides": "tools.runtime.function_calls",
     "run": "envs.run.library",

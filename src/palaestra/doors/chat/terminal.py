@@ -607,7 +607,7 @@ class Screen:
         self._at_start = True
         self._markdown = MarkdownStream()
         self._in = ""
-        self._lines = self._hidden = 0
+        self._lines = 0
         self._half = ""
         self._shown: set[str] = set()
 

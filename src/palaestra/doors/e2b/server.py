@@ -183,7 +183,6 @@ class RunningE2B:
     """A server that answers. `notes` are lines for whoever started it."""
 
     url: str
-    secure_url: str | None
     pool: SlotPool
     sandboxes: Sandboxes
     notes: tuple[str, ...]
@@ -228,7 +227,7 @@ async def running_server(
                             notes.append(f"HTTPS at {secure} for api.{secure_domain} and PORT-ID.{secure_domain}")
                         if endings.recovered:
                             notes.append(f"{endings.recovered} sandboxes had ended with a server that was killed")
-                        yield RunningE2B(url, secure, pool, sandboxes, tuple(notes))
+                        yield RunningE2B(url, pool, sandboxes, tuple(notes))
             finally:
                 await builds.aclose()
 
