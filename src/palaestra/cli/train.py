@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from palaestra.cli.completion import SettingsCommand, complete_settings
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
+from palaestra.core.host_path import HostPath
 
 if TYPE_CHECKING:
     from palaestra.trainers.config import TrainerName, TrainingConfig

@@ -9,14 +9,13 @@ from pathlib import Path
 import click
 
 from palaestra.cli.completion import complete_runs
-from palaestra.cli.host_path import HostPath
 from palaestra.core.errors import ConfigError
 from palaestra.core.exits import FAILED, report
+from palaestra.core.host_path import HostPath
 
 
 @click.command(
     "verify",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="""Prove from its records that a run trains on exactly the sampled tokens.
 
     \b

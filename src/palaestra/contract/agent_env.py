@@ -28,6 +28,7 @@ from palaestra.contract.contract_environment import ContractEnvironment, accepts
 from palaestra.contract.exec_tool import ExecTool
 from palaestra.contract.hermes_env import HermesAgentBaseEnv
 from palaestra.contract.scored_data import ScoredDataGroup, ScoredDataItem, grouped
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.config import later, setting
 from palaestra.core.errors import ConfigError, TaskError
 from palaestra.core.types import JSON, Message
@@ -35,7 +36,6 @@ from palaestra.core.user_code import called, run_hook, settled
 from palaestra.envs.config.build import system_prompt, tools_with
 from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.inference.config import APIServerConfig
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.resume.recorded_turns import described
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import Kit, RecordedTools

@@ -31,6 +31,7 @@ from palaestra.contract.exec_tool import ExecTool
 from palaestra.contract.hermes_env import DRAW, GRADING, GROUP_TOOLS, HermesAgentBaseEnv
 from palaestra.contract.rollout_parts import offered_kit, tools_of
 from palaestra.contract.scored_data import Row, ScoredDataItem, checked_row, row_and_backlog
+from palaestra.contract.tool_context import ToolContext
 from palaestra.core.errors import ConfigError, PrepareError, TaskError
 from palaestra.core.sync_bridge import bridged
 from palaestra.core.types import JSON, Message, Score, Task, numbers
@@ -42,7 +43,6 @@ from palaestra.envs.config.fields import HermesAgentEnvConfig
 from palaestra.rollouts.environment import Environment
 from palaestra.rollouts.grading.grader import LIVE, Grading
 from palaestra.rollouts.grading.reward import decide
-from palaestra.rollouts.grading.tool_context import ToolContext
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit
 from palaestra.sandbox.pool import SlotPool

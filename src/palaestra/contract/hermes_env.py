@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from palaestra.agent.result import AgentResult
     from palaestra.contract.exec_tool import ExecTool
     from palaestra.contract.rollout_parts import Tools
+    from palaestra.contract.tool_context import ToolContext
     from palaestra.envs.run.evaluate import EvaluatedEnvironment
-    from palaestra.rollouts.grading.tool_context import ToolContext
     from palaestra.rollouts.rollout import Rollout, RolloutTool
     from palaestra.rollouts.spec import Kit
     from palaestra.sandbox.pool import SlotPool

@@ -50,7 +50,7 @@ from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded,
 from palaestra.rollouts.watchdog import Stages
 from palaestra.sandbox.images.reference import check_image
 from palaestra.sandbox.slot import Slot, Snapshot
-from palaestra.sandbox.snapshots.cache import Put, Recipe, Run
+from palaestra.sandbox.snapshots.cache import Put, Recipe, RunStep
 
 if TYPE_CHECKING:
     from palaestra.rollouts.trees import RolloutTree
@@ -233,7 +233,7 @@ class GroupRun:
         if declared is None or spec.network is not Network.OFF:
             return True, None
         files = [Put(path, _bytes(content)) for path, content in task.files.items()]
-        setup = [Run(task.setup)] if task.setup else []
+        setup = [RunStep(task.setup)] if task.setup else []
         version = json.dumps(declared, sort_keys=True)
         return True, Recipe(spec, (*files, *setup), version, f"{self.env.name} {task.id}")
 

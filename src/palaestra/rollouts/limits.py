@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 
+from palaestra.core.cancel_scope import end_tasks
 from palaestra.core.errors import EngineUnavailable, PalaestraError
 from palaestra.core.exits import INTERRUPTED, TOO_MANY_FAILURES
 from palaestra.core.types import Blame, Outcome, Prices
@@ -96,9 +97,7 @@ class RunLimits:
             await asyncio.wait([asked, stopped], return_when=asyncio.FIRST_COMPLETED)
             return asked.done() and asked.result() and not self.reason
         finally:
-            asked.cancel()
-            stopped.cancel()
-            await asyncio.gather(asked, stopped, return_exceptions=True)
+            await end_tasks(asked, stopped)
 
     def check(self, *, begun: bool) -> None:
         """Raise `CutShort` for a rollout that may not start or, if it has `begun`, may not continue."""

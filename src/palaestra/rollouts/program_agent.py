@@ -49,8 +49,8 @@ from palaestra.core.types import Blame, Message, Outcome, Usage
 from palaestra.inference.chat_server import Engine, SessionContext
 from palaestra.inference.engines.openai import PROBE
 from palaestra.inference.recording import CallLimits, Conversations, RecordingEndpoint, RolloutAddress
-from palaestra.inference.recording.conversations import AnsweredCall, RecordedConversation
 from palaestra.inference.recording.endpoint import ToolService
+from palaestra.inference.recording.recorded_conversations import AnsweredCall, RecordedConversation
 from palaestra.inference.recording.request import Refusal, invalid
 from palaestra.rollouts.limits import CutShort
 from palaestra.rollouts.middleware import MiddlewareServer

@@ -11,11 +11,10 @@ their API key. Sources: the OpenAI API reference, vLLM's OpenAI-compatible serve
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -135,17 +134,3 @@ async def _streamed(request: web.Request, reply: Mapping[str, JSON]) -> web.Stre
         await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     return response
-
-
-async def serve_model(
-    engine: ChattingEngine,
-    host: str,
-    port: int,
-    started: Callable[[str], None],
-    stop: asyncio.Event,
-    token: str | None = None,
-) -> None:
-    """Serve a started engine until `stop` is set. Raises `ConfigError` if nothing can listen at the address."""
-    async with ModelServer(engine, host=host, port=port, token=token) as server:
-        started(server.url)
-        await stop.wait()

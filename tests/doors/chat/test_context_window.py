@@ -15,10 +15,10 @@ from aiohttp import web
 from palaestra.core.errors import ContextExceeded, EngineError
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import Event, Notice, TurnEnded
 from palaestra.doors.chat.one_shot import list_conversations
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.turn_events import Event, Notice, TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.testing.echo_chat_server import EchoChatServer, reply_to
 

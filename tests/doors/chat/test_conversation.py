@@ -18,9 +18,9 @@ from palaestra.core.errors import ConfigError
 from palaestra.core.io.http_server import listening
 from palaestra.core.types import JSON
 from palaestra.doors.chat.conversation import COPIED_SANDBOX, NEW_SANDBOX, STOPPED, Conversation, People
-from palaestra.doors.chat.events import Event, Notice, TextDelta, ToolBegun, ToolEnded, ToolOutput, TurnEnded
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.turn_events import Event, Notice, TextDelta, ToolBegun, ToolEnded, ToolOutput, TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine, TokenServer, VLLMEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows

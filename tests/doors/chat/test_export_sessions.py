@@ -17,10 +17,10 @@ import palaestra
 from palaestra import Task, environment
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.conversation import Conversation
-from palaestra.doors.chat.events import TurnEnded
-from palaestra.doors.chat.export import NO_CONSENT, SECRET, UNREAD, session_groups
 from palaestra.doors.chat.service import ChatService, ChatSettings
 from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.stored_groups import NO_CONSENT, SECRET, UNREAD, session_groups
+from palaestra.doors.chat.turn_events import TurnEnded
 from palaestra.inference.config import APIServerConfig
 from palaestra.inference.engines.token_engine import SGLangEngine
 from palaestra.inference.ledger import LedgerRecord, record_rows

@@ -27,8 +27,8 @@ from palaestra.envs.run.evaluate import EvaluatedEnvironment, Evaluation, Logged
 from palaestra.inference.chat_server import ChatServer
 from palaestra.inference.config import APIServerConfig, ServerBaseline
 from palaestra.rollouts.export.batch import has_reasoning
+from palaestra.rollouts.export.chat_messages import chat_messages
 from palaestra.rollouts.export.exporter import DISCARDED
-from palaestra.rollouts.export.messages import chat_messages
 from palaestra.rollouts.grading.grader import Grading
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.spec import AgentSettings, Kit

@@ -23,7 +23,8 @@ from palaestra.core.printable import escaped, quoted
 from palaestra.core.types import JSON, Message
 from palaestra.doors.chat.config import ChatOptions, chat_service, open_store, prompt
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import (
+from palaestra.doors.chat.service import ChatService
+from palaestra.doors.chat.turn_events import (
     INTERRUPTED,
     NATURAL,
     Event,
@@ -35,7 +36,6 @@ from palaestra.doors.chat.events import (
     ToolOutput,
     TurnEnded,
 )
-from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.workdir import WorkFolder
 from palaestra.tools.builtin.session_search import message_text
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest

@@ -64,7 +64,9 @@ from palaestra.doors.chat.compaction import (
     plan,
     summary_in_pieces,
 )
-from palaestra.doors.chat.events import (
+from palaestra.doors.chat.service import ChatService
+from palaestra.doors.chat.store import ConversationRecord, Effect, StoredTurn
+from palaestra.doors.chat.turn_events import (
     INTERRUPTED,
     NATURAL,
     Event,
@@ -77,8 +79,6 @@ from palaestra.doors.chat.events import (
     ToolOutput,
     TurnEnded,
 )
-from palaestra.doors.chat.service import ChatService
-from palaestra.doors.chat.store import ConversationRecord, Effect, StoredTurn
 from palaestra.inference.chat_server import ChatServer, SessionContext
 from palaestra.inference.engine import ChatCompletion
 from palaestra.inference.http.sse import Delta

@@ -21,7 +21,9 @@ from palaestra.core.exits import INTERRUPTED as EXIT_INTERRUPTED
 from palaestra.doors.chat.attachments import missing_files, with_files
 from palaestra.doors.chat.config import ChatOptions, chat_service, open_store
 from palaestra.doors.chat.conversation import Conversation, People
-from palaestra.doors.chat.events import (
+from palaestra.doors.chat.service import ChatService
+from palaestra.doors.chat.store import ConversationStore
+from palaestra.doors.chat.turn_events import (
     INTERRUPTED,
     NATURAL,
     Event,
@@ -31,8 +33,6 @@ from palaestra.doors.chat.events import (
     TurnEnded,
     encode_event,
 )
-from palaestra.doors.chat.service import ChatService
-from palaestra.doors.chat.store import ConversationStore
 from palaestra.doors.chat.workdir import FolderChange, WorkFolder
 from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 

@@ -41,10 +41,10 @@ except ImportError:
 if TYPE_CHECKING:
     from palaestra.doors.chat.config import ChatOptions
     from palaestra.doors.chat.conversation import Conversation, People
-    from palaestra.doors.chat.events import Event, Notice, TurnEnded
     from palaestra.doors.chat.one_shot import Which
     from palaestra.doors.chat.service import ChatService
     from palaestra.doors.chat.store import ConversationStore
+    from palaestra.doors.chat.turn_events import Event, Notice, TurnEnded
     from palaestra.doors.chat.workdir import FolderChange, WorkFolder
     from palaestra.tools.human.approval import ApprovalAnswer, ApprovalRequest
 
@@ -317,7 +317,7 @@ class ChatTerminal:
 
     async def _show_turn(self, events: AsyncGenerator[Event, None]) -> None:
         """Show a turn as it happens, then offer to write the agent's changes back to the shared folder."""
-        from palaestra.doors.chat.events import Notice
+        from palaestra.doors.chat.turn_events import Notice
 
         self._turn_runs = True
         try:
@@ -607,7 +607,7 @@ class Screen:
         self._at_start = True
         self._markdown = MarkdownStream()
         self._in = ""
-        self._lines = self._hidden = 0
+        self._lines = 0
         self._half = ""
         self._shown: set[str] = set()
 
@@ -640,25 +640,25 @@ class Screen:
 
     def show(self, event: Event) -> None:
         """Show one event of a turn."""
-        from palaestra.doors.chat import events
+        from palaestra.doors.chat import turn_events
 
-        if isinstance(event, events.TextDelta):
+        if isinstance(event, turn_events.TextDelta):
             self._enter("text")
             self.write(self._markdown.feed(printable(event.text)))
-        elif isinstance(event, events.ReasoningDelta):
+        elif isinstance(event, turn_events.ReasoningDelta):
             self._enter("reasoning")
             self.write(f"{DIM}{printable(event.text)}{PLAIN}")
-        elif isinstance(event, events.ReplyRestarted):
+        elif isinstance(event, turn_events.ReplyRestarted):
             self.line(f"{DIM}(the connection broke; the answer begins again){PLAIN}")
-        elif isinstance(event, events.ToolBegun):
+        elif isinstance(event, turn_events.ToolBegun):
             self.line(f"{CYAN}● {escaped(event.name)}{PLAIN} {escaped(event.preview)}")
-        elif isinstance(event, events.ToolOutput):
+        elif isinstance(event, turn_events.ToolOutput):
             self._enter("output")
             self._shown.add(event.call_id)
             self._output(event.text)
-        elif isinstance(event, events.ToolEnded):
+        elif isinstance(event, turn_events.ToolEnded):
             self._result(event)
-        elif isinstance(event, events.TurnEnded):
+        elif isinstance(event, turn_events.TurnEnded):
             self._leave()
             self._end(event)
 
@@ -690,7 +690,7 @@ class Screen:
             self._lines = 0
 
     def _result(self, event: Event) -> None:
-        from palaestra.doors.chat.events import ToolEnded
+        from palaestra.doors.chat.turn_events import ToolEnded
 
         assert isinstance(event, ToolEnded)
         self._leave()
@@ -711,7 +711,7 @@ class Screen:
         self._shown.discard(event.call_id)
 
     def _end(self, event: TurnEnded) -> None:
-        from palaestra.doors.chat.events import INTERRUPTED, NATURAL
+        from palaestra.doors.chat.turn_events import INTERRUPTED, NATURAL
 
         if event.outcome == INTERRUPTED:
             self.write(f"{YELLOW}interrupted{PLAIN}\n")

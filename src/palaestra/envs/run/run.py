@@ -54,7 +54,7 @@ from palaestra.rollouts.observe.console import Console, duration, make_console
 from palaestra.rollouts.observe.intervals import in_words
 from palaestra.rollouts.observe.status import RunReader
 from palaestra.rollouts.observe.status_file import StatusFile
-from palaestra.rollouts.observe.tracing.exporter import traced
+from palaestra.rollouts.observe.tracing.span_export import traced
 from palaestra.rollouts.observe.verdicts import labels_line, official_words
 from palaestra.rollouts.records import Group
 from palaestra.rollouts.runner import Runner, Totals

@@ -54,8 +54,6 @@ async def train(
     model: str | None = None,
     trainer: TrainerName | Trainer = "trl",
     tinker_url: str | None = None,
-    group_size: int | None = None,
-    resume: str | Path | None = None,
     folder: str | Path = RUNS,
     out: str | Path | None = None,
     progress: bool = False,
@@ -65,14 +63,14 @@ async def train(
     """Train `model` on an environment, as `palaestra train` does. If you pass a `Trainer`, its own model is trained.
 
     `training` contains the settings of `TrainingConfig`; `settings` are further settings of the environment or the
-    model server. The run's folder is `out`, or a new one below `folder`. Raises what `palaestra.run` raises,
-    `TrainerError`, and `RunStopped` if the run stops before the training ends.
-    """
+    model server, such as `group_size`; `resume` names the folder of a run to continue. The run's folder is `out`, or a
+    new one below `folder`. Raises what `palaestra.run` raises, `TrainerError`, and `RunStopped` if the run stops before
+    the training ends."""
     dotenv = read_dotenv(Path.cwd())
     with python_names(), exported(dotenv):
         form = environment_form(env)
         line = command_line(form, "palaestra.train", "process", [APIServerConfig(health_check=False)])
-        given = {"model": model, "group_size": group_size, "resume": resume, **settings}
+        given = {"model": model, **settings}
         parsed = line.take("process", given, shell_variables(dotenv), dotenv)
         take_variables(parsed, dotenv)
         config = training if isinstance(training, TrainingConfig) else TrainingConfig(**(training or {}))

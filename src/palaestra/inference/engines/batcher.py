@@ -76,14 +76,12 @@ class Batcher:
         name: str,
         most_rows: int = 64,
         version: str = "0",
-        window_s: float = WINDOW_S,
     ) -> None:
         self.ready: Future[None] = Future()
         self.version = version
         self.most_at_once = 0
         self._make = make
         self._most_rows = most_rows
-        self._window_s = window_s
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._waiting: list[_Request] = []
         self._rows: list[_Request] = []
@@ -164,7 +162,7 @@ class Batcher:
                 else:
                     self._waiting.append(message)
                 window = idle and len(self._waiting) < self._most_rows
-                message = self._inbox.get(timeout=self._window_s) if window else self._inbox.get_nowait()
+                message = self._inbox.get(timeout=WINDOW_S) if window else self._inbox.get_nowait()
         except queue.Empty:
             return True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -165,12 +164,11 @@ class TokenServer(TokenChat):
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
         retry: RetryPolicy | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         super().__init__(config, tokenizer=tokenizer, clock=clock)
         self.base_url = parse_base_url(config.base_url)
         self.root_url = self.base_url.parent if self.base_url.name == "v1" else self.base_url
-        self.transport = Transport.to(config, clock=clock, retry=retry, rng=rng)
+        self.transport = Transport.to(config, clock=clock, retry=retry)
 
     async def start(self) -> None:
         """Load the tokenizer. Unless `health_check` is false, also check the server and compare its tokenizer with the

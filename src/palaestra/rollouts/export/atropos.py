@@ -211,9 +211,7 @@ class GroupsFile:
     is kept in an unnamed temporary file in the same folder, so the wait for one long task costs no memory.
     """
 
-    def __init__(
-        self, path: Path, *, env: str, model: str, first: int = 0, messages: bool = True, again: bool = False
-    ) -> None:
+    def __init__(self, path: Path, *, env: str, model: str, messages: bool = True, again: bool = False) -> None:
         with writing(path):
             self.path = path if again else claim_path(path)
             self._aside = tempfile.TemporaryFile(dir=self.path.parent, buffering=0)  # noqa: SIM115 - closed in `close`
@@ -223,7 +221,7 @@ class GroupsFile:
         self._env = env
         self._model = model
         self._messages = messages
-        self._next = first
+        self._next = 0
         self._waiting: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 

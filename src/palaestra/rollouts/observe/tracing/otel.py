@@ -31,7 +31,7 @@ from palaestra.rollouts.events import (
     RolloutBegun,
     RolloutEnded,
 )
-from palaestra.rollouts.export.messages import ChatMessage, chat_messages
+from palaestra.rollouts.export.chat_messages import ChatMessage, chat_messages
 from palaestra.rollouts.journal.journal import plain
 from palaestra.rollouts.middleware import Ask, ChatCall, ChatMiddleware
 from palaestra.rollouts.records import Trajectory

@@ -55,26 +55,32 @@ def command_spec(frame: Frame, argv: list[str], shell: str | None, cwd: str, env
     )  # fmt: skip
 
 
+class CommandPipes(NamedTuple):
+    """The descriptors of a command's pipes. `child_output` is the writing end of the output, or -1 if an earlier
+    process (a stateful shell) has it; the others are reading ends. `errors` is -1 if standard error goes to the
+    output."""
+
+    output: int = -1
+    child_output: int = -1
+    verdict: int = -1
+    errors: int = -1
+
+
 class Execution:
-    """A command, from the order to start it to its RESULT frame. `pipe` holds the two ends of its output pipe; the
-    writing end is -1 if an earlier process (a stateful shell) has it. `errors` is the reading end of standard error, or
-    -1 if standard error goes to the output. `kill` kills the command, and `receive` handles all reports that have
-    arrived.
-    """
+    """A command, from the order to start it to its RESULT frame. `kill` kills the command, and `receive` handles all
+    reports that have arrived."""
 
     def __init__(
         self, number: int, spec: CommandSpec, loop: EpollLoop, send: SendFrame, kill: Callable[[], None],
-        receive: Callable[[], None], pipe: tuple[int, int], shelf: Shelf, verdict: int = -1,
-        errors: int = -1,
+        receive: Callable[[], None], ends: CommandPipes, shelf: Shelf,
     ) -> None:  # fmt: skip
         self.number, self.spec = number, spec
         self._loop, self._send, self._kill, self._receive, self._shelf = loop, send, kill, receive, shelf
-        self._output, self._child_output = pipe
+        self._output, self._child_output, self._verdict, self._errors = ends
         self._shared = self._child_output < 0
-        self._verdict, self._errors = verdict, errors
         self._spill: Spill | None = None
         self._capture = Capture(spec.max_output_bytes)
-        self._error_capture = Capture(spec.max_output_bytes) if errors >= 0 else None
+        self._error_capture = Capture(spec.max_output_bytes) if self._errors >= 0 else None
         self._verdict_data = bytearray()
         self._credit = WINDOW
         self._started = time.monotonic()
