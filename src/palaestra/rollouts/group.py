@@ -46,11 +46,13 @@ from palaestra.rollouts.records import Group, Trajectory
 from palaestra.rollouts.resume.recorded_turns import Mismatch, RecordedTurns
 from palaestra.rollouts.rollout import Rollout
 from palaestra.rollouts.schedule import Places
-from palaestra.rollouts.spec import Kit, Phase, RolloutSpec, RunContext, Seeded, image_of
+from palaestra.rollouts.spec import Phase, RolloutSpec, RunContext, Seeded
 from palaestra.rollouts.watchdog import Stages
+from palaestra.rollouts.workspaces import image_of
 from palaestra.sandbox.images.reference import check_image
 from palaestra.sandbox.slot import Slot, Snapshot
 from palaestra.sandbox.snapshots.cache import Put, Recipe, Run
+from palaestra.tools.registry.registry import Kit
 
 if TYPE_CHECKING:
     from palaestra.rollouts.trees import RolloutTree
