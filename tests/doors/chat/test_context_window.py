@@ -220,7 +220,7 @@ def test_a_fork_and_a_reopened_conversation_have_the_compacted_history_and_the_f
             for number in range(8):
                 await said(conversation, words(number))
             fork = await conversation.fork()
-            assert fork.messages == conversation.history.messages == service.store.history(fork.id)
+            assert fork.history.messages == conversation.history.messages == service.store.history(fork.id)
             assert fork.history.title == conversation.history.title
             assert fork.history.title.startswith("say answer 0")
             assert (await said(fork, "say more")).text == "more"
