@@ -24,7 +24,7 @@ from palaestra.tools.registry.registry import Kit
 from palaestra.tools.runtime.runtime import ToolMiddleware, ToolRuntime
 
 
-class Place(Protocol):
+class SlotPlace(Protocol):
     """Where a seat's slot comes from, and where it goes when the seat is closed."""
 
     async def lease(self) -> Slot: ...
@@ -48,7 +48,7 @@ class Seat:
 
     name: str
     kit: Kit
-    place: Place
+    place: SlotPlace
     server: ChatServer | None = None
     user_task: str = ""
     timeout_s: float = 120.0

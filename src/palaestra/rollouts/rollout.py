@@ -80,7 +80,7 @@ class RolloutHooks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RolloutEnd:
     """Why a rollout ended, and which component is at fault if it is not scored."""
 
     outcome: Outcome
@@ -108,7 +108,7 @@ class Rollout:
         self.settings = settings = hooks.agent
         self.meta: dict[str, JSON] = {}
         self.result: AgentResult | None = None
-        self.ending = Ending(Outcome.CANCELLED, "the run was interrupted", Blame.RUN)
+        self.ending = RolloutEnd(Outcome.CANCELLED, "the run was interrupted", Blame.RUN)
         self.score: Score | None = None
         self.projection = Projection()
         self.stages = Stages(self.rollout_id, run.events.alive, run.settings.idle_limits)
@@ -217,7 +217,7 @@ class Rollout:
         """Set the outcome and the blame from this failure, and drop the score."""
         self.score = None
         outcome = Outcome.API_ERROR if isinstance(error, EngineError) else Outcome.INFRA_ERROR
-        self.ending = Ending(outcome, redacted(told(error)), blame)
+        self.ending = RolloutEnd(outcome, redacted(told(error)), blame)
 
     def use_task(self, task: Task) -> None:
         """Play this task in place of the group's, of which it is a variant. Call this before the agent starts."""
@@ -412,12 +412,12 @@ class Rollout:
         self.seat.ended()
 
 
-def _ending_of(result: AgentResult) -> Ending:
+def _ending_of(result: AgentResult) -> RolloutEnd:
     if result.outcome is Outcome.API_ERROR:
-        return Ending(result.outcome, result.error, Blame.ENGINE)
+        return RolloutEnd(result.outcome, result.error, Blame.ENGINE)
     if result.outcome is Outcome.INFRA_ERROR:
-        return Ending(result.outcome, result.error, result.blame or Blame.SANDBOX)
-    return Ending(result.outcome, result.error, None if result.outcome is Outcome.NATURAL else Blame.MODEL)
+        return RolloutEnd(result.outcome, result.error, result.blame or Blame.SANDBOX)
+    return RolloutEnd(result.outcome, result.error, None if result.outcome is Outcome.NATURAL else Blame.MODEL)
 
 
 def _first_user_text(messages: list[Message]) -> str:

@@ -28,7 +28,7 @@ from palaestra.doors.chat.compaction import (
     summary_in_pieces,
 )
 from palaestra.doors.chat.events import Notice
-from palaestra.doors.chat.history import History
+from palaestra.doors.chat.history import ChatHistory
 from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.service import ChatSettings
 from palaestra.doors.chat.store import ConversationStore, StoredTurn
@@ -49,7 +49,7 @@ class ContextWindow:
         self,
         store: ConversationStore,
         conversation: str,
-        history: History,
+        history: ChatHistory,
         model: ModelSession,
         seat: Seat,
         settings: ChatSettings,

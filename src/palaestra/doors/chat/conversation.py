@@ -41,7 +41,7 @@ from palaestra.core.errors import ConfigError, InfraError, PalaestraError, Sandb
 from palaestra.core.types import JSON
 from palaestra.doors.chat.context_window import ContextWindow
 from palaestra.doors.chat.events import Event, Notice, TextDelta
-from palaestra.doors.chat.history import History, turn_ended
+from palaestra.doors.chat.history import ChatHistory, turn_ended
 from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.service import ChatService
 from palaestra.doors.chat.store import ConversationRecord, ConversationStore, StoredTurn
@@ -160,7 +160,7 @@ class Conversation:
             ),
             session_key=record.key or record.id,
         )
-        self.history = History(self._store, record)
+        self.history = ChatHistory(self._store, record)
         self._notices: list[Notice] = []
         if record.settings.get("sandbox") and not service.lasting:
             self.history.note(NEW_SANDBOX)

@@ -23,7 +23,7 @@ NOT_BEGUN = "Not run: the program ended before this call began."
 _PREVIEW_CHARS = 120
 
 
-class History:
+class ChatHistory:
     """The stored side of one conversation: its record, its turns, and its messages, the system prompt first."""
 
     def __init__(self, store: ConversationStore, record: ConversationRecord) -> None:

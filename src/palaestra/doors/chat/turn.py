@@ -35,7 +35,7 @@ from palaestra.doors.chat.events import (
     ToolOutput,
     TurnEnded,
 )
-from palaestra.doors.chat.history import History, preview
+from palaestra.doors.chat.history import ChatHistory, preview
 from palaestra.doors.chat.model_session import ModelSession
 from palaestra.doors.chat.store import ConversationStore, Effect, StoredTurn
 from palaestra.inference.engine import ChatCompletion
@@ -56,7 +56,12 @@ class RunningTurn:
     """A turn that runs. `failure` is the infrastructure failure that ended it, and `error` what it raised."""
 
     def __init__(
-        self, turn: StoredTurn, store: ConversationStore, history: History, model: ModelSession, context: ContextWindow
+        self,
+        turn: StoredTurn,
+        store: ConversationStore,
+        history: ChatHistory,
+        model: ModelSession,
+        context: ContextWindow,
     ) -> None:
         self.failure: PalaestraError | None = None
         self.error: BaseException | None = None
